@@ -1,0 +1,50 @@
+# make run    set up .venv, then show fedheal at work
+# make test   set up .venv with everything the tests need, then run them all
+# make check  the quick part of the tests
+# make lint   ruff and mypy
+# make bench  the benchmarks
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+
+.PHONY: run test check lint bench clean
+
+run: $(VENV)/.run
+	@$(BIN)/python examples/aggregate.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+check: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.run
+	$(BIN)/python benchmarks/aggregate.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "fedheal needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." >&2; \
+	  echo "Install one and name it, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, 'apt install python3-venv' brings what it needs." >&2; exit 2; }
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing fedheal into $(VENV) (once; PyTorch is large) ..."
+	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	@echo "Installing what the tests need ..."
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,27 @@
+"""Server-side aggregation as pure functions of arrays: FedHEAL and what it is compared with.
+
+An aggregator is a chain of stages that decide who counts how much (`weights`) and which entries count (a mask), and a
+reducer that averages accordingly. State is passed in and out.
+"""
+
+from fedheal.aggregate.client_side import Share, client_share, combine
+from fedheal.aggregate.flaws import BadUpdate
+from fedheal.aggregate.presets import fedavg, fedheal, uniform
+from fedheal.aggregate.stage import Aggregated, Aggregator, AggregatorState, Stage, chain
+from fedheal.aggregate.state import State
+
+__all__ = [
+    "Aggregated",
+    "Aggregator",
+    "AggregatorState",
+    "BadUpdate",
+    "Share",
+    "Stage",
+    "State",
+    "chain",
+    "client_share",
+    "combine",
+    "fedavg",
+    "fedheal",
+    "uniform",
+]

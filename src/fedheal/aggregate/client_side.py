@@ -1,0 +1,74 @@
+"""FPHL where the data is: a client masks its own update, the server needs only two sums.
+
+Whether an entry is kept depends on the client's own history, its update and tau, so the client can decide. With `u` any
+positive multiple of its weight (the same for all clients), the server adds up `u * kept * D` and `u * kept` and divides.
+Both are plain sums over clients: this is what lets FPHL run under secure summation, or over very many clients without
+sign counts on the server. What the sums give away is said in `docs/design.md`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedheal.aggregate import kernels
+from fedheal.aggregate.consistency import ConsistencyState, consistency
+from fedheal.aggregate.distance import measured_distance
+from fedheal.aggregate.flaws import BadUpdate
+from fedheal.aggregate.state import expect
+from fedheal.layout import Layout, Packed
+from fedheal.types import Array, Draft, Updates, tensor_of
+
+
+class Share(NamedTuple):
+    """A client's part: its update with the other entries zero, which entries those are, and its distance for FAEL."""
+
+    masked: Tensor
+    kept: Tensor
+    distance: float
+
+
+def client_share(
+    delta: Array,
+    state: ConsistencyState | None = None,
+    tau: float = 0.3,
+    variant: str = "paper",
+    layout: Layout | None = None,
+) -> tuple[Share, ConsistencyState]:
+    """One client's masked update and its new state, which stays with it; `None` before its first round.
+
+    `layout` is only needed for the distance of `variant="released"`, which is summed over tensors.
+
+    >>> share, state = client_share(np.array([1.0, -2.0]))
+    >>> share.masked.tolist(), share.kept.tolist(), share.distance
+    ([1.0, -2.0], [True, True], 5.0)
+    """
+    update = tensor_of(delta)
+    layout = layout or Layout.flat(len(update))
+    stage = consistency(tau, variant)
+    updates = Updates(["me"], update[None], [1])
+    none = Packed(torch.zeros_like(update), torch.empty(0), torch.empty(0, dtype=torch.int64))
+    kernel = kernels.choose("auto", updates.deltas)
+    draft = Draft(layout.sizes(), none, updates, np.zeros(1, np.int64), kernel)
+    try:
+        draft, after = stage.apply(draft, stage.init(layout) if state is None else state)
+    except kernels.NonFinite:
+        raise BadUpdate({"me": "its update holds NaN, infinity or numbers too large to square"}) from None
+    assert draft.kept is not None
+    assert draft.measured is not None
+    kept = kernels.reference.mask(draft.kept, 0, update, 0, len(update))
+    distance = measured_distance(draft.measured, variant)
+    return Share(update * kept, kept, float(distance[0])), expect(after, ConsistencyState)
+
+
+def combine(model: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The new parameters from the two sums; an entry whose denominator is 0 does not move.
+
+    >>> combine(torch.zeros(2), torch.tensor([3.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
+    [1.5, 0.0]
+    """
+    moved = denominator > 0
+    return model + torch.where(moved, numerator / denominator.where(moved, 1.0), 0.0).to(model.dtype)

@@ -1,0 +1,154 @@
+"""FAEL: clients whose models must move further get more weight, by a momentum rule on their update's squared norm.
+
+Chen, Huang and Ye, CVPR 2024. With `s` the share of the (kept) squared norms and all clients present, the paper's rule is
+`dp = (1-beta) dp + beta s`, `p = p + dp`, normalised. Two deviations make it right when clients are absent, and change
+nothing when none is: a cohort redistributes only the weight it holds, and a late joiner's momentum is corrected for still
+warming up. `cumulative` follows the authors' code: un-squared norms summed over tensors, weights that add up for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedheal.aggregate.roster import enrol, extended
+from fedheal.aggregate.stage import Stage
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind
+from fedheal.types import Draft, Floats, Integers, Measured
+
+
+@kind("momentum")
+@dataclass(frozen=True)
+class MomentumState(State):
+    """Per client ever seen: participations, examples when first seen, weight `p` (they sum to 1), momentum `dp`."""
+
+    clients: tuple[str, ...]
+    n: Integers
+    examples: Floats
+    p: Floats
+    dp: Floats
+
+    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return _columns(n=self.n, examples=self.examples, p=self.p, dp=self.dp), {"clients": list(self.clients)}
+
+    @classmethod
+    def _read(cls, arrays: Arrays, json: Json) -> MomentumState:
+        clients = tuple(json["clients"])
+        return cls(clients, *_read_columns(arrays, len(clients), "n", "examples", "p", "dp"))
+
+
+@kind("cumulative")
+@dataclass(frozen=True)
+class CumulativeState(State):
+    """Per client ever seen: participations, weight `w` that only grows, momentum `dp`."""
+
+    clients: tuple[str, ...]
+    n: Integers
+    w: Floats
+    dp: Floats
+
+    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return _columns(n=self.n, w=self.w, dp=self.dp), {"clients": list(self.clients)}
+
+    @classmethod
+    def _read(cls, arrays: Arrays, json: Json) -> CumulativeState:
+        clients = tuple(json["clients"])
+        return cls(clients, *_read_columns(arrays, len(clients), "n", "w", "dp"))
+
+
+def momentum(beta: float = 0.4) -> Stage:
+    """The paper's rule."""
+
+    def apply(draft: Draft, state: State) -> tuple[Draft, State]:
+        before = expect(state, MomentumState)
+        clients, slots = enrol(before.clients, draft.clients)
+        n, examples = extended(before.n, len(clients)), extended(before.examples, len(clients))
+        p, dp = extended(before.p, len(clients)), extended(before.dp, len(clients))
+        new = slots >= len(before.clients)
+        examples[slots[new]] = draft.num_examples[new]
+        shares = examples[len(before.clients) :] / examples.sum()
+        p[: len(before.clients)] *= 1 - shares.sum()
+        p[len(before.clients) :] = shares
+
+        d = measured_distance(_measured(draft), "paper")
+        n[slots] += 1
+        dp[slots] = (1 - beta) * dp[slots] + beta * relative(d)
+        warm = _warmth(beta, n[slots])
+        g = warm.mean() * dp[slots] / warm
+        mass = p[slots].sum()
+        if mass > 0:
+            v = p[slots] / mass + g / len(slots)
+            p[slots] = mass * v / v.sum()
+        draft = replace(draft, weights=p[slots], report=dict(draft.report) | _told(draft, d))
+        return draft, MomentumState(clients, n, examples, p, dp)
+
+    return Stage(lambda layout: MomentumState((), *_empty(4)), apply)
+
+
+def cumulative(beta: float = 0.4) -> Stage:
+    """The rule of the released code."""
+
+    def apply(draft: Draft, state: State) -> tuple[Draft, State]:
+        before = expect(state, CumulativeState)
+        clients, slots = enrol(before.clients, draft.clients)
+        n, dp = extended(before.n, len(clients)), extended(before.dp, len(clients))
+        w = extended(before.w, len(clients), 1)
+        d = measured_distance(_measured(draft), "released")
+        n[slots] += 1
+        dp[slots] = (1 - beta) * dp[slots] + beta * relative(d)
+        w[slots] += dp[slots]
+        # What an average client would hold after as many participations: 1 + sum_{k=1..n} (1 - (1-beta)^k).
+        past = n[slots] - (1 - beta) * _warmth(beta, n[slots]) / beta if beta > 0 else np.zeros(len(slots))
+        draft = replace(draft, weights=w[slots] / (1 + past), report=dict(draft.report) | _told(draft, d))
+        return draft, CumulativeState(clients, n, w, dp)
+
+    return Stage(lambda layout: CumulativeState((), *_empty(3)), apply)
+
+
+def measured_distance(measured: Measured, variant: str) -> Floats:
+    """`[k]`: the squared norm of what is kept; in the released code the norms themselves, summed over tensors."""
+    return np.asarray((np.sqrt(measured.squares) if variant == "released" else measured.squares).sum(axis=1))
+
+
+def relative(d: Floats) -> Floats:
+    """Each client's distance relative to the cohort's mean: 1 for all when nobody moved."""
+    total = d.sum()
+    return len(d) * (d / total) if total > 0 else np.ones_like(d)
+
+
+def _warmth(beta: float, n: Integers) -> Floats:
+    """`1 - (1-beta)^n`, without cancellation for small beta."""
+    return -np.expm1(n * np.log1p(-beta)) if beta < 1 else np.ones(len(n))
+
+
+def _measured(draft: Draft) -> Measured:
+    """What FPHL measured on the way, or a pass of our own."""
+    if draft.measured is not None:
+        return draft.measured
+    tensors = [length for _, length in draft.sizes.tensors]
+    measured: Measured = draft.kernel.measure(draft.updates.deltas, draft.rows, tensors)
+    return measured
+
+
+def _told(draft: Draft, d: Floats) -> dict[str, Any]:
+    return {"distance": dict(zip(draft.clients, d.tolist(), strict=True))}
+
+
+def _empty(columns: int) -> list[Any]:
+    return [np.zeros(0, np.int64), *(np.zeros(0) for _ in range(columns - 1))]
+
+
+def _columns(**columns: Floats | Integers) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def _read_columns(arrays: Arrays, length: int, *names: str) -> list[Any]:
+    columns = [arrays[name].numpy() for name in names]
+    for name, column in zip(names, columns, strict=True):
+        if column.shape != (length,):
+            raise ValueError(f"'{name}' has shape {column.shape} for {length} clients")
+    return columns

@@ -1,0 +1,73 @@
+"""What makes a client's update unusable, as far as it can be told without reading the whole update.
+
+NaN and infinity inside the updates are found by the kernels, in the pass that reads them anyway.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from fedheal.collect import FLOATS
+from fedheal.layout import Sizes
+from fedheal.types import Updates
+
+
+class BadUpdate(ValueError):
+    """Updates that cannot be used; `reasons` names the clients."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        first, *more = (f"client '{client}': {why}" for client, why in reasons.items())
+        others = f" (and {len(more)} more)" if more else ""
+        super().__init__(f"{first}{others}; on_bad_update='skip' would leave such clients out")
+        self.reasons = dict(reasons)
+
+
+def flaws(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, str]:
+    """Row -> what is wrong with it. A metric that no client sent is a mistake of the caller's, not of a client."""
+    missing = sorted(needs - set(updates.metrics))
+    if missing and updates.clients:
+        raise ValueError(
+            f"this aggregator needs the client metric '{missing[0]}'; the updates have {sorted(updates.metrics)}"
+        )
+    whole = _whole(updates, sizes)
+    if whole:
+        return dict.fromkeys(range(len(updates.clients)), whole)
+    times = Counter(updates.clients)
+    found: dict[int, str] = {}
+    for row, client in enumerate(updates.clients):
+        examples = float(updates.num_examples[row])
+        if times[client] > 1:
+            found[row] = f"its id stands {times[client]} times in this cohort"
+        elif not 0 < examples < float("inf"):
+            found[row] = f"num_examples = {examples:g}; a positive number is needed"
+    for name in sorted(needs):
+        for row in _rows(~torch.isfinite(updates.metrics[name])):
+            found.setdefault(row, f"its metric '{name}' is {float(updates.metrics[name][row])}")
+    if updates.buffers is not None:
+        for row in _rows(~torch.isfinite(updates.buffers).all(dim=1)):
+            found.setdefault(row, "its buffers hold NaN or infinity")
+    return found
+
+
+def _whole(updates: Updates, sizes: Sizes) -> str | None:
+    """A flaw that all rows share, since they are one matrix."""
+    if updates.deltas.dtype not in FLOATS:
+        return f"its update is {updates.deltas.dtype}; float32, float64, bfloat16 and float16 will do"
+    if updates.deltas.shape[1] != sizes.params:
+        return f"its update has length {updates.deltas.shape[1]}; the model has {sizes.params} parameters"
+    if updates.buffers is not None and not updates.buffers.is_floating_point():
+        return f"its buffers are {updates.buffers.dtype}, not floating point"
+    if updates.counters is not None and (updates.counters.is_floating_point() or updates.counters.is_complex()):
+        return f"its counters are {updates.counters.dtype}, not integers"
+    for name, length in (("buffers", sizes.buffers), ("counters", sizes.counters)):
+        matrix = getattr(updates, name)
+        if matrix is not None and matrix.shape[1] != length:
+            return f"its {name} have length {matrix.shape[1]}; the model has {length}"
+    return None
+
+
+def _rows(mask: torch.Tensor) -> list[int]:
+    return [int(row) for row in torch.nonzero(mask).flatten()]

@@ -1,0 +1,34 @@
+"""The loops over `[K, G]`, in interchangeable modules with one contract.
+
+- `observe(deltas, rows, tensors, counts, slots, at_least, below, sign) -> Measured`: add this round's signs to the counts,
+  in place, and measure what is kept. Raises `NonFinite`, with the counts as they were, if a row holds NaN or infinity.
+- `measure(deltas, rows, tensors) -> Measured`: the same without counts; everything is kept.
+- `average(deltas, rows, weights, kept) -> (update [G], unkept)`: per entry `sum u k D / sum u k`, 0 where nobody keeps
+  it, and the number of such entries. float64 for float64 updates, else float32; sums are kept in float64.
+- `masked(deltas, rows, kept, start, stop) -> float64 [k, stop - start]`: a block of `k * D`, on the CPU.
+
+`rows` are in the order of the clients' ids and every sum runs in that order, so results do not depend on the order of
+arrival. `tensors` are the lengths of the parameter tensors. Work goes in column blocks: temporaries stay small.
+"""
+
+from types import ModuleType
+
+from torch import Tensor
+
+from fedheal.aggregate.kernels import cpu, reference
+from fedheal.aggregate.kernels.reference import NonFinite
+
+__all__ = ["NonFinite", "choose", "cpu", "reference"]
+
+_KERNELS = {"reference": reference, "cpu": cpu}
+
+
+def choose(name: str, deltas: Tensor) -> ModuleType:
+    """The kernel called `name`; `auto` is the fastest one for where the updates are."""
+    if name == "auto":
+        return cpu if deltas.device.type == "cpu" else reference
+    if name not in _KERNELS:
+        raise ValueError(f"kernel = {name!r}: use 'auto' or one of {sorted(_KERNELS)}")
+    if name == "cpu" and deltas.device.type != "cpu":
+        raise ValueError(f"kernel = 'cpu': the updates are on {deltas.device}")
+    return _KERNELS[name]

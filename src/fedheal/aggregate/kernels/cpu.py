@@ -1,0 +1,313 @@
+"""The fast CPU kernel: two fused passes over the updates, compiled by numba, spread over threads by column blocks.
+
+The first pass counts signs and measures what is kept, the second recomputes the mask from the counts and averages, so
+that no mask is ever stored. Compiled functions release the GIL and take blocks of columns from a small thread pool
+(`torch.get_num_threads()` wide). Block boundaries and the order of sums are fixed: the number of threads changes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedheal.aggregate.kernels import reference
+from fedheal.aggregate.kernels.reference import NonFinite
+from fedheal.types import Floats, Integers, Kept, Measured
+
+PASS_ONE = 8192  # columns: a row's block stays in the first-level cache between its two loops
+PASS_TWO = 2048  # columns: with both float64 accumulators
+CONVERT = 1 << 18  # columns turned into float32 at a time where numba cannot read the dtype
+REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets sums use vector registers; NaN and infinity keep their meaning
+
+masked = reference.masked
+
+
+def observe(
+    deltas: Tensor,
+    rows: Integers,
+    tensors: Sequence[int],
+    counts: Tensor,
+    slots: Integers,
+    at_least: Integers,
+    below: Integers,
+    sign: int,
+) -> Measured:
+    table = counts.numpy()
+    low, high = at_least.astype(table.dtype), below.astype(table.dtype)
+    measured, bad = _scan(deltas, rows, tensors, table, slots, low, high, sign)
+    if bad:
+        for first, matrix in _chunks(deltas, _edges(deltas.shape[1], [deltas.shape[1]], PASS_ONE)[0]):
+            _uncount(matrix, rows, table[:, first:], slots, sign)
+        raise NonFinite(bad)
+    return measured
+
+
+def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
+    # With counts of zero and these thresholds everything is kept; sign 0 leaves the counts alone.
+    none = np.zeros(len(rows), np.uint8)
+    nothing = np.zeros((1, 1), np.uint8)
+    measured, bad = _scan(deltas, rows, tensors, nothing, np.zeros(len(rows), np.int64), none, none, 0)
+    if bad:
+        raise NonFinite(bad)
+    return measured
+
+
+def average(deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
+    dtype = np.float64 if deltas.dtype == torch.float64 else np.float32
+    update = np.empty(deltas.shape[1], dtype)
+    edges, _ = _edges(deltas.shape[1], [deltas.shape[1]], PASS_TWO)
+    unkept = np.zeros(len(edges) - 1, np.int64)
+    if kept is not None:
+        table = kept.counts.numpy()
+        thresholds = kept.at_least.astype(table.dtype), kept.below.astype(table.dtype)
+    for first, matrix in _chunks(deltas, edges):
+        inside = _within(edges, first, matrix.shape[1])
+
+        def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
+            if kept is None:
+                _mean_blocks(matrix, rows, weights, first, edges[a : b + 1], update)
+            else:
+                _kept_mean_blocks(
+                    matrix,
+                    rows,
+                    weights,
+                    table,
+                    kept.slots,
+                    *thresholds,
+                    kept.sign,
+                    first,
+                    edges[a : b + 1],
+                    update,
+                    unkept[a:b],
+                )
+
+        _spread(work, *inside, cost=len(rows) * PASS_TWO)
+    result = torch.from_numpy(update)
+    if kept is None and not weights.sum() > 0:
+        return result.zero_(), len(update)
+    if not bool(torch.isfinite(result).all()):
+        reference.check_finite(deltas, rows)
+    return result, int(unkept.sum())
+
+
+def _scan(
+    deltas: Tensor,
+    rows: Integers,
+    tensors: Sequence[int],
+    table: NDArray[Any],
+    slots: Integers,
+    low: NDArray[Any],
+    high: NDArray[Any],
+    sign: int,
+) -> tuple[Measured, list[int]]:
+    """The first pass. Also names the rows that are not finite; their counts have been touched by then."""
+    edges, owner = _edges(deltas.shape[1], tensors, PASS_ONE)
+    total = np.zeros((len(rows), len(owner)))
+    squares = np.zeros((len(rows), len(owner)))
+    number = np.zeros((len(rows), len(owner)), np.int64)
+    for first, matrix in _chunks(deltas, edges):
+
+        def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
+            out = total[:, a:b], squares[:, a:b], number[:, a:b]
+            _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges[a : b + 1], *out)
+
+        _spread(work, *_within(edges, first, matrix.shape[1]), cost=len(rows) * PASS_ONE)
+    bad = ~np.isfinite(total).all(axis=1)
+
+    def by_tensor(values: NDArray[Any]) -> Floats:
+        return np.stack([np.bincount(owner, row, len(tensors)) for row in values]).astype(np.float64)
+
+    return Measured(by_tensor(squares), by_tensor(number).astype(np.int64)), rows[bad].tolist()
+
+
+def _edges(length: int, tensors: Sequence[int], width: int) -> tuple[Integers, Integers]:
+    """Column blocks of at most `width` that cross no tensor's boundary, as edges, and the tensor each belongs to."""
+    edges, owner = [0], []
+    for t, size in enumerate(tensors):
+        stops = [*range(edges[-1] + width, edges[-1] + size, width), edges[-1] + size] if size else []
+        edges += stops
+        owner += [t] * len(stops)
+    assert edges[-1] == length
+    return np.array(edges, np.int64), np.array(owner, np.int64)
+
+
+def _chunks(deltas: Tensor, edges: Integers) -> Iterator[tuple[int, NDArray[Any]]]:
+    """The updates as arrays numba reads: all at once where that costs nothing, else a chunk of columns at a time."""
+    if deltas.dtype in (torch.float32, torch.float64) and deltas.is_contiguous():
+        yield 0, deltas.numpy()
+        return
+    dtype = torch.float64 if deltas.dtype == torch.float64 else torch.float32
+    first = 0
+    for edge, following in zip(edges[1:], [*edges[2:], None], strict=True):
+        if following is None or following - first > CONVERT:
+            yield first, deltas[:, first:edge].to(dtype).contiguous().numpy()
+            first = int(edge)
+
+
+def _within(edges: Integers, first: int, width: int) -> tuple[int, int]:
+    return int(np.searchsorted(edges, first)), int(np.searchsorted(edges, first + width))
+
+
+def _spread(work: Callable[[int, int], None], start: int, stop: int, cost: int) -> None:
+    """Do blocks `start:stop`, over threads where there is enough to do for it to pay."""
+    threads = torch.get_num_threads()
+    if threads == 1 or (stop - start) * cost < 1 << 20:
+        work(start, stop)
+        return
+    parts = np.linspace(start, stop, min(stop - start, 4 * threads) + 1).astype(int)
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(work, a, b) for a, b in itertools.pairwise(parts)]:
+            done.result()
+
+
+@numba.njit(nogil=True, cache=True)
+def _count(x, counts, low, high, sign, keep):  # type: ignore[no-untyped-def]
+    one, zero = counts.dtype.type(1), counts.dtype.type(0)
+    s = x.dtype.type(sign)
+    for j in range(x.size):
+        up = s * x[j] >= 0
+        n = counts.dtype.type(counts[j] + (one if up else zero))
+        counts[j] = n
+        keep[j] = (n >= low) if up else (n < high)
+
+
+@numba.njit(nogil=True, cache=True, fastmath=REASSOCIATE)
+def _squares(x, keep):  # type: ignore[no-untyped-def]
+    everything, kept = 0.0, 0.0
+    zero = x.dtype.type(0)
+    for j in range(x.size):
+        y = np.float64(x[j])
+        z = np.float64(x[j] if keep[j] else zero)
+        everything += y * y
+        kept += z * z
+    return everything, kept
+
+
+@numba.njit(nogil=True, cache=True)
+def _number(keep):  # type: ignore[no-untyped-def]
+    n = np.uint32(0)
+    for j in range(keep.size):
+        n = np.uint32(n + keep[j])
+    return n
+
+
+@numba.njit(nogil=True, cache=True)
+def _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges, total, squares, number):  # type: ignore[no-untyped-def]
+    keep = np.ones(PASS_ONE, np.uint8)
+    for b in range(edges.size - 1):
+        start, stop = edges[b], edges[b + 1]
+        k = keep[: stop - start]
+        for i in range(rows.size):
+            x = matrix[rows[i], start - first : stop - first]
+            if sign != 0:
+                _count(x, table[slots[i], start:stop], low[i], high[i], sign, k)
+            total[i, b], squares[i, b] = _squares(x, k)
+            number[i, b] = _number(k)
+
+
+@numba.njit(nogil=True, cache=True)
+def _uncount(matrix, rows, table, slots, sign):  # type: ignore[no-untyped-def]
+    for i in range(rows.size):
+        for j in range(matrix.shape[1]):
+            if sign * matrix[rows[i], j] >= 0:
+                table[slots[i], j] -= 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_kept(x, counts, low, high, sign, weight, numerator, denominator):  # type: ignore[no-untyped-def]
+    s = x.dtype.type(sign)
+    for j in range(x.size):
+        v = weight if ((counts[j] >= low) if s * x[j] >= 0 else (counts[j] < high)) else 0.0
+        numerator[j] += v * x[j]
+        denominator[j] += v
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_four_kept(x0, x1, x2, x3, c0, c1, c2, c3, low, high, sign, weight, numerator, denominator):  # type: ignore[no-untyped-def]
+    # Four clients per sweep over the accumulators, added in the same order as one at a time: the same bits.
+    l0, l1, l2, l3 = low[0], low[1], low[2], low[3]
+    h0, h1, h2, h3 = high[0], high[1], high[2], high[3]
+    w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
+    s = x0.dtype.type(sign)
+    for j in range(x0.size):
+        n, d = numerator[j], denominator[j]
+        v = w0 if ((c0[j] >= l0) if s * x0[j] >= 0 else (c0[j] < h0)) else 0.0
+        n += v * x0[j]
+        d += v
+        v = w1 if ((c1[j] >= l1) if s * x1[j] >= 0 else (c1[j] < h1)) else 0.0
+        n += v * x1[j]
+        d += v
+        v = w2 if ((c2[j] >= l2) if s * x2[j] >= 0 else (c2[j] < h2)) else 0.0
+        n += v * x2[j]
+        d += v
+        v = w3 if ((c3[j] >= l3) if s * x3[j] >= 0 else (c3[j] < h3)) else 0.0
+        n += v * x3[j]
+        d += v
+        numerator[j], denominator[j] = n, d
+
+
+@numba.njit(nogil=True, cache=True)
+def _kept_mean_blocks(matrix, rows, weights, table, slots, low, high, sign, first, edges, update, unkept):  # type: ignore[no-untyped-def]
+    numerator, denominator = np.empty(PASS_TWO), np.empty(PASS_TWO)
+    for b in range(edges.size - 1):
+        start, stop = edges[b], edges[b + 1]
+        n, d = numerator[: stop - start], denominator[: stop - start]
+        n[:] = 0.0
+        d[:] = 0.0
+        i = 0
+        while i + 4 <= rows.size:
+            _add_four_kept(
+                matrix[rows[i], start - first : stop - first],
+                matrix[rows[i + 1], start - first : stop - first],
+                matrix[rows[i + 2], start - first : stop - first],
+                matrix[rows[i + 3], start - first : stop - first],
+                table[slots[i], start:stop],
+                table[slots[i + 1], start:stop],
+                table[slots[i + 2], start:stop],
+                table[slots[i + 3], start:stop],
+                low[i : i + 4],
+                high[i : i + 4],
+                sign,
+                weights[i : i + 4],
+                n,
+                d,
+            )
+            i += 4
+        while i < rows.size:
+            x = matrix[rows[i], start - first : stop - first]
+            _add_kept(x, table[slots[i], start:stop], low[i], high[i], sign, weights[i], n, d)
+            i += 1
+        none = 0
+        for j in range(stop - start):
+            if d[j] > 0.0:
+                update[start + j] = n[j] / d[j]
+            else:
+                update[start + j] = 0.0
+                none += 1
+        unkept[b] = none
+
+
+@numba.njit(nogil=True, cache=True)
+def _mean_blocks(matrix, rows, weights, first, edges, update):  # type: ignore[no-untyped-def]
+    numerator = np.empty(PASS_TWO)
+    total = 0.0
+    for i in range(rows.size):
+        total += weights[i]
+    for b in range(edges.size - 1):
+        start, stop = edges[b], edges[b + 1]
+        n = numerator[: stop - start]
+        n[:] = 0.0
+        for i in range(rows.size):
+            x, w = matrix[rows[i], start - first : stop - first], weights[i]
+            for j in range(x.size):
+                n[j] += w * x[j]
+        for j in range(stop - start):
+            update[start + j] = n[j] / total

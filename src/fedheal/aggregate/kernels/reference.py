@@ -1,0 +1,110 @@
+"""The obvious twin: plain torch on any device, written to be compared with the equations, not to be fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedheal.types import Floats, Integers, Kept, Measured
+
+BLOCK = 1 << 18
+
+
+class NonFinite(Exception):
+    """These rows of the updates hold NaN or infinity, or entries whose squares overflow."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        super().__init__(f"rows {list(rows)} are not finite")
+        self.rows = tuple(int(row) for row in rows)
+
+
+def observe(
+    deltas: Tensor,
+    rows: Integers,
+    tensors: Sequence[int],
+    counts: Tensor,
+    slots: Integers,
+    at_least: Integers,
+    below: Integers,
+    sign: int,
+) -> Measured:
+    kept = Kept(counts, slots, at_least, below, sign)
+    check_finite(deltas, rows)
+    for row, slot in zip(rows, slots, strict=True):
+        for start, stop in _blocks(0, deltas.shape[1]):
+            up = sign * deltas[row, start:stop] >= 0
+            counts[slot, start:stop] = (counts[slot, start:stop].to(torch.int64) + up).to(counts.dtype)
+    return _measure(deltas, rows, tensors, kept)
+
+
+def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
+    check_finite(deltas, rows)
+    return _measure(deltas, rows, tensors, None)
+
+
+def average(deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
+    dtype = torch.float64 if deltas.dtype == torch.float64 else torch.float32
+    update = torch.zeros(deltas.shape[1], dtype=dtype, device=deltas.device)
+    unkept = 0
+    for start, stop in _blocks(0, deltas.shape[1]):
+        numerator = torch.zeros(stop - start, dtype=torch.float64, device=deltas.device)
+        denominator = torch.zeros_like(numerator)
+        for i, row in enumerate(rows):
+            delta = deltas[row, start:stop].to(torch.float64)
+            share = float(weights[i]) * mask(kept, i, delta, start, stop).to(torch.float64)
+            numerator += share * delta
+            denominator += share
+        moved = denominator > 0
+        update[start:stop] = torch.where(moved, numerator / denominator.where(moved, 1.0), 0.0).to(dtype)
+        unkept += int((~moved).sum())
+    if not bool(torch.isfinite(update).all()):
+        check_finite(deltas, rows)
+    return update, unkept
+
+
+def masked(deltas: Tensor, rows: Integers, kept: Kept | None, start: int, stop: int) -> Floats:
+    block = [deltas[row, start:stop].to(torch.float64) for row in rows]
+    return torch.stack([d * mask(kept, i, d, start, stop) for i, d in enumerate(block)]).cpu().numpy()
+
+
+def _measure(deltas: Tensor, rows: Integers, tensors: Sequence[int], kept: Kept | None) -> Measured:
+    squares = np.zeros((len(rows), len(tensors)))
+    number = np.zeros((len(rows), len(tensors)), np.int64)
+    for i, row in enumerate(rows):
+        begin = 0
+        for t, length in enumerate(tensors):
+            for start, stop in _blocks(begin, begin + length):
+                delta = deltas[row, start:stop].to(torch.float64)
+                where = mask(kept, i, delta, start, stop)
+                squares[i, t] += float((delta[where] ** 2).sum())
+                number[i, t] += int(where.sum())
+            begin += length
+    return Measured(squares, number)
+
+
+def mask(kept: Kept | None, i: int, delta: Tensor, start: int, stop: int) -> Tensor:
+    """Which of client i's entries `start:stop` are kept."""
+    if kept is None:
+        return torch.ones_like(delta, dtype=torch.bool)
+    counts = kept.counts[kept.slots[i], start:stop].to(torch.int64)
+    return torch.where(kept.sign * delta >= 0, counts >= int(kept.at_least[i]), counts < int(kept.below[i]))
+
+
+def check_finite(deltas: Tensor, rows: Integers) -> None:
+    """Raise unless every row's squared norm is finite."""
+
+    def square(row: int) -> float:
+        blocks = (deltas[row, start:stop].to(torch.float64) for start, stop in _blocks(0, deltas.shape[1]))
+        return sum(float((block**2).sum()) for block in blocks)
+
+    bad = [row for row in rows.tolist() if not math.isfinite(square(row))]
+    if bad:
+        raise NonFinite(bad)
+
+
+def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    return ((a, min(a + BLOCK, stop)) for a in range(start, stop, BLOCK))

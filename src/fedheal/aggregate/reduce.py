@@ -1,0 +1,83 @@
+"""From weights and mask to one new model: the masked mean of FPHL, of which the plain mean is the case without a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedheal.layout import Packed
+from fedheal.types import Draft, Floats, Kept
+
+
+def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
+    """`W_i + sum u k D / sum u k`; an entry nobody keeps does not move.
+
+    Float buffers become the weighted mean of the clients' values, counters the largest; without any they stay.
+    """
+    params, told = _params(draft, weights)
+    buffers, counters = draft.model.buffers, draft.model.counters
+    if draft.updates.buffers is not None:
+        local = draft.updates.buffers[_index(draft, draft.updates.buffers)].to(torch.float64)
+        u = torch.from_numpy(weights).to(local.device)
+        buffers = (u[:, None] * local).sum(dim=0).to(buffers.dtype)
+    if draft.updates.counters is not None:
+        counters = draft.updates.counters[_index(draft, draft.updates.counters)].amax(dim=0).to(counters.dtype)
+    return Packed(params, buffers, counters), told
+
+
+def mean_of_everything(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
+    """As in the released code: buffers and counters move like parameters, with sign counts of their own."""
+    params, told = _params(draft, weights)
+    model, sizes = draft.model, draft.sizes
+    buffers = _moved(draft, model.buffers, draft.updates.buffers, weights, sizes.params).to(model.buffers.dtype)
+    counters = _moved(draft, model.counters, draft.updates.counters, weights, sizes.params + sizes.buffers)
+    return Packed(params, buffers, counters.trunc().to(model.counters.dtype)), told
+
+
+def _params(draft: Draft, weights: Floats) -> tuple[Tensor, dict[str, Any]]:
+    update, unkept = draft.kernel.average(draft.updates.deltas, draft.rows, weights, draft.kept)
+    told = {} if draft.kept is None else {"unkept": unkept / max(draft.sizes.params, 1)}
+    return _add(draft.model.params, update), told
+
+
+def _add(params: Tensor, update: Tensor) -> Tensor:
+    wide = torch.promote_types(params.dtype, update.dtype)
+    return (params.to(wide) + update.to(wide)).to(params.dtype)
+
+
+def _index(draft: Draft, like: Tensor) -> Tensor:
+    return torch.from_numpy(draft.rows).to(like.device)
+
+
+def _moved(draft: Draft, vector: Tensor, local: Tensor | None, weights: Floats, offset: int) -> Tensor:
+    """The masked mean on a small vector that has its sign counts at `offset`, in float64."""
+    before = vector.to(torch.float64)
+    if local is None or not len(vector):
+        return before
+    delta = local[_index(draft, local)].to(torch.float64) - before
+    u = torch.from_numpy(weights).to(delta.device)[:, None] * mask(draft.kept, delta, offset)
+    total = u.sum(dim=0)
+    moved = total > 0
+    step = (u * delta).sum(dim=0) / total.where(moved, 1.0)
+    # Rounding must not push a mean out of the range of what it averages: truncation would make a whole count of it.
+    far = torch.finfo(torch.float64).max
+    low = delta.where(u > 0, far).amin(dim=0)
+    high = delta.where(u > 0, -far).amax(dim=0)
+    return before + torch.where(moved, step.clamp(low, high), 0.0)
+
+
+def mask(kept: Kept | None, delta: Tensor, offset: int) -> Tensor:
+    """Which entries of a small matrix are kept, from the counts that start at column `offset`."""
+    if kept is None:
+        return torch.ones_like(delta)
+    columns = slice(offset, offset + delta.shape[1])
+    counts = torch.stack([kept.counts[slot, columns].to(torch.int64) for slot in kept.slots])
+
+    def column(values: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(values).to(delta.device)[:, None]
+
+    up = kept.sign * delta >= 0
+    return torch.where(up, counts >= column(kept.at_least), counts < column(kept.below)).to(delta.dtype)

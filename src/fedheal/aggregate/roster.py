@@ -1,0 +1,31 @@
+"""Clients ever seen, in the order of their first appearance (newcomers of one round by id)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedheal.types import Integers
+
+T = TypeVar("T", bound=np.generic)
+
+
+def enrol(known: tuple[str, ...], cohort: tuple[str, ...]) -> tuple[tuple[str, ...], Integers]:
+    """All clients with this cohort's newcomers appended, and where each of the cohort stands.
+
+    >>> enrol(("b",), ("a", "b", "c"))
+    (('b', 'a', 'c'), array([1, 0, 2]))
+    """
+    place = {client: i for i, client in enumerate(known)}
+    newcomers = tuple(sorted(set(cohort) - place.keys()))
+    place |= {client: len(known) + i for i, client in enumerate(newcomers)}
+    return known + newcomers, np.array([place[client] for client in cohort], np.int64)
+
+
+def extended(column: NDArray[T], length: int, fill: Any = 0) -> NDArray[T]:
+    """A copy of `column` with room for the newcomers."""
+    longer = np.full(length, fill, column.dtype)
+    longer[: len(column)] = column
+    return longer

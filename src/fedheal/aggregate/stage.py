@@ -1,0 +1,229 @@
+"""Stages compose: each fills in a part of the draft, state passed in and out; an aggregator runs them and averages.
+
+A stage either gives a *mask* (which entries count) or *weights* (who counts how much). `chain` runs masks before
+weights whatever the order they are named in, since weights may depend on what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedheal.aggregate import kernels, reduce
+from fedheal.aggregate.flaws import BadUpdate, flaws
+from fedheal.aggregate.state import Arrays, Json, Nothing, State, expect, kind, nested, unnested
+from fedheal.layout import Layout, Packed, Sizes
+from fedheal.types import Draft, Floats, Updates
+
+Model = TypeVar("Model", Packed, Tensor, NDArray[Any])
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`init(layout) -> state`; `apply(draft, state) -> draft, state`; `needs` names the client metrics it must be given."""
+
+    init: Callable[[Layout], State]
+    apply: Callable[[Draft, State], tuple[Draft, State]]
+    needs: frozenset[str] = frozenset()
+    gives: Literal["mask", "weights"] = "weights"
+
+
+def stateless(apply: Callable[[Draft], Draft], needs: frozenset[str] = frozenset()) -> Stage:
+    """A stage that gives weights and remembers nothing."""
+    return Stage(lambda layout: Nothing(), lambda draft, state: (apply(draft), state), needs)
+
+
+@kind("chain")
+@dataclass(frozen=True)
+class ChainState(State):
+    states: tuple[State, ...]
+
+    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        arrays, json = nested({str(i): state for i, state in enumerate(self.states)})
+        return arrays, {"length": len(self.states), **json}
+
+    @classmethod
+    def _read(cls, arrays: Arrays, json: Json) -> ChainState:
+        return cls(tuple(unnested(str(i), arrays, json) for i in range(json["length"])))
+
+
+def chain(*stages: Stage) -> Stage:
+    """These stages one after another, masks first; at most one may give weights."""
+    if sum(stage.gives == "weights" for stage in stages) > 1:
+        raise ValueError("two of these stages give weights: only one can decide who counts how much")
+    ordered = sorted(stages, key=lambda stage: stage.gives)  # "mask" sorts before "weights"
+
+    def init(layout: Layout) -> State:
+        return ChainState(tuple(stage.init(layout) for stage in ordered))
+
+    def apply(draft: Draft, state: State) -> tuple[Draft, State]:
+        states = expect(state, ChainState).states
+        if len(states) != len(ordered):
+            raise ValueError(
+                f"this state has {len(states)} parts, the aggregator {len(ordered)}: it was made by another one"
+            )
+        after = []
+        for stage, before in zip(ordered, states, strict=True):
+            draft, new = stage.apply(draft, before)
+            after.append(new)
+        return draft, ChainState(tuple(after))
+
+    needs = frozenset[str]().union(*(stage.needs for stage in stages))
+    return Stage(init, apply, needs, ordered[-1].gives if ordered else "mask")
+
+
+@kind("aggregator")
+@dataclass(frozen=True)
+class AggregatorState(State):
+    """Everything an aggregator remembers, and what it keeps of the layout."""
+
+    sizes: Sizes
+    stage: State
+
+    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        arrays, json = nested({"stage": self.stage})
+        sizes = {
+            "tensors": [list(t) for t in self.sizes.tensors],
+            "buffers": self.sizes.buffers,
+            "counters": self.sizes.counters,
+        }
+        return arrays, {"sizes": sizes, **json}
+
+    @classmethod
+    def _read(cls, arrays: Arrays, json: Json) -> AggregatorState:
+        sizes = json["sizes"]
+        tensors = tuple((str(name), int(length)) for name, length in sizes["tensors"])
+        return cls(Sizes(tensors, sizes["buffers"], sizes["counters"]), unnested("stage", arrays, json))
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """What a round's aggregation gives. `weights [K]` follow `updates.clients`; a skipped client's is 0.
+
+    `model` is of the kind that was given. `report` is JSON-ready: `skipped` clients with the reason, and what the stages
+    have to tell (distances, kept fractions, ...).
+    """
+
+    model: Any
+    weights: Tensor
+    state: AggregatorState
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """Stages and a reducer as one pure function of arrays.
+
+    `on_bad_update`: with `"raise"` a bad update is an error, with `"skip"` its client counts as absent.
+    `kernel`: `"auto"`, `"reference"` or `"cpu"`.
+    """
+
+    stage: Stage
+    reduce: Callable[[Draft, Floats], tuple[Packed, dict[str, Any]]] = reduce.mean
+    on_bad_update: str = "raise"
+    kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.on_bad_update not in ("raise", "skip"):
+            raise ValueError(f"on_bad_update = {self.on_bad_update!r}: use 'raise' or 'skip'")
+
+    def init(self, layout: Layout) -> AggregatorState:
+        """The state before the first round."""
+        return AggregatorState(layout.sizes(), self.stage.init(layout))
+
+    def apply(self, model: Any, updates: Updates, state: AggregatorState, donate: bool = False) -> Aggregated:
+        """One round: the new global model from the old one and a cohort's updates.
+
+        `model` is a `Packed`, or just the flat parameters as a tensor or numpy array. Inputs are never changed, except
+        that `donate=True` may reuse the old state's buffers: that state must not be used again.
+        """
+        packed = _packed(model, updates, expect(state, AggregatorState).sizes)
+        bad = flaws(updates, state.sizes, self.stage.needs)
+        while True:
+            if bad and self.on_bad_update == "raise":
+                raise BadUpdate({updates.clients[row]: why for row, why in bad.items()})
+            good = (row for row in range(len(updates.clients)) if row not in bad)
+            rows = np.array(sorted(good, key=lambda row: updates.clients[row]), np.int64)
+            skipped = dict(updates.refused) | {updates.clients[row]: why for row, why in bad.items()}
+            nobody = Aggregated(_like(model, packed), _spread(updates, rows, None), state, {"skipped": skipped})
+            if len(rows) == 0:
+                return nobody
+            kernel = kernels.choose(self.kernel, updates.deltas)
+            try:
+                draft, after = self.stage.apply(Draft(state.sizes, packed, updates, rows, kernel, donate), state.stage)
+                weights = _shares(draft)
+                if not weights.any():
+                    return replace(nobody, state=replace(state, stage=after))
+                made, told = self.reduce(draft, weights)
+            except kernels.NonFinite as found:
+                bad |= dict.fromkeys(found.rows, "its update holds NaN, infinity or numbers too large to square")
+                continue
+            _check_finite(packed, made)
+            report = {"skipped": skipped, **draft.report, **told}
+            return Aggregated(_like(model, made), _spread(updates, rows, weights), replace(state, stage=after), report)
+
+
+def _shares(draft: Draft) -> Floats:
+    """The weights the stages gave, normalised; the shares of this round's examples where none gave any."""
+    weights = draft.num_examples if draft.weights is None else draft.weights
+    if weights.shape != draft.rows.shape or not np.isfinite(weights).all() or (weights < 0).any():
+        raise ValueError(f"a stage gave weights {weights}: {len(draft.rows)} finite numbers, none negative, are needed")
+    total = weights.sum()
+    return weights / total if total > 0 else np.zeros_like(weights)
+
+
+def _packed(model: Any, updates: Updates, sizes: Sizes) -> Packed:
+    """The model as vectors, checked against the state's sizes."""
+    if isinstance(model, Packed):
+        packed = model
+    else:
+        params = torch.from_numpy(model) if isinstance(model, np.ndarray) else model
+        if not isinstance(params, Tensor):
+            raise TypeError(
+                f"model is a {type(model).__name__}: give a Packed, or the flat parameters as tensor or array"
+            )
+        if updates.buffers is not None or updates.counters is not None:
+            raise ValueError("the updates carry buffers or counters but the model is a flat vector: give a Packed")
+        none = torch.empty(0, dtype=params.dtype), torch.empty(0, dtype=torch.int64)
+        packed = Packed(params.detach(), *none)
+        sizes = replace(sizes, buffers=0, counters=0)
+    expected = {"params": sizes.params, "buffers": sizes.buffers, "counters": sizes.counters}
+    for name, length in expected.items():
+        vector = getattr(packed, name)
+        if vector.shape != (length,):
+            raise ValueError(
+                f"the model's {name} have shape {tuple(vector.shape)}; this aggregator's state has {length} of them"
+            )
+    if not packed.params.is_floating_point():
+        raise ValueError(f"the model's parameters are {packed.params.dtype}, not floating point")
+    if packed.params.device != updates.deltas.device:
+        raise ValueError(f"the model is on {packed.params.device}, the updates are on {updates.deltas.device}")
+    return packed
+
+
+def _like(given: Any, packed: Packed) -> Any:
+    """A copy of `packed` of the kind that was given."""
+    if isinstance(given, Packed):
+        return Packed(packed.params.clone(), packed.buffers.clone(), packed.counters.clone())
+    return packed.params.numpy().copy() if isinstance(given, np.ndarray) else packed.params.clone()
+
+
+def _spread(updates: Updates, rows: NDArray[np.int64], weights: Floats | None) -> Tensor:
+    spread = torch.zeros(len(updates.clients), dtype=torch.float64)
+    if weights is not None:
+        spread[torch.from_numpy(rows)] = torch.from_numpy(weights)
+    return spread
+
+
+def _check_finite(before: Packed, after: Packed) -> None:
+    for name in ("params", "buffers"):
+        if not bool(torch.isfinite(getattr(after, name)).all()):
+            if not bool(torch.isfinite(getattr(before, name)).all()):
+                raise ValueError(f"the global model's {name} hold NaN or infinity already: start from a sound one")
+            raise ValueError(f"this round would make the global model's {name} overflow {getattr(after, name).dtype}")

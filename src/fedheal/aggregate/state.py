@@ -1,0 +1,90 @@
+"""States that turn into (arrays, JSON) and back, so that a checkpoint needs no pickle.
+
+A state class registers under a kind; `to_arrays` returns tensors by name and a JSON-ready dictionary that holds the
+kind, and `from_arrays`, called on any state class or instance, rebuilds whatever kind the dictionary names.
+The tensors may share memory with the state: a state that is donated takes them with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeVar
+
+from torch import Tensor
+
+Arrays = Mapping[str, Tensor]
+Json = Mapping[str, Any]
+
+
+class State:
+    """What a stage or an aggregator remembers. Subclasses are frozen dataclasses with `_write` and `_read`."""
+
+    kind: ClassVar[str] = ""
+    kinds: ClassVar[dict[str, type[State]]] = {}
+
+    def to_arrays(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        arrays, json = self._write()
+        return arrays, {"kind": self.kind, **json}
+
+    @staticmethod
+    def from_arrays(arrays: Arrays, json: Json) -> Any:
+        kind = json.get("kind")
+        if kind not in State.kinds:
+            raise ValueError(f"state of kind {kind!r} is unknown; this version knows {sorted(State.kinds)}")
+        try:
+            return State.kinds[kind]._read(arrays, json)
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"state of kind '{kind}' is damaged: {error!r}") from error
+
+    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {}
+
+    @classmethod
+    def _read(cls, arrays: Arrays, json: Json) -> Self:
+        return cls()
+
+
+S = TypeVar("S", bound=State)
+
+
+def kind(name: str) -> Callable[[type[S]], type[S]]:
+    """Register a state class under a kind."""
+
+    def register(cls: type[S]) -> type[S]:
+        cls.kind = name
+        State.kinds[name] = cls
+        return cls
+
+    return register
+
+
+def expect(state: State, wanted: type[S]) -> S:
+    """The state as the type a stage works with; a sentence where it is another's."""
+    if not isinstance(state, wanted):
+        raise ValueError(
+            f"this state is of kind '{state.kind}', the aggregator needs '{wanted.kind}': it was made by another aggregator"
+        )
+    return state
+
+
+@kind("nothing")
+@dataclass(frozen=True)
+class Nothing(State):
+    """The state of a stage that remembers nothing."""
+
+
+def nested(states: Mapping[str, State]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Several states as one: arrays under `name.`, JSON under `name`."""
+    arrays: dict[str, Tensor] = {}
+    json: dict[str, Any] = {}
+    for name, state in states.items():
+        inner, json[name] = state.to_arrays()
+        arrays |= {f"{name}.{key}": value for key, value in inner.items()}
+    return arrays, json
+
+
+def unnested(name: str, arrays: Arrays, json: Json) -> Any:
+    prefix = f"{name}."
+    inner = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+    return State.from_arrays(inner, json[name])

@@ -1,0 +1,204 @@
+"""The flat vector a model is: which slice of it belongs to which tensor.
+
+Aggregation treats a model as three vectors: its *parameters*, its *float buffers* (running means and variances) and its
+*counters* (integers and booleans, such as the number of batches seen). `Layout` maps a `state_dict` to these vectors
+and back, bit for bit. A tensor that stands under several names (tied parameters) is one slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Kind = Literal["param", "buffer", "counter"]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A model as vectors: `params [G]`, float `buffers [B]`, integer `counters [C]`."""
+
+    params: Tensor
+    buffers: Tensor
+    counters: Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name of a `state_dict`: which vector it lives in, and where. Tied names share `start` and `stop`."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What aggregation needs to know of a layout: the parameter tensors' names and lengths, and how much else there is."""
+
+    tensors: tuple[tuple[str, int], ...]
+    buffers: int = 0
+    counters: int = 0
+
+    @property
+    def params(self) -> int:
+        return sum(length for _, length in self.tensors)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Maps names and shapes to slices of the flat vectors.
+
+    >>> layout = Layout.of(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    >>> layout.sizes()
+    Sizes(tensors=(('0.weight', 6), ('0.bias', 3), ('1.weight', 3), ('1.bias', 3)), buffers=6, counters=1)
+    """
+
+    entries: tuple[Entry, ...]
+
+    @staticmethod
+    def of(module: nn.Module) -> Layout:
+        """The layout of `module.state_dict()`."""
+        parameters = {id(p) for p in module.parameters()}
+        entries: list[Entry] = []
+        seen: dict[int, Entry] = {}
+        ends: dict[Kind, int] = {"param": 0, "buffer": 0, "counter": 0}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"state_dict entry '{name}' is a {type(tensor).__name__}, not a tensor: extra state of other kinds "
+                    "cannot be averaged; leave it out of the module's state_dict"
+                )
+            twin = seen.get(id(tensor))
+            if twin is None:
+                kind = _kind(tensor, id(tensor) in parameters)
+                start = ends[kind]
+                ends[kind] = start + _length(tensor.shape, tensor.dtype)
+                twin = Entry(name, kind, tuple(tensor.shape), tensor.dtype, start, ends[kind])
+                seen[id(tensor)] = twin
+            entries.append(Entry(name, twin.kind, twin.shape, twin.dtype, twin.start, twin.stop))
+        return Layout(tuple(entries))
+
+    @staticmethod
+    def flat(size: int) -> Layout:
+        """One float32 parameter tensor called `params`, nothing else."""
+        if size < 1:
+            raise ValueError(f"size = {size}: a flat layout needs at least one parameter")
+        return Layout((Entry("params", "param", (size,), torch.float32, 0, size),))
+
+    def sizes(self) -> Sizes:
+        tensors = tuple((e.name, e.stop - e.start) for e in self._distinct("param"))
+        return Sizes(tensors, self._length("buffer"), self._length("counter"))
+
+    def pack(self, state_dict: Mapping[str, Tensor]) -> Packed:
+        """The vectors of a `state_dict`, as fresh tensors on the device of its first tensor."""
+        self._check(state_dict)
+        device = next((t.device for t in state_dict.values()), torch.device("cpu"))
+
+        def vector(kind: Kind) -> Tensor:
+            dtype = self._dtype(kind)
+            parts = [_real(state_dict[e.name].detach()).reshape(-1).to(device, dtype) for e in self._distinct(kind)]
+            return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+
+        return Packed(vector("param"), vector("buffer"), vector("counter"))
+
+    def unpack(self, packed: Packed) -> dict[str, Tensor]:
+        """The `state_dict` of these vectors: fresh memory, the original names, shapes and dtypes; tied names share it."""
+        vectors: dict[Kind, Tensor] = {
+            "param": packed.params.detach().clone(),
+            "buffer": packed.buffers.detach().clone(),
+            "counter": packed.counters.detach().clone(),
+        }
+        for kind, vector in vectors.items():
+            if vector.shape != (self._length(kind),):
+                raise ValueError(
+                    f"{kind}s of shape {tuple(vector.shape)} do not fit this layout, which has {self._length(kind)} of them"
+                )
+        made: dict[tuple[Kind, int, int], Tensor] = {}
+        result: dict[str, Tensor] = {}
+        for e in self.entries:
+            where = (e.kind, e.start, e.stop)
+            if where not in made:
+                made[where] = _unreal(vectors[e.kind][e.start : e.stop], e.dtype).reshape(e.shape)
+            result[e.name] = made[where]
+        return result
+
+    def _distinct(self, kind: Kind) -> list[Entry]:
+        found: dict[tuple[int, int, bool], Entry] = {}
+        for position, e in enumerate(self.entries):
+            if e.kind == kind:
+                # Empty tensors share slices without being tied: tell them apart by position.
+                empty = e.start == e.stop
+                found.setdefault((e.start, position if empty else e.stop, empty), e)
+        return list(found.values())
+
+    def _length(self, kind: Kind) -> int:
+        return max((e.stop for e in self.entries if e.kind == kind), default=0)
+
+    def _dtype(self, kind: Kind) -> torch.dtype:
+        """One dtype that holds every entry exactly: the common one, else the wider of float32 and float64."""
+        if kind == "counter":
+            return torch.int64
+        dtypes = {_real_dtype(e.dtype) for e in self.entries if e.kind == kind}
+        if len(dtypes) == 1:
+            return dtypes.pop()
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def _check(self, state_dict: Mapping[str, Tensor]) -> None:
+        names = [e.name for e in self.entries]
+        missing = [name for name in names if name not in state_dict]
+        extra = sorted(set(state_dict) - set(names))
+        if missing or extra:
+            said = [f"lacks {missing[:3]}"] if missing else []
+            said += [f"has unknown {extra[:3]}"] if extra else []
+            raise ValueError(f"the state_dict does not belong to this layout: it {' and '.join(said)}")
+        first: dict[tuple[Kind, int, int], str] = {}
+        for e in self.entries:
+            tensor = state_dict[e.name]
+            if tuple(tensor.shape) != e.shape or tensor.dtype != e.dtype:
+                raise ValueError(
+                    f"'{e.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}; this layout has {e.dtype} of shape {e.shape}"
+                )
+            if e.start == e.stop:
+                continue
+            twin = first.setdefault((e.kind, e.start, e.stop), e.name)
+            if twin != e.name and not _same_bits(tensor, state_dict[twin]):
+                raise ValueError(f"'{e.name}' and '{twin}' are tied in this layout but differ in the state_dict")
+
+
+def _kind(tensor: Tensor, is_parameter: bool) -> Kind:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return "counter"
+    return "param" if is_parameter else "buffer"
+
+
+def _length(shape: torch.Size, dtype: torch.dtype) -> int:
+    return math.prod(shape) * (2 if dtype.is_complex else 1)
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _unreal(vector: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(vector.to(_real_dtype(dtype)).reshape(-1, 2))
+    return vector.to(dtype)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.data_ptr() == b.data_ptr():
+        return True
+    bits = [_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(bits[0], bits[1].to(bits[0].device))

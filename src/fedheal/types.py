@@ -1,0 +1,196 @@
+"""What travels between the parts: one cohort's updates, the draft that the stages fill, what comes out.
+
+Frozen dataclasses. A cohort of K clients sends one matrix of updates `[K, G]`, `delta = local - global` as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedheal.layout import Layout, Packed, Sizes
+
+Array = Tensor | NDArray[Any]
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+class Reply(NamedTuple):
+    """What one client sends back; a plain tuple `(client, delta, num_examples)` will do as well."""
+
+    client: str | int
+    delta: Array
+    num_examples: float
+    buffers: Array | None = None
+    counters: Array | None = None
+    metrics: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True, init=False)
+class Updates:
+    """One cohort's updates, a row a client.
+
+    `clients`: stable ids (ints become strings). `deltas [K, G]`. `num_examples [K]`. `buffers [K, B]` and
+    `counters [K, C]`: the local *values*, or `None` where the model's own stay. `metrics`: name -> `[K]`, for example the
+    `loss` of the received model. `refused`: clients whose reply could not even be put into the matrix, with the reason.
+
+    >>> Updates(["a", 7], np.zeros((2, 3)), [10, 20]).clients
+    ('a', '7')
+    """
+
+    clients: tuple[str, ...]
+    deltas: Tensor
+    num_examples: Tensor
+    buffers: Tensor | None
+    counters: Tensor | None
+    metrics: Mapping[str, Tensor]
+    refused: Mapping[str, str]
+
+    def __init__(
+        self,
+        clients: Iterable[str | int],
+        deltas: Array | Sequence[Array],
+        num_examples: Array | Sequence[float],
+        buffers: Array | Sequence[Array] | None = None,
+        counters: Array | Sequence[Array] | None = None,
+        metrics: Mapping[str, Array | Sequence[float]] | None = None,
+        refused: Mapping[str, str] | None = None,
+    ) -> None:
+        ids = tuple(client_id(c) for c in clients)
+        put = object.__setattr__
+        put(self, "clients", ids)
+        put(self, "deltas", _matrix("deltas", deltas, ids))
+        put(self, "num_examples", _column("num_examples", num_examples, ids))
+        put(self, "buffers", None if buffers is None else _matrix("buffers", buffers, ids))
+        put(self, "counters", None if counters is None else _matrix("counters", counters, ids))
+        put(self, "metrics", {name: _column(f"metrics['{name}']", v, ids) for name, v in (metrics or {}).items()})
+        put(self, "refused", dict(refused or {}))
+
+    @staticmethod
+    def collect(
+        replies: Iterable[Reply | tuple[Any, ...]],
+        budget: int | None = None,
+        on_bad_update: str = "raise",
+        layout: Layout | None = None,
+        folder: str | None = None,
+    ) -> Updates:
+        """Take one reply at a time into a matrix; see `fedheal.collect.collect`."""
+        from fedheal.collect import collect  # it makes Updates, so it cannot be imported first
+
+        return collect(replies, budget, on_bad_update, layout, folder)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which entries of a cohort's updates count, without a mask in memory.
+
+    Client i's sign counts stand in `counts[slots[i]]` and include this round. With `up = sign * D >= 0`, an entry is kept
+    where `counts >= at_least[i]` if it goes up and where `counts < below[i]` if it goes down.
+    """
+
+    counts: Tensor  # [slots, G (+ B + C)]
+    slots: Integers
+    at_least: Integers
+    below: Integers
+    sign: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Per client and parameter tensor: the squared norm of its kept entries and how many are kept."""
+
+    squares: Floats  # [k, tensors]
+    kept: Integers  # [k, tensors]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A round's aggregation while the stages fill it in.
+
+    `rows`: the accepted rows of `updates`, in the order of the clients' ids, so that nothing can depend on the order of
+    arrival. `weights [k]` and `kept` belong to these rows; `None` means example shares, and everything.
+    """
+
+    sizes: Sizes
+    model: Packed
+    updates: Updates
+    rows: Integers
+    kernel: ModuleType
+    donate: bool = False
+    weights: Floats | None = None
+    kept: Kept | None = None
+    measured: Measured | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        return tuple(self.updates.clients[row] for row in self.rows)
+
+    @property
+    def num_examples(self) -> Floats:
+        return self.updates.num_examples.numpy()[self.rows]
+
+    def metric(self, name: str) -> Floats:
+        return self.updates.metrics[name].numpy()[self.rows]
+
+
+def client_id(client: object) -> str:
+    """A client's id as a string; only strings and integers name a client."""
+    if isinstance(client, str):
+        return client
+    if isinstance(client, (int, np.integer)) and not isinstance(client, bool):
+        return str(int(client))
+    raise TypeError(
+        f"client id {client!r} is a {type(client).__name__}: use a string or an integer that stays the same"
+    )
+
+
+def tensor_of(array: Array | Sequence[Any]) -> Tensor:
+    """A tensor over the same memory, numpy arrays that may not be written to included."""
+    if isinstance(array, Tensor):
+        return array.detach()
+    found = np.asarray(array)
+    if found.dtype == object or found.dtype.kind in "USV":
+        raise TypeError(f"an array of dtype {found.dtype} does not hold numbers")
+    if not found.flags.writeable:
+        found = found.view()
+        try:
+            found.flags.writeable = True  # torch has no read-only tensors; nothing here writes to an input
+        except ValueError:
+            found = found.copy()
+    if not found.dtype.isnative:
+        found = found.astype(found.dtype.newbyteorder("="))
+    return torch.from_numpy(found if all(s >= 0 for s in found.strides) else found.copy())
+
+
+def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...]) -> Tensor:
+    if not isinstance(value, (Tensor, np.ndarray)):
+        rows = [tensor_of(row) for row in value]
+        shapes = [tuple(row.shape) for row in rows]
+        for client, shape in zip(clients, shapes, strict=False):
+            if len(shape) != 1 or shape != shapes[0]:
+                raise ValueError(
+                    f"{name}: the row of client '{client}' has shape {shape}, the first has {shapes[0]}; "
+                    "Updates.collect(..., on_bad_update='skip') leaves such clients out"
+                )
+        value = torch.stack(rows) if rows else torch.zeros(0, 0)
+    matrix = tensor_of(value)
+    if matrix.ndim != 2 or matrix.shape[0] != len(clients):
+        raise ValueError(
+            f"{name} has shape {tuple(matrix.shape)}; {len(clients)} clients need ({len(clients)}, length)"
+        )
+    return matrix
+
+
+def _column(name: str, value: Array | Sequence[float], clients: tuple[str, ...]) -> Tensor:
+    column = tensor_of(value).to("cpu", torch.float64)
+    if column.shape != (len(clients),):
+        raise ValueError(f"{name} has shape {tuple(column.shape)}; {len(clients)} clients need ({len(clients)},)")
+    return column

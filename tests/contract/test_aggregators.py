@@ -1,0 +1,199 @@
+"""What every aggregator must do, run over all of them: a new one joins by a line in the table."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from fedheal import Layout, Packed, Updates
+from fedheal.aggregate import Aggregator, Stage, chain, fedavg, fedheal, uniform
+from fedheal.aggregate.stages import STAGES
+from fedheal.aggregate.state import State
+
+AGGREGATORS = {
+    "fedavg": fedavg,
+    "uniform": uniform,
+    "fedheal": fedheal,
+    "fedheal:released": lambda **k: fedheal(variant="released", **k),
+    "fphl": lambda **k: fedheal(fael=False, **k),
+    "fphl:released": lambda **k: fedheal(fael=False, variant="released", **k),
+    "fael": lambda **k: fedheal(fphl=False, **k),
+    "fael:released": lambda **k: fedheal(fphl=False, variant="released", **k),
+    "fedheal:exact": lambda **k: fedheal(fael="exact", **k),
+    "fedheal:exact-reg": lambda **k: fedheal(fael="exact-reg", **k),
+    "fael-exact": lambda **k: fedheal(fphl=False, fael="exact", **k),
+}
+every = pytest.mark.parametrize("name", AGGREGATORS)
+MODULE = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+LAYOUT = Layout.of(MODULE)
+SIZES = LAYOUT.sizes()
+
+
+def global_model(dtype=torch.float32):
+    packed = LAYOUT.pack(MODULE.state_dict())
+    return Packed(packed.params.to(dtype), packed.buffers.to(dtype), packed.counters)
+
+
+def cohort(clients, seed, dtype=torch.float32):
+    rng = np.random.default_rng(seed)
+    k = len(clients)
+
+    def floats(width):
+        return torch.from_numpy(rng.normal(size=(k, width))).to(dtype)
+
+    counters = torch.from_numpy(rng.integers(seed, seed + 9, (k, SIZES.counters)))
+    return Updates(clients, floats(SIZES.params), rng.integers(1, 99, k), floats(SIZES.buffers).abs(), counters)
+
+
+def play(aggregator, cohorts, model=None, state=None, **apply):
+    model, state = model or global_model(), state or aggregator.init(LAYOUT)
+    for sent in cohorts:
+        out = aggregator.apply(model, sent, state, **apply)
+        model, state = out.model, out.state
+    return out
+
+
+def same(a: Packed, b: Packed) -> bool:
+    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in ("params", "buffers", "counters"))
+
+
+ROUNDS = [cohort("abcd", 0), cohort("bd", 1), cohort("ace", 2), cohort("abcde", 3), cohort("f", 4), cohort("fab", 5)]
+
+
+@every
+def test_partial_participation_late_joiners_and_lone_clients(name):
+    out = play(AGGREGATORS[name](), ROUNDS)
+    assert torch.isfinite(out.model.params).all()
+    assert out.weights.shape == (3,)
+    assert out.weights.sum().item() == pytest.approx(1, abs=1e-12)
+    assert not torch.equal(out.model.params, global_model().params)
+
+
+@every
+def test_order_of_clients_is_irrelevant(name):
+    turned = [
+        Updates(u.clients[::-1], u.deltas.flip(0), u.num_examples.flip(0), u.buffers.flip(0), u.counters.flip(0))
+        for u in ROUNDS
+    ]
+    ours, theirs = play(AGGREGATORS[name](), ROUNDS), play(AGGREGATORS[name](), turned)
+    assert same(ours.model, theirs.model)
+    assert torch.equal(ours.weights, theirs.weights.flip(0))
+
+
+@every
+def test_state_survives_safetensors_and_json(name):
+    aggregator = AGGREGATORS[name]()
+    halfway = play(aggregator, ROUNDS[:3])
+    arrays, described = halfway.state.to_arrays()
+    stored = save({key: value.contiguous() for key, value in arrays.items()}), json.dumps(described)
+    state = State.from_arrays(load(stored[0]), json.loads(stored[1]))
+    assert type(state) is type(halfway.state)
+    resumed = play(aggregator, ROUNDS[3:], halfway.model, state)
+    whole = play(aggregator, ROUNDS)
+    assert same(resumed.model, whole.model)
+    assert torch.equal(resumed.weights, whole.weights)
+
+
+@every
+def test_nothing_that_was_given_is_changed(name):
+    aggregator = AGGREGATORS[name]()
+    state = play(aggregator, ROUNDS[:2]).state
+    model, sent = global_model(), cohort("abz", 9)
+    held = [t.clone() for t in (model.params, model.buffers, model.counters, sent.deltas, sent.buffers, sent.counters)]
+    arrays = {key: value.clone() for key, value in state.to_arrays()[0].items()}
+    aggregator.apply(model, sent, state)
+    now = [model.params, model.buffers, model.counters, sent.deltas, sent.buffers, sent.counters]
+    assert all(torch.equal(a, b) for a, b in zip(held, now, strict=True))
+    assert all(torch.equal(value, arrays[key]) for key, value in state.to_arrays()[0].items())
+
+
+@every
+def test_the_result_shares_no_memory_with_the_input(name):
+    model = global_model()
+    out = AGGREGATORS[name]().apply(
+        model, Updates([], torch.zeros(0, SIZES.params), []), AGGREGATORS[name]().init(LAYOUT)
+    )
+    assert same(out.model, model)
+    out.model.params.add_(1)
+    assert same(model, global_model())
+
+
+@every
+def test_donated_rounds_give_the_same_bits(name):
+    aggregator = AGGREGATORS[name]()
+    assert same(play(aggregator, ROUNDS).model, play(aggregator, ROUNDS, donate=True).model)
+
+
+@every
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_kernels_give_the_same_model(name, kernel):
+    ours, theirs = play(AGGREGATORS[name](kernel=kernel), ROUNDS), play(AGGREGATORS[name](), ROUNDS)
+    torch.testing.assert_close(ours.model.params, theirs.model.params, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-9, atol=1e-9)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtype_and_kind_of_the_model_are_kept(name, dtype):
+    aggregator = AGGREGATORS[name]()
+    sent = cohort("ab", 0, dtype)
+    out = aggregator.apply(global_model(dtype), sent, aggregator.init(LAYOUT))
+    assert (out.model.params.dtype, out.model.buffers.dtype, out.model.counters.dtype) == (dtype, dtype, torch.int64)
+    bare = Updates(sent.clients, sent.deltas, sent.num_examples)
+    flat = aggregator.apply(global_model(dtype).params, bare, aggregator.init(LAYOUT))
+    assert isinstance(flat.model, torch.Tensor)
+    assert torch.equal(flat.model, out.model.params)
+    if dtype != torch.bfloat16:
+        array = aggregator.apply(global_model(dtype).params.numpy(), bare, aggregator.init(LAYOUT))
+        assert isinstance(array.model, np.ndarray)
+        assert np.array_equal(array.model, out.model.params.numpy())
+
+
+@every
+def test_the_report_is_json(name):
+    out = play(AGGREGATORS[name](), ROUNDS)
+    assert json.loads(json.dumps(out.report)) == out.report
+    assert out.report["skipped"] == {}
+
+
+@every
+def test_equal_updates_move_the_model_by_that_update(name):
+    """Whatever the weights: a mean of equal things is that thing. The signs are the same every round, so all is kept."""
+    aggregator = AGGREGATORS[name]()
+    step = torch.linspace(-1, 1, SIZES.params, dtype=torch.float64)
+    model, state = global_model(torch.float64), aggregator.init(LAYOUT)
+    for _ in range(5):
+        sent = Updates("abc", step.expand(3, -1), [1, 5, 50])
+        out = aggregator.apply(model, sent, state)
+        torch.testing.assert_close(out.model.params, model.params + step, rtol=0, atol=1e-12)
+        model, state = out.model, out.state
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_named_stage_composes_with_a_mask(name):
+    stage = STAGES[name]()
+    aggregator = Aggregator(chain(stage, STAGES["fphl"]()) if stage.gives == "weights" else chain(stage))
+    out = play(aggregator, ROUNDS)
+    assert set(out.report) >= {"skipped", "kept", "unkept"}
+
+
+def test_masks_come_before_weights_whatever_the_order():
+    fael, fphl = STAGES["fael"](), STAGES["fphl"]()
+    ours, theirs = (play(Aggregator(chain(*order)), ROUNDS) for order in ((fael, fphl), (fphl, fael)))
+    assert same(ours.model, theirs.model)
+    assert same(ours.model, play(fedheal(), ROUNDS).model)
+
+
+def test_two_stages_that_give_weights_are_refused():
+    with pytest.raises(ValueError, match="two of these stages give weights"):
+        chain(STAGES["uniform"](), STAGES["fael"]())
+
+
+def test_a_chain_is_a_stage():
+    inner = chain(STAGES["fphl"]())
+    assert isinstance(inner, Stage)
+    assert same(play(Aggregator(chain(inner, STAGES["fael"]())), ROUNDS).model, play(fedheal(), ROUNDS).model)
