@@ -13,6 +13,7 @@ import argparse
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numba
 import numpy as np
@@ -84,7 +85,6 @@ def main_table(k: int, g: int, repeats: int, slow: bool = True) -> None:
         ("memory copy of the updates", best(lambda: target.copy_(deltas), repeats)),
         ("numpy plain average, u @ D", best(lambda: u @ deltas.numpy(), repeats)),
     ]
-    del target
     few = max(1, repeats // 4)
     rows += [
         ("fedavg()", best(stepper(aggregate.fedavg(), model, updates, True), repeats)),
@@ -118,7 +118,7 @@ def growth_table(sizes: list[tuple[int, int]], repeats: int) -> None:
     )
     for k, g in sizes:
         updates, model, u = cohort(k, g), torch.zeros(g), np.full(k, 1 / k, np.float32)
-        average = best(lambda m=updates.deltas.numpy(), u=u: u @ m, repeats)
+        average = best(partial(np.matmul, u, updates.deltas.numpy()), repeats)
         ours = best(stepper(aggregate.fedheal(), model, updates, True), repeats)
         print(
             f"| {k} | {g:,} | {updates.deltas.nbytes / 1e9:.2f} GB | {ours * 1e3:.1f} | {ours / average:.2f} "

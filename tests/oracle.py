@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import numpy as np
-
 
 @dataclass
 class Client:
@@ -146,10 +144,6 @@ class Oracle:
         present = [m for m in names if kept[m]]
         if not present:
             return before
-        # Exact, so that a mean of equal steps is that step and not a hair less.
-        num = sum(Fraction(u[m]) * steps[m] for m in present)
-        return math.trunc(before + num / sum(Fraction(u[m]) for m in present))
-
-
-def array(values):
-    return np.array(values, np.float64)
+        mean = before + sum(Fraction(u[m]) * steps[m] for m in present) / sum(Fraction(u[m]) for m in present)
+        # Weights are rounded, so a mean that should be whole may be a hair less.
+        return round(mean) if abs(mean - round(mean)) < Fraction(1, 10**6) else math.trunc(mean)

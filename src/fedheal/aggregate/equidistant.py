@@ -102,9 +102,8 @@ def solve(gram: Floats, reference: Floats, ridge: float, floor: float) -> tuple[
 def _polish(hull: Floats, x: Floats) -> Floats:
     """One exact solve on the support, which removes what the detour over the sum constraint has cost in digits."""
     support = np.flatnonzero(x > 0)
-    r = np.linalg.qr(hull[:, support], mode="r")
-    half = np.linalg.solve(r.T, np.ones(len(support)))
-    z = np.linalg.solve(r, half)
+    r = np.asarray(np.linalg.qr(hull[:, support], mode="r"), np.float64)
+    z = np.linalg.solve(r, np.linalg.solve(r.T, np.ones(len(support))))
     z /= z.sum()
     if not (np.isfinite(z).all() and (z > 0).all()):
         return x

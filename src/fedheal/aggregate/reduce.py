@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedheal.aggregate import kernels
 from fedheal.layout import Packed
 from fedheal.types import Draft, Floats, Kept
 
@@ -34,18 +35,20 @@ def mean_of_everything(draft: Draft, weights: Floats) -> tuple[Packed, dict[str,
     model, sizes = draft.model, draft.sizes
     buffers = _moved(draft, model.buffers, draft.updates.buffers, weights, sizes.params).to(model.buffers.dtype)
     counters = _moved(draft, model.counters, draft.updates.counters, weights, sizes.params + sizes.buffers)
-    return Packed(params, buffers, counters.trunc().to(model.counters.dtype)), told
+    return Packed(params, buffers, _truncated(counters).to(model.counters.dtype)), told
 
 
 def _params(draft: Draft, weights: Floats) -> tuple[Tensor, dict[str, Any]]:
-    update, unkept = draft.kernel.average(draft.updates.deltas, draft.rows, weights, draft.kept)
-    told = {} if draft.kept is None else {"unkept": unkept / max(draft.sizes.params, 1)}
-    return _add(draft.model.params, update), told
+    deltas, rows = draft.updates.deltas, draft.rows
+    params, unkept = draft.kernel.average(draft.model.params, deltas, rows, weights, draft.kept)
+    if not finite(params):
+        kernels.reference.check_finite(deltas, rows)  # names the clients at fault, if it is not the model itself
+    return params, {} if draft.kept is None else {"unkept": unkept / max(draft.sizes.params, 1)}
 
 
-def _add(params: Tensor, update: Tensor) -> Tensor:
-    wide = torch.promote_types(params.dtype, update.dtype)
-    return (params.to(wide) + update.to(wide)).to(params.dtype)
+def finite(vector: Tensor) -> bool:
+    """Whether all is finite, without a mask in memory."""
+    return not len(vector) or bool(torch.stack(torch.aminmax(vector.detach())).isfinite().all())
 
 
 def _index(draft: Draft, like: Tensor) -> Tensor:
@@ -62,11 +65,13 @@ def _moved(draft: Draft, vector: Tensor, local: Tensor | None, weights: Floats, 
     total = u.sum(dim=0)
     moved = total > 0
     step = (u * delta).sum(dim=0) / total.where(moved, 1.0)
-    # Rounding must not push a mean out of the range of what it averages: truncation would make a whole count of it.
-    far = torch.finfo(torch.float64).max
-    low = delta.where(u > 0, far).amin(dim=0)
-    high = delta.where(u > 0, -far).amax(dim=0)
-    return before + torch.where(moved, step.clamp(low, high), 0.0)
+    return before + torch.where(moved, step, 0.0)
+
+
+def _truncated(mean: Tensor) -> Tensor:
+    """Whole numbers towards zero; a mean that is whole but for rounding counts as whole."""
+    nearest = mean.round()
+    return torch.where((mean - nearest).abs() < 1e-6, nearest, mean.trunc())
 
 
 def mask(kept: Kept | None, delta: Tensor, offset: int) -> Tensor:

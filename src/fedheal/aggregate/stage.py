@@ -151,15 +151,14 @@ class Aggregator:
             good = (row for row in range(len(updates.clients)) if row not in bad)
             rows = np.array(sorted(good, key=lambda row: updates.clients[row]), np.int64)
             skipped = dict(updates.refused) | {updates.clients[row]: why for row, why in bad.items()}
-            nobody = Aggregated(_like(model, packed), _spread(updates, rows, None), state, {"skipped": skipped})
             if len(rows) == 0:
-                return nobody
+                return _unmoved(model, packed, updates, state, skipped)
             kernel = kernels.choose(self.kernel, updates.deltas)
             try:
                 draft, after = self.stage.apply(Draft(state.sizes, packed, updates, rows, kernel, donate), state.stage)
                 weights = _shares(draft)
                 if not weights.any():
-                    return replace(nobody, state=replace(state, stage=after))
+                    return _unmoved(model, packed, updates, replace(state, stage=after), skipped)
                 made, told = self.reduce(draft, weights)
             except kernels.NonFinite as found:
                 bad |= dict.fromkeys(found.rows, "its update holds NaN, infinity or numbers too large to square")
@@ -207,23 +206,32 @@ def _packed(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     return packed
 
 
+def _unmoved(
+    model: Any, packed: Packed, updates: Updates, state: AggregatorState, skipped: dict[str, str]
+) -> Aggregated:
+    """Nobody's update counts: the model as it was, in memory of its own."""
+    same = Packed(packed.params.clone(), packed.buffers.clone(), packed.counters.clone())
+    return Aggregated(
+        _like(model, same), torch.zeros(len(updates.clients), dtype=torch.float64), state, {"skipped": skipped}
+    )
+
+
 def _like(given: Any, packed: Packed) -> Any:
-    """A copy of `packed` of the kind that was given."""
+    """`packed` as the kind that was given."""
     if isinstance(given, Packed):
-        return Packed(packed.params.clone(), packed.buffers.clone(), packed.counters.clone())
-    return packed.params.numpy().copy() if isinstance(given, np.ndarray) else packed.params.clone()
+        return packed
+    return packed.params.numpy() if isinstance(given, np.ndarray) else packed.params
 
 
-def _spread(updates: Updates, rows: NDArray[np.int64], weights: Floats | None) -> Tensor:
+def _spread(updates: Updates, rows: NDArray[np.int64], weights: Floats) -> Tensor:
     spread = torch.zeros(len(updates.clients), dtype=torch.float64)
-    if weights is not None:
-        spread[torch.from_numpy(rows)] = torch.from_numpy(weights)
+    spread[torch.from_numpy(rows)] = torch.from_numpy(weights)
     return spread
 
 
 def _check_finite(before: Packed, after: Packed) -> None:
     for name in ("params", "buffers"):
-        if not bool(torch.isfinite(getattr(after, name)).all()):
-            if not bool(torch.isfinite(getattr(before, name)).all()):
+        if not reduce.finite(getattr(after, name)):
+            if not reduce.finite(getattr(before, name)):
                 raise ValueError(f"the global model's {name} hold NaN or infinity already: start from a sound one")
             raise ValueError(f"this round would make the global model's {name} overflow {getattr(after, name).dtype}")

@@ -3,8 +3,8 @@
 - `observe(deltas, rows, tensors, counts, slots, at_least, below, sign) -> Measured`: add this round's signs to the counts,
   in place, and measure what is kept. Raises `NonFinite`, with the counts as they were, if a row holds NaN or infinity.
 - `measure(deltas, rows, tensors) -> Measured`: the same without counts; everything is kept.
-- `average(deltas, rows, weights, kept) -> (update [G], unkept)`: per entry `sum u k D / sum u k`, 0 where nobody keeps
-  it, and the number of such entries. float64 for float64 updates, else float32; sums are kept in float64.
+- `average(params, deltas, rows, weights, kept) -> (params [G], unkept)`: per entry `W + sum u k D / sum u k`, unmoved where
+  nobody keeps it, and the number of such entries. Sums are kept in float64 and rounded once, to the dtype of `params`.
 - `masked(deltas, rows, kept, start, stop) -> float64 [k, stop - start]`: a block of `k * D`, on the CPU.
 
 `rows` are in the order of the clients' ids and every sum runs in that order, so results do not depend on the order of

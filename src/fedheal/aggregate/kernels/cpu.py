@@ -60,42 +60,26 @@ def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
     return measured
 
 
-def average(deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
-    dtype = np.float64 if deltas.dtype == torch.float64 else np.float32
-    update = np.empty(deltas.shape[1], dtype)
+def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
+    readable = params if params.dtype in (torch.float32, torch.float64) else params.to(torch.float32)
+    before = readable.contiguous().numpy()
+    after = np.empty_like(before)
     edges, _ = _edges(deltas.shape[1], [deltas.shape[1]], PASS_TWO)
     unkept = np.zeros(len(edges) - 1, np.int64)
-    if kept is not None:
-        table = kept.counts.numpy()
-        thresholds = kept.at_least.astype(table.dtype), kept.below.astype(table.dtype)
+    if kept is None:  # counts of zero and thresholds of zero keep everything
+        none = np.zeros(len(rows), np.uint8)
+        table, slots, low, high, sign = np.zeros((1, 1), np.uint8), np.zeros(len(rows), np.int64), none, none, 0
+    else:
+        table, slots, sign = kept.counts.numpy(), kept.slots, kept.sign
+        low, high = kept.at_least.astype(table.dtype), kept.below.astype(table.dtype)
     for first, matrix in _chunks(deltas, edges):
-        inside = _within(edges, first, matrix.shape[1])
 
         def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
-            if kept is None:
-                _mean_blocks(matrix, rows, weights, first, edges[a : b + 1], update)
-            else:
-                _kept_mean_blocks(
-                    matrix,
-                    rows,
-                    weights,
-                    table,
-                    kept.slots,
-                    *thresholds,
-                    kept.sign,
-                    first,
-                    edges[a : b + 1],
-                    update,
-                    unkept[a:b],
-                )
+            arguments = matrix, rows, weights, table, slots, low, high, sign, first, edges[a : b + 1]
+            _mean_blocks(*arguments, before, after, unkept[a:b])
 
-        _spread(work, *inside, cost=len(rows) * PASS_TWO)
-    result = torch.from_numpy(update)
-    if kept is None and not weights.sum() > 0:
-        return result.zero_(), len(update)
-    if not bool(torch.isfinite(result).all()):
-        reference.check_finite(deltas, rows)
-    return result, int(unkept.sum())
+        _spread(work, *_within(edges, first, matrix.shape[1]), cost=len(rows) * PASS_TWO)
+    return torch.from_numpy(after).to(params.dtype), int(unkept.sum())
 
 
 def _scan(
@@ -222,6 +206,22 @@ def _uncount(matrix, rows, table, slots, sign):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
+def _add(x, weight, numerator, denominator):  # type: ignore[no-untyped-def]
+    for j in range(x.size):
+        numerator[j] += weight * x[j]
+        denominator[j] += weight
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_four(x0, x1, x2, x3, weight, numerator, denominator):  # type: ignore[no-untyped-def]
+    # Four clients per sweep over the accumulators, added in the same order as one at a time: the same bits.
+    w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
+    for j in range(x0.size):
+        numerator[j] = (((numerator[j] + w0 * x0[j]) + w1 * x1[j]) + w2 * x2[j]) + w3 * x3[j]
+        denominator[j] = (((denominator[j] + w0) + w1) + w2) + w3
+
+
+@numba.njit(nogil=True, cache=True)
 def _add_kept(x, counts, low, high, sign, weight, numerator, denominator):  # type: ignore[no-untyped-def]
     s = x.dtype.type(sign)
     for j in range(x.size):
@@ -232,7 +232,6 @@ def _add_kept(x, counts, low, high, sign, weight, numerator, denominator):  # ty
 
 @numba.njit(nogil=True, cache=True)
 def _add_four_kept(x0, x1, x2, x3, c0, c1, c2, c3, low, high, sign, weight, numerator, denominator):  # type: ignore[no-untyped-def]
-    # Four clients per sweep over the accumulators, added in the same order as one at a time: the same bits.
     l0, l1, l2, l3 = low[0], low[1], low[2], low[3]
     h0, h1, h2, h3 = high[0], high[1], high[2], high[3]
     w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
@@ -255,59 +254,39 @@ def _add_four_kept(x0, x1, x2, x3, c0, c1, c2, c3, low, high, sign, weight, nume
 
 
 @numba.njit(nogil=True, cache=True)
-def _kept_mean_blocks(matrix, rows, weights, table, slots, low, high, sign, first, edges, update, unkept):  # type: ignore[no-untyped-def]
+def _mean_blocks(matrix, rows, weights, table, slots, low, high, sign, first, edges, before, after, unkept):  # type: ignore[no-untyped-def]
     numerator, denominator = np.empty(PASS_TWO), np.empty(PASS_TWO)
     for b in range(edges.size - 1):
         start, stop = edges[b], edges[b + 1]
+        here = slice(start - first, stop - first)
         n, d = numerator[: stop - start], denominator[: stop - start]
         n[:] = 0.0
         d[:] = 0.0
-        i = 0
-        while i + 4 <= rows.size:
-            _add_four_kept(
-                matrix[rows[i], start - first : stop - first],
-                matrix[rows[i + 1], start - first : stop - first],
-                matrix[rows[i + 2], start - first : stop - first],
-                matrix[rows[i + 3], start - first : stop - first],
-                table[slots[i], start:stop],
-                table[slots[i + 1], start:stop],
-                table[slots[i + 2], start:stop],
-                table[slots[i + 3], start:stop],
-                low[i : i + 4],
-                high[i : i + 4],
-                sign,
-                weights[i : i + 4],
-                n,
-                d,
+        fours = rows.size // 4 * 4
+        for i in range(0, fours, 4):
+            x0, x1, x2, x3 = (
+                matrix[rows[i], here],
+                matrix[rows[i + 1], here],
+                matrix[rows[i + 2], here],
+                matrix[rows[i + 3], here],
             )
-            i += 4
-        while i < rows.size:
-            x = matrix[rows[i], start - first : stop - first]
-            _add_kept(x, table[slots[i], start:stop], low[i], high[i], sign, weights[i], n, d)
-            i += 1
+            if sign == 0:
+                _add_four(x0, x1, x2, x3, weights[i : i + 4], n, d)
+            else:
+                c0, c1 = table[slots[i], start:stop], table[slots[i + 1], start:stop]
+                c2, c3 = table[slots[i + 2], start:stop], table[slots[i + 3], start:stop]
+                four = slice(i, i + 4)
+                _add_four_kept(x0, x1, x2, x3, c0, c1, c2, c3, low[four], high[four], sign, weights[four], n, d)
+        for i in range(fours, rows.size):
+            if sign == 0:
+                _add(matrix[rows[i], here], weights[i], n, d)
+            else:
+                _add_kept(matrix[rows[i], here], table[slots[i], start:stop], low[i], high[i], sign, weights[i], n, d)
         none = 0
         for j in range(stop - start):
             if d[j] > 0.0:
-                update[start + j] = n[j] / d[j]
+                after[start + j] = before[start + j] + n[j] / d[j]
             else:
-                update[start + j] = 0.0
+                after[start + j] = before[start + j]
                 none += 1
         unkept[b] = none
-
-
-@numba.njit(nogil=True, cache=True)
-def _mean_blocks(matrix, rows, weights, first, edges, update):  # type: ignore[no-untyped-def]
-    numerator = np.empty(PASS_TWO)
-    total = 0.0
-    for i in range(rows.size):
-        total += weights[i]
-    for b in range(edges.size - 1):
-        start, stop = edges[b], edges[b + 1]
-        n = numerator[: stop - start]
-        n[:] = 0.0
-        for i in range(rows.size):
-            x, w = matrix[rows[i], start - first : stop - first], weights[i]
-            for j in range(x.size):
-                n[j] += w * x[j]
-        for j in range(stop - start):
-            update[start + j] = n[j] / total

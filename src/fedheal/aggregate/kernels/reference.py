@@ -46,9 +46,8 @@ def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
     return _measure(deltas, rows, tensors, None)
 
 
-def average(deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
-    dtype = torch.float64 if deltas.dtype == torch.float64 else torch.float32
-    update = torch.zeros(deltas.shape[1], dtype=dtype, device=deltas.device)
+def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
+    after = params.clone()
     unkept = 0
     for start, stop in _blocks(0, deltas.shape[1]):
         numerator = torch.zeros(stop - start, dtype=torch.float64, device=deltas.device)
@@ -59,11 +58,10 @@ def average(deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) 
             numerator += share * delta
             denominator += share
         moved = denominator > 0
-        update[start:stop] = torch.where(moved, numerator / denominator.where(moved, 1.0), 0.0).to(dtype)
+        update = torch.where(moved, numerator / denominator.where(moved, 1.0), 0.0)
+        after[start:stop] = (params[start:stop].to(torch.float64) + update).to(params.dtype)
         unkept += int((~moved).sum())
-    if not bool(torch.isfinite(update).all()):
-        check_finite(deltas, rows)
-    return update, unkept
+    return after, unkept
 
 
 def masked(deltas: Tensor, rows: Integers, kept: Kept | None, start: int, stop: int) -> Floats:

@@ -1,0 +1,148 @@
+"""Models: sizes known from the literature, one interface, initial values from the seed, clear refusals."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from fedheal.models import MODELS, ResNet, SmallCNN, build, resnet, small_cnn
+
+NAMES = ["small_cnn", "resnet10", "resnet12", "resnet18", "resnet20", "resnet34"]
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def own_linear(classes: int, pixels: int = 12) -> nn.Module:
+    """A model without `features`, as a user may bring it."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, classes))
+
+
+def own_mistake(classes: int) -> str:
+    return f"{classes} classes"
+
+
+NOT_A_FUNCTION = 3
+
+
+def test_the_table_lists_every_model() -> None:
+    assert list(MODELS) == NAMES
+
+
+# 10: 4,903,242 is the count of the published comparison; 18 and 34 are the well-known counts of the CIFAR variants.
+# A further block in the first group adds 2 * (9 * 64 * 64 + 2 * 64) = 73,984; in the second 2 * (9 * 128**2 + 256) = 295,424.
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("resnet10", 4_903_242),
+        ("resnet12", 4_903_242 + 73_984),
+        ("resnet18", 11_173_962),
+        ("resnet20", 11_173_962 + 295_424),
+        ("resnet34", 21_282_122),
+    ],
+)
+def test_resnet_parameter_counts(name: str, count: int) -> None:
+    assert parameters(build(name, classes=10)) == count
+
+
+def test_small_cnn_parameter_count() -> None:
+    """Convolutions 27w + 18w^2 + 72w^2, normalisation 2 * 7w, head 64w * classes + classes."""
+    for width in (4, 8):
+        count = 27 * width + 90 * width**2 + 14 * width + 64 * width * 10 + 10
+        assert parameters(small_cnn(10, width=width)) == count
+
+
+def test_every_parameter_is_trained() -> None:
+    for name in NAMES:
+        model = build(name, classes=3, width=2)
+        model(torch.randn(4, 3, 32, 32)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters()), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_is_head_of_features(name: str) -> None:
+    model = build(name, classes=7, width=4).eval()
+    assert isinstance(model, ResNet | SmallCNN)
+    x = torch.randn(3, 3, 32, 32)
+    features = model.features(x)
+    assert features.shape == (3, model.feature_size)
+    assert model(x).shape == (3, 7)
+    assert torch.equal(model(x), model.head(features))
+
+
+@pytest.mark.parametrize("size", [32, 40, 64])
+def test_other_input_sizes(size: int) -> None:
+    for model in (resnet(5, width=4), small_cnn(5, width=4)):
+        assert model(torch.randn(2, 3, size, size)).shape == (2, 5)
+
+
+def test_resnet_takes_the_sizes_of_both_comparisons() -> None:
+    model = resnet(10, width=2).eval()
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, 192, 192)).shape == (1, 10)
+        assert model.groups(model.stem(torch.randn(1, 3, 32, 32))).shape == (1, 16, 4, 4)  # strides 1, 2, 2, 2
+
+
+def test_small_cnn_refuses_small_images() -> None:
+    with pytest.raises(ValueError, match="at least 32 x 32 pixels, not 16 x 20"):
+        small_cnn(10)(torch.randn(1, 3, 16, 20))
+
+
+def test_width_and_channels() -> None:
+    assert resnet(10, width=16).feature_size == 128
+    assert small_cnn(10, width=4).feature_size == 4 * 4 * 16
+    assert small_cnn(10, width=4, channels=1)(torch.randn(2, 1, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", ["small_cnn", "resnet10"])
+def test_initial_values_depend_on_the_seed_alone(name: str) -> None:
+    def initial(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return nn.utils.parameters_to_vector(build(name, classes=10, width=4).parameters())
+
+    assert torch.equal(initial(0), initial(0))
+    assert not torch.equal(initial(0), initial(1))
+
+
+def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    _importable(monkeypatch)
+    model = build("own_models:own_linear", classes=4, pixels=27)
+    assert model(torch.randn(2, 3, 3, 3)).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "sentence"),
+    [
+        ("resnet11", {}, "There is no model 'resnet11'; choose one of small_cnn, resnet10"),
+        ("resnet10", {"size": 3}, "The model 'resnet10' cannot be built from classes, size: .*'size'"),
+        ("no_such_package:make", {}, "The model 'no_such_package:make' cannot be imported: No module named"),
+        (":make", {}, "The model ':make' cannot be imported"),
+        ("own_models:missing", {}, "The module 'own_models' has no function 'missing'"),
+        ("own_models:NOT_A_FUNCTION", {}, "has no function 'NOT_A_FUNCTION'"),
+        ("own_models:own_mistake", {}, "'own_models:own_mistake' returned a str, not a torch.nn.Module"),
+    ],
+)
+def test_refusals_are_sentences(
+    monkeypatch: pytest.MonkeyPatch, name: str, kwargs: dict[str, int], sentence: str
+) -> None:
+    _importable(monkeypatch)
+    with pytest.raises(ValueError, match=sentence):
+        build(name, classes=10, **kwargs)
+
+
+def test_unknown_depth() -> None:
+    with pytest.raises(ValueError, match="no ResNet of depth 50; the depths are 10, 12, 18, 20, 34"):
+        resnet(10, depth=50)
+
+
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the factories of this file be imported as `own_models`."""
+    module = ModuleType("own_models")
+    for thing in ("own_linear", "own_mistake", "NOT_A_FUNCTION"):
+        setattr(module, thing, globals()[thing])
+    monkeypatch.setitem(sys.modules, "own_models", module)
