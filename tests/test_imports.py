@@ -11,14 +11,14 @@ ROOT = Path(fedheal.__file__).parent
 
 # A part may import the parts on lines before its own, and itself.
 ORDER = [
-    {"layout", "metrics"},
-    {"types", "collect"},
-    {"records"},
+    {"layout", "metrics", "rng"},
+    {"types", "collect", "records"},
     {"aggregate", "local", "models", "data"},
     {"methods"},
     {"engine"},
     {"run"},
-    {"experiment"},
+    {"experiment", "progress"},
+    {"execute"},
     {"recipes", "report", "flower"},
     {"cli", "__main__"},
 ]

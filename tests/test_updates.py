@@ -21,7 +21,7 @@ def test_ids_become_strings():
 
 @pytest.mark.parametrize("client", [True, np.True_, 1.0, np.float64(2), None, b"a", ("a",), torch.tensor(1)])
 def test_an_id_that_is_neither_string_nor_integer_is_refused(client):
-    with pytest.raises(TypeError, match="client id .* use a string or an integer"):
+    with pytest.raises(TypeError, match=r"client id .* use a string or an integer"):
         Updates([client], np.zeros((1, 1)), [1])
 
 
@@ -98,7 +98,13 @@ def test_rows_of_different_float_types_are_not_narrowed():
 
 def test_buffers_counters_metrics_and_refused():
     sent = Updates(
-        "ab", ROWS, [1, 2], buffers=np.ones((2, 1)), counters=[[1], [2]], metrics={"loss": [0.5, np.nan]}, refused={"c": "no"}
+        "ab",
+        ROWS,
+        [1, 2],
+        buffers=np.ones((2, 1)),
+        counters=[[1], [2]],
+        metrics={"loss": [0.5, np.nan]},
+        refused={"c": "no"},
     )
     assert sent.buffers.shape == (2, 1)
     assert (sent.counters.dtype, sent.counters.tolist()) == (torch.int64, [[1], [2]])
@@ -126,7 +132,10 @@ def test_updates_are_frozen():
         ({"deltas": np.zeros(3)}, r"deltas has shape \(3,\); 2 clients need \(2, length\)"),
         ({"deltas": np.zeros((3, 3))}, r"deltas has shape \(3, 3\); 2 clients need"),
         ({"deltas": np.zeros((2, 1, 3))}, r"deltas has shape \(2, 1, 3\); 2 clients need"),
-        ({"deltas": [[1.0, 2.0], [1.0]]}, r"deltas: the row of client 'b' has shape \(1,\), the first has \(2,\).*skip"),
+        (
+            {"deltas": [[1.0, 2.0], [1.0]]},
+            r"deltas: the row of client 'b' has shape \(1,\), the first has \(2,\).*skip",
+        ),
         ({"deltas": [np.zeros((1, 2)), np.zeros((1, 2))]}, r"deltas: the row of client 'a' has shape \(1, 2\)"),
         ({"deltas": [np.zeros(2)] * 3}, r"deltas has shape \(3, 2\); 2 clients need"),
         ({"num_examples": [1]}, r"num_examples has shape \(1,\); 2 clients need \(2,\)"),

@@ -1,9 +1,27 @@
 """fedheal: fair federated learning under domain skew, for PyTorch."""
 
-from fedheal import aggregate
+from fedheal import aggregate, methods
+from fedheal.execute import Result, load, run
+from fedheal.experiment import Experiment
 from fedheal.layout import Layout, Packed
+from fedheal.methods import Method
+from fedheal.run import Callback
 from fedheal.types import Reply, Updates
 
 __version__ = "0.1.0"
 
-__all__ = ["Layout", "Packed", "Reply", "Updates", "__version__", "aggregate"]
+__all__ = [
+    "Callback",
+    "Experiment",
+    "Layout",
+    "Method",
+    "Packed",
+    "Reply",
+    "Result",
+    "Updates",
+    "__version__",
+    "aggregate",
+    "load",
+    "methods",
+    "run",
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -139,6 +139,50 @@ class Draft:
 
     def metric(self, name: str) -> Floats:
         return self.updates.metrics[name].numpy()[self.rows]
+
+
+class Savable(Protocol):
+    """A state that turns into arrays and JSON."""
+
+    def to_arrays(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything that survives a round; a checkpoint is this and nothing else."""
+
+    round: int  # rounds done
+    seed: int
+    model: Packed
+    aggregator: Any
+    server: Any
+    sent: int = 0  # bytes, server to clients
+    received: int = 0
+
+    def to_arrays(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        arrays = {f"model.{name}": getattr(self.model, name) for name in ("params", "buffers", "counters")}
+        json: dict[str, Any] = {"round": self.round, "seed": self.seed, "sent": self.sent, "received": self.received}
+        for name in ("aggregator", "server"):
+            inner, json[name] = getattr(self, name).to_arrays()
+            arrays |= {f"{name}.{key}": value for key, value in inner.items()}
+        return arrays, json
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What a round leaves behind: a line of `rounds.jsonl`. Accuracies (percent) are there in evaluated rounds."""
+
+    round: int
+    cohort: int  # clients asked
+    replied: int
+    weights: Mapping[str, float]
+    train_loss: float | None
+    report: Mapping[str, Any]  # the aggregator's
+    seconds: Mapping[str, float]  # train, aggregate, evaluate
+    domains: Mapping[str, float] | None = None
+    clients: Mapping[str, float] | None = None
+    fairness: Mapping[str, float] | None = None
+    client_fairness: Mapping[str, float] | None = None
 
 
 def client_id(client: object) -> str:

@@ -59,7 +59,7 @@ def test_tau_0_keeps_everything_in_the_paper_variant():
 
 def test_fphl_alone_uses_example_shares():
     _, state = final(fedheal(fael=False), cohorts())
-    assert [s.kind for s in state.stage.states] == ["consistency", "nothing"]
+    assert [s.kind for s in state.stage.states] == ["consistency", "chain"]
     aggregator = fedheal(fael=False)
     (sent,) = cohorts(rounds=1)
     out = aggregator.apply(torch.zeros(G, dtype=torch.float64), sent, aggregator.init(Layout.flat(G)))

@@ -176,7 +176,7 @@ def test_equal_updates_move_the_model_by_that_update(name):
 @pytest.mark.parametrize("name", STAGES)
 def test_every_named_stage_composes_with_a_mask(name):
     stage = STAGES[name]()
-    aggregator = Aggregator(chain(stage, STAGES["fphl"]()) if stage.gives == "weights" else chain(stage))
+    aggregator = Aggregator(chain(stage) if "mask" in stage.gives else chain(stage, STAGES["fphl"]()))
     out = play(aggregator, ROUNDS)
     assert set(out.report) >= {"skipped", "kept", "unkept"}
 
@@ -191,6 +191,8 @@ def test_masks_come_before_weights_whatever_the_order():
 def test_two_stages_that_give_weights_are_refused():
     with pytest.raises(ValueError, match="two of these stages give weights"):
         chain(STAGES["uniform"](), STAGES["fael"]())
+    with pytest.raises(ValueError, match="two of these stages give mask"):
+        chain(STAGES["fphl"](), chain(STAGES["fphl"]()))
 
 
 def test_a_chain_is_a_stage():

@@ -88,7 +88,7 @@ def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
             ConsistencyState(clients, n, counts, sign),
         )
 
-    return Stage(init, apply, gives="mask")
+    return Stage(init, apply, gives=frozenset({"mask"}))
 
 
 def exact(share: float) -> Fraction:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from fedheal.aggregate.state import Arrays, Json, Nothing, State, expect, kind, 
 from fedheal.layout import Layout, Packed, Sizes
 from fedheal.types import Draft, Floats, Updates
 
-Model = TypeVar("Model", Packed, Tensor, NDArray[Any])
+Reducer = Callable[[Draft, Floats], tuple[Packed, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Stage:
     init: Callable[[Layout], State]
     apply: Callable[[Draft, State], tuple[Draft, State]]
     needs: frozenset[str] = frozenset()
-    gives: Literal["mask", "weights"] = "weights"
+    gives: frozenset[str] = frozenset({"weights"})  # "weights", "mask", or both
 
 
 def stateless(apply: Callable[[Draft], Draft], needs: frozenset[str] = frozenset()) -> Stage:
@@ -54,10 +54,11 @@ class ChainState(State):
 
 
 def chain(*stages: Stage) -> Stage:
-    """These stages one after another, masks first; at most one may give weights."""
-    if sum(stage.gives == "weights" for stage in stages) > 1:
-        raise ValueError("two of these stages give weights: only one can decide who counts how much")
-    ordered = sorted(stages, key=lambda stage: stage.gives)  # "mask" sorts before "weights"
+    """These stages one after another, masks first; at most one may give weights, and one a mask."""
+    for what, why in (("weights", "who counts how much"), ("mask", "which entries count")):
+        if sum(what in stage.gives for stage in stages) > 1:
+            raise ValueError(f"two of these stages give {what}: only one can decide {why}")
+    ordered = sorted(stages, key=lambda stage: "weights" in stage.gives)
 
     def init(layout: Layout) -> State:
         return ChainState(tuple(stage.init(layout) for stage in ordered))
@@ -75,7 +76,7 @@ def chain(*stages: Stage) -> Stage:
         return draft, ChainState(tuple(after))
 
     needs = frozenset[str]().union(*(stage.needs for stage in stages))
-    return Stage(init, apply, needs, ordered[-1].gives if ordered else "mask")
+    return Stage(init, apply, needs, frozenset[str]().union(*(stage.gives for stage in stages)))
 
 
 @kind("aggregator")
@@ -125,7 +126,7 @@ class Aggregator:
     """
 
     stage: Stage
-    reduce: Callable[[Draft, Floats], tuple[Packed, dict[str, Any]]] = reduce.mean
+    reduce: Reducer = reduce.mean
     on_bad_update: str = "raise"
     kernel: str = "auto"
 

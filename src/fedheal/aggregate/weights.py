@@ -1,4 +1,4 @@
-"""Who counts how much, from what is known before looking at the updates."""
+"""Who counts how much, without looking at the updates. Shares of examples, FedAvg's weights, need no stage."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from fedheal.aggregate.stage import Stage, stateless
-
-
-def by_examples() -> Stage:
-    """FedAvg's weights: each client's share of this round's examples."""
-    return stateless(lambda draft: replace(draft, weights=draft.num_examples))
 
 
 def uniform() -> Stage:

@@ -1,0 +1,5 @@
+"""`python -m fedheal`."""
+
+from fedheal.cli import main
+
+main()

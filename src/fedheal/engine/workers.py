@@ -1,0 +1,52 @@
+"""The serial engine in several processes: each trains some of the clients, the results are those of one process.
+
+Workers are started afresh (not forked, which torch's threads do not survive), keep the examples and the module, and are
+sent the global model once a round. Every client is trained with the same number of threads wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+
+import torch
+
+from fedheal.engine import serial
+from fedheal.engine.serial import Bench
+from fedheal.layout import Packed
+from fedheal.types import Reply
+
+Trainer = Callable[[Packed, Sequence[str], int], Iterator[Reply]]
+
+_bench: Bench | None = None  # a worker process's own
+
+
+@contextmanager
+def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
+    """A function that trains a cohort: here for one worker, else in processes that live as long as the context."""
+    if workers <= 1:
+        yield lambda model, cohort, number: (serial.train(bench, model, client, number) for client in cohort)
+        return
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start, (bench, threads)) as pool:
+
+        def train(model: Packed, cohort: Sequence[str], number: int) -> Iterator[Reply]:
+            # Longest first onto whoever is free; replies in the order that was asked for.
+            longest = sorted(cohort, key=lambda client: -len(bench.examples[client]))
+            asked = {client: pool.submit(_train, model, client, number) for client in longest}
+            return (asked[client].result() for client in cohort)
+
+        yield train
+
+
+def _start(bench: Bench, threads: int) -> None:
+    global _bench  # noqa: PLW0603  (a worker has nowhere else to keep what it was started with)
+    torch.set_num_threads(threads)
+    _bench = bench
+
+
+def _train(model: Packed, client: str, number: int) -> Reply:
+    assert _bench is not None
+    return serial.train(_bench, model, client, number)

@@ -1,0 +1,203 @@
+"""Run an experiment, into a folder that a crash cannot spoil."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedheal import data as datasets
+from fedheal import records
+from fedheal.data.domains import Domains, fingerprint
+from fedheal.engine.workers import trainer
+from fedheal.experiment import Experiment, build, module_of
+from fedheal.metrics import fairness, last_mean
+from fedheal.progress import Progress, watched
+from fedheal.run import Callback, initial_state, restored_state, rounds
+from fedheal.types import RoundRecord, RunState
+
+Kept = tuple[dict[str, Tensor], dict[str, Any]]  # a saved state
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found. Accuracies in percent, means of the last five evaluated rounds."""
+
+    domains: Mapping[str, float]
+    avg: float
+    std: float
+    worst: float
+    history: tuple[RoundRecord, ...]
+    model: nn.Module
+    summary: Mapping[str, Any]  # what result.json holds
+
+
+def run(
+    experiment: Experiment,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
+) -> Result:
+    """Run an experiment, into the folder `out` if one is given.
+
+    `resume=True` goes on from the folder's newest whole state. `progress`: a live display; `None` shows one on a terminal
+    and in a notebook.
+    """
+    device = device_of(experiment.device)
+    domains = datasets.load(experiment.data)
+    folder = None if out is None else Path(out)
+    kept, history = _open(folder, experiment, resume) if folder else (None, [])
+    if folder is not None and (folder / "result.json").exists():
+        return _finished(folder, history)
+    with ExitStack() as stack:
+        stack.enter_context(_threads(experiment.threads))
+        federation = build(experiment, domains, device)
+        state = initial_state(federation) if kept is None else restored_state(*kept, device)
+        shown = watched() if progress is None else progress
+        watchers = [*callbacks, *([stack.enter_context(Progress())] if shown else [])]
+        for callback in watchers:
+            callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
+        train = stack.enter_context(trainer(federation.bench, experiment.workers, experiment.threads))
+        saved = time.monotonic()
+        for after, record in rounds(federation, state, train, experiment.rounds, experiment.eval_every):
+            state = after
+            history.append(record)
+            if folder is not None:
+                records.append_round(folder, asdict(record))
+                if time.monotonic() - saved >= experiment.save_seconds or state.round == experiment.rounds:
+                    arrays, described = state.to_arrays()
+                    records.save_state(folder, state.round, arrays, described, experiment.identity)
+                    saved = time.monotonic()
+            for callback in watchers:
+                callback.round(record)
+        module = federation.bench.module
+        module.load_state_dict(federation.bench.layout.unpack(state.model))
+        result = _result(experiment, history, state, module, domains)
+        if folder is not None:
+            records.save_tensors(folder / "model.safetensors", module.state_dict())
+            records.write_text(folder / "result.json", json.dumps(result.summary, indent=2, allow_nan=False) + "\n")
+        for callback in watchers:
+            callback.finished(result.summary)
+    return result
+
+
+def load(folder: str | Path) -> nn.Module:
+    """The final model of a run, in evaluation mode."""
+    path = Path(folder)
+    if not (path / "model.safetensors").exists():
+        raise ValueError(f"{path} holds no finished run: there is no model.safetensors")
+    experiment = Experiment.read(path / "experiment.toml")
+    module = module_of(experiment, len(records.read_json(path / "result.json")["classes"]))
+    module.load_state_dict(records.load_tensors(path / "model.safetensors"))
+    return module.eval()
+
+
+def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | None, list[RoundRecord]]:
+    """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
+    described = folder / "experiment.toml"
+    if folder.exists() and any(folder.iterdir()):
+        if not described.exists():
+            raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
+        if Experiment.read(described).identity != experiment.identity:
+            raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
+        if not resume:
+            raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
+        return _resumed(folder, experiment)
+    folder.mkdir(parents=True, exist_ok=True)
+    records.write_text(described, experiment.to_toml())
+    return None, []
+
+
+def _resumed(folder: Path, experiment: Experiment) -> tuple[Kept | None, list[RoundRecord]]:
+    troubles = []
+    for path in records.states(folder):
+        try:
+            arrays, described = records.load_state(path, experiment.identity)
+            records.cut_rounds(folder, described["round"])
+            return (arrays, described), _history(folder)
+        except records.BadState as trouble:
+            troubles.append(str(trouble))
+    if troubles:
+        raise ValueError(f"no state in {folder} can be used: {'; '.join(troubles)}")
+    records.cut_rounds(folder, 0)
+    return None, []
+
+
+def _history(folder: Path) -> list[RoundRecord]:
+    return [RoundRecord(**record) for record in records.read_rounds(folder)]
+
+
+def _result(
+    experiment: Experiment, history: list[RoundRecord], state: RunState, module: nn.Module, domains: Domains
+) -> Result:
+    judged = [record for record in history if record.domains is not None]
+    accuracy = last_mean([record.domains or {} for record in judged])
+    evenness = fairness(accuracy)
+    phases = ("train", "aggregate", "evaluate")
+    summary = {
+        "method": experiment.method_name,
+        "data": experiment.data,
+        "seed": experiment.seed,
+        "rounds": experiment.rounds,
+        "domains": accuracy,
+        **evenness,
+        "clients": last_mean([record.clients or {} for record in judged]),
+        "client_fairness": last_mean([record.client_fairness or {} for record in judged]),
+        "classes": list(domains.classes),
+        "device": str(state.model.params.device),
+        "precision": "fp32",
+        "threads": experiment.threads,
+        "data_fingerprint": fingerprint(domains),
+        "bytes_sent": state.sent,
+        "bytes_received": state.received,
+        "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
+        "versions": _versions(),
+    }
+    return Result(accuracy, evenness["avg"], evenness["std"], evenness["worst"], tuple(history), module, summary)
+
+
+def _finished(folder: Path, history: list[RoundRecord]) -> Result:
+    """A run that needs no more running, read back."""
+    summary = records.read_json(folder / "result.json")
+    found = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
+    return Result(**found, history=tuple(history), model=load(folder), summary=summary)
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {
+        name: version(name) for name in ("fedheal", "torch", "numpy", "numba")
+    }
+
+
+def device_of(name: str) -> torch.device:
+    """`auto` is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device = {name!r} cannot be used here ({reason}); 'auto' or 'cpu' will do") from error
+    return device
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """The number of threads is a part of the experiment, since it changes sums; the process gets its own back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

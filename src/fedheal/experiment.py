@@ -1,0 +1,220 @@
+"""One validated description of a run, in and out as TOML, and the parts it is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import nn
+
+from fedheal import data as datasets
+from fedheal import methods, models
+from fedheal.aggregate.server import Server
+from fedheal.data.domains import Domains, Split
+from fedheal.data.partition import Client, partition
+from fedheal.engine.serial import Bench, Training, seeded
+from fedheal.layout import Layout
+from fedheal.methods import Method, suggestion
+from fedheal.rng import derive
+from fedheal.run import Federation
+
+# What may differ between a run and its resumption: none of these changes a result.
+FREE = frozenset({"name", "workers", "save_seconds"})
+
+
+class Experiment(BaseModel):
+    """A run, completely described. Keys that are not fields are parameters of the method: `Experiment(tau=0.4)`.
+
+    >>> Experiment(method="fedheal", tau=0.4, rounds=3).method_name
+    'fedavg+fedheal:tau=0.4'
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    name: str = ""
+    method: str | Method = "fedheal"
+    data: str = "embedded"
+    model: str = "resnet10"
+    width: int | None = Field(None, ge=1)
+    rounds: int = Field(200, ge=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+    clients_per_domain: int | None = Field(None, ge=1)
+    samples_per_client: int | None = Field(None, ge=1)
+    participation: float = Field(1.0, gt=0, le=1)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    epochs: int = Field(10, ge=1)
+    steps: int | None = Field(None, ge=1)
+    batch_size: int = Field(64, ge=1)
+    lr: float = Field(0.001, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(1e-5, ge=0)
+    augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
+    server_optimizer: Literal["sgd", "adam"] = "sgd"
+    server_lr: float = Field(1.0, gt=0)
+    server_momentum: float = Field(0.0, ge=0, lt=1)
+    eval_every: int = Field(1, ge=1)
+    on_bad_update: Literal["raise", "skip"] = "raise"
+    device: str = "auto"
+    threads: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1)
+    save_seconds: float = Field(60.0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        """Send the method's parameters to it, and take what is not said from the data set's protocol."""
+        if not isinstance(given, dict):
+            return given
+        own = {key: value for key, value in given.items() if key in cls.model_fields}
+        rest = {key: value for key, value in given.items() if key not in cls.model_fields}
+        method = own.get("method", cls.model_fields["method"].default)
+        if isinstance(method, str):
+            own["method"] = _with_parameters(method, rest).spelled
+        elif rest:
+            raise ValueError(
+                f"unknown field '{next(iter(rest))}'{suggestion(next(iter(rest)), list(cls.model_fields))}"
+            )
+        return datasets.protocol(str(own.get("data", "embedded"))) | own
+
+    @property
+    def method_name(self) -> str:
+        """The method's canonical name."""
+        return self.resolved_method.name
+
+    @property
+    def resolved_method(self) -> Method:
+        return self.method if isinstance(self.method, Method) else methods.get(self.method)
+
+    @property
+    def folder_name(self) -> str:
+        text = self.name or f"{self.method_name}-{Path(self.data).name}-seed{self.seed}"
+        return re.sub(r"[^A-Za-z0-9.+=_-]+", "_", text)
+
+    @property
+    def identity(self) -> str:
+        """A fingerprint of everything that decides the result."""
+        decisive = {key: value for key, value in self.to_dict().items() if key not in FREE}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what is not set is left out, since TOML has no null."""
+        values = {key: getattr(self, key) for key in type(self).model_fields}
+        if isinstance(self.method, Method):
+            values["method"] = self.method.spelled or self.method.name
+        return {key: value for key, value in values.items() if value is not None}
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.to_dict())
+
+    @staticmethod
+    def read(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
+        """From a TOML file and `key=value` words, which win. A `ValueError` says what is wrong in one sentence."""
+        values: dict[str, Any] = {}
+        if path is not None:
+            try:
+                values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path} is not TOML: {error}") from error
+        return Experiment.of(values | dict(override(word) for word in overrides))
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> Experiment:
+        """From a dictionary; a `ValueError` says what is wrong in one sentence."""
+        try:
+            return Experiment(**values)
+        except ValidationError as error:
+            raise ValueError(_sentence(error)) from None
+
+
+def build(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:
+    """The experiment's parts, put together on a device."""
+    clients = _clients(experiment, domains)
+    module = module_of(experiment, len(domains.classes)).to(device)
+    training = Training(
+        experiment.lr,
+        experiment.batch_size,
+        experiment.epochs,
+        experiment.steps,
+        experiment.momentum,
+        experiment.weight_decay,
+        experiment.augment,
+    )
+    examples = {c.id: _taken(domains[c.domain].train, c.indices, device) for c in clients}
+    bench = Bench(module, Layout.of(module), training, experiment.seed, device, examples)
+    return Federation(
+        bench,
+        tuple(c.id for c in clients),
+        replace(experiment.resolved_method.aggregator, on_bad_update=experiment.on_bad_update),
+        Server(experiment.server_optimizer, experiment.server_lr, experiment.server_momentum),
+        {d.name: Split(d.test.images.to(device), d.test.labels.to(device)) for d in domains.domains},
+        {c.id: c.domain for c in clients},
+        experiment.participation,
+        experiment.dropout,
+    )
+
+
+def _clients(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
+    names = [d.name for d in domains.domains]
+    return partition(
+        {d.name: len(d.train) for d in domains.domains},
+        {n: experiment.clients_per_domain or k for n, k in zip(names, domains.clients_per_domain, strict=True)},
+        {n: experiment.samples_per_client or k for n, k in zip(names, domains.samples_per_client, strict=True)},
+        experiment.seed,
+    )
+
+
+def module_of(experiment: Experiment, classes: int) -> nn.Module:
+    keys = {} if experiment.width is None else {"width": experiment.width}
+    with seeded(derive(experiment.seed, "model"), torch.device("cpu")):
+        return models.build(experiment.model, classes, **keys)
+
+
+def _taken(split: Split, indices: torch.Tensor, device: torch.device) -> Split:
+    return Split(split.images[indices].to(device), split.labels[indices].to(device))
+
+
+def _with_parameters(method: str, rest: Mapping[str, Any]) -> Method:
+    """The method with what is left of the keys; a mistyped key may have meant a field or a parameter."""
+    known = [*Experiment.model_fields, *methods.parameters(method)]
+    for key in rest:
+        if key not in methods.parameters(method):
+            takes = ", ".join(methods.parameters(method)) or "none"
+            raise ValueError(
+                f"unknown field '{key}'{suggestion(key, known)}; the parameters of method '{method}' are: {takes}"
+            )
+    return methods.get(method, **rest)
+
+
+def override(word: str) -> tuple[str, Any]:
+    """`key=value` as a pair, the value read as TOML where it is such, else as text.
+
+    >>> override("tau=0.3"), override("method=fedprox:mu=0.1"), override("width=8")
+    (('tau', 0.3), ('method', 'fedprox:mu=0.1'), ('width', 8))
+    """
+    key, equals, text = word.partition("=")
+    if not equals or not key.isidentifier():
+        raise ValueError(f"'{word}' should be key=value")
+    try:
+        return key, tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return key, text
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first thing that is wrong: the field, the value, what would do."""
+    first = error.errors()[0]
+    if not first["loc"]:
+        return str(first["msg"]).removeprefix("Value error, ")
+    field = first["loc"][0]
+    return f"{field} = {first['input']!r}: {str(first['msg'])[0].lower()}{str(first['msg'])[1:]}"

@@ -1,0 +1,55 @@
+"""How well and how evenly a model serves several units: domains, or clients.
+
+Accuracies are in percent. STD is the sample standard deviation (ddof=1) as in the FedHEAL paper's tables. With mean mu and
+K units: gap = best - worst, CoV = STD/mu, Gini = sum_ij |x_i - x_j| / (2 K^2 mu), Jain = (sum x)^2 / (K sum x^2), entropy of
+x / sum x (at most log K). Where all are 0 they are equal: Gini 0, Jain 1, entropy log K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+LAST = 5  # a result is the mean over this many last evaluated rounds
+
+
+def fairness(accuracy: Mapping[str, float]) -> dict[str, float]:
+    """All of the above, by name.
+
+    >>> even = fairness({"a": 50.0, "b": 50.0})
+    >>> even["avg"], even["std"], even["worst"], even["jain"]
+    (50.0, 0.0, 50.0, 1.0)
+    >>> uneven = fairness({"a": 90.0, "b": 30.0})  # std: sqrt(2 * 30^2 / 1); gini: 2 * 60 / (2 * 4 * 60)
+    >>> round(uneven["std"], 3), uneven["gap"], uneven["gini"], uneven["jain"]
+    (42.426, 60.0, 0.25, 0.8)
+    """
+    if not accuracy:
+        raise ValueError("fairness of no units is not defined: give at least one accuracy")
+    x = np.array(list(accuracy.values()), np.float64)
+    k, total = len(x), float(x.sum())
+    mean = total / k
+    std = float(x.std(ddof=1)) if k > 1 else 0.0
+    share = x / total if total > 0 else np.full(k, 1 / k)
+    nonzero = share[share > 0]
+    return {
+        "avg": mean,
+        "std": std,
+        "worst": float(x.min()),
+        "best": float(x.max()),
+        "gap": float(x.max() - x.min()),
+        "cov": std / mean if mean > 0 else 0.0,
+        "gini": float(np.abs(x[:, None] - x).sum() / (2 * k * k * mean)) if mean > 0 else 0.0,
+        "jain": float(total**2 / (k * (x**2).sum())) if total > 0 else 1.0,
+        "entropy": float(-(nonzero * np.log(nonzero)).sum()),
+    }
+
+
+def last_mean(rounds: Sequence[Mapping[str, float]], last: int = LAST) -> dict[str, float]:
+    """Per unit, the mean over the last evaluated rounds.
+
+    >>> last_mean([{"a": 0.0}, {"a": 1.0}, {"a": 2.0}], last=2)
+    {'a': 1.5}
+    """
+    tail = list(rounds)[-last:]
+    return {unit: float(np.mean([accuracy[unit] for accuracy in tail])) for unit in (tail[0] if tail else ())}

@@ -1,0 +1,71 @@
+"""Models by name, and models of your own.
+
+A model maps a batch of images to logits. The models here also have `features(x)` (pooled, [N, feature_size])
+and `head`, with `forward(x) = head(features(x))`. Methods that look at representations (MOON, FedProto, FedProc)
+need these; all others accept any `torch.nn.Module`. Initial values depend on torch's global generator alone:
+seed it before `build`.
+
+A model of your own is named by import path, "package.module:factory". The factory is called with `classes=` and
+the keyword arguments given to `build`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fedheal.models.resnet import BLOCKS, ResNet, resnet
+from fedheal.models.small_cnn import SmallCNN, small_cnn
+
+__all__ = ["MODELS", "ResNet", "SmallCNN", "build", "resnet", "small_cnn"]
+
+Factory = Callable[..., nn.Module]
+
+MODELS: dict[str, Factory] = {
+    "small_cnn": small_cnn,
+    **{f"resnet{depth}": partial(resnet, depth=depth) for depth in BLOCKS},
+}
+
+
+def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
+    """The model of that name for that many classes.
+
+    >>> build("small_cnn", classes=10, width=4).feature_size
+    256
+    """
+    factory = _imported(name) if ":" in name else _listed(name)
+    try:
+        inspect.signature(factory).bind(classes=classes, **kwargs)
+    except TypeError as error:
+        given = ", ".join(["classes", *kwargs])
+        raise ValueError(f"The model {name!r} cannot be built from {given}: {error}.") from error
+    model = factory(classes=classes, **kwargs)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"The factory {name!r} returned a {type(model).__name__}, not a torch.nn.Module.")
+    return model
+
+
+def _listed(name: str) -> Factory:
+    if name not in MODELS:
+        raise ValueError(
+            f"There is no model {name!r}; choose one of {', '.join(MODELS)}, or name your own factory "
+            'by import path as "package.module:factory".'
+        )
+    return MODELS[name]
+
+
+def _imported(path: str) -> Factory:
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"The model {path!r} cannot be imported: {error}.") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise ValueError(f"The module {module_name!r} has no function {attribute!r} to build a model with.")
+    return factory  # type: ignore[no-any-return]

@@ -1,0 +1,50 @@
+"""A small convolutional network that trains in seconds on one processor core.
+
+Three 3 x 3 convolutions with batch normalisation and max-pooling, with 1, 2 and 4 times `width` channels. The last
+feature map is 4 x 4 for 32 x 32 images, the smallest that fit, and is averaged down to that for larger ones. Images
+are laid out channels-last inside, which nearly doubles the speed of the convolutions on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+GRID = 4  # side of the last feature map
+
+
+def _stage(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
+
+
+class SmallCNN(nn.Module):
+    """`forward(x) = head(features(x))`; `features` gives [N, feature_size]."""
+
+    def __init__(self, classes: int, width: int = 8, channels: int = 3) -> None:
+        super().__init__()
+        self.feature_size = 4 * width * GRID * GRID
+        self.body = nn.Sequential(_stage(channels, width), _stage(width, 2 * width), _stage(2 * width, 4 * width))
+        self.head = nn.Linear(self.feature_size, classes)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        if min(x.shape[-2:]) < 8 * GRID:
+            raise ValueError(f"SmallCNN needs images of at least 32 x 32 pixels, not {x.shape[-2]} x {x.shape[-1]}.")
+        maps: torch.Tensor = self.body(x.contiguous(memory_format=torch.channels_last))
+        if maps.shape[-2:] != (GRID, GRID):  # its gradient has no deterministic kernel on GPUs
+            maps = functional.adaptive_avg_pool2d(maps, GRID)
+        return maps.flatten(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.features(x))
+        return logits
+
+
+def small_cnn(classes: int, width: int = 8, channels: int = 3) -> SmallCNN:
+    """A small network; its cost grows with the square of the width."""
+    return SmallCNN(classes, width, channels)

@@ -1,0 +1,147 @@
+"""The run folder: writing and reading it, nothing else.
+
+    experiment.toml     complete, re-runnable
+    rounds.jsonl        a line a round
+    state/NNNNNNNN.safetensors   the newest two states: tensors, with JSON in the metadata
+    model.safetensors   the final model
+    result.json         written last: a run that has it is finished
+
+A crash at any moment loses nothing but the rounds since the last state: files appear whole by one rename, and lines
+beyond the state that a resume starts from are cut off. Damage inside a state is found by a checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT = "fedheal-state-1"
+KEPT = 2  # states
+
+
+class BadState(ValueError):
+    """A state that cannot be used, with the reason."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Tensors as safetensors, whole or not at all."""
+    # safetensors refuses tensors that share memory (tied parameters): each gets its own.
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    _replace(path, lambda temporary: save_file(own, temporary, dict(metadata or {})))
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    return load_file(path)
+
+
+def save_state(
+    folder: Path, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any], owner: str
+) -> None:
+    """Write the state after round `number` and drop all but the newest two. `owner` says whose it is."""
+    states = folder / "state"
+    states.mkdir(exist_ok=True)
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
+    text = json.dumps({"format": FORMAT, "owner": owner, "sum": _sum(own), "state": described})
+    _replace(states / f"{number:08d}.safetensors", lambda temporary: save_file(own, temporary, {"fedheal": text}))
+    for old in sorted(states.glob("*.safetensors"))[:-KEPT]:
+        old.unlink(missing_ok=True)
+    for left in states.glob("*.tmp"):
+        left.unlink(missing_ok=True)
+
+
+def states(folder: Path) -> list[Path]:
+    """The states there are, newest first."""
+    return sorted((folder / "state").glob("*.safetensors"), reverse=True)
+
+
+def load_state(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A state's tensors and JSON; `BadState` says why it cannot be used."""
+    try:
+        with safe_open(path, "pt") as file:
+            header = json.loads((file.metadata() or {}).get("fedheal", "null"))
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise BadState(f"{path} is damaged ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise BadState(f"{path} is not a state of this version of fedheal")
+    if header.get("owner") != owner:
+        raise BadState(f"{path} belongs to another experiment")
+    if header.get("sum") != _sum(arrays):
+        raise BadState(f"{path} is damaged (its checksum does not fit its contents)")
+    return arrays, header["state"]
+
+
+def append_round(folder: Path, record: Mapping[str, Any]) -> None:
+    """One line; a crash can only leave a part of the last."""
+    with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def read_rounds(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's rounds, without a last line that a crash cut short."""
+    path = folder / "rounds.jsonl"
+    return list(_whole_lines(path)) if path.exists() else []
+
+
+def cut_rounds(folder: Path, rounds: int) -> None:
+    """Keep the records of the first `rounds` rounds."""
+    kept = [record for record in read_rounds(folder) if record["round"] <= rounds]
+    if [record["round"] for record in kept] != list(range(1, rounds + 1)):
+        raise BadState(
+            f"{folder / 'rounds.jsonl'} lacks records of rounds before {rounds}, the round of the saved state"
+        )
+    write_text(folder / "rounds.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return found
+
+
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(record, dict) or "round" not in record:
+            return
+        yield record
+
+
+def _replace(path: Path, write: Any) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sum(arrays: Mapping[str, Tensor]) -> int:
+    """A checksum over names, shapes, dtypes and bytes."""
+    value = 0
+    for name in sorted(arrays):
+        tensor = arrays[name].contiguous()
+        value = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), value)
+        value = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data, value) if tensor.numel() else value
+    return value

@@ -1,0 +1,611 @@
+"""Bad input: refused in one sentence or left out as if it had never come, and never a model or a state half changed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedheal import Layout, Packed, Updates
+from fedheal.aggregate import Aggregator, AggregatorState, BadUpdate, Stage, State, fedavg, fedheal, uniform
+from fedheal.aggregate.stage import chain, stateless
+
+KERNELS = ["reference", "cpu"]
+AGGREGATORS = {
+    "fedavg": fedavg,
+    "uniform": uniform,
+    "fedheal": lambda **k: fedheal(tau=0.6, **k),
+    "released": lambda **k: fedheal(tau=0.6, variant="released", **k),
+    "fphl alone": lambda **k: fedheal(tau=0.6, fael=False, **k),
+    "fael alone": lambda **k: fedheal(fphl=False, **k),
+    "fael alone, released": lambda **k: fedheal(fphl=False, variant="released", **k),
+    "exact": lambda **k: fedheal(tau=0.6, fael="exact", **k),
+    "exact-reg": lambda **k: fedheal(tau=0.6, fael="exact-reg", **k),
+    "exact without fphl": lambda **k: fedheal(fphl=False, fael="exact", **k),
+}
+everyone = pytest.mark.parametrize("make", AGGREGATORS.values(), ids=AGGREGATORS)
+both_kernels = pytest.mark.parametrize("kernel", KERNELS)
+NET = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))  # 2 + 1 + 1 + 1 parameters, 2 buffers, 1 counter
+LAYOUT = Layout.of(NET)
+G, B, C = 5, 2, 1
+
+
+def model(seed=9, dtype=torch.float64):
+    rng = np.random.default_rng(seed)
+    return Packed(
+        torch.from_numpy(rng.normal(size=G)).to(dtype),
+        torch.from_numpy(rng.random(B)).to(dtype),
+        torch.tensor([4]),
+    )
+
+
+def updates(clients="abc", seed=0, **changes):
+    """A sound cohort; entries depend on the client's name, not on who else is there."""
+    rng = {c: np.random.default_rng([seed, ord(c)]) for c in clients}
+    fields = {
+        "clients": list(clients),
+        "deltas": np.array([rng[c].normal(size=G) for c in clients]).reshape(-1, G),
+        "num_examples": [float(ord(c) - 90) for c in clients],
+        "buffers": np.array([rng[c].random(B) for c in clients]).reshape(-1, B),
+        "counters": np.array([rng[c].integers(5, 20, C) for c in clients]).reshape(-1, C),
+    }
+    return Updates(**(fields | changes))
+
+
+def after_three_rounds(aggregator, clients="abc"):
+    """A state in which every entry of everybody has always gone up, so that going down is not kept."""
+    state = aggregator.init(LAYOUT)
+    for seed in range(3):
+        sent = updates(clients, seed)
+        state = aggregator.apply(model(), replace_(sent, deltas=sent.deltas.abs()), state).state
+    return state
+
+
+def replace_(sent, **changes):
+    names = ("clients", "deltas", "num_examples", "buffers", "counters", "metrics", "refused")
+    return Updates(**({name: getattr(sent, name) for name in names} | changes))
+
+
+def frozen(state):
+    arrays, json = state.to_arrays()
+    return {name: (str(a.dtype), a.numpy().tobytes()) for name, a in arrays.items()}, json
+
+
+def bits(packed):
+    return [getattr(packed, name).numpy().tobytes() for name in ("params", "buffers", "counters")]
+
+
+def one_sentence(error):
+    assert "\n" not in str(error)
+    assert len(str(error)) < 400
+    return str(error)
+
+
+@everyone
+@both_kernels
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])  # up is kept, down is not, NaN is neither
+def test_a_number_that_is_not_finite_is_refused_and_the_state_stays_usable(make, kernel, donate, value):
+    aggregator = make(kernel=kernel)
+    state, twin = after_three_rounds(aggregator), after_three_rounds(aggregator)
+    before = frozen(state)
+    sent = updates(seed=5)
+    for entry in (0, G - 1):
+        deltas = sent.deltas.clone()
+        deltas[1, entry] = value
+        with pytest.raises(BadUpdate, match="client 'b': its update holds NaN, infinity") as refused:
+            aggregator.apply(model(), replace_(sent, deltas=deltas), state, donate=donate)
+        assert "on_bad_update='skip'" in one_sentence(refused.value)
+        assert list(refused.value.reasons) == ["b"]
+        assert frozen(state) == before
+    ours, theirs = aggregator.apply(model(), sent, state, donate=donate), aggregator.apply(model(), sent, twin)
+    assert bits(ours.model) == bits(theirs.model)
+    assert frozen(ours.state) == frozen(theirs.state)
+
+
+@both_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_narrow_updates_are_searched_too(kernel, dtype, value):
+    for make in AGGREGATORS.values():
+        aggregator = make(kernel=kernel)
+        deltas = updates().deltas.to(dtype)
+        deltas[2, 3] = value
+        with pytest.raises(BadUpdate, match="client 'c'"):
+            aggregator.apply(model(), replace_(updates(), deltas=deltas), aggregator.init(LAYOUT))
+
+
+@both_kernels
+def test_nan_far_inside_a_long_update_is_found(kernel):
+    width = 20_001  # several blocks of columns
+    for make in AGGREGATORS.values():
+        for entry in (0, 8191, 8192, width - 1):
+            deltas = torch.ones(2, width)
+            deltas[1, entry] = np.nan
+            aggregator = make(kernel=kernel)
+            with pytest.raises(BadUpdate, match="client 'b'"):
+                aggregator.apply(torch.zeros(width), Updates("ab", deltas, [1, 1]), aggregator.init(Layout.flat(width)))
+
+
+def test_infinities_of_both_signs_do_not_cancel():
+    for make in AGGREGATORS.values():
+        aggregator = make()
+        with pytest.raises(BadUpdate) as refused:
+            aggregator.apply(
+                np.zeros(1), Updates("abc", [[np.inf], [-np.inf], [1.0]], [1, 1, 1]), aggregator.init(Layout.flat(1))
+            )
+        assert set(refused.value.reasons) == {"a", "b"}
+
+
+SQUARING = [name for name in AGGREGATORS if name not in ("fedavg", "uniform", "fphl alone")]
+
+
+@both_kernels
+@pytest.mark.parametrize("name", [*SQUARING, "fphl alone"])
+@pytest.mark.parametrize("where", ["one entry", "one tensor", "across tensors"])
+def test_numbers_too_large_to_square_are_refused(kernel, name, where):
+    # 1.2e154 squared is 1.44e308: two of them exceed the largest float64, 1.8e308, whichever tensors they stand in.
+    deltas = updates().deltas.clone()
+    deltas[1] = 1.0
+    if where == "one entry":
+        deltas[1, 0] = 1e200
+    else:
+        deltas[1, [0, 1] if where == "one tensor" else [0, 4]] = 1.2e154
+    aggregator = AGGREGATORS[name](kernel=kernel)
+    with pytest.raises(BadUpdate, match=r"client 'b'.*too large to square"):
+        aggregator.apply(model(), replace_(updates(), deltas=deltas), aggregator.init(LAYOUT))
+
+
+@both_kernels
+@pytest.mark.parametrize("name", ["fael alone", "fael alone, released", "fedheal", "released"])
+def test_squares_whose_sum_over_clients_overflows_still_share_evenly(kernel, name):
+    aggregator = AGGREGATORS[name](kernel=kernel)
+    out = aggregator.apply(np.zeros(1), Updates("ab", [[1.2e154], [1.2e154]], [1, 1]), aggregator.init(Layout.flat(1)))
+    assert out.weights.tolist() == [0.5, 0.5]
+    out = aggregator.apply(np.zeros(1), Updates("ab", [[1.2e154], [1e154]], [1, 1]), aggregator.init(Layout.flat(1)))
+    assert out.weights[0] > out.weights[1]
+
+
+@everyone
+@both_kernels
+def test_the_model_never_overflows(make, kernel):
+    aggregator = make(kernel=kernel)
+    state = aggregator.init(Layout.flat(2))
+    before = frozen(state)
+    with pytest.raises(ValueError, match=r"params overflow torch\.float32") as refused:
+        aggregator.apply(torch.full((2,), 3e38), Updates("a", torch.full((1, 2), 3e38), [1]), state)
+    one_sentence(refused.value)
+    with pytest.raises(ValueError, match=r"overflow torch\.float16"):
+        aggregator.apply(torch.zeros(2, dtype=torch.float16), Updates("a", torch.full((1, 2), 1e6), [1]), state)
+    assert frozen(state) == before
+
+
+@everyone
+@pytest.mark.parametrize("flaw", ["model", "overflow"])
+def test_a_round_refused_for_the_models_sake_leaves_a_donated_state_as_it_was(make, flaw):
+    aggregator = make()
+    state = after_three_rounds(aggregator)
+    before = frozen(state)
+    start = model(dtype=torch.float32)
+    start.params.fill_(np.nan if flaw == "model" else 3e38)
+    sent = replace_(updates(seed=5), deltas=torch.full((3, G), 3e38))
+    with pytest.raises(ValueError, match="model"):
+        aggregator.apply(start, sent, state, donate=True)
+    assert frozen(state) == before
+
+
+@everyone
+def test_a_model_that_is_not_finite_is_refused(make):
+    aggregator = make()
+    for name in ("params", "buffers"):
+        start = model()
+        getattr(start, name)[0] = np.nan
+        sent = updates() if name == "params" else replace_(updates(), buffers=None)
+        with pytest.raises(ValueError, match=f"global model's {name} hold NaN or infinity") as refused:
+            aggregator.apply(start, sent, aggregator.init(LAYOUT))
+        assert not isinstance(refused.value, BadUpdate)
+
+
+FLAWS = {
+    "NaN": ({"b": {"deltas": np.nan}}, "b", r"update holds NaN"),
+    "infinity": ({"b": {"deltas": -np.inf}}, "b", r"update holds NaN, infinity"),
+    "no examples": ({"b": {"num_examples": 0.0}}, "b", r"num_examples = 0;"),
+    "minus zero": ({"b": {"num_examples": -0.0}}, "b", r"num_examples = -0;"),
+    "negative": ({"b": {"num_examples": -3.0}}, "b", r"num_examples = -3;"),
+    "NaN examples": ({"b": {"num_examples": np.nan}}, "b", r"num_examples = nan;"),
+    "infinitely many": ({"b": {"num_examples": np.inf}}, "b", r"num_examples = inf;"),
+    "buffers": ({"b": {"buffers": np.nan}}, "b", r"buffers hold NaN or infinity"),
+    "infinite buffers": ({"b": {"buffers": np.inf}}, "b", r"buffers hold NaN or infinity"),
+    "two": ({"a": {"num_examples": 0.0}, "d": {"deltas": np.nan}}, "ad", r"num_examples|update holds"),
+    "first and last": ({"a": {"deltas": np.nan}, "d": {"deltas": np.inf}}, "ad", r"update holds"),
+}
+
+
+def spoil(sent, flaw):
+    fields = {name: getattr(sent, name).clone() for name in ("deltas", "num_examples", "buffers")}
+    for client, changes in FLAWS[flaw][0].items():
+        row = sent.clients.index(client)
+        for name, value in changes.items():
+            target = fields[name]
+            if target.ndim == 2:
+                target[row, -1] = value
+            else:
+                target[row] = value
+    return replace_(sent, **fields)
+
+
+@everyone
+@both_kernels
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_skipped_client_is_as_absent(make, kernel, flaw):
+    aggregator = make(kernel=kernel, on_bad_update="skip")
+    _, skipped, reason = FLAWS[flaw]
+    left = "".join(c for c in "abcd" if c not in skipped)
+    ours, theirs = after_three_rounds(aggregator, "abc"), after_three_rounds(aggregator, "abc")
+    for seed in (5, 6):  # 'd' is new in the first
+        for donate in (False, True):
+            out = aggregator.apply(model(), spoil(updates("abcd", seed), flaw), ours, donate=donate)
+            alone = aggregator.apply(model(), updates(left, seed), theirs)
+            assert bits(out.model) == bits(alone.model)
+            assert frozen(out.state) == frozen(alone.state)
+            assert out.weights[["abcd".index(c) for c in left]].tolist() == alone.weights.tolist()
+            assert out.weights[["abcd".index(c) for c in skipped]].tolist() == [0.0] * len(skipped)
+            assert set(out.report["skipped"]) == set(skipped)
+            assert {k: v for k, v in out.report.items() if k != "skipped"} == {
+                k: v for k, v in alone.report.items() if k != "skipped"
+            }
+            assert any(re.search(reason, why) for why in out.report["skipped"].values())
+            ours, theirs = out.state, alone.state
+
+
+@everyone
+@pytest.mark.parametrize("flaw", [flaw for flaw in FLAWS if "examples" in flaw or flaw in ("negative", "buffers")])
+def test_a_bad_client_is_named_with_what_would_do(make, flaw):
+    aggregator = make()
+    state = aggregator.init(LAYOUT)
+    with pytest.raises(BadUpdate, match=f"client 'b': .*{FLAWS[flaw][2]}") as refused:
+        aggregator.apply(model(), spoil(updates("abcd"), flaw), state)
+    assert "on_bad_update='skip'" in one_sentence(refused.value)
+
+
+@everyone
+def test_both_of_two_equal_ids_are_skipped(make):
+    sent = replace_(updates("abcd"), clients=["a", "b", "c", "b"])
+    strict, lenient = make(), make(on_bad_update="skip")
+    with pytest.raises(BadUpdate, match=r"client 'b': its id stands 2 times"):
+        strict.apply(model(), sent, strict.init(LAYOUT))
+    out = lenient.apply(model(), sent, lenient.init(LAYOUT))
+    alone = lenient.apply(model(), updates("ac"), lenient.init(LAYOUT))
+    assert bits(out.model) == bits(alone.model)
+    assert frozen(out.state) == frozen(alone.state)
+    assert out.weights.tolist() == [alone.weights[0], 0, alone.weights[1], 0]
+    assert list(out.report["skipped"]) == ["b"]
+
+
+def test_an_integer_and_its_name_are_the_same_id():
+    aggregator = fedavg()
+    with pytest.raises(BadUpdate, match=r"client '7': its id stands 2 times"):
+        aggregator.apply(np.zeros(1), Updates([7, "7"], [[1.0], [2.0]], [1, 1]), aggregator.init(Layout.flat(1)))
+
+
+WHOLE = {
+    "short": ({"deltas": np.ones((3, G - 1))}, r"length 4; the model has 5 parameters"),
+    "long": ({"deltas": np.ones((3, G + 1))}, r"length 6; the model has 5 parameters"),
+    "integers": ({"deltas": np.ones((3, G), np.int64)}, r"int64; float32, float64, bfloat16 and float16 will do"),
+    "complex": ({"deltas": np.ones((3, G), np.complex64)}, r"complex64; float32"),
+    "long buffers": ({"buffers": np.ones((3, B + 1))}, r"buffers have length 3; the model has 2"),
+    "integer buffers": ({"buffers": np.ones((3, B), np.int64)}, r"buffers are torch.int64"),
+    "float counters": ({"counters": np.ones((3, C))}, r"counters are torch.float64"),
+    "long counters": ({"counters": np.ones((3, C + 1), np.int64)}, r"counters have length 2; the model has 1"),
+}
+
+
+@everyone
+@pytest.mark.parametrize("flaw", WHOLE)
+def test_a_matrix_that_does_not_fit_is_refused_and_skipping_everyone_changes_nothing(make, flaw):
+    changes, reason = WHOLE[flaw]
+    strict, lenient = make(), make(on_bad_update="skip")
+    with pytest.raises(BadUpdate, match=reason) as refused:
+        strict.apply(model(), replace_(updates(), **changes), strict.init(LAYOUT))
+    assert "(and 2 more)" in one_sentence(refused.value)
+    state = after_three_rounds(lenient)
+    before = frozen(state)
+    out = lenient.apply(model(), replace_(updates(), **changes), state, donate=True)
+    assert bits(out.model) == bits(model())
+    assert frozen(out.state) == before
+    assert out.weights.tolist() == [0, 0, 0]
+    assert set(out.report["skipped"]) == set("abc")
+
+
+@everyone
+@both_kernels
+def test_a_cohort_emptied_by_skipping_changes_nothing_and_the_next_round_goes_on(make, kernel):
+    aggregator = make(kernel=kernel, on_bad_update="skip")
+    state, twin = after_three_rounds(aggregator), after_three_rounds(aggregator)
+    sent = updates(seed=5)
+    out = aggregator.apply(model(), replace_(sent, deltas=torch.full((3, G), np.nan)), state, donate=True)
+    assert bits(out.model) == bits(model())
+    assert frozen(out.state) == frozen(twin)
+    assert out.weights.tolist() == [0, 0, 0]
+    assert set(out.report["skipped"]) == set("abc")
+    ours, theirs = aggregator.apply(model(), sent, out.state), aggregator.apply(model(), sent, twin)
+    assert bits(ours.model) == bits(theirs.model)
+    assert frozen(ours.state) == frozen(theirs.state)
+
+
+@everyone
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_nobody_came(make, policy):
+    aggregator = make(on_bad_update=policy)
+    state = after_three_rounds(aggregator)
+    before, start = frozen(state), model()
+    for nobody in (updates(""), Updates([], [], [])):
+        out = aggregator.apply(start, nobody, state)
+        assert bits(out.model) == bits(start)
+        assert frozen(out.state) == before
+        assert (len(out.weights), out.report["skipped"]) == (0, {})
+    out.model.params.fill_(7)
+    assert bits(start) == bits(model())
+
+
+@everyone
+@both_kernels
+def test_inputs_are_never_changed(make, kernel):
+    aggregator = make(kernel=kernel, on_bad_update="skip")
+    state, start, sent = after_three_rounds(aggregator), model(), spoil(updates("abcd", 5), "NaN")
+
+    def everything():
+        parts = (sent.deltas, sent.num_examples, sent.buffers, sent.counters)
+        return frozen(state), bits(start), [t.numpy().tobytes() for t in parts]
+
+    before = everything()
+    out = aggregator.apply(start, sent, state)
+    for name in ("params", "buffers", "counters"):
+        getattr(out.model, name).fill_(3)
+    assert everything() == before
+
+
+def weighing(*weights):
+    def apply(draft):
+        return replace(draft, weights=np.array(weights, np.float64))
+
+    return stateless(apply)
+
+
+@both_kernels
+def test_weights_that_are_all_zero_leave_the_model(kernel):
+    start = model()
+    out = (aggregator := Aggregator(chain(weighing(0, 0, 0)), kernel=kernel)).apply(
+        start, updates(), aggregator.init(LAYOUT)
+    )
+    assert bits(out.model) == bits(start)
+    assert out.weights.tolist() == [0, 0, 0]
+
+
+@both_kernels
+def test_a_client_with_weight_zero_does_not_count_but_must_be_finite(kernel):
+    aggregator = Aggregator(chain(weighing(1, 0, 1)), kernel=kernel)
+    out = aggregator.apply(
+        np.zeros(2), Updates("abc", [[1.0, 2], [50, 50], [3, 4]], [1, 1, 1]), aggregator.init(Layout.flat(2))
+    )
+    assert out.model.tolist() == [2, 3]
+    bad = Updates("abc", [[1.0, 2], [np.inf, 50], [3, 4]], [1, 1, 1])
+    with pytest.raises(BadUpdate, match="client 'b'"):
+        aggregator.apply(np.zeros(2), bad, aggregator.init(Layout.flat(2)))
+
+
+@pytest.mark.parametrize("weights", [(1, -1, 1), (np.nan, 1, 1), (np.inf, 1, 1), (1, 1), (1, 1, 1, 1)])
+def test_weights_that_are_no_weights_are_the_stages_fault(weights):
+    aggregator = Aggregator(chain(weighing(*weights)))
+    with pytest.raises(ValueError, match=r"a stage gave weights .*3 finite numbers, none negative") as refused:
+        aggregator.apply(model(), updates(), aggregator.init(LAYOUT))
+    assert not isinstance(refused.value, BadUpdate)
+
+
+def test_enormous_weights_and_example_counts_do_not_overflow():
+    sent = Updates("ab", [[1.0], [3.0]], [1e308, 1e308])
+    for make in (
+        fedavg,
+        uniform,
+        fedheal,
+        lambda: fedheal(fael="exact"),
+        lambda: Aggregator(chain(weighing(1e308, 1e308))),
+    ):
+        aggregator = make()
+        out = aggregator.apply(np.zeros(1), sent, aggregator.init(Layout.flat(1)))
+        assert out.weights.sum() == pytest.approx(1, rel=1e-12)
+        assert 1 < out.model[0] < 3
+
+
+@pytest.mark.parametrize("name", ["tau", "beta"])
+@pytest.mark.parametrize("value", [-0.1, 1.0000001, float("nan"), float("inf"), True, False, "0.3", None, 1j])
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_tau_and_beta_are_numbers_from_0_to_1(name, value, variant):
+    with pytest.raises(ValueError, match=rf"{name} = .*: use a number from 0 to 1"):
+        fedheal(**{name: value}, variant=variant)
+    for sound in (0, 1, 0.0, 1.0, np.float64(0.5)):
+        fedheal(**{name: sound}, variant=variant)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"variant": "Paper"}, r"variant = 'Paper': use one of .*released"),
+        ({"variant": None}, r"variant = None: use one of"),
+        ({"fael": "exactly"}, r"fael = 'exactly': use one of .*exact-reg"),
+        ({"fael": True}, r"fael = True: use one of"),
+        ({"fael": None}, r"fael = None: use one of"),
+        ({"fphl": "no"}, r"fphl = 'no': use True or False"),
+        ({"fphl": 1}, r"fphl = 1: use True or False"),
+        ({"on_bad_update": "drop"}, r"on_bad_update = 'drop': use 'raise' or 'skip'"),
+        ({"kernel": "gpu"}, r"kernel = 'gpu': use 'auto' or one of .*reference"),
+    ],
+)
+def test_unknown_settings_are_refused_with_the_known_ones(settings, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        run(fedheal(**settings))
+    one_sentence(refused.value)
+
+
+def run(aggregator, sent=None, start=None):
+    return aggregator.apply(start or model(), sent or updates(), aggregator.init(LAYOUT))
+
+
+@pytest.mark.parametrize("no", [0, np.False_, 0.0])
+def test_another_kind_of_false_for_fael_is_refused_or_means_false(no):
+    try:
+        found = run(fedheal(fael=no)).weights.tolist()
+    except ValueError:
+        found = None
+    assert found in (None, run(fedheal(fael=False)).weights.tolist())
+
+
+def needing(*metrics):
+    return Aggregator(chain(replace(weighing(1, 1, 1), needs=frozenset(metrics))), on_bad_update="raise")
+
+
+def test_a_metric_that_is_needed_and_not_there_is_the_callers_mistake():
+    for policy in ("raise", "skip"):
+        aggregator = replace(needing("loss"), on_bad_update=policy)
+        with pytest.raises(
+            ValueError, match=r"needs the client metric 'loss'; the updates have \['steps'\]"
+        ) as refused:
+            run(aggregator, updates(metrics={"steps": [1, 2, 3]}))
+        assert not isinstance(refused.value, BadUpdate)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_needed_metric_that_is_not_finite_is_that_clients_flaw_and_others_are_nobodys(value):
+    sent = updates(metrics={"loss": [1, value, 2], "steps": [np.nan] * 3})
+    with pytest.raises(BadUpdate, match=f"client 'b': its metric 'loss' is {value}"):
+        run(needing("loss"), sent)
+    two = Aggregator(chain(Stage(weighing().init, weighing(1, 1).apply, frozenset({"loss"}))), on_bad_update="skip")
+    assert set(run(two, sent).report["skipped"]) == {"b"}
+    assert run(needing(), sent).report["skipped"] == {}
+
+
+def memory(json):
+    """The kinds of states inside, with the sign they count by."""
+    inner = [memory(part) for part in json.values() if isinstance(part, dict) and "kind" in part]
+    return json["kind"], json.get("sign"), inner
+
+
+@everyone
+def test_the_state_of_another_aggregator_is_refused(make):
+    aggregator = make()
+    state = after_three_rounds(aggregator)
+    for other in AGGREGATORS.values():
+        theirs = after_three_rounds(other())
+        before = frozen(theirs)
+        if memory(before[1]) == memory(frozen(state)[1]):
+            continue  # the same kind of memory: both can use it
+        with pytest.raises(ValueError, match="made by another") as refused:
+            aggregator.apply(model(), updates(seed=5), theirs)
+        one_sentence(refused.value)
+        assert frozen(theirs) == before
+
+
+@everyone
+@pytest.mark.parametrize("wrong", [None, {}, "inner", 3])
+def test_what_is_no_state_is_refused(make, wrong):
+    aggregator = make()
+    state = aggregator.init(LAYOUT).stage if wrong == "inner" else wrong
+    with pytest.raises((TypeError, ValueError), match="state"):
+        aggregator.apply(model(), updates(), state)
+
+
+@everyone
+def test_the_state_of_another_model_is_refused(make):
+    aggregator = make()
+    with pytest.raises(ValueError, match=r"the model's params have shape \(5,\); this aggregator's state has 4"):
+        aggregator.apply(
+            model().params, replace_(updates(), buffers=None, counters=None), aggregator.init(Layout.flat(4))
+        )
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_damaged_checkpoint_whose_counts_do_not_fit_the_model_is_refused(variant, change):
+    aggregator = fedheal(variant=variant)
+    arrays, json = after_three_rounds(aggregator).to_arrays()
+    (name,) = (name for name in arrays if name.endswith("counts"))
+    counts = arrays[name]
+    arrays[name] = torch.zeros(len(counts), counts.shape[1] + change, dtype=counts.dtype)
+    with pytest.raises(ValueError, match="counts"):
+        aggregator.apply(model(), updates(), State.from_arrays(arrays, json))
+
+
+def test_a_damaged_checkpoint_is_refused_in_a_sentence():
+    arrays, json = after_three_rounds(fedheal()).to_arrays()
+    with pytest.raises(ValueError, match=r"unknown; this version knows .*aggregator"):
+        AggregatorState.from_arrays(arrays, json | {"kind": "else"})
+    for name in arrays:
+        with pytest.raises(ValueError, match=r"damaged|belong"):
+            AggregatorState.from_arrays({k: v for k, v in arrays.items() if k != name}, json)
+    with pytest.raises(ValueError, match="damaged"):
+        AggregatorState.from_arrays(arrays, {k: v for k, v in json.items() if k != "sizes"})
+
+
+@everyone
+def test_models_that_do_not_fit(make):
+    aggregator, sent = make(), updates()
+    state = aggregator.init(LAYOUT)
+    for start, said in [
+        (model().params, r"updates carry buffers or counters but the model is a flat vector: give a Packed"),
+        (replace(model(), params=torch.zeros(4, dtype=torch.float64)), r"params have shape \(4,\).*has 5"),
+        (replace(model(), buffers=torch.zeros(3)), r"buffers have shape \(3,\).*has 2"),
+        (replace(model(), counters=torch.zeros(0, dtype=torch.int64)), r"counters have shape \(0,\).*has 1"),
+        (replace(model(), params=torch.zeros(1, 5)), r"params have shape \(1, 5\)"),
+        (replace(model(), params=torch.zeros(5, dtype=torch.int64)), r"int64, not floating point"),
+    ]:
+        with pytest.raises(ValueError, match=said) as refused:
+            aggregator.apply(start, sent, state)
+        one_sentence(refused.value)
+    for start in ([0.0] * G, None, {"w": 1}):
+        with pytest.raises(TypeError, match=r"model is a .*: give a Packed"):
+            aggregator.apply(start, sent, state)
+
+
+@everyone
+def test_without_buffers_in_the_updates_those_of_the_model_stay(make):
+    aggregator, start = make(), model()
+    out = aggregator.apply(start, replace_(updates(), buffers=None, counters=None), aggregator.init(LAYOUT))
+    assert bits(out.model)[1:] == bits(start)[1:]
+    assert bits(out.model)[0] != bits(start)[0]
+
+
+@pytest.mark.parametrize("how", ["read-only", "backwards", "big-endian", "strided"])
+def test_any_numpy_vector_will_do_as_a_model_and_comes_back_as_one(how):
+    values = np.array([1.0, 2.0, 3.0])
+    given = {
+        "read-only": np.frombuffer(values.tobytes()),
+        "backwards": values[::-1].copy()[::-1],
+        "big-endian": values.astype(">f8"),
+        "strided": np.repeat(values, 2)[::2],
+    }[how]
+    aggregator = fedavg()
+    out = aggregator.apply(given, Updates("a", [[1.0, 1.0, 1.0]], [1]), aggregator.init(Layout.flat(3)))
+    assert isinstance(out.model, np.ndarray)
+    assert out.model.tolist() == [2, 3, 4]
+    assert given.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.int16, torch.int32])
+def test_counters_of_any_integer_type(dtype):
+    counters = torch.tensor([[1], [0], [1]]).to(dtype)
+    for make in (fedavg, fedheal):
+        assert run(make(), updates(counters=counters)).model.counters.tolist() == [1]
+
+
+def test_a_module_without_parameters_has_its_buffers_averaged():
+    layout = Layout.of(nn.BatchNorm1d(1, affine=False))
+    start = Packed(torch.zeros(0), torch.zeros(2), torch.tensor([0]))
+    sent = Updates("ab", torch.zeros(2, 0), [1, 1], buffers=[[1.0, 2.0], [3.0, 4.0]], counters=[[5], [6]])
+    for make in (fedavg, fedheal, lambda: fedheal(fael="exact")):
+        aggregator = make()
+        out = aggregator.apply(start, sent, aggregator.init(layout))
+        assert (out.model.buffers.tolist(), out.model.counters.tolist()) == ([2, 3], [6])
