@@ -13,7 +13,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 .PHONY: run test check lint bench clean
 
 run: $(VENV)/.run
-	@$(BIN)/python examples/aggregate.py
+	@$(BIN)/fedheal demo
 
 test: lint
 	$(BIN)/python -m pytest
