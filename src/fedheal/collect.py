@@ -6,8 +6,9 @@ beyond it writes them to a temporary file, which vanishes with the matrix. Every
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedheal.layout import Layout, Sizes
-from fedheal.types import Reply, Updates, client_id, tensor_of
+from fedheal.types import Array, Reply, Updates, client_id, tensor_of
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -30,8 +31,9 @@ def collect(
     """Fill one `Updates` from replies `(client, delta, num_examples, buffers, counters, metrics)`, the last three optional.
 
     `budget`: bytes of updates that may stay in memory (`None`: all); more goes to a temporary file in `folder`. Every
-    reply must have the lengths of `layout`, or else of the first good reply, which also sets the dtype and which
-    metrics there are. With `on_bad_update="skip"` replies that do not fit are left out and named in `Updates.refused`.
+    reply must have the lengths of `layout`, or else of the first good reply; updates are kept in that reply's dtype. A
+    metric that a client did not send is NaN. With `on_bad_update="skip"` replies that do not fit are left out and named in
+    `Updates.refused`.
 
     >>> collect([("a", np.ones(3), 10), ("b", np.zeros(3), 5)], budget=0).deltas.tolist()
     [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
@@ -43,22 +45,21 @@ def collect(
     rows = _Rows(budget, folder)
     taken: list[Reply] = []
     refused: dict[str, str] = {}
-    pattern = None if layout is None else _pattern(layout.sizes())
+    expected = None if layout is None else _lengths(layout.sizes())
     for given in replies:
-        reply = Reply(*given)
-        client = client_id(reply.client)
         try:
+            reply = Reply(*given)
             delta, rest = _read(reply)
-            shape = _shape(delta, rest)
-            pattern = pattern or shape
-            _compare(shape, pattern, rest, taken)
+            found = {"update": len(delta)} | {k: len(v) for k, v in _extras(rest).items() if v is not None}
+            expected = expected or found
+            _compare(found, expected)
         except (TypeError, ValueError) as flaw:
+            client = str(given[0]) if given else "?"
             if on_bad_update == "raise":
+                rows.close()
                 raise ValueError(f"client '{client}': {flaw}") from None
             refused[client] = str(flaw)
             continue
-        if taken and delta.dtype != rows.dtype:
-            delta = delta.to(rows.dtype)
         rows.append(delta)
         taken.append(rest)  # the update itself lives in `rows` alone
 
@@ -72,54 +73,67 @@ def collect(
         [r.num_examples for r in taken],
         extras("buffers"),
         extras("counters"),
-        {name: [r.metrics[name] for r in taken] for name in (taken[0].metrics if taken else ())},
+        {
+            name: [r.metrics.get(name, math.nan) for r in taken]
+            for name in sorted({n for r in taken for n in r.metrics})
+        },
         refused,
     )
 
 
 def _read(reply: Reply) -> tuple[Tensor, Reply]:
     """The reply's update, and the rest of it in plain types."""
-    delta = tensor_of(reply.delta)
+    delta = tensor_of(reply.delta, "its update")
     if delta.ndim != 1:
         raise ValueError(f"its update has shape {tuple(delta.shape)}, not one dimension")
     if delta.dtype not in FLOATS:
         raise ValueError(f"its update is {delta.dtype}; float32, float64, bfloat16 and float16 will do")
+    if not isinstance(reply.metrics, Mapping):
+        raise TypeError(f"its metrics are a {type(reply.metrics).__name__}, not a mapping of names to numbers")
     rest = Reply(
         client_id(reply.client),
-        delta[:0],
-        float(reply.num_examples),
-        None if reply.buffers is None else tensor_of(reply.buffers).clone(),
-        None if reply.counters is None else tensor_of(reply.counters).clone(),
-        {name: float(value) for name, value in reply.metrics.items()},
+        torch.empty(0),
+        _number("num_examples", reply.num_examples),
+        _vector("buffers", reply.buffers),
+        _vector("counters", reply.counters),
+        {name: _number(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
     )
     return delta, rest
 
 
-def _shape(delta: Tensor, rest: Reply) -> dict[str, tuple[int, ...]]:
-    extras = {"buffers": rest.buffers, "counters": rest.counters}
-    return {"update": tuple(delta.shape)} | {k: tuple(v.shape) for k, v in extras.items() if v is not None}
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"its {name} = {value!r} is not a number") from None
 
 
-def _pattern(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+def _vector(name: str, value: Array | None) -> Tensor | None:
+    if value is None:
+        return None
+    vector = tensor_of(value, f"its {name}").clone()
+    if vector.ndim != 1:
+        raise ValueError(f"its {name} have shape {tuple(vector.shape)}, not one dimension")
+    if vector.is_complex() or vector.is_floating_point() != (name == "buffers"):
+        raise ValueError(f"its {name} are {vector.dtype}: {'floats' if name == 'buffers' else 'integers'} are needed")
+    return vector
+
+
+def _extras(reply: Reply) -> dict[str, Array | None]:
+    return {"buffers": reply.buffers, "counters": reply.counters}
+
+
+def _lengths(sizes: Sizes) -> dict[str, int]:
     extras = {"buffers": sizes.buffers, "counters": sizes.counters}
-    lengths = {"update": sizes.params} | {name: length for name, length in extras.items() if length}
-    return {name: (length,) for name, length in lengths.items()}
+    return {"update": sizes.params} | {name: length for name, length in extras.items() if length}
 
 
-def _compare(
-    shape: dict[str, tuple[int, ...]], pattern: dict[str, tuple[int, ...]], rest: Reply, taken: list[Reply]
-) -> None:
-    # Buffers and counters may be missing altogether (the model's own then stay), but not from some replies only.
-    expected = (
-        pattern
-        if not taken
-        else {k: v for k, v in pattern.items() if k == "update" or getattr(taken[0], k) is not None}
-    )
-    for name in sorted({*shape, *(expected if taken else ["update"])}):
-        if shape.get(name) != expected.get(name):
-            raise ValueError(f"its {name} has shape {shape.get(name)} where {expected.get(name)} is expected")
-    if taken and set(rest.metrics) != set(taken[0].metrics):
-        raise ValueError(f"its metrics are {sorted(rest.metrics)}, the first reply's were {sorted(taken[0].metrics)}")
+def _compare(found: dict[str, int], expected: dict[str, int]) -> None:
+    for name in sorted({*found, *expected}):
+        if found.get(name) != expected.get(name):
+            mine = f"have length {found[name]}" if name in found else "are missing"
+            theirs = f"length {expected[name]}" if name in expected else "none"
+            raise ValueError(f"its {name} {mine} where {theirs} is expected".replace("update have", "update has"))
 
 
 class _Rows:
@@ -135,15 +149,20 @@ class _Rows:
         if self.count == 0:
             self.length, self.dtype = row.shape[0], row.dtype
         self.count += 1
-        if self.file is None and self.budget is not None and self.count * row.nbytes > self.budget:
-            self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  (lives as long as the matrix)
+        if (
+            self.file is None
+            and self.budget is not None
+            and self.count * self.length * self.dtype.itemsize > self.budget
+        ):
+            # Unbuffered, so that a full disk shows where it can be told; the mapping outlives the file.
+            self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
             for held in self.held:
                 self._write(held)
             self.held.clear()
         if self.file is None:
-            self.held.append(row.clone())
+            self.held.append(row.to(self.dtype, copy=True))
         else:
-            self._write(row)
+            self._write(row.to(self.dtype))
 
     def matrix(self) -> Tensor:
         if self.file is None:
@@ -153,16 +172,24 @@ class _Rows:
                 made[i] = self.held[i]
                 self.held[i] = made[i]  # frees the row, so that at most one exists twice
             return made
-        self.file.flush()
-        if self.length == 0:
-            return torch.empty(self.count, 0, dtype=self.dtype)
-        mapped = np.memmap(self.file, np.uint8, "r+", shape=(self.count, self.length * self.dtype.itemsize))
-        return torch.from_numpy(mapped).view(self.dtype)
+        try:
+            if self.length == 0:
+                return torch.empty(self.count, 0, dtype=self.dtype)
+            mapped = np.memmap(self.file, np.uint8, "r+", shape=(self.count, self.length * self.dtype.itemsize))
+            return torch.from_numpy(mapped).view(self.dtype)
+        finally:
+            self.file.close()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
     def _write(self, row: Tensor) -> None:
         assert self.file is not None
         try:
-            self.file.write(row.contiguous().cpu().view(torch.uint8).numpy().data)
+            left = row.contiguous().cpu().view(torch.uint8).numpy().data
+            while len(left):
+                left = left[self.file.write(left) :]
         except OSError as error:
             self.file.close()
             raise OSError(

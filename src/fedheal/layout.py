@@ -2,7 +2,8 @@
 
 Aggregation treats a model as three vectors: its *parameters*, its *float buffers* (running means and variances) and its
 *counters* (integers and booleans, such as the number of batches seen). `Layout` maps a `state_dict` to these vectors
-and back, bit for bit. A tensor that stands under several names (tied parameters) is one slice.
+and back, bit for bit (but for which NaN a NaN is, where one vector must hold tensors of several dtypes).
+A tensor that stands under several names (tied parameters) is one slice.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class Layout:
     @staticmethod
     def flat(size: int) -> Layout:
         """One float32 parameter tensor called `params`, nothing else."""
-        if size < 1:
-            raise ValueError(f"size = {size}: a flat layout needs at least one parameter")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"size = {size!r}: a flat layout needs a whole number of parameters, at least one")
         return Layout((Entry("params", "param", (size,), torch.float32, 0, size),))
 
     def sizes(self) -> Sizes:
@@ -125,7 +126,7 @@ class Layout:
         result: dict[str, Tensor] = {}
         for e in self.entries:
             where = (e.kind, e.start, e.stop)
-            if where not in made:
+            if where not in made or e.start == e.stop:  # empty tensors share a place without being tied
                 made[where] = _unreal(vectors[e.kind][e.start : e.stop], e.dtype).reshape(e.shape)
             result[e.name] = made[where]
         return result
@@ -162,6 +163,8 @@ class Layout:
         first: dict[tuple[Kind, int, int], str] = {}
         for e in self.entries:
             tensor = state_dict[e.name]
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"'{e.name}' is a {type(tensor).__name__}, not a tensor")
             if tuple(tensor.shape) != e.shape or tensor.dtype != e.dtype:
                 raise ValueError(
                     f"'{e.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}; this layout has {e.dtype} of shape {e.shape}"
@@ -193,12 +196,12 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _unreal(vector: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_complex:
-        return torch.view_as_complex(vector.to(_real_dtype(dtype)).reshape(-1, 2))
+        return torch.view_as_complex(vector.to(_real_dtype(dtype), copy=True).reshape(-1, 2))
     return vector.to(dtype)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.data_ptr() == b.data_ptr():
+    if (a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()):
         return True
     bits = [_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return torch.equal(bits[0], bits[1].to(bits[0].device))

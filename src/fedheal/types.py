@@ -141,6 +141,12 @@ class Draft:
         return self.updates.metrics[name].numpy()[self.rows]
 
 
+def normalised(values: Floats) -> Floats:
+    """Shares that sum to 1, or zeros; numbers whose sum would overflow are no exception."""
+    top = values.max(initial=0.0)
+    return (values / top) / (values / top).sum() if top > 0 else np.zeros_like(values)
+
+
 class Savable(Protocol):
     """A state that turns into arrays and JSON."""
 
@@ -196,13 +202,13 @@ def client_id(client: object) -> str:
     )
 
 
-def tensor_of(array: Array | Sequence[Any]) -> Tensor:
-    """A tensor over the same memory, numpy arrays that may not be written to included."""
+def tensor_of(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
+    """A tensor over the same memory where that can be, numpy arrays that may not be written to included."""
     if isinstance(array, Tensor):
         return array.detach()
     found = np.asarray(array)
-    if found.dtype == object or found.dtype.kind in "USV":
-        raise TypeError(f"an array of dtype {found.dtype} does not hold numbers")
+    if found.dtype.kind not in "fiubc" or found.dtype in (np.longdouble, np.clongdouble):
+        raise TypeError(f"{name} is an array of dtype {found.dtype}, which does not hold numbers that torch knows")
     if not found.flags.writeable:
         found = found.view()
         try:
@@ -211,12 +217,15 @@ def tensor_of(array: Array | Sequence[Any]) -> Tensor:
             found = found.copy()
     if not found.dtype.isnative:
         found = found.astype(found.dtype.newbyteorder("="))
-    return torch.from_numpy(found if all(s >= 0 for s in found.strides) else found.copy())
+    regular = all(s >= 0 and s % found.itemsize == 0 for s in found.strides)
+    return torch.from_numpy(found if regular else found.copy())
 
 
 def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...]) -> Tensor:
     if not isinstance(value, (Tensor, np.ndarray)):
-        rows = [tensor_of(row) for row in value]
+        if not isinstance(value, Sequence):
+            raise TypeError(f"{name} is a {type(value).__name__}: give a matrix, or a list with a vector a client")
+        rows = [tensor_of(row, name) for row in value]
         shapes = [tuple(row.shape) for row in rows]
         for client, shape in zip(clients, shapes, strict=False):
             if len(shape) != 1 or shape != shapes[0]:
@@ -225,7 +234,7 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
                     "Updates.collect(..., on_bad_update='skip') leaves such clients out"
                 )
         value = torch.stack(rows) if rows else torch.zeros(0, 0)
-    matrix = tensor_of(value)
+    matrix = tensor_of(value, name)
     if matrix.ndim != 2 or matrix.shape[0] != len(clients):
         raise ValueError(
             f"{name} has shape {tuple(matrix.shape)}; {len(clients)} clients need ({len(clients)}, length)"
@@ -234,7 +243,10 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
 
 
 def _column(name: str, value: Array | Sequence[float], clients: tuple[str, ...]) -> Tensor:
-    column = tensor_of(value).to("cpu", torch.float64)
+    given = tensor_of(value, name)
+    if given.is_complex():
+        raise TypeError(f"{name} is {given.dtype}: real numbers are needed")
+    column = given.to("cpu", torch.float64)
     if column.shape != (len(clients),):
         raise ValueError(f"{name} has shape {tuple(column.shape)}; {len(clients)} clients need ({len(clients)},)")
     return column

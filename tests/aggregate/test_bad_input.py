@@ -185,16 +185,14 @@ def test_the_model_never_overflows(make, kernel):
 
 
 @everyone
-@pytest.mark.parametrize("flaw", ["model", "overflow"])
-def test_a_round_refused_for_the_models_sake_leaves_a_donated_state_as_it_was(make, flaw):
+def test_a_round_refused_for_the_models_sake_leaves_a_donated_state_as_it_was(make):
     aggregator = make()
     state = after_three_rounds(aggregator)
     before = frozen(state)
     start = model(dtype=torch.float32)
-    start.params.fill_(np.nan if flaw == "model" else 3e38)
-    sent = replace_(updates(seed=5), deltas=torch.full((3, G), 3e38))
+    start.params.fill_(np.nan)
     with pytest.raises(ValueError, match="model"):
-        aggregator.apply(start, sent, state, donate=True)
+        aggregator.apply(start, updates(seed=5), state, donate=True)
     assert frozen(state) == before
 
 

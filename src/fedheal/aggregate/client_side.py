@@ -18,7 +18,9 @@ from fedheal.aggregate import kernels
 from fedheal.aggregate.consistency import ConsistencyState, consistency
 from fedheal.aggregate.distance import measured_distance
 from fedheal.aggregate.flaws import BadUpdate
+from fedheal.aggregate.stages import check_share, check_variant
 from fedheal.aggregate.state import expect
+from fedheal.collect import FLOATS
 from fedheal.layout import Layout, Packed
 from fedheal.types import Array, Draft, Updates, tensor_of
 
@@ -46,8 +48,14 @@ def client_share(
     >>> share.masked.tolist(), share.kept.tolist(), share.distance
     ([1.0, -2.0], [True, True], 5.0)
     """
-    update = tensor_of(delta)
+    check_share("tau", tau)
+    check_variant(variant)
+    update = tensor_of(delta, "delta")
+    if update.ndim != 1 or update.dtype not in FLOATS:
+        raise ValueError(f"delta is {update.dtype} of shape {tuple(update.shape)}: give a vector of floats")
     layout = layout or Layout.flat(len(update))
+    if layout.sizes().params != len(update):
+        raise ValueError(f"delta has length {len(update)}; the layout has {layout.sizes().params} parameters")
     stage = consistency(tau, variant)
     updates = Updates(["me"], update[None], [1])
     none = Packed(torch.zeros_like(update), torch.empty(0), torch.empty(0, dtype=torch.int64))
@@ -71,4 +79,4 @@ def combine(model: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
     [1.5, 0.0]
     """
     moved = denominator > 0
-    return model + torch.where(moved, numerator / denominator.where(moved, 1.0), 0.0).to(model.dtype)
+    return (model + torch.where(moved, numerator / denominator.where(moved, 1.0), 0.0)).to(model.dtype)

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind
-from fedheal.layout import Layout
+from fedheal.layout import Layout, Sizes
 from fedheal.types import Draft, Integers, Kept, Measured
 
 WIDTHS = (torch.uint8, torch.uint16, torch.uint32)
@@ -62,15 +62,19 @@ def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
     thresholds, sign = _RULES[variant]
 
     def init(layout: Layout) -> State:
-        sizes = layout.sizes()
-        width = sizes.params + (sizes.buffers + sizes.counters if variant == "released" else 0)
-        return ConsistencyState((), np.zeros(0, np.int64), torch.zeros(0, width, dtype=WIDTHS[0]), sign)
+        counts = torch.zeros(0, _width(layout.sizes(), variant), dtype=WIDTHS[0])
+        return ConsistencyState((), np.zeros(0, np.int64), counts, sign)
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, ConsistencyState)
         if before.sign != sign:
             raise ValueError(
                 "this state counts signs by the rule of the other variant: it was made by another aggregator"
+            )
+        if before.counts.shape[1] != _width(draft.sizes, variant):
+            raise ValueError(
+                f"this state has sign counts for {before.counts.shape[1]} entries, the model has "
+                f"{_width(draft.sizes, variant)}: it was made for another one"
             )
         clients, slots = enrol(before.clients, draft.clients)
         n = extended(before.n, len(clients))
@@ -89,6 +93,10 @@ def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
         )
 
     return Stage(init, apply, gives=frozenset({"mask"}))
+
+
+def _width(sizes: Sizes, variant: str) -> int:
+    return sizes.params + (sizes.buffers + sizes.counters if variant == "released" else 0)
 
 
 def exact(share: float) -> Fraction:

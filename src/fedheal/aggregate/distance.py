@@ -18,7 +18,7 @@ from torch import Tensor
 from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind
-from fedheal.types import Draft, Floats, Integers, Measured
+from fedheal.types import Draft, Floats, Integers, Measured, normalised
 
 
 @kind("momentum")
@@ -70,7 +70,7 @@ def momentum(beta: float = 0.4) -> Stage:
         p, dp = extended(before.p, len(clients)), extended(before.dp, len(clients))
         new = slots >= len(before.clients)
         examples[slots[new]] = draft.num_examples[new]
-        shares = examples[len(before.clients) :] / examples.sum()
+        shares = normalised(examples)[len(before.clients) :]
         p[: len(before.clients)] *= 1 - shares.sum()
         p[len(before.clients) :] = shares
 
@@ -116,8 +116,7 @@ def measured_distance(measured: Measured, variant: str) -> Floats:
 
 def relative(d: Floats) -> Floats:
     """Each client's distance relative to the cohort's mean: 1 for all when nobody moved."""
-    total = d.sum()
-    return len(d) * (d / total) if total > 0 else np.ones_like(d)
+    return len(d) * normalised(d) if d.any() else np.ones_like(d)
 
 
 def _warmth(beta: float, n: Integers) -> Floats:

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from fedheal.aggregate.stage import Stage, stateless
-from fedheal.types import Draft, Floats
+from fedheal.types import Draft, Floats, normalised
 
 BLOCK = 1 << 15
 TOLERANCE = 1e-8
@@ -28,20 +28,23 @@ TOLERANCE = 1e-8
 def exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) -> Stage:
     """The stage: `towards` is `"examples"` or `"uniform"`, `floor` the least weight as a share of `1/K`.
 
-    With FPHL on, the model is no single weighted mean and the Gram matrix of the kept entries is a surrogate.
+    The report has the variance reached beside that of example shares and of uniform weights. With FPHL on, the model is no
+    single weighted mean and the Gram matrix of the kept entries is a surrogate.
     """
 
     def apply(draft: Draft) -> Draft:
         k = len(draft.rows)
-        examples = draft.num_examples / draft.num_examples.sum()
+        examples = normalised(draft.num_examples)
         uniform = np.full(k, 1 / k)
         reference = examples if towards == "examples" else uniform
         matrix = gram(draft)
         weights, residual = solve(matrix, reference, ridge, floor / k)
         candidates = {"reached": weights, "examples": examples, "uniform": uniform}
+        scale = float(np.diag(matrix).mean())
+        unit = matrix / scale if scale > 0 else matrix
         told: dict[str, Any] = {
-            "variance": {name: variance(matrix, p) for name, p in candidates.items()},
-            "scale": float(np.diag(matrix).mean()),
+            "variance": {name: variance(unit, p) * scale * scale for name, p in candidates.items()},
+            "scale": scale,
             "kkt": residual,
             "distance": dict(zip(draft.clients, distances(matrix, weights).tolist(), strict=True)),
         }

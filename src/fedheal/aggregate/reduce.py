@@ -25,7 +25,8 @@ def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
         u = torch.from_numpy(weights).to(local.device)
         buffers = (u[:, None] * local).sum(dim=0).to(buffers.dtype)
     if draft.updates.counters is not None:
-        counters = draft.updates.counters[_index(draft, draft.updates.counters)].amax(dim=0).to(counters.dtype)
+        local = draft.updates.counters[_index(draft, draft.updates.counters)].to(torch.int64)
+        counters = local.amax(dim=0).to(counters.dtype)
     return Packed(params, buffers, counters), told
 
 

@@ -19,7 +19,7 @@ from fedheal.aggregate import kernels, reduce
 from fedheal.aggregate.flaws import BadUpdate, flaws
 from fedheal.aggregate.state import Arrays, Json, Nothing, State, expect, kind, nested, unnested
 from fedheal.layout import Layout, Packed, Sizes
-from fedheal.types import Draft, Floats, Updates
+from fedheal.types import Draft, Floats, Updates, normalised, tensor_of
 
 Reducer = Callable[[Draft, Floats], tuple[Packed, dict[str, Any]]]
 
@@ -36,7 +36,7 @@ class Stage:
 
 def stateless(apply: Callable[[Draft], Draft], needs: frozenset[str] = frozenset()) -> Stage:
     """A stage that gives weights and remembers nothing."""
-    return Stage(lambda layout: Nothing(), lambda draft, state: (apply(draft), state), needs)
+    return Stage(lambda layout: Nothing(), lambda draft, state: (apply(draft), expect(state, Nothing)), needs)
 
 
 @kind("chain")
@@ -142,7 +142,7 @@ class Aggregator:
         """One round: the new global model from the old one and a cohort's updates.
 
         `model` is a `Packed`, or just the flat parameters as a tensor or numpy array. Inputs are never changed, except
-        that `donate=True` may reuse the old state's buffers: that state must not be used again.
+        that `donate=True` may reuse the old state's buffers: that state must not be used again, whatever comes of the round.
         """
         packed = _packed(model, updates, expect(state, AggregatorState).sizes)
         bad = flaws(updates, state.sizes, self.stage.needs)
@@ -164,7 +164,10 @@ class Aggregator:
             except kernels.NonFinite as found:
                 bad |= dict.fromkeys(found.rows, "its update holds NaN, infinity or numbers too large to square")
                 continue
-            _check_finite(packed, made)
+            for name in ("params", "buffers"):
+                if not reduce.finite(getattr(made, name)):
+                    dtype = getattr(made, name).dtype
+                    raise ValueError(f"this round would make the global model's {name} overflow {dtype}")
             report = {"skipped": skipped, **draft.report, **told}
             return Aggregated(_like(model, made), _spread(updates, rows, weights), replace(state, stage=after), report)
 
@@ -174,8 +177,7 @@ def _shares(draft: Draft) -> Floats:
     weights = draft.num_examples if draft.weights is None else draft.weights
     if weights.shape != draft.rows.shape or not np.isfinite(weights).all() or (weights < 0).any():
         raise ValueError(f"a stage gave weights {weights}: {len(draft.rows)} finite numbers, none negative, are needed")
-    total = weights.sum()
-    return weights / total if total > 0 else np.zeros_like(weights)
+    return normalised(weights)
 
 
 def _packed(model: Any, updates: Updates, sizes: Sizes) -> Packed:
@@ -183,7 +185,7 @@ def _packed(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     if isinstance(model, Packed):
         packed = model
     else:
-        params = torch.from_numpy(model) if isinstance(model, np.ndarray) else model
+        params = tensor_of(model, "model") if isinstance(model, np.ndarray) else model
         if not isinstance(params, Tensor):
             raise TypeError(
                 f"model is a {type(model).__name__}: give a Packed, or the flat parameters as tensor or array"
@@ -202,6 +204,9 @@ def _packed(model: Any, updates: Updates, sizes: Sizes) -> Packed:
             )
     if not packed.params.is_floating_point():
         raise ValueError(f"the model's parameters are {packed.params.dtype}, not floating point")
+    for name in ("params", "buffers"):
+        if not reduce.finite(getattr(packed, name)):
+            raise ValueError(f"the global model's {name} hold NaN or infinity already: start from a sound one")
     if packed.params.device != updates.deltas.device:
         raise ValueError(f"the model is on {packed.params.device}, the updates are on {updates.deltas.device}")
     return packed
@@ -228,11 +233,3 @@ def _spread(updates: Updates, rows: NDArray[np.int64], weights: Floats) -> Tenso
     spread = torch.zeros(len(updates.clients), dtype=torch.float64)
     spread[torch.from_numpy(rows)] = torch.from_numpy(weights)
     return spread
-
-
-def _check_finite(before: Packed, after: Packed) -> None:
-    for name in ("params", "buffers"):
-        if not reduce.finite(getattr(after, name)):
-            if not reduce.finite(getattr(before, name)):
-                raise ValueError(f"the global model's {name} hold NaN or infinity already: start from a sound one")
-            raise ValueError(f"this round would make the global model's {name} overflow {getattr(after, name).dtype}")

@@ -19,14 +19,14 @@ FAEL = ("momentum", "exact", "exact-reg", False)
 def fphl(tau: float = 0.3, variant: str = "paper") -> Stage:
     """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything."""
     check_share("tau", tau)
-    _check_variant(variant)
+    check_variant(variant)
     return chain() if variant == "paper" and tau == 0 else consistency(tau, variant)
 
 
 def fael(beta: float = 0.4, variant: str = "paper") -> Stage:
     """More weight to clients that must move further; `beta=0` of the paper leaves example shares."""
     check_share("beta", beta)
-    _check_variant(variant)
+    check_variant(variant)
     if variant == "released":
         return cumulative(beta)
     return momentum(beta) if beta > 0 else chain()
@@ -46,7 +46,7 @@ def fedheal(
     tau: float = 0.3, beta: float = 0.4, variant: str = "paper", fphl: bool = True, fael: str | bool = "momentum"
 ) -> Stage:
     """Both, with switches for each: see `fedheal.aggregate.fedheal`."""
-    if not any(fael is choice or fael == choice for choice in FAEL):
+    if not (fael is False or (isinstance(fael, str) and fael in FAEL)):
         raise ValueError(f"fael = {fael!r}: use one of {FAEL}")
     if not isinstance(fphl, bool):
         raise ValueError(f"fphl = {fphl!r}: use True or False")
@@ -74,6 +74,6 @@ def check_share(name: str, value: float) -> None:
         raise ValueError(f"{name} = {value!r}: use a number from 0 to 1")
 
 
-def _check_variant(variant: str) -> None:
+def check_variant(variant: str) -> None:
     if variant not in VARIANTS:
         raise ValueError(f"variant = {variant!r}: use one of {VARIANTS}")

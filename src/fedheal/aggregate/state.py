@@ -62,8 +62,9 @@ def kind(name: str) -> Callable[[type[S]], type[S]]:
 def expect(state: State, wanted: type[S]) -> S:
     """The state as the type a stage works with; a sentence where it is another's."""
     if not isinstance(state, wanted):
+        found = getattr(state, "kind", type(state).__name__)
         raise ValueError(
-            f"this state is of kind '{state.kind}', the aggregator needs '{wanted.kind}': it was made by another aggregator"
+            f"this state is of kind '{found}', the aggregator needs '{wanted.kind}': it was made by another one"
         )
     return state
 

@@ -104,7 +104,8 @@ def _scan(
             _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges[a : b + 1], *out)
 
         _spread(work, *_within(edges, first, matrix.shape[1]), cost=len(rows) * PASS_ONE)
-    bad = ~np.isfinite(total).all(axis=1)
+    with np.errstate(over="ignore"):
+        bad = ~np.isfinite(total.sum(axis=1))
 
     def by_tensor(values: NDArray[Any]) -> Floats:
         return np.stack([np.bincount(owner, row, len(tensors)) for row in values]).astype(np.float64)

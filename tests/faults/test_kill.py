@@ -1,0 +1,183 @@
+"""A run that is killed at any moment and resumed ends with the bits of one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_data import WORDS, quick
+
+import fedheal
+
+TESTS = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS)}
+
+
+def left_behind(folder: Path) -> dict[str, Any]:
+    """A run folder's contents but for the time it took."""
+    rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    result = json.loads((folder / "result.json").read_text())
+    for record in (*rounds, result):
+        del record["seconds"]
+    model = (folder / "model.safetensors").read_bytes()
+    states = {path.name: path.read_bytes() for path in (folder / "state").glob("*.safetensors")}
+    toml = (folder / "experiment.toml").read_text()
+    return {"rounds": rounds, "result": result, "model": model, "newest": states[max(states)], "toml": toml}
+
+
+def assert_same(folder: Path, reference: Path) -> None:
+    ours, theirs = left_behind(folder), left_behind(reference)
+    for name in theirs:
+        assert ours[name] == theirs[name], name
+
+
+def lines(folder: Path) -> int:
+    try:
+        return (folder / "rounds.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_ends_like_one_never_stopped(tmp_path: Path) -> None:
+    rounds = 300
+    keys: dict[str, Any] = {"rounds": rounds, "participation": 0.6, "server_momentum": 0.5, "model": "tiny_data:normed"}
+    fedheal.run(quick(**keys), tmp_path / "whole", progress=False)
+    command = [sys.executable, "-m", "fedheal", "run", *WORDS, *(f"{k}={v}" for k, v in keys.items())]
+    command += ["save_seconds=0", "--out", str(tmp_path / "killed"), "--resume", "--quiet"]
+    chance = random.Random(0)
+    kills = 0
+    while kills < 20:
+        before, at_start = lines(tmp_path / "killed"), kills % 5 == 4
+        process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 120
+        if at_start:  # before or while the run is taken up again
+            time.sleep(chance.uniform(0, 6))
+        else:
+            while lines(tmp_path / "killed") <= before and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0, 0.1))
+        assert process.poll() is None or at_start, f"ended by itself after {kills} kills: {process.communicate()[1]!r}"
+        process.send_signal(signal.SIGKILL)
+        _, said = process.communicate()
+        assert said == b"", said.decode()
+        assert process.returncode == -signal.SIGKILL, f"it finished after {kills} kills already: take more rounds"
+        kills += 1
+    assert lines(tmp_path / "killed") > 0
+    assert not (tmp_path / "killed" / "result.json").exists()
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    toml = (tmp_path / "killed" / "experiment.toml").read_text()
+    (tmp_path / "killed" / "experiment.toml").write_text(toml.replace("save_seconds = 0.0", "save_seconds = 60.0"))
+    assert_same(tmp_path / "killed", tmp_path / "whole")
+
+
+# Runs an experiment in forks of one process that has imported everything, each killed at the n-th step of saving. A step is
+# the moment before or after a call that touches the disk, or the middle of one that writes.
+SABOTEUR = """
+import json, os, signal, sys
+from pathlib import Path
+import fedheal
+from fedheal import records
+from tiny_data import quick
+
+steps, fatal = 0, None
+
+def step(name):
+    global steps
+    if steps == fatal:
+        os.kill(os.getpid(), signal.SIGKILL)
+    steps += 1
+
+def around(owner, name):
+    real = getattr(owner, name)
+    def wrapped(*args, **kwargs):
+        step("before " + name)
+        found = real(*args, **kwargs)
+        step("after " + name)
+        return found
+    setattr(owner, name, wrapped)
+
+def halves(owner, name):
+    real = getattr(owner, name)
+    def wrapped(tensors, path, metadata):
+        step("before " + name)
+        real(tensors, path, metadata)
+        whole = Path(path).read_bytes()
+        Path(path).write_bytes(whole[: len(whole) // 2])
+        step("middle of " + name)
+        Path(path).write_bytes(whole)
+        step("after " + name)
+    setattr(owner, name, wrapped)
+
+def torn(folder, record):
+    line = json.dumps(record) + "\\n"
+    for part in (line[: len(line) // 2], line[len(line) // 2 : -1], "\\n"):
+        step("before a part of a line")
+        with (folder / "rounds.jsonl").open("a") as file:
+            file.write(part)
+
+for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "write_text")):
+    around(owner, name)
+halves(records, "save_file")
+records.append_round = torn
+
+def go(folder, at):
+    global fatal, steps
+    child = os.fork()
+    if child == 0:
+        steps, fatal = 0, at
+        status = 1
+        try:
+            fedheal.run(quick(save_seconds=0, server_optimizer="adam", server_lr=0.1), folder, resume=True, progress=False)
+            Path(str(folder) + ".steps").open("w").write(str(steps))
+            status = 0
+        except BaseException as error:
+            print(f"{folder.name}: {type(error).__name__}: {error}", flush=True)
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+fedheal.run(quick(rounds=1), progress=False)  # compiles what there is to compile, once for all
+root = Path(sys.argv[1])
+for plan in json.loads(sys.argv[2]):
+    name = "-".join(str(at) for at in plan)
+    for at in plan:
+        code = go(root / name, at)
+        if code != -signal.SIGKILL:
+            break
+    else:
+        code = go(root / name, None)
+    if code != 0:
+        print(f"{name}: exit {code}", flush=True)
+"""
+
+
+def sabotage(root: Path, plans: list[list[int]]) -> str:
+    command = [sys.executable, "-c", SABOTEUR, str(root), json.dumps(plans)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step_of_saving_loses_nothing(tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    fedheal.run(quick(save_seconds=0, server_optimizer="adam", server_lr=0.1), reference, progress=False)
+    assert sabotage(tmp_path, [[10_000]]) == ""  # never reached: it counts the steps
+    steps = int((tmp_path / "10000.steps").read_text())
+    assert steps > 50
+    chance = random.Random(1)
+    once = [[at] for at in range(steps)]
+    twice = [[chance.randrange(steps // 2), chance.randrange(20)] for _ in range(15)]
+    troubles = sabotage(tmp_path, once + twice)
+    assert troubles == ""
+    for plan in once + twice:
+        assert_same(tmp_path / "-".join(map(str, plan)), reference)

@@ -1,0 +1,104 @@
+"""A data set and models so small that a round takes milliseconds. Named by import path: "tiny_data:load", "tiny_data:linear"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedheal.data.domains import Domain, Domains, Split
+from fedheal.experiment import Experiment
+
+CLASSES = ("a", "b", "c")
+SIDE = 8
+TEST = {"plain": 20, "noisy": 15, "dark": 7}
+CLIENTS = {"plain": 2, "noisy": 2, "dark": 1}
+SAMPLES = {"plain": 24, "noisy": 16, "dark": 13}
+# What makes an experiment on them quick; anything may be said otherwise.
+QUICK: dict[str, Any] = {
+    "data": "tiny_data:load",
+    "model": "tiny_data:linear",
+    "rounds": 3,
+    "epochs": 1,
+    "batch_size": 8,
+    "lr": 0.05,
+    "device": "cpu",
+}
+WORDS = [f"{key}={value}" for key, value in QUICK.items()]
+
+
+def quick(**keys: Any) -> Experiment:
+    return Experiment(**QUICK | keys)
+
+
+def split(size: int, dim: float, noise: float, seed: int) -> Split:
+    """Each class is bright in another part of the image."""
+    chance = torch.Generator().manual_seed(seed)
+    labels = torch.arange(size) % len(CLASSES)
+    images = noise * torch.rand(size, 3, SIDE, SIDE, generator=chance)
+    for i, label in enumerate(labels.tolist()):
+        images[i, :, 2 * label : 2 * label + 3] += 0.5
+    return Split((255 * dim * images.clamp(0, 1)).to(torch.uint8), labels)
+
+
+def load() -> Domains:
+    domains = (
+        Domain("plain", split(60, 1.0, 0.4, 1), split(TEST["plain"], 1.0, 0.4, 2)),
+        Domain("noisy", split(40, 1.0, 1.0, 3), split(TEST["noisy"], 1.0, 1.0, 4)),
+        Domain("dark", split(20, 0.3, 0.9, 5), split(TEST["dark"], 0.3, 0.9, 6)),
+    )
+    return Domains("tiny", CLASSES, domains, tuple(CLIENTS.values()), tuple(SAMPLES.values()))
+
+
+def many() -> Domains:
+    """A thousand clients of four 32 x 32 images each, in two domains."""
+
+    def half(dim: float, seed: int) -> Split:
+        chance = torch.Generator().manual_seed(seed)
+        images = torch.randint(0, int(255 * dim), (2000, 3, 32, 32), dtype=torch.uint8, generator=chance)
+        return Split(images, torch.arange(2000) % len(CLASSES))
+
+    def few(all_: Split) -> Split:
+        return Split(all_.images[:20], all_.labels[:20])
+
+    one, two = half(1.0, 1), half(0.5, 2)
+    return Domains("many", CLASSES, (Domain("one", one, few(one)), Domain("two", two, few(two))), (500, 500), (4, 4))
+
+
+def linear(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, classes))
+
+
+def normed(classes: int, width: int = 4) -> nn.Module:
+    """With running means, variances and a counter."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(width * SIDE * SIDE, classes),
+    )
+
+
+def dropping(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * SIDE * SIDE, classes))
+
+
+class Tied(nn.Module):
+    """The same square matrix twice, under two names."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.one = nn.Linear(3 * SIDE, 3 * SIDE, bias=False)
+        self.two = nn.Linear(3 * SIDE, 3 * SIDE, bias=False)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(3 * SIDE, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.two(torch.tanh(self.one(x.mean(dim=3).flatten(1))))))
+        return logits
+
+
+def tied(classes: int) -> nn.Module:
+    return Tied(classes)
