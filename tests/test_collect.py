@@ -359,7 +359,9 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_metric_that_a_client_did_not_send_is_nan():
-    found = collect([("a", np.ones(2), 1, None, None, {"loss": 1}), ("b", np.ones(2), 1, None, None, {"steps": 2})])
+    found = Updates.collect(
+        [("a", np.ones(2), 1, None, None, {"loss": 1}), ("b", np.ones(2), 1, None, None, {"steps": 2})]
+    )
     assert found.metrics["loss"][0] == 1
     assert found.metrics["loss"].isnan().tolist() == [False, True]
     assert found.metrics["steps"].isnan().tolist() == [True, False]
@@ -367,6 +369,6 @@ def test_a_metric_that_a_client_did_not_send_is_nan():
 
 def test_updates_are_kept_in_the_dtype_of_the_first():
     for budget in (None, 0):
-        found = collect([("a", np.ones(2, np.float32), 1), ("b", np.full(2, 1 / 3), 1)], budget)
+        found = Updates.collect([("a", np.ones(2, np.float32), 1), ("b", np.full(2, 1 / 3), 1)], budget)
         assert found.deltas.dtype == torch.float32
         assert found.deltas[1].tolist() == [float(np.float32(1 / 3))] * 2
