@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,10 @@ from fedheal.engine.workers import trainer
 from fedheal.experiment import Experiment, build, module_of
 from fedheal.metrics import fairness, last_mean
 from fedheal.progress import Progress, watched
-from fedheal.run import Callback, initial_state, restored_state, rounds
+from fedheal.run import Callback, Federation, initial_state, restored_state, rounds
 from fedheal.types import RoundRecord, RunState
+
+log = logging.getLogger("fedheal")
 
 Kept = tuple[dict[str, Tensor], dict[str, Any]]  # a saved state
 
@@ -56,12 +59,12 @@ def run(
     device = device_of(experiment.device)
     domains = datasets.load(experiment.data)
     folder = None if out is None else Path(out)
-    kept, history = _open(folder, experiment, resume) if folder else (None, [])
-    if folder is not None and (folder / "result.json").exists():
-        return _finished(folder, history)
     with ExitStack() as stack:
         stack.enter_context(_threads(experiment.threads))
-        federation = build(experiment, domains, device)
+        federation = build(experiment, domains, device)  # before the folder: what cannot be built leaves no trace
+        kept, history = _open(folder, experiment, resume) if folder else (None, [])
+        if folder is not None and (folder / "result.json").exists():
+            return _finished(folder, history)
         state = initial_state(federation) if kept is None else restored_state(*kept, device)
         shown = watched() if progress is None else progress
         watchers = [*callbacks, *([stack.enter_context(Progress())] if shown else [])]
@@ -82,7 +85,7 @@ def run(
                 callback.round(record)
         module = federation.bench.module
         module.load_state_dict(federation.bench.layout.unpack(state.model))
-        result = _result(experiment, history, state, module, domains)
+        result = _result(experiment, history, state, federation, domains)
         if folder is not None:
             records.save_tensors(folder / "model.safetensors", module.state_dict())
             records.write_text(folder / "result.json", json.dumps(result.summary, indent=2, allow_nan=False) + "\n")
@@ -105,7 +108,7 @@ def load(folder: str | Path) -> nn.Module:
 def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | None, list[RoundRecord]]:
     """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
     described = folder / "experiment.toml"
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(path.suffix != ".tmp" for path in folder.iterdir()):
         if not described.exists():
             raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
         if Experiment.read(described).identity != experiment.identity:
@@ -119,11 +122,13 @@ def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | No
 
 
 def _resumed(folder: Path, experiment: Experiment) -> tuple[Kept | None, list[RoundRecord]]:
-    troubles = []
+    troubles: list[str] = []
     for path in records.states(folder):
         try:
             arrays, described = records.load_state(path, experiment.identity)
             records.cut_rounds(folder, described["round"])
+            for trouble in troubles:
+                log.warning("%s; going on from %s", trouble, path.name)
             return (arrays, described), _history(folder)
         except records.BadState as trouble:
             troubles.append(str(trouble))
@@ -138,12 +143,13 @@ def _history(folder: Path) -> list[RoundRecord]:
 
 
 def _result(
-    experiment: Experiment, history: list[RoundRecord], state: RunState, module: nn.Module, domains: Domains
+    experiment: Experiment, history: list[RoundRecord], state: RunState, federation: Federation, domains: Domains
 ) -> Result:
     judged = [record for record in history if record.domains is not None]
     accuracy = last_mean([record.domains or {} for record in judged])
     evenness = fairness(accuracy)
     phases = ("train", "aggregate", "evaluate")
+    trained = {client: federation.homes.get(client, "") for client in federation.clients}
     summary = {
         "method": experiment.method_name,
         "data": experiment.data,
@@ -153,7 +159,11 @@ def _result(
         **evenness,
         "clients": last_mean([record.clients or {} for record in judged]),
         "client_fairness": last_mean([record.client_fairness or {} for record in judged]),
+        "validation": _validation(judged),
+        "trained": trained,
+        **{key: value for key, value in experiment.to_dict().items() if key in ("only", "without", "pool")},
         "classes": list(domains.classes),
+        "test_sizes": {d.name: len(d.test) for d in domains.domains},
         "device": str(state.model.params.device),
         "precision": "fp32",
         "threads": experiment.threads,
@@ -163,7 +173,14 @@ def _result(
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
         "versions": _versions(),
     }
-    return Result(accuracy, evenness["avg"], evenness["std"], evenness["worst"], tuple(history), module, summary)
+    return Result(
+        accuracy, evenness["avg"], evenness["std"], evenness["worst"], tuple(history), federation.bench.module, summary
+    )
+
+
+def _validation(judged: list[RoundRecord]) -> dict[str, Any] | None:
+    accuracy = last_mean([record.validation for record in judged if record.validation])
+    return {"domains": accuracy, **fairness(accuracy)} if accuracy else None
 
 
 def _finished(folder: Path, history: list[RoundRecord]) -> Result:

@@ -49,6 +49,10 @@ class Experiment(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
     clients_per_domain: int | None = Field(None, ge=1)
     samples_per_client: int | None = Field(None, ge=1)
+    only: tuple[str, ...] = ()  # these domains or clients train, no others
+    without: tuple[str, ...] = ()  # these do not; the model is judged on their domains all the same
+    pool: bool = False  # one machine that holds the data of all who train
+    validation: float = Field(0.0, ge=0, lt=1)  # share of each client's training data that it only judges with
     participation: float = Field(1.0, gt=0, le=1)
     dropout: float = Field(0.0, ge=0, lt=1)
     epochs: int = Field(10, ge=1)
@@ -110,7 +114,7 @@ class Experiment(BaseModel):
         values = {key: getattr(self, key) for key in type(self).model_fields}
         if isinstance(self.method, Method):
             values["method"] = self.method.spelled or self.method.name
-        return {key: value for key, value in values.items() if value is not None}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.to_dict())
@@ -139,7 +143,7 @@ class Experiment(BaseModel):
 
 def build(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:
     """The experiment's parts, put together on a device."""
-    clients = _clients(experiment, domains)
+    clients = clients_of(experiment, domains)
     module = module_of(experiment, len(domains.classes)).to(device)
     training = Training(
         experiment.lr,
@@ -150,28 +154,66 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         experiment.weight_decay,
         experiment.augment,
     )
-    examples = {c.id: _taken(domains[c.domain].train, c.indices, device) for c in clients}
-    bench = Bench(module, Layout.of(module), training, experiment.seed, device, examples)
+    held = {c.id: _held_out(experiment, c) for c in clients}
+    train = {
+        c.id: _taken(domains[c.domain].train, held[c.id][0], device) for c in clients if _takes_part(experiment, c)
+    }
+    if experiment.pool:
+        train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
+    bench = Bench(module, Layout.of(module), training, experiment.seed, device, train)
     return Federation(
         bench,
-        tuple(c.id for c in clients),
+        tuple(train),
         replace(experiment.resolved_method.aggregator, on_bad_update=experiment.on_bad_update),
         Server(experiment.server_optimizer, experiment.server_lr, experiment.server_momentum),
         {d.name: Split(d.test.images.to(device), d.test.labels.to(device)) for d in domains.domains},
         {c.id: c.domain for c in clients},
+        {c.id: _taken(domains[c.domain].train, held[c.id][1], device) for c in clients}
+        if experiment.validation
+        else {},
         experiment.participation,
         experiment.dropout,
     )
 
 
-def _clients(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
+def _takes_part(experiment: Experiment, client: Client) -> bool:
+    named = {client.id, client.domain}
+    return (not experiment.only or bool(named & set(experiment.only))) and not named & set(experiment.without)
+
+
+def _held_out(experiment: Experiment, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
+    """A client's examples for training and for validation; their order is random already."""
+    number = round(experiment.validation * len(client.indices))
+    if experiment.validation and not 0 < number < len(client.indices):
+        raise ValueError(
+            f"validation = {experiment.validation}: of the {len(client.indices)} examples of client '{client.id}' this "
+            f"leaves {number} to validate and {len(client.indices) - number} to train with"
+        )
+    cut = len(client.indices) - number
+    return client.indices[:cut], client.indices[cut:]
+
+
+def clients_of(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
+    """All clients of the experiment's split, whether they train or not."""
     names = [d.name for d in domains.domains]
-    return partition(
+    clients = partition(
         {d.name: len(d.train) for d in domains.domains},
         {n: experiment.clients_per_domain or k for n, k in zip(names, domains.clients_per_domain, strict=True)},
         {n: experiment.samples_per_client or k for n, k in zip(names, domains.samples_per_client, strict=True)},
         experiment.seed,
     )
+    known = {c.id for c in clients} | set(names)
+    for key in ("only", "without"):
+        unknown = sorted(set(getattr(experiment, key)) - known)
+        if unknown:
+            raise ValueError(
+                f"{key} names '{unknown[0]}'{suggestion(unknown[0], sorted(known))}; the domains are {names}"
+            )
+    if not any(_takes_part(experiment, c) for c in clients):
+        raise ValueError(
+            f"only = {list(experiment.only)} and without = {list(experiment.without)} leave no client to train"
+        )
+    return clients
 
 
 def module_of(experiment: Experiment, classes: int) -> nn.Module:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,8 @@ class Federation:
     aggregator: Aggregator
     server: Server
     tests: Mapping[str, Split]  # by domain
-    homes: Mapping[str, str]  # client -> domain
+    homes: Mapping[str, str]  # client -> domain, for all clients, whether they train or not
+    validation: Mapping[str, Split] = field(default_factory=dict)  # by client
     participation: float = 1.0
     dropout: float = 0.0
 
@@ -115,7 +116,7 @@ def judge(federation: Federation, model: Packed) -> dict[str, Any]:
     domains = {name: 100.0 * float(r.mean()) for name, r in right.items()}
     clients: dict[str, float] = {}
     for domain, r in right.items():
-        residents = sorted(c for c in federation.clients if federation.homes[c] == domain)
+        residents = sorted(client for client, home in federation.homes.items() if home == domain)
         for i, client in enumerate(residents):
             share = r[i :: len(residents)]
             if len(share):
@@ -125,7 +126,16 @@ def judge(federation: Federation, model: Packed) -> dict[str, Any]:
         "clients": clients,
         "fairness": fairness(domains),
         "client_fairness": fairness(clients) if clients else None,
+        "validation": _validate(federation) if federation.validation else None,
     }
+
+
+def _validate(federation: Federation) -> dict[str, float]:
+    """Accuracy per domain of the module as it is, on what its clients held out."""
+    right: dict[str, list[Tensor]] = {}
+    for client, split in federation.validation.items():
+        right.setdefault(federation.homes[client], []).append(correct(federation.bench.module, split))
+    return {domain: 100.0 * float(torch.cat(parts).double().mean()) for domain, parts in right.items()}
 
 
 def rounds(

@@ -189,6 +189,7 @@ class RoundRecord:
     clients: Mapping[str, float] | None = None
     fairness: Mapping[str, float] | None = None
     client_fairness: Mapping[str, float] | None = None
+    validation: Mapping[str, float] | None = None  # per domain, on examples held out of its clients' training data
 
 
 def client_id(client: object) -> str:

@@ -1,0 +1,1 @@
+"""Reads run folders, and nothing else: rows of results, tables in several formats."""
