@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +16,17 @@ from rich.console import Console
 from rich.table import Table
 
 import fedheal
-from fedheal import records
+from fedheal import data as datasets
+from fedheal import methods as method_table
+from fedheal import models, records, sweep
+from fedheal.aggregate.stages import STAGES
+from fedheal.board import Board
+from fedheal.compare import plan, seeds_of
 from fedheal.execute import run as execute
-from fedheal.experiment import Experiment
+from fedheal.experiment import Experiment, override
 from fedheal.progress import Progress
+from fedheal.report import conclusions, rows, tables
+from fedheal.schedule import Job, run_all
 
 app = typer.Typer(
     name="fedheal",
@@ -30,10 +36,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+data_app = typer.Typer(help="The data sets there are.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
 
 DEMO = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+Jobs = Annotated[int, typer.Option(help="Runs at a time; 0 is one a core.")]
+Seeds = Annotated[str, typer.Option(help="How many (5), a range (3-7) or a list (1,4).")]
+Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]
+Ray = Annotated[
+    str | None, typer.Option(help="Run on the Ray cluster at this address instead ('auto', 'local', HOST:PORT).")
+]
 
 
 def main() -> None:
@@ -57,6 +71,7 @@ def run(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; runs/<name> if not given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    track: Track = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -72,9 +87,8 @@ def run(
         raise ValueError(f"one description at most can be run, but there are {len(files)}: {', '.join(files)}")
     experiment = Experiment.read(files[0] if files else None, [word for word in words or [] if "=" in word])
     folder = out or Path("runs") / experiment.folder_name
-    silent = quiet or as_json
-    with Progress(Console(quiet=silent)) as progress:
-        result = execute(experiment, folder, resume, [progress], progress=False)
+    with Progress(Console(quiet=quiet or as_json)) as progress:
+        result = execute(experiment, folder, resume, [progress, *_trackers(track, folder)], progress=False)
     if as_json:
         typer.echo(json.dumps(dict(result.summary), indent=2))
     elif not quiet:
@@ -87,7 +101,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="The seed of all four runs.")] = 0,
     rounds: Annotated[int | None, typer.Option(help="Fewer rounds than the data's protocol, for a first look.")] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 is one a core.")] = 0,
+    jobs: Jobs = 0,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -95,41 +109,236 @@ def demo(
 
     A run that is finished is not run again; one that was stopped goes on.
     """
-    if rounds is not None and rounds < 1:
-        raise ValueError(f"rounds = {rounds}: use 1 or more")
-    extra = {} if rounds is None else {"rounds": rounds}
-    experiments = [Experiment.of({"method": method, "data": "embedded", "seed": seed} | extra) for method in DEMO]
-    folders = [out / experiment.folder_name for experiment in experiments]
-    out.mkdir(parents=True, exist_ok=True)
-    summaries: dict[int, Mapping[str, Any]] = {}
-    workers = min(jobs if jobs > 0 else os.cpu_count() or 1, len(experiments))
+    planned = plan(DEMO, [seed], {} if rounds is None else {"rounds": rounds}, out)
     console = Console(quiet=quiet or as_json)
-    console.print(f"Four methods on ten digits in four domains, seed {seed}, {workers} at a time:", highlight=False)
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        started = {pool.submit(_one, e, f): i for i, (e, f) in enumerate(zip(experiments, folders, strict=True))}
-        with console.status("training ..."):
-            for done in as_completed(started):
-                summary = summaries[started[done]] = done.result()
-                console.print(f"  {summary['method']}: {sum(summary['seconds'].values()):.0f} s", highlight=False)
-    ordered = [summaries[i] for i in range(len(experiments))]
+    console.print(
+        f"Four methods on ten digits in four domains, seed {seed}, {_processes(jobs)} at a time:", highlight=False
+    )
+    _run(planned, console, jobs)
+    summaries = [records.read_json(job.folder / "result.json") for job in planned]
     if as_json:
-        typer.echo(json.dumps(ordered, indent=2))
+        typer.echo(json.dumps(summaries, indent=2))
     elif not quiet:
-        _show(ordered)
+        _show(summaries)
         typer.echo(
             "Accuracy in percent, mean of the last five rounds. One seed: differences of a point or two are noise.\n"
-            f"The runs are in {out}/; try: fedheal run method=fedheal seed=1"
+            f"The runs are in {out}/; try: fedheal compare fedavg fedavg+uniform fedheal --seeds 5"
         )
 
 
-def _one(experiment: Experiment, folder: Path) -> dict[str, Any]:
-    """A whole run in a process of its own."""
-    return dict(execute(experiment, folder, resume=True, progress=False).summary)
+@app.command()
+def compare(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="METHOD... [key=value ...]", help="Methods or bounds, and what differs from the protocol."
+        ),
+    ],
+    data: Annotated[str, typer.Option(help="The data set.")] = "embedded",
+    seeds: Seeds = "5",
+    out: Annotated[Path | None, typer.Option(help="Where the runs go; runs/compare-<data>... if not given.")] = None,
+    jobs: Jobs = 0,
+    ray: Ray = None,
+    track: Track = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Methods x seeds into one folder, paired, then a table and what may be concluded from it.
+
+    Finished runs are not run again and stopped ones go on, so the same command may be repeated. A word with = and no earlier
+    : is an override. Bounds may stand beside methods: standalone, centralised, leave-one-domain-out.
+
+    Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 5 rounds=10
+    """
+    overrides = [word for word in words if _is_override(word)]
+    values = dict(override(word) for word in overrides)
+    if "data" in values:
+        raise ValueError(f"the data set is given by --data: use --data {values['data']}")
+    named = [word for word in words if not _is_override(word)]
+    folder = out or Path("runs") / "-".join(["compare", Path(data).name.replace(":", "."), *sorted(overrides)])
+    planned = plan(named, seeds_of(seeds), values | {"data": data}, folder, track)
+    console = Console(quiet=quiet or as_json)
+    console.print(f"{len(planned)} runs into {folder}, {_processes(jobs)} at a time:", highlight=False, soft_wrap=True)
+    _run(planned, console, jobs, ray)
+    summaries = [records.read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned]
+    found = rows.rows(summaries)
+    if as_json:
+        typer.echo(json.dumps({"rows": tables.tidy(found), "conclusions": conclusions.sentences(found)}, indent=2))
+    elif not quiet:
+        _report(found, "text")
+
+
+@app.command(name="sweep")
+def sweep_command(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="key=values ...", help="Several values: 0:0.9:0.1 or 0,0.4,1. One value: fixed."),
+    ],
+    seeds: Seeds = "1",
+    metric: Annotated[str, typer.Option(help=f"What to choose by: {', '.join(sweep.METRICS)}.")] = "avg",
+    search: Annotated[str, typer.Option(help="grid, random or optuna.")] = "grid",
+    trials: Annotated[int, typer.Option(help="How many points random and optuna try.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="Where the runs go; runs/sweep-... if not given.")] = None,
+    jobs: Jobs = 0,
+    ray: Ray = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Search over any fields, judged on examples held out of the clients' training data (validation=0.2).
+
+    The test set is shown beside, for information; it has no part in the choice.
+
+    Example: fedheal sweep method=fedheal tau=0:0.9:0.1 beta=0,0.4,1 rounds=10
+    """
+    space, fixed = sweep.space_of(words)
+    folder = out or Path("runs") / "-".join(
+        ["sweep", *(word.replace("/", "_").replace(":", "..") for word in sorted(words))]
+    )
+    wanted = sweep.Search(space, fixed, seeds_of(seeds), folder, metric)
+    console = Console(quiet=quiet or as_json)
+
+    def runner(planned: Sequence[Job]) -> None:
+        _run(planned, console, jobs, ray)
+
+    if search == "grid":
+        found = sweep.grid(wanted, runner)
+    elif search in ("random", "optuna"):
+        if trials < 1:
+            raise ValueError(f"trials = {trials}: use 1 or more")
+        found = list((sweep.randomly if search == "random" else sweep.by_optuna)(wanted, runner, trials))
+    else:
+        raise ValueError(f"search = {search}: use grid, random or optuna")
+    chosen = sweep.best(found, metric)
+    described = {
+        "metric": metric,
+        "judged_on": "validation data held out of the clients' training data",
+        "chosen": chosen.point,
+        "trials": [{"point": t.point, "validation": t.validation, "test": t.test} for t in found],
+    }
+    records.write_text(folder / "sweep.json", json.dumps(described, indent=2) + "\n")
+    if as_json:
+        typer.echo(json.dumps(described, indent=2))
+    elif not quiet:
+        _wide().print(_sweep_table(found, chosen))
+        best = " ".join(f"{key}={value}" for key, value in chosen.point.items())
+        typer.echo(
+            f"Chosen by {metric} on validation data, {len(wanted.seeds)} seed(s): {best}. The test set had no part in it."
+        )
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
+    form: Annotated[str, typer.Option("--format", "-f", help="text, markdown, latex, csv or parquet.")] = "text",
+    out: Annotated[Path | None, typer.Option(help="A file to write to instead of the screen.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The method the others are compared with; the first if not given.")
+    ] = None,
+) -> None:
+    """Tables of finished runs: mean and spread over seeds, the best of each column marked, and what may be concluded."""
+    found = rows.rows(rows.find(runs))
+    if not found:
+        raise ValueError(f"there is no finished run in {', '.join(map(str, runs))}")
+    if form == "parquet":
+        if out is None:
+            raise ValueError("Parquet is not for the screen: name a file with --out")
+        tables.write_parquet(found, out)
+        return
+    if form == "csv":
+        text = tables.csv_text(found)
+    elif form in tables.FORMATS:
+        text = _reported(found, form, reference)
+    else:
+        raise ValueError(f"format = {form}: use one of {', '.join([*tables.FORMATS, 'csv', 'parquet'])}")
+    if out is None:
+        typer.echo(text)
+    else:
+        records.write_text(out, text + "\n")
+
+
+@app.command()
+def methods() -> None:
+    """The methods there are, and the parameters of their parts."""
+    table = Table(
+        "part",
+        "what it does",
+        "parameters",
+        title="<local>[:key=value,...]{+<stage>[:key=value,...]}",
+        title_justify="left",
+    )
+    for kind, parts in (("local", method_table.LOCAL), ("stage", STAGES)):
+        for name, part in parts.items():
+            keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
+            table.add_row(f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
+    for name, about in rows.BOUNDS.items():
+        table.add_row(f"{name} (bound)", about, "")
+    _wide().print(table)
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """The data sets there are."""
+    table = Table("data", "what it is", "protocol")
+    for name, dataset in datasets.DATASETS.items():
+        table.add_row(name, dataset.about, " ".join(f"{k}={v}" for k, v in dataset.protocol.items()))
+    table.add_row("package.module:function", "your own: a function that returns fedheal.data.domains.Domains", "")
+    _wide().print(table)
+    typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
+
+
+def _run(planned: Sequence[Job], console: Console, jobs: int, ray: str | None = None) -> None:
+    with Board(console, planned) as board:
+        for job in run_all(planned, _processes(jobs), ray):
+            board.ended(job)
+
+
+def _processes(jobs: int) -> int:
+    if jobs < 0:
+        raise ValueError(f"jobs = {jobs}: use 0 for one a core, or a number of processes")
+    return jobs or os.cpu_count() or 1
+
+
+def _trackers(track: str | None, folder: Path) -> list[fedheal.Callback]:
+    if track is None:
+        return []
+    from fedheal.track import tracker  # only those who track need its libraries
+
+    return [tracker(track, folder)]
+
+
+def _is_override(word: str) -> bool:
+    """A word with = and no earlier : is an override; `fedprox:mu=0.1` is a method."""
+    before, equals, _ = word.partition("=")
+    return bool(equals) and ":" not in before
+
+
+def _report(found: Sequence[rows.Row], form: str, reference: str | None = None) -> None:
+    typer.echo(_reported(found, form, reference))
+
+
+def _reported(found: Sequence[rows.Row], form: str, reference: str | None) -> str:
+    parts = []
+    for table in tables.tables(found):
+        parts.append(
+            f"{table.data}: accuracy in percent, mean of the last five rounds, ± standard deviation over seeds"
+        )
+        parts.append(tables.FORMATS[form](table))
+        own = [row for row in found if str(row.summaries[0]["data"]) == table.data]
+        said = conclusions.sentences(own, reference)
+        bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
+        parts.append("\n".join(f"{bullet}{sentence}" for sentence in said))
+    if form == "latex":
+        parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _show(summaries: Sequence[Mapping[str, Any]]) -> None:
-    # Where nobody looks at a terminal there is no width to keep to.
-    Console(width=None if sys.stdout.isatty() else 200).print(_table(summaries))
+    _wide().print(_table(summaries))
+
+
+def _wide() -> Console:
+    """Where nobody looks at a terminal there is no width to keep to."""
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
@@ -139,13 +348,32 @@ def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("method", no_wrap=True)
     for name in (*columns, "AVG", "STD", "worst"):
         table.add_column(name, justify="right")
-    rows = [[s["domains"][c] for c in columns] + [s["avg"], s["std"], s["worst"]] for s in summaries]
-    best = [min(column) if i == len(columns) + 1 else max(column) for i, column in enumerate(zip(*rows, strict=True))]
-    for summary, row in zip(summaries, rows, strict=True):
+    values = [[s["domains"][c] for c in columns] + [s["avg"], s["std"], s["worst"]] for s in summaries]
+    best = [min(column) if i == len(columns) + 1 else max(column) for i, column in enumerate(zip(*values, strict=True))]
+    for summary, row in zip(summaries, values, strict=True):
         cells = [
-            f"[bold]{x:.1f}[/]" if len(rows) > 1 and x == b else f"{x:.1f}" for x, b in zip(row, best, strict=True)
+            f"[bold]{x:.1f}[/]" if len(values) > 1 and x == b else f"{x:.1f}" for x, b in zip(row, best, strict=True)
         ]
         table.add_row(summary["method"], *cells)
+    return table
+
+
+def _sweep_table(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
+    table = Table(title="mean over seeds; chosen on validation, the test set for information", title_justify="left")
+    for key in chosen.point:
+        table.add_column(key, justify="right")
+    for where in ("validation", "test"):
+        for name in ("avg", "std", "worst"):
+            table.add_column(f"{where} {name}", justify="right")
+    table.add_column("")
+    for trial in found:
+        numbers = [
+            sum(part[name]) / len(part[name])
+            for part in (trial.validation, trial.test)
+            for name in ("avg", "std", "worst")
+        ]
+        mark = "chosen" if trial is chosen else ""
+        table.add_row(*(str(v) for v in trial.point.values()), *(f"{x:.2f}" for x in numbers), mark)
     return table
 
 
@@ -153,12 +381,15 @@ def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
 def _sentences() -> Iterator[None]:
     try:
         yield
-    except (ValueError, records.BadState) as error:
+    except ValueError as error:
         typer.echo(f"fedheal: {error}", err=True)
     except OSError as error:
         typer.echo(f"fedheal: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", err=True)
     except KeyboardInterrupt:
-        typer.echo("fedheal: stopped; --resume goes on from the last saved state", err=True)
+        typer.echo(
+            "fedheal: stopped; the same command with --resume (for compare and sweep, the same command) goes on",
+            err=True,
+        )
         sys.exit(130)
     else:
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fedheal.data import embedded
@@ -43,7 +44,7 @@ def load(name: str) -> Domains:
                 f"there is no data set {name!r}; choose one of {', '.join(DATASETS)}, or name your own function "
                 'by import path as "package.module:function"'
             )
-        return DATASETS[name].load()
+        return _named(name)
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)()
@@ -52,6 +53,12 @@ def load(name: str) -> Domains:
     if not isinstance(found, Domains):
         raise ValueError(f"{name!r} returned a {type(found).__name__}, not a fedheal.data.domains.Domains")
     return found
+
+
+@cache
+def _named(name: str) -> Domains:
+    """Read once a process: several runs in one process share it, and nobody writes to it."""
+    return DATASETS[name].load()
 
 
 def protocol(name: str) -> dict[str, Any]:

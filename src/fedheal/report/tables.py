@@ -1,0 +1,185 @@
+"""Rows as a table of methods against domains, AVG, STD and worst: mean and spread over seeds, the best of each column bold."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedheal.report.rows import BOUNDS, Row
+
+LOWER_IS_BETTER = frozenset({"STD"})
+EVENNESS = {"AVG": "avg", "STD": "std", "worst": "worst"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number over seeds; `sd` (ddof=1) needs two."""
+
+    mean: float
+    sd: float | None
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """`cells[method][column]`; bounds come last and are never best."""
+
+    data: str
+    columns: tuple[str, ...]
+    cells: Mapping[str, Mapping[str, Cell]]
+    seeds: Mapping[str, tuple[int, ...]]
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """A table a data set. Two runs of one method and seed cannot both be a row: that is refused by name."""
+    by_data: dict[str, list[Row]] = {}
+    for row in rows:
+        by_data.setdefault(str(row.summaries[0]["data"]), []).append(row)
+    return [_table(data, group) for data, group in by_data.items()]
+
+
+def _table(data: str, rows: Sequence[Row]) -> Table:
+    seen: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        twin = seen.setdefault((row.method, row.seed), row)
+        if twin is not row:
+            places = " and ".join(str(r.summaries[0].get("folder", "?")) for r in (twin, row))
+            raise ValueError(
+                f"{row.method} with seed {row.seed} was run twice with different settings ({places}): report them apart"
+            )
+    columns = (*rows[0].domains, *EVENNESS)
+    methods = sorted({row.method: None for row in rows}, key=lambda name: name in BOUNDS)
+    values = {m: {c: [value(row, c) for row in rows if row.method == m] for c in columns} for m in methods}
+    best = {c: _best(c, [np.mean(values[m][c]) for m in methods if m not in BOUNDS]) for c in columns}
+    cells = {
+        m: {
+            c: Cell(
+                float(np.mean(v)),
+                float(np.std(v, ddof=1)) if len(v) > 1 else None,
+                m not in BOUNDS and len(methods) > 1 and float(np.mean(v)) == best[c],
+            )
+            for c, v in values[m].items()
+        }
+        for m in methods
+    }
+    return Table(data, columns, cells, {m: tuple(sorted(row.seed for row in rows if row.method == m)) for m in methods})
+
+
+def value(row: Row, column: str) -> float:
+    """A row's number in a column."""
+    return float(row.evenness[EVENNESS[column]] if column in EVENNESS else row.domains[column])
+
+
+def _best(column: str, means: list[Any]) -> float:
+    if not means:
+        return float("nan")
+    return float(min(means) if column in LOWER_IS_BETTER else max(means))
+
+
+def markdown(table: Table) -> str:
+    """A Markdown table."""
+    lines = [f"| method | {' | '.join(table.columns)} | seeds |", "|---" * (len(table.columns) + 2) + "|"]
+    for method, cells in table.cells.items():
+        shown = [_text(cell, "**{}**") for cell in cells.values()]
+        lines.append(f"| {method} | {' | '.join(shown)} | {len(table.seeds[method])} |")
+    return "\n".join(lines)
+
+
+def latex(table: Table) -> str:
+    """A LaTeX tabular with booktabs rules; bounds below a rule of their own."""
+    lines = [
+        rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
+        r"\toprule",
+        " & ".join(["method", *map(_escaped, table.columns)]) + r" \\",
+        r"\midrule",
+    ]
+    ruled = False
+    for method, cells in table.cells.items():
+        if method in BOUNDS and not ruled:
+            lines.append(r"\midrule")
+            ruled = True
+        shown = [_text(cell, r"\textbf{{{}}}", r"{{\scriptsize$\pm${}}}") for cell in cells.values()]
+        lines.append(" & ".join([_escaped(method), *shown]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
+
+
+def text(table: Table) -> str:
+    """A plain table in columns of equal width."""
+    head = ["method", *table.columns, "seeds"]
+    body = [
+        [
+            method,
+            *(_text(cell, "{}*") if cell.best else _text(cell, "{}") for cell in cells.values()),
+            str(len(table.seeds[method])),
+        ]
+        for method, cells in table.cells.items()
+    ]
+    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+    lines = [
+        "  ".join(
+            word.ljust(w) if i == 0 else word.rjust(w) for i, (word, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in [head, *body]
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _text(cell: Cell, bold: str, spread: str = "± {}") -> str:
+    mean = bold.format(f"{cell.mean:.2f}") if cell.best else f"{cell.mean:.2f}"
+    return mean if cell.sd is None else f"{mean} {spread.format(f'{cell.sd:.2f}')}"
+
+
+def _escaped(words: str) -> str:
+    for character in "\\&%$#_{}":
+        words = words.replace(character, f"\\{character}" if character != "\\" else r"\textbackslash ")
+    return words
+
+
+def tidy(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One flat record a row, for other programs."""
+    return [
+        {
+            "data": row.summaries[0]["data"],
+            "method": row.method,
+            "seed": row.seed,
+            "rounds": row.summaries[0]["rounds"],
+            **{f"accuracy.{name}": float(x) for name, x in row.domains.items()},
+            **{name: float(x) for name, x in row.evenness.items()},
+            **(
+                {f"validation.{k}": float(row.validation[k]) for k in ("avg", "std", "worst")} if row.validation else {}
+            ),
+        }
+        for row in rows
+    ]
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """The tidy records as CSV."""
+    records = tidy(rows)
+    fields = list(dict.fromkeys(name for record in records for name in record))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fields, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue().rstrip("\n")
+
+
+def write_parquet(rows: Sequence[Row], path: Path) -> None:
+    """The tidy records as Parquet."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError("Parquet needs pyarrow: pip install 'fedheal[parquet]'") from None
+    records = tidy(rows)
+    fields = list(dict.fromkeys(name for record in records for name in record))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{f: r.get(f) for f in fields} for r in records]), path)
+
+
+FORMATS: dict[str, Callable[[Table], str]] = {"text": text, "markdown": markdown, "latex": latex}

@@ -1,0 +1,151 @@
+"""Search over any fields, judged on validation data: examples held out of the clients' own training data, never the test set.
+
+Grid and random search are built in; Optuna's TPE sampler is an extra. Results of the test set are shown beside, for
+information: what was chosen did not see them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedheal.experiment import Experiment, override
+from fedheal.records import read_json
+from fedheal.schedule import Job
+
+METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
+Point = dict[str, Any]
+Runner = Callable[[Sequence[Job]], object]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One point of the search space: its numbers over seeds, on validation data and on the test set."""
+
+    point: Point
+    validation: Mapping[str, tuple[float, ...]]
+    test: Mapping[str, tuple[float, ...]]
+
+    def score(self, metric: str) -> float:
+        """The mean over seeds of what the choice is made by; higher is better."""
+        return float(np.mean(self.validation[metric])) * (1 if METRICS[metric] else -1)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What to search: `space` has several values a field, `fixed` one."""
+
+    space: Mapping[str, Sequence[Any]]
+    fixed: Mapping[str, Any]
+    seeds: Sequence[int]
+    out: Path
+    metric: str = "avg"
+
+    def __post_init__(self) -> None:
+        if not self.space:
+            raise ValueError(
+                "nothing to search: give a field several values, for example tau=0:0.9:0.1 or beta=0,0.4,1"
+            )
+        if self.metric not in METRICS:
+            raise ValueError(f"metric = {self.metric}: use one of {', '.join(METRICS)}")
+        if not 0 < float(self.fixed.get("validation", 0.2)) < 1:
+            raise ValueError(
+                f"validation = {self.fixed['validation']}: a sweep needs a share between 0 and 1 to judge by"
+            )
+
+    def points(self) -> list[Point]:
+        """The whole grid."""
+        return [dict(zip(self.space, values, strict=True)) for values in itertools.product(*self.space.values())]
+
+    def jobs(self, point: Point) -> list[Job]:
+        values = {"validation": 0.2, **self.fixed, **point}
+        label = ",".join(f"{key}={value}" for key, value in point.items())
+        made = [Experiment.of(values | {"seed": seed, "name": f"{label}-seed{seed}"}) for seed in self.seeds]
+        return [Job(experiment, self.out / experiment.folder_name) for experiment in made]
+
+    def trial(self, point: Point) -> Trial:
+        """What the runs of a point found."""
+        results = [read_json(job.folder / "result.json") for job in self.jobs(point)]
+        return Trial(
+            point,
+            {name: tuple(float(r["validation"][name]) for r in results) for name in METRICS},
+            {name: tuple(float(r[name]) for r in results) for name in METRICS},
+        )
+
+
+def grid(search: Search, run: Runner) -> list[Trial]:
+    """Every point."""
+    return _all(search, search.points(), run)
+
+
+def randomly(search: Search, run: Runner, trials: int, seed: int = 0) -> list[Trial]:
+    """So many different points of the grid, drawn at random."""
+    points = search.points()
+    return _all(search, random.Random(seed).sample(points, min(trials, len(points))), run)
+
+
+def by_optuna(search: Search, run: Runner, trials: int, seed: int = 0) -> Iterator[Trial]:
+    """Points that Optuna's TPE sampler proposes one after another. The same seed proposes the same, so a restart goes on."""
+    try:
+        import optuna
+    except ImportError:
+        raise ValueError("Optuna is not installed: pip install 'fedheal[sweep]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    for _ in range(trials):
+        asked = study.ask()
+        # Values by their place in the list: Optuna knows only plain types.
+        chosen = {
+            key: values[asked.suggest_categorical(key, range(len(values)))] for key, values in search.space.items()
+        }
+        (trial,) = _all(search, [chosen], run)
+        study.tell(asked, trial.score(search.metric))
+        yield trial
+
+
+def _all(search: Search, points: Sequence[Point], run: Runner) -> list[Trial]:
+    run([job for point in points for job in search.jobs(point)])
+    return [search.trial(point) for point in points]
+
+
+def best(trials: Sequence[Trial], metric: str) -> Trial:
+    """The trial with the best mean on validation data; the first of equals."""
+    return max(trials, key=lambda trial: trial.score(metric))
+
+
+def space_of(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """What is searched and what is fixed, from `key=values` words.
+
+    >>> space_of(["tau=0:0.2:0.1", "beta=0,0.4", "rounds=5"])
+    ({'tau': [0.0, 0.1, 0.2], 'beta': [0, 0.4]}, {'rounds': 5})
+    """
+    space: dict[str, list[Any]] = {}
+    fixed: dict[str, Any] = {}
+    for word in words:
+        key, value = override(word)
+        text = word.partition("=")[2]
+        if key in space or key in fixed:
+            raise ValueError(f"'{key}' is given twice")
+        if re.fullmatch(r"[-+.\deE]+:[-+.\deE]+:[-+.\deE]+", text):
+            space[key] = _range(word, text)
+        elif "," in text and not (key == "method" and ":" in text):
+            space[key] = [override(f"{key}={part.strip()}")[1] for part in text.split(",")]
+        else:
+            fixed[key] = value
+    return space, fixed
+
+
+def _range(word: str, text: str) -> list[float]:
+    """Both ends belong to it; decimals are added as decimals, so 0.1 three times is 0.3."""
+    first, last, step = (Decimal(part) for part in text.split(":"))
+    if step <= 0 or last < first:
+        raise ValueError(f"'{word}' should be first:last:step with a step above 0 and the last not below the first")
+    return [float(first + i * step) for i in range(int((last - first) / step) + 1)]
