@@ -236,7 +236,7 @@ def report(
     ] = None,
 ) -> None:
     """Tables of finished runs: mean and spread over seeds, the best of each column marked, and what may be concluded."""
-    found = rows.rows(rows.find(runs))
+    found = sorted(rows.rows(rows.find(runs)), key=lambda row: (row.method, row.seed))
     if not found:
         raise ValueError(f"there is no finished run in {', '.join(map(str, runs))}")
     if form == "parquet":

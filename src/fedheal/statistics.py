@@ -5,8 +5,8 @@ the seed does to both cancels. Values are in percent, differences in points. The
 
 - `mean`, `sd`: over seeds; sd is the sample standard deviation (ddof=1). It is the spread of a run, not the error of the mean.
 - `low`, `high`: an interval for the mean over all seeds one could have drawn. With fewer than 8 values Student's t, which
-  assumes near-normal values; from 8 on a symmetric studentized bootstrap, never narrower than t. Percentile and BCa
-  bootstraps are too narrow for so few values: docs/statistics.md has the measured coverage. One value has no interval.
+  assumes near-normal values; from 8 on a symmetric studentized bootstrap, as wide as t or up to twice as wide. Percentile
+  and BCa bootstraps are too narrow for so few values: docs/statistics.md has the measured coverage. One value has no interval.
 - `p_value`: two-sided, from flipping the signs of the differences, every one of the 2^n ways up to 30 seeds. It is exact if,
   were the methods equal, swapping them within a seed would change nothing; of normality it assumes nothing. With n seeds it
   cannot fall below 2 / 2^n. "wilcoxon" flips signed ranks instead: less moved by one wild seed, but no test of the mean.
@@ -16,7 +16,7 @@ the seed does to both cancels. Values are in percent, differences in points. The
 - `p_adjusted`: Holm's correction; the chance of even one false claim in the whole family stays at most alpha. Intervals are not
   adjusted.
 
-A test set is a sample too: `accuracy_error` and `paired_examples` say how far its images, rather than the seeds, decide.
+A test set is a sample too: `sampling` says how far its images, rather than the seeds, decide.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -82,28 +82,6 @@ class Comparison:
     metric: str = ""
 
 
-@dataclass(frozen=True)
-class ExampleComparison:
-    """Two models on one test set: `difference` is accuracy of a minus that of b, in points."""
-
-    n: int
-    only_a: int  # examples only a has right
-    only_b: int
-    difference: float
-    low: float
-    high: float
-    p_value: float
-    level: float = 0.95
-
-
-class AccuracyError(NamedTuple):
-    """In points: the standard error, and a 95 % interval's ends."""
-
-    se: float
-    low: float
-    high: float
-
-
 # --- one method ---------------------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +99,7 @@ def summary(
     >>> summary([70.0])
     Summary(n=1, mean=70.0, sd=None, low=None, high=None, level=0.95)
     """
-    x = _values(values)
+    x = np.sort(_values(values))  # not even rounding may depend on the order
     if len(x) == 1:
         return Summary(1, float(x[0]), None, None, None, level)
     low, high = mean_interval(x, level, interval, generator=generator)
@@ -153,17 +131,20 @@ def mean_interval(
     if kind == "bca":
         return _bca(x, level, resamples, generator)
     mean, error = x.mean(-1), x.std(-1, ddof=1) / math.sqrt(n)
-    half = float(stats.t.ppf(0.5 + level / 2, n - 1)) * error
+    student = float(stats.t.ppf(0.5 + level / 2, n - 1))
     if kind == "studentized" or (kind == "auto" and n >= BOOTSTRAP_FROM):
-        half = np.maximum(half, _studentized_quantile(x, level, resamples, generator) * error)
-    return mean - half, mean + half
+        # one wild value can make it dozens of times too wide; held to twice Student's width, it covers as much
+        quantile = np.clip(_studentized_quantile(x, level, resamples, generator), student, 2 * student)
+        return mean - quantile * error, mean + quantile * error
+    return mean - student * error, mean + student * error
 
 
 def _studentized_quantile(x: Floats, level: float, resamples: int, generator: np.random.Generator) -> Floats:
     """Quantile of |t| over resamples. Symmetric: measured, it holds up better under heavy tails than two separate tails."""
     n = x.shape[-1]
     centred = x - x.mean(-1, keepdims=True)
-    weights = generator.multinomial(n, np.full(n, 1 / n), size=resamples).T / n
+    half = generator.multinomial(n, np.full(n, 1 / n), size=(resamples + 1) // 2).T / n
+    weights = np.concatenate([half, half[::-1]], axis=1)  # of sorted values, so that a - b and b - a mirror each other
     mean = centred @ weights
     variance = (centred**2) @ weights - mean**2
     # a resample of equal values says nothing about the scale: it counts as t = 0, and Student's quantile is the floor
@@ -485,93 +466,6 @@ def _includes_zero(c: Comparison) -> bool:
     return c.low is None or c.high is None or c.low <= 0 <= c.high
 
 
-# --- the test set -------------------------------------------------------------------------------------------------------------
-
-
-def accuracy_error(accuracy_percent: float, n_examples: int, level: float = 0.95) -> AccuracyError:
-    """Sampling error of an accuracy, by Wilson's interval; the standard error is taken at that interval's centre.
-
-    At the centre since 30 right of 30 is not an error of 0. An accuracy may be a mean over rounds: it need not be a whole
-    number of images, and such a mean is over the same images, so its error is that of one round.
-
-    >>> [round(value, 1) for value in accuracy_error(80.0, 30)]
-    [7.7, 62.7, 90.5]
-    >>> [round(value, 1) for value in accuracy_error(100.0, 30)]
-    [4.2, 88.6, 100.0]
-    """
-    if n_examples < 1 or not 0 <= accuracy_percent <= 100:
-        raise ValueError(f"no accuracy: {accuracy_percent} % of {n_examples} examples")
-    p, z2 = accuracy_percent / 100, float(stats.norm.ppf(0.5 + level / 2)) ** 2
-    centre = (p + z2 / (2 * n_examples)) / (1 + z2 / n_examples)
-    half = math.sqrt(z2 * (p * (1 - p) / n_examples + z2 / (4 * n_examples**2))) / (1 + z2 / n_examples)
-    se = math.sqrt(centre * (1 - centre) / n_examples)
-    return AccuracyError(100 * se, 100 * max(0.0, centre - half), 100 * min(1.0, centre + half))
-
-
-def smallest_step(n_examples: int) -> float:
-    """What one image is worth, in points.
-
-    >>> smallest_step(30) == 100 / 30
-    True
-    """
-    if n_examples < 1:
-        raise ValueError("a test set needs at least one example")
-    return 100 / n_examples
-
-
-def test_set_note(accuracies: Mapping[str, float], sizes: Mapping[str, int], limit: float = 2.0) -> str:  # noqa: PT028 - it is no test
-    """Names the domains whose test set is so small that one standard error of the accuracy exceeds `limit` points.
-
-    >>> print(test_set_note({"dslr": 80.0, "amazon": 75.0}, {"dslr": 30, "amazon": 10_000}))
-    One standard error of the accuracy exceeds 2 points in dslr (30 images: one image is 3.33 points, standard error 7.73,
-    95 % interval 62.7 to 90.5); more seeds do not shrink it where they share the test images.
-    >>> print(test_set_note({"amazon": 75.0}, {"amazon": 10_000}))
-    One standard error of the accuracy is at most 0.43 points in every domain.
-    """
-    missing = [domain for domain in accuracies if domain not in sizes]
-    if missing or not accuracies:
-        raise ValueError(f"sizes are missing for: {', '.join(missing)}" if missing else "no domains")
-    errors = {domain: accuracy_error(accuracy, sizes[domain]) for domain, accuracy in accuracies.items()}
-    small = [
-        f"{domain} ({sizes[domain]} images: one image is {smallest_step(sizes[domain]):.2f} points, standard error "
-        f"{error.se:.2f}, 95 % interval {error.low:.1f} to {error.high:.1f})"
-        for domain, error in errors.items()
-        if error.se > limit
-    ]
-    if not small:
-        return f"One standard error of the accuracy is at most {max(e.se for e in errors.values()):.2f} points in every domain."
-    return (
-        f"One standard error of the accuracy exceeds {limit:g} points in {', '.join(small)}; more seeds do not shrink it where "
-        "they share the test images."
-    )
-
-
-test_set_note.__test__ = False  # type: ignore[attr-defined]  # by its name pytest would take it for a test
-
-
-def paired_examples(correct_a: ArrayLike, correct_b: ArrayLike, level: float = 0.95) -> ExampleComparison:
-    """Two models on the same test examples: exact McNemar test, and Bonett and Price's interval for the difference.
-
-    Only examples that one has right and the other wrong count. A bootstrap over examples has no width where there are none
-    of these; this interval adds one to either count and keeps one. It speaks of these two trained models, not of the methods.
-
-    >>> a = [True] * 26 + [False] * 4
-    >>> b = [True] * 20 + [False] * 10
-    >>> c = paired_examples(a, b)
-    >>> c.only_a, c.only_b, c.difference, round(c.low, 1), round(c.high, 1), c.p_value
-    (6, 0, 20.0, 2.7, 34.8, 0.03125)
-    """
-    a, b = _correct_flags(correct_a), _correct_flags(correct_b)
-    if a.shape != b.shape:
-        raise ValueError(f"the same examples are needed: {len(a)} and {len(b)} were given")
-    n, only_a, only_b = len(a), int((a & ~b).sum()), int((b & ~a).sum())
-    p = float(stats.binomtest(only_a, only_a + only_b, 0.5).pvalue) if only_a + only_b else 1.0
-    for_a, for_b = (only_a + 1) / (n + 2), (only_b + 1) / (n + 2)
-    half = float(stats.norm.ppf(0.5 + level / 2)) * math.sqrt((for_a + for_b - (for_a - for_b) ** 2) / (n + 2))
-    low, high = max(-1.0, for_a - for_b - half), min(1.0, for_a - for_b + half)
-    return ExampleComparison(n, only_a, only_b, 100 * (only_a - only_b) / n, 100 * low, 100 * high, p, level)
-
-
 # --- checks on what comes in --------------------------------------------------------------------------------------------------
 
 
@@ -598,10 +492,3 @@ def _snap(values: ArrayLike, scale: float) -> Floats:
     if scale == 0:
         return np.zeros_like(np.asarray(values, np.float64))
     return np.asarray(np.round(np.asarray(values, np.float64), min(200, 12 - math.ceil(math.log10(scale)))))
-
-
-def _correct_flags(correct: ArrayLike) -> NDArray[np.bool_]:
-    flags = np.asarray(correct)
-    if flags.ndim != 1 or not len(flags) or not np.isin(flags, (0, 1)).all():
-        raise ValueError("give one true or false per test example")
-    return flags.astype(bool)
