@@ -37,6 +37,11 @@ def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> 
 
 
 def _here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
+    if processes == 1 or len(jobs) == 1:
+        for job in jobs:
+            _do(job)
+            yield job
+        return
     pool = ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn"))
     try:
         asked = {pool.submit(_do, job): job for job in jobs}

@@ -1,0 +1,98 @@
+"""Tables of results, on numbers small enough to check by hand."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from fedheal.metrics import fairness
+from fedheal.report import conclusions
+from fedheal.report.rows import Row
+from fedheal.report.tables import csv_text, latex, markdown, tables, text, write_parquet
+
+
+def row(method, seed, a, b, folder="runs/x", data="toy"):
+    domains = {"photo": a, "line_art": b}
+    summary = {"data": data, "rounds": 5, "folder": folder, "test_sizes": {"photo": 30, "line_art": 1000}}
+    return Row(method, seed, domains, fairness(domains), None, (summary,))
+
+
+ROWS = [
+    row("fedavg", 0, 80.0, 60.0),
+    row("fedavg", 1, 84.0, 60.0),
+    row("fedheal", 0, 80.0, 70.0),
+    row("fedheal", 1, 80.0, 72.0),
+    row("centralised", 0, 99.0, 99.0),
+]
+
+
+def test_mean_spread_and_best():
+    (table,) = tables(ROWS)
+    assert table.columns == ("photo", "line_art", "AVG", "STD", "worst")
+    # fedavg photo: (80 + 84)/2 = 82, sd = |84 - 80| / sqrt 2 = 2.83;  fedheal line_art: 71, 1.41
+    photo, art = table.cells["fedavg"]["photo"], table.cells["fedheal"]["line_art"]
+    assert (photo.mean, round(photo.sd, 2), photo.best) == (82.0, 2.83, True)
+    assert (art.mean, round(art.sd, 2), art.best) == (71.0, 1.41, True)
+    # STD of a run: |80 - 60| / sqrt 2 and |84 - 60| / sqrt 2 for fedavg, mean 22 / sqrt 2; the lower is best, bounds never
+    assert table.cells["fedavg"]["STD"].mean == pytest.approx(22 / 2**0.5)
+    assert table.cells["fedheal"]["STD"].best
+    assert not any(cell.best for cell in table.cells["centralised"].values())
+    assert table.cells["centralised"]["photo"].sd is None
+    assert list(table.cells) == ["fedavg", "fedheal", "centralised"]
+
+
+def test_markdown_latex_and_text():
+    (table,) = tables(ROWS)
+    assert "| fedavg | **82.00** ± 2.83 | 60.00 ± 0.00 |" in markdown(table)
+    made = latex(table)
+    assert r"fedavg & \textbf{82.00} {\scriptsize$\pm$2.83} & 60.00 {\scriptsize$\pm$0.00}" in made
+    assert r"line\_art" in made
+    assert made.count(r"\midrule") == 2  # the bounds stand below a rule of their own
+    lines = text(table).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert "82.00* ± 2.83" in lines[2]
+
+
+def test_csv_can_be_read_back(tmp_path):
+    found = list(csv.DictReader(io.StringIO(csv_text(ROWS))))
+    assert len(found) == 5
+    assert float(found[1]["accuracy.photo"]) == 84.0
+    assert found[1]["method"] == "fedavg"
+    assert float(found[0]["std"]) == pytest.approx(20 / 2**0.5)
+
+
+def test_parquet_can_be_read_back(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    write_parquet(ROWS, tmp_path / "rows.parquet")
+    found = parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert [r["seed"] for r in found] == [0, 1, 0, 1, 0]
+    assert found[3]["accuracy.line_art"] == 72.0
+
+
+def test_two_runs_of_one_method_and_seed_cannot_both_be_a_row():
+    with pytest.raises(ValueError, match=r"fedavg with seed 0 was run twice .* \(runs/x and runs/y\)"):
+        tables([*ROWS, row("fedavg", 0, 1.0, 2.0, "runs/y")])
+
+
+def test_data_sets_have_tables_of_their_own():
+    assert [t.data for t in tables([*ROWS, row("fedavg", 0, 1.0, 2.0, data="other")])] == ["toy", "other"]
+
+
+def test_too_few_seeds_are_said_once_and_small_test_sets_are_named():
+    said = conclusions.sentences(ROWS)
+    assert said[0].startswith("2 seeds cannot show a difference at 0.05")
+    assert said[1] == "Observed against fedavg, in points: fedheal +4.50 in AVG; fedheal -9.19 in STD."
+    assert "photo (30 images" in said[2]
+    assert len(said) == 3
+
+
+def test_enough_seeds_may_conclude():
+    many = [row("fedavg", s, 80.0 + s % 3, 60.0) for s in range(8)] + [
+        row("fedheal", s, 80.0 + s % 3, 70.0 + s % 2) for s in range(8)
+    ]
+    said = conclusions.sentences(many)
+    assert any("fedheal" in s and "better" in s and "8 seeds" in s for s in said)
+    with pytest.raises(ValueError, match="reference = bogus"):
+        conclusions.sentences(many, "bogus")

@@ -1,0 +1,104 @@
+"""Sweeps choose on validation data, never on the test set."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedheal import sweep
+from fedheal.schedule import run_all
+from fedheal.sweep import Search, Trial, best, by_optuna, grid, randomly, space_of
+from tiny_data import QUICK
+
+
+def run(jobs):
+    for _ in run_all(jobs, 1):
+        pass
+
+
+def search(tmp_path, **more):
+    fixed = QUICK | {"rounds": 2, "method": "fedheal"}
+    return Search({"tau": [0.0, 0.9], "lr": [0.05, 0.0005]}, fixed, [0], tmp_path, **more)
+
+
+def test_the_choice_is_made_on_validation_data_alone():
+    honest = Trial({"tau": 0.1}, {"avg": (60.0, 62.0)}, {"avg": (10.0, 10.0)})
+    tempting = Trial({"tau": 0.9}, {"avg": (59.0, 61.0)}, {"avg": (99.0, 99.0)})
+    assert best([tempting, honest], "avg") is honest
+
+
+def test_lower_is_better_for_std():
+    even, uneven = Trial({}, {"std": (2.0,)}, {}), Trial({}, {"std": (5.0,)}, {})
+    assert best([uneven, even], "std") is even
+
+
+def test_a_grid_runs_every_point_and_reads_both_numbers(tmp_path):
+    wanted = search(tmp_path)
+    trials = grid(wanted, run)
+    assert [t.point for t in trials] == [
+        {"tau": 0.0, "lr": 0.05},
+        {"tau": 0.0, "lr": 0.0005},
+        {"tau": 0.9, "lr": 0.05},
+        {"tau": 0.9, "lr": 0.0005},
+    ]
+    stored = json.loads((wanted.jobs(trials[0].point)[0].folder / "result.json").read_text())
+    assert trials[0].validation["avg"] == (stored["validation"]["avg"],)
+    assert trials[0].test["avg"] == (stored["avg"],)
+    assert best(trials, "avg").point["lr"] == 0.05  # the other one hardly learns
+
+
+def test_random_search_tries_different_points_of_the_grid_and_repeats_itself(tmp_path):
+    trials = randomly(search(tmp_path), run, 3, seed=1)
+    points = [tuple(t.point.items()) for t in trials]
+    assert len(set(points)) == 3
+    assert [tuple(t.point.items()) for t in randomly(search(tmp_path), run, 3, seed=1)] == points
+    assert len(randomly(search(tmp_path), run, 99)) == 4
+
+
+def test_optuna_proposes_points_and_a_restart_repeats_them(tmp_path):
+    pytest.importorskip("optuna")
+    points = [t.point for t in by_optuna(search(tmp_path), run, 4)]
+    assert len(points) == 4
+    assert all(set(p) == {"tau", "lr"} for p in points)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    assert [t.point for t in by_optuna(search(tmp_path), run, 4)] == points
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == before
+
+
+def test_ranges_are_added_as_decimals():
+    space, fixed = space_of(["tau=0:0.9:0.1", "beta=0,0.4,1", "rounds=5", "method=fedavg,fedheal"])
+    assert space["tau"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    assert space["beta"] == [0, 0.4, 1]
+    assert space["method"] == ["fedavg", "fedheal"]
+    assert fixed == {"rounds": 5}
+    assert space_of(["method=fedheal:tau=0.1,beta=0.2"]) == ({}, {"method": "fedheal:tau=0.1,beta=0.2"})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tau=0.9:0:0.1"], "first:last:step"),
+        (["tau=0:1:0"], "first:last:step"),
+        (["tau=0,1", "tau=0.5"], "given twice"),
+        (["tau"], "should be key=value"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(words, said):
+    with pytest.raises(ValueError, match=said):
+        space_of(words)
+
+
+def test_nothing_to_search_or_to_judge_by_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="nothing to search"):
+        Search({}, QUICK, [0], tmp_path)
+    with pytest.raises(ValueError, match="metric = bogus"):
+        search(tmp_path, metric="bogus")
+    with pytest.raises(ValueError, match="validation = 0"):
+        Search({"tau": [0, 1]}, QUICK | {"validation": 0}, [0], tmp_path)
+
+
+def test_every_metric_says_which_way_is_better():
+    assert set(sweep.METRICS) == {"avg", "worst", "std", "gap", "jain"}
+    assert sweep.METRICS["worst"]
+    assert not sweep.METRICS["gap"]
