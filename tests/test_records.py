@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_data import quick
 
 import fedheal
 from fedheal import records
 from fedheal.execute import Result
+from tiny_data import quick
 
 ARRAYS = {
     "model.params": torch.tensor([1.0, -2.5, 3.0]),
@@ -149,7 +149,9 @@ def test_a_state_of_another_experiment_is_refused(tmp_path: Path) -> None:
         records.load_state(saved(tmp_path), "you")
 
 
-@pytest.mark.parametrize("metadata", [None, {"fedheal": "[]"}, {"fedheal": "null"}, {"fedheal": '{"format": "x-9"}'}, {}])
+@pytest.mark.parametrize(
+    "metadata", [None, {"fedheal": "[]"}, {"fedheal": "null"}, {"fedheal": '{"format": "x-9"}'}, {}]
+)
 def test_a_file_of_another_format_is_refused(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(2)}, path, metadata)
@@ -292,7 +294,7 @@ def other_round(path: Path) -> None:
 def other_kind(path: Path) -> None:
     """A description that cannot be read, though the tensors are whole."""
     whole = path.read_bytes()
-    kind = rb'\"kind\": \"server\"'
+    kind = rb"\"kind\": \"server\""
     assert kind in whole
     path.write_bytes(whole.replace(kind, kind.replace(b"server", b"cerver")))
 

@@ -115,7 +115,8 @@ class Draft:
     """A round's aggregation while the stages fill it in.
 
     `rows`: the accepted rows of `updates`, in the order of the clients' ids, so that nothing can depend on the order of
-    arrival. `weights [k]` and `kept` belong to these rows; `None` means example shares, and everything.
+    arrival. `weights [k]` and `kept` belong to these rows; `None` means example shares, and everything. `scale` is how far
+    along the mean update the parameters go. `step [G]`, float64: the update itself, where it is no (masked) mean.
     """
 
     sizes: Sizes
@@ -127,6 +128,8 @@ class Draft:
     weights: Floats | None = None
     kept: Kept | None = None
     measured: Measured | None = None
+    scale: float = 1.0
+    step: Tensor | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -11,7 +11,20 @@ import torch
 from torch import nn
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import Aggregator, AggregatorState, BadUpdate, Stage, State, fedavg, fedheal, uniform
+from fedheal.aggregate import (
+    Aggregator,
+    AggregatorState,
+    BadUpdate,
+    Stage,
+    State,
+    afl,
+    fedavg,
+    fedfv,
+    fedheal,
+    fedpw,
+    qffl,
+    uniform,
+)
 from fedheal.aggregate.stage import chain, stateless
 
 KERNELS = ["reference", "cpu"]
@@ -26,6 +39,12 @@ AGGREGATORS = {
     "exact": lambda **k: fedheal(tau=0.6, fael="exact", **k),
     "exact-reg": lambda **k: fedheal(tau=0.6, fael="exact-reg", **k),
     "exact without fphl": lambda **k: fedheal(fphl=False, fael="exact", **k),
+    "afl": lambda **k: afl(gamma=0.3, **k),
+    "afl, reset": lambda **k: afl(gamma=0.3, reset=True, **k),
+    "qffl": qffl,
+    "qfedavg": lambda **k: qffl(mode="qfedavg", **k),
+    "fedfv": lambda **k: fedfv(tau=2, **k),
+    "fedpw": fedpw,
 }
 everyone = pytest.mark.parametrize("make", AGGREGATORS.values(), ids=AGGREGATORS)
 both_kernels = pytest.mark.parametrize("kernel", KERNELS)
@@ -52,8 +71,13 @@ def updates(clients="abc", seed=0, **changes):
         "num_examples": [float(ord(c) - 90) for c in clients],
         "buffers": np.array([rng[c].random(B) for c in clients]).reshape(-1, B),
         "counters": np.array([rng[c].integers(5, 20, C) for c in clients]).reshape(-1, C),
+        "metrics": {name: [rng[c].uniform(0.1, 2) for c in clients] for name in ("loss", "train_loss", "lr", "reach")},
     }
     return Updates(**(fields | changes))
+
+
+def ones(k):
+    return {name: [1.0] * k for name in ("loss", "train_loss", "lr", "reach")}
 
 
 def after_three_rounds(aggregator, clients="abc"):
@@ -127,21 +151,23 @@ def test_nan_far_inside_a_long_update_is_found(kernel):
             deltas = torch.ones(2, width)
             deltas[1, entry] = np.nan
             aggregator = make(kernel=kernel)
+            sent = Updates("ab", deltas, [1, 1], metrics=ones(2))
             with pytest.raises(BadUpdate, match="client 'b'"):
-                aggregator.apply(torch.zeros(width), Updates("ab", deltas, [1, 1]), aggregator.init(Layout.flat(width)))
+                aggregator.apply(torch.zeros(width), sent, aggregator.init(Layout.flat(width)))
 
 
 def test_infinities_of_both_signs_do_not_cancel():
     for make in AGGREGATORS.values():
         aggregator = make()
+        sent = Updates("abc", [[np.inf], [-np.inf], [1.0]], [1, 1, 1], metrics=ones(3))
         with pytest.raises(BadUpdate) as refused:
-            aggregator.apply(
-                np.zeros(1), Updates("abc", [[np.inf], [-np.inf], [1.0]], [1, 1, 1]), aggregator.init(Layout.flat(1))
-            )
+            aggregator.apply(np.zeros(1), sent, aggregator.init(Layout.flat(1)))
         assert set(refused.value.reasons) == {"a", "b"}
 
 
-SQUARING = [name for name in AGGREGATORS if name not in ("fedavg", "uniform", "fphl alone")]
+SQUARING = [
+    name for name in AGGREGATORS if name not in ("fedavg", "uniform", "fphl alone", "afl", "afl, reset", "qffl")
+]
 
 
 @both_kernels
@@ -170,17 +196,18 @@ def test_squares_whose_sum_over_clients_overflows_still_share_evenly(kernel, nam
     assert out.weights[0] > out.weights[1]
 
 
-@everyone
+@pytest.mark.parametrize("name", [name for name in AGGREGATORS if name != "qfedavg"])  # which shrinks such a step away
 @both_kernels
-def test_the_model_never_overflows(make, kernel):
-    aggregator = make(kernel=kernel)
+def test_the_model_never_overflows(name, kernel):
+    aggregator = AGGREGATORS[name](kernel=kernel)
     state = aggregator.init(Layout.flat(2))
     before = frozen(state)
     with pytest.raises(ValueError, match=r"params overflow torch\.float32") as refused:
-        aggregator.apply(torch.full((2,), 3e38), Updates("a", torch.full((1, 2), 3e38), [1]), state)
+        aggregator.apply(torch.full((2,), 3e38), Updates("a", torch.full((1, 2), 3e38), [1], metrics=ones(1)), state)
     one_sentence(refused.value)
+    sent = Updates("a", torch.full((1, 2), 1e6), [1], metrics=ones(1))
     with pytest.raises(ValueError, match=r"overflow torch\.float16"):
-        aggregator.apply(torch.zeros(2, dtype=torch.float16), Updates("a", torch.full((1, 2), 1e6), [1]), state)
+        aggregator.apply(torch.zeros(2, dtype=torch.float16), sent, state)
     assert frozen(state) == before
 
 
@@ -475,6 +502,14 @@ def test_a_metric_that_is_needed_and_not_there_is_the_callers_mistake():
         ) as refused:
             run(aggregator, updates(metrics={"steps": [1, 2, 3]}))
         assert not isinstance(refused.value, BadUpdate)
+
+
+def test_a_metric_that_cannot_be_is_that_clients_flaw():
+    for name, value, needed in (("loss", -0.5, "not negative"), ("reach", 0.0, "positive"), ("lr", -1.0, "positive")):
+        sent = updates(metrics={name: [1, value, 2]})
+        with pytest.raises(BadUpdate, match=f"client 'b': its metric '{name}' is {value:g}; a .*{needed}"):
+            run(needing(name), sent)
+    run(needing("loss"), updates(metrics={"loss": [1, 0, 2]}))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -137,3 +137,30 @@ def test_buffers_and_counters(variant):
     out = aggregator.apply(model, sent, aggregator.init(layout))
     assert out.model.buffers.tolist() == [5.0, 5.0]
     assert out.model.counters.tolist() == [17 if variant == "paper" else 11]
+
+
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [
+        # |D|^2 = 4 and 36, reach 1 and 3: per step 4 and 36/9 = 4, so r = 1 for both. With beta 1, v = p + 1/2, over 2:
+        # from 3/4 and 1/4 to 5/8 and 3/8.
+        ("paper", [5 / 8, 3 / 8]),
+        # The released rule starts uniform and measures lengths: 2/1 and 6/3.
+        ("released", [1 / 2, 1 / 2]),
+    ],
+)
+def test_distances_per_step(variant, weights):
+    aggregator = fedheal(fphl=False, beta=1.0, variant=variant, per_step=True)
+    sent = Updates(["a", "b"], [[2.0], [6.0]], [30, 10], metrics={"reach": [1, 3]})
+    out = aggregator.apply(torch.zeros(1), sent, aggregator.init(Layout.flat(1)))
+    distances = {"paper": {"a": 4.0, "b": 4.0}, "released": {"a": 2.0, "b": 2.0}}[variant]
+    assert out.report["distance"] == distances
+    assert out.weights.tolist() == pytest.approx(weights, rel=1e-15)
+
+
+def test_only_the_momentum_rule_measures_per_step():
+    for fael in ("exact", "exact-reg", False):
+        with pytest.raises(ValueError, match="per_step = True with fael"):
+            fedheal(fael=fael, per_step=True)
+    with pytest.raises(ValueError, match="per_step = 1: use True or False"):
+        fedheal(per_step=1)

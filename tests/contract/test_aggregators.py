@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import Aggregator, Stage, chain, fedavg, fedheal, uniform
+from fedheal.aggregate import Aggregator, Stage, afl, chain, fedavg, fedfv, fedheal, fedpw, qffl, uniform
 from fedheal.aggregate.stages import STAGES
 from fedheal.aggregate.state import State
 
@@ -26,7 +26,19 @@ AGGREGATORS = {
     "fedheal:exact": lambda **k: fedheal(fael="exact", **k),
     "fedheal:exact-reg": lambda **k: fedheal(fael="exact-reg", **k),
     "fael-exact": lambda **k: fedheal(fphl=False, fael="exact", **k),
+    "fedheal:per_step": lambda **k: fedheal(per_step=True, **k),
+    "fael:released,per_step": lambda **k: fedheal(fphl=False, variant="released", per_step=True, **k),
+    "afl": afl,
+    "afl:gamma=1": lambda **k: afl(gamma=1.0, **k),
+    "afl:reset": lambda **k: afl(reset=True, **k),
+    "qffl": qffl,
+    "qffl:qfedavg_eff": lambda **k: qffl(mode="qfedavg_eff", **k),
+    "qffl:qfedavg": lambda **k: qffl(mode="qfedavg", **k),
+    "fedfv": fedfv,
+    "fedfv:tau=3": lambda **k: fedfv(tau=3, **k),
+    "fedpw": fedpw,
 }
+NO_MEAN = {"qffl:qfedavg_eff", "qffl:qfedavg", "fedpw"}  # their step is more, or less, than a mean of the updates
 every = pytest.mark.parametrize("name", AGGREGATORS)
 MODULE = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
 LAYOUT = Layout.of(MODULE)
@@ -46,7 +58,18 @@ def cohort(clients, seed, dtype=torch.float32):
         return torch.from_numpy(rng.normal(size=(k, width))).to(dtype)
 
     counters = torch.from_numpy(rng.integers(seed, seed + 9, (k, SIZES.counters)))
-    return Updates(clients, floats(SIZES.params), rng.integers(1, 99, k), floats(SIZES.buffers).abs(), counters)
+    columns = floats(SIZES.params), rng.integers(1, 99, k), floats(SIZES.buffers).abs(), counters
+    return Updates(clients, *columns, metrics(k, rng))
+
+
+def metrics(k, rng):
+    return {name: rng.uniform(0.1, 2, k) for name in ("loss", "train_loss", "steps", "lr", "reach")}
+
+
+def without(sent, *names):
+    """The same cohort with these fields left out."""
+    fields = ("clients", "deltas", "num_examples", "buffers", "counters", "metrics")
+    return Updates(**{name: getattr(sent, name) for name in fields if name not in names})
 
 
 def play(aggregator, cohorts, model=None, state=None, **apply):
@@ -76,7 +99,11 @@ def test_partial_participation_late_joiners_and_lone_clients(name):
 @every
 def test_order_of_clients_is_irrelevant(name):
     turned = [
-        Updates(u.clients[::-1], u.deltas.flip(0), u.num_examples.flip(0), u.buffers.flip(0), u.counters.flip(0))
+        Updates(
+            u.clients[::-1],
+            *(matrix.flip(0) for matrix in (u.deltas, u.num_examples, u.buffers, u.counters)),
+            {name: column.flip(0) for name, column in u.metrics.items()},
+        )
         for u in ROUNDS
     ]
     ours, theirs = play(AGGREGATORS[name](), ROUNDS), play(AGGREGATORS[name](), turned)
@@ -143,7 +170,7 @@ def test_dtype_and_kind_of_the_model_are_kept(name, dtype):
     sent = cohort("ab", 0, dtype)
     out = aggregator.apply(global_model(dtype), sent, aggregator.init(LAYOUT))
     assert (out.model.params.dtype, out.model.buffers.dtype, out.model.counters.dtype) == (dtype, dtype, torch.int64)
-    bare = Updates(sent.clients, sent.deltas, sent.num_examples)
+    bare = without(sent, "buffers", "counters")
     flat = aggregator.apply(global_model(dtype).params, bare, aggregator.init(LAYOUT))
     assert isinstance(flat.model, torch.Tensor)
     assert torch.equal(flat.model, out.model.params)
@@ -160,14 +187,15 @@ def test_the_report_is_json(name):
     assert out.report["skipped"] == {}
 
 
-@every
+@pytest.mark.parametrize("name", sorted(AGGREGATORS.keys() - NO_MEAN))
 def test_equal_updates_move_the_model_by_that_update(name):
     """Whatever the weights: a mean of equal things is that thing. The signs are the same every round, so all is kept."""
     aggregator = AGGREGATORS[name]()
     step = torch.linspace(-1, 1, SIZES.params, dtype=torch.float64)
     model, state = global_model(torch.float64), aggregator.init(LAYOUT)
+    rng = np.random.default_rng(7)
     for _ in range(5):
-        sent = Updates("abc", step.expand(3, -1), [1, 5, 50])
+        sent = Updates("abc", step.expand(3, -1), [1, 5, 50], metrics=metrics(3, rng))
         out = aggregator.apply(model, sent, state)
         torch.testing.assert_close(out.model.params, model.params + step, rtol=0, atol=1e-12)
         model, state = out.model, out.state

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_data import WORDS, quick
 
 import fedheal
+from tiny_data import WORDS, quick
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS)}

@@ -6,7 +6,7 @@ reducer that averages accordingly. State is passed in and out.
 
 from fedheal.aggregate.client_side import Share, client_share, combine
 from fedheal.aggregate.flaws import BadUpdate
-from fedheal.aggregate.presets import fedavg, fedheal, uniform
+from fedheal.aggregate.presets import afl, fedavg, fedfv, fedheal, fedpw, qffl, uniform
 from fedheal.aggregate.stage import Aggregated, Aggregator, AggregatorState, Stage, chain
 from fedheal.aggregate.state import State
 
@@ -18,10 +18,14 @@ __all__ = [
     "Share",
     "Stage",
     "State",
+    "afl",
     "chain",
     "client_share",
     "combine",
     "fedavg",
+    "fedfv",
     "fedheal",
+    "fedpw",
+    "qffl",
     "uniform",
 ]

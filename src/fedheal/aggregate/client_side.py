@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fedheal.aggregate import kernels
+from fedheal.aggregate.checks import check_share
 from fedheal.aggregate.consistency import ConsistencyState, consistency
 from fedheal.aggregate.distance import measured_distance
 from fedheal.aggregate.flaws import BadUpdate
-from fedheal.aggregate.stages import check_share, check_variant
+from fedheal.aggregate.stages import check_variant
 from fedheal.aggregate.state import expect
 from fedheal.collect import FLOATS
 from fedheal.layout import Layout, Packed

@@ -3,7 +3,9 @@
 Chen, Huang and Ye, CVPR 2024. With `s` the share of the (kept) squared norms and all clients present, the paper's rule is
 `dp = (1-beta) dp + beta s`, `p = p + dp`, normalised. Two deviations make it right when clients are absent, and change
 nothing when none is: a cohort redistributes only the weight it holds, and a late joiner's momentum is corrected for still
-warming up. `cumulative` follows the authors' code: un-squared norms summed over tensors, weights that add up for ever.
+warming up. `per_step=True` is an extension: a distance also grows with the number of local steps, which lets the amount of
+data in by the back door; it is divided by the square of `reach`, how far the client's steps go on a constant unit gradient.
+`cumulative` follows the authors' code: un-squared norms summed over tensors, weights that add up for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.state import Arrays, Json, State, expect, kind
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns
 from fedheal.types import Draft, Floats, Integers, Measured, normalised
 
 
@@ -38,7 +40,7 @@ class MomentumState(State):
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> MomentumState:
         clients = tuple(json["clients"])
-        return cls(clients, *_read_columns(arrays, len(clients), "n", "examples", "p", "dp"))
+        return cls(clients, *read_columns(arrays, len(clients), "n", "examples", "p", "dp"))
 
 
 @kind("cumulative")
@@ -57,10 +59,10 @@ class CumulativeState(State):
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> CumulativeState:
         clients = tuple(json["clients"])
-        return cls(clients, *_read_columns(arrays, len(clients), "n", "w", "dp"))
+        return cls(clients, *read_columns(arrays, len(clients), "n", "w", "dp"))
 
 
-def momentum(beta: float = 0.4) -> Stage:
+def momentum(beta: float = 0.4, per_step: bool = False) -> Stage:
     """The paper's rule."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
@@ -74,22 +76,29 @@ def momentum(beta: float = 0.4) -> Stage:
         p[: len(before.clients)] *= 1 - shares.sum()
         p[len(before.clients) :] = shares
 
-        d = measured_distance(_measured(draft), "paper")
+        d = measured_distance(measured(draft), "paper")
+        if per_step:
+            d = d / draft.metric("reach") ** 2
         n[slots] += 1
         dp[slots] = (1 - beta) * dp[slots] + beta * relative(d)
         warm = _warmth(beta, n[slots])
-        g = warm.mean() * dp[slots] / warm
-        mass = p[slots].sum()
-        if mass > 0:
-            v = p[slots] / mass + g / len(slots)
-            p[slots] = mass * v / v.sum()
+        p[slots] = redistributed(p[slots], dp[slots], warm)
         draft = replace(draft, weights=p[slots], report=dict(draft.report) | _told(draft, d))
         return draft, MomentumState(clients, n, examples, p, dp)
 
-    return Stage(lambda layout: MomentumState((), *_empty(4)), apply)
+    return Stage(lambda layout: MomentumState((), *_empty(4)), apply, _needs(per_step))
 
 
-def cumulative(beta: float = 0.4) -> Stage:
+def redistributed(p: Floats, dp: Floats, warm: Floats) -> Floats:
+    """The weight that a cohort holds, shared out anew by `p/P + g/K`, where `g` is `dp` corrected for warming up."""
+    mass = p.sum()
+    if not mass > 0:
+        return p
+    v = p / mass + warm.mean() * dp / warm / len(p)
+    return np.asarray(mass * v / v.sum())
+
+
+def cumulative(beta: float = 0.4, per_step: bool = False) -> Stage:
     """The rule of the released code."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
@@ -97,7 +106,9 @@ def cumulative(beta: float = 0.4) -> Stage:
         clients, slots = enrol(before.clients, draft.clients)
         n, dp = extended(before.n, len(clients)), extended(before.dp, len(clients))
         w = extended(before.w, len(clients), 1)
-        d = measured_distance(_measured(draft), "released")
+        d = measured_distance(measured(draft), "released")
+        if per_step:  # these are lengths, not squares
+            d = d / draft.metric("reach")
         n[slots] += 1
         dp[slots] = (1 - beta) * dp[slots] + beta * relative(d)
         w[slots] += dp[slots]
@@ -106,7 +117,7 @@ def cumulative(beta: float = 0.4) -> Stage:
         draft = replace(draft, weights=w[slots] / (1 + past), report=dict(draft.report) | _told(draft, d))
         return draft, CumulativeState(clients, n, w, dp)
 
-    return Stage(lambda layout: CumulativeState((), *_empty(3)), apply)
+    return Stage(lambda layout: CumulativeState((), *_empty(3)), apply, _needs(per_step))
 
 
 def measured_distance(measured: Measured, variant: str) -> Floats:
@@ -124,13 +135,17 @@ def _warmth(beta: float, n: Integers) -> Floats:
     return -np.expm1(n * np.log1p(-beta)) if beta < 1 else np.ones(len(n))
 
 
-def _measured(draft: Draft) -> Measured:
+def measured(draft: Draft) -> Measured:
     """What FPHL measured on the way, or a pass of our own."""
     if draft.measured is not None:
         return draft.measured
     tensors = [length for _, length in draft.sizes.tensors]
-    measured: Measured = draft.kernel.measure(draft.updates.deltas, draft.rows, tensors)
-    return measured
+    found: Measured = draft.kernel.measure(draft.updates.deltas, draft.rows, tensors)
+    return found
+
+
+def _needs(per_step: bool) -> frozenset[str]:
+    return frozenset({"reach"}) if per_step else frozenset()
 
 
 def _told(draft: Draft, d: Floats) -> dict[str, Any]:
@@ -143,11 +158,3 @@ def _empty(columns: int) -> list[Any]:
 
 def _columns(**columns: Floats | Integers) -> dict[str, Tensor]:
     return {name: torch.from_numpy(column) for name, column in columns.items()}
-
-
-def _read_columns(arrays: Arrays, length: int, *names: str) -> list[Any]:
-    columns = [arrays[name].numpy() for name in names]
-    for name, column in zip(names, columns, strict=True):
-        if column.shape != (length,):
-            raise ValueError(f"'{name}' has shape {column.shape} for {length} clients")
-    return columns

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
+from fedheal.aggregate.gram import gram_matrix
 from fedheal.aggregate.stage import Stage, stateless
 from fedheal.types import Draft, Floats, normalised
 
-BLOCK = 1 << 15
 TOLERANCE = 1e-8
 
 
@@ -37,7 +37,7 @@ def exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) ->
         examples = normalised(draft.num_examples)
         uniform = np.full(k, 1 / k)
         reference = examples if towards == "examples" else uniform
-        matrix = gram(draft)
+        matrix = gram_matrix(draft, centred=True)  # a common drift cancels in the objective anyway
         weights, residual = solve(matrix, reference, ridge, floor / k)
         candidates = {"reached": weights, "examples": examples, "uniform": uniform}
         scale = float(np.diag(matrix).mean())
@@ -53,19 +53,6 @@ def exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) ->
     return stateless(apply)
 
 
-def gram(draft: Draft) -> Floats:
-    """The Gram matrix of the kept updates, centred by their plain mean: a common drift cancels in the objective anyway."""
-    if draft.measured is None:  # else FPHL has already read them and found them finite
-        draft.kernel.measure(draft.updates.deltas, draft.rows, [length for _, length in draft.sizes.tensors])
-    matrix = np.zeros((len(draft.rows), len(draft.rows)))
-    for start in range(0, draft.sizes.params, BLOCK):
-        stop = min(start + BLOCK, draft.sizes.params)
-        block = draft.kernel.masked(draft.updates.deltas, draft.rows, draft.kept, start, stop)
-        block -= block.mean(axis=0)
-        matrix += block @ block.T
-    return (matrix + matrix.T) / 2
-
-
 def distances(gram: Floats, p: Floats) -> Floats:
     """`|sum_j p_j D_j - D_m|^2` for every m."""
     return np.asarray(p @ gram @ p - 2 * gram @ p + np.diag(gram))
@@ -79,9 +66,9 @@ def variance(gram: Floats, p: Floats) -> float:
 def solve(gram: Floats, reference: Floats, ridge: float, floor: float) -> tuple[Floats, float]:
     """The minimiser and its KKT residual.
 
-    >>> p, residual = solve(np.diag([1.0, 1.0, 4.0, 4.0]), np.full(4, 0.25), 1e-8, 0.0)
+    >>> p, residual = solve(np.diag([1.0, 1.0, 1.0, 4.0, 4.0, 4.0]), np.full(6, 1 / 6), 1e-8, 0.0)
     >>> p.round(4).tolist()  # the small updates are silenced: that is the objective, not a fault of the solver
-    [0.0, 0.0, 0.5, 0.5]
+    [0.0, 0.0, 0.0, 0.3333, 0.3333, 0.3333]
     """
     m = len(gram)
     free = 1 - m * floor

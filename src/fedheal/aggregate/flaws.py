@@ -5,6 +5,7 @@ NaN and infinity inside the updates are found by the kernels, in the pass that r
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -13,6 +14,9 @@ import torch
 from fedheal.collect import FLOATS
 from fedheal.layout import Sizes
 from fedheal.types import Updates
+
+NOT_NEGATIVE = frozenset({"loss", "train_loss"})
+POSITIVE = frozenset({"steps", "lr", "reach"})
 
 
 class BadUpdate(ValueError):
@@ -27,8 +31,10 @@ class BadUpdate(ValueError):
 
 def flaws(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, str]:
     """Row -> what is wrong with it. A metric that no client sent is a mistake of the caller's, not of a client."""
+    if not updates.clients:
+        return {}
     missing = sorted(needs - set(updates.metrics))
-    if missing and updates.clients:
+    if missing:
         raise ValueError(
             f"this aggregator needs the client metric '{missing[0]}'; the updates have {sorted(updates.metrics)}"
         )
@@ -44,8 +50,13 @@ def flaws(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, st
         elif not 0 < examples < float("inf"):
             found[row] = f"num_examples = {examples:g}; a positive number is needed"
     for name in sorted(needs):
-        for row in _rows(~torch.isfinite(updates.metrics[name])):
-            found.setdefault(row, f"its metric '{name}' is {float(updates.metrics[name][row])}")
+        for row, value in enumerate(updates.metrics[name].tolist()):
+            if not math.isfinite(value):
+                found.setdefault(row, f"its metric '{name}' is {value}")
+            elif value < 0 and name in NOT_NEGATIVE:
+                found.setdefault(row, f"its metric '{name}' is {value:g}; a number that is not negative is needed")
+            elif value <= 0 and name in POSITIVE:
+                found.setdefault(row, f"its metric '{name}' is {value:g}; a positive number is needed")
     if updates.buffers is not None:
         for row in _rows(~torch.isfinite(updates.buffers).all(dim=1)):
             found.setdefault(row, "its buffers hold NaN or infinity")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fedheal.aggregate import reduce, stages
+from fedheal.aggregate.fedfv import conflict_free
+from fedheal.aggregate.fedpw import parameter_wise
 from fedheal.aggregate.stage import Aggregator, Reducer, chain
 
 
@@ -16,12 +18,49 @@ def uniform(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator
     return Aggregator(stages.uniform(), on_bad_update=on_bad_update, kernel=kernel)
 
 
+def afl(
+    gamma: float = 0.01,
+    floor: float = 1e-3,
+    reset: bool = False,
+    *,
+    on_bad_update: str = "raise",
+    kernel: str = "auto",
+) -> Aggregator:
+    """AFL (Mohri et al. 2019): weights that climb towards the clients with the largest `loss`; see `aggregate/afl.py`.
+
+    >>> import torch
+    >>> from fedheal import Layout, Updates
+    >>> aggregator = afl(gamma=0.1)
+    >>> updates = Updates(["a", "b"], torch.tensor([[1.0], [-1.0]]), [9, 9], metrics={"loss": [1.0, 2.0]})
+    >>> out = aggregator.apply(torch.zeros(1), updates, aggregator.init(Layout.flat(1)))
+    >>> [round(w, 4) for w in out.weights.tolist()]  # 1/2 + 0.1 and 1/2 + 0.2, less 0.15 each
+    [0.45, 0.55]
+    """
+    return Aggregator(stages.afl(gamma, floor, reset), on_bad_update=on_bad_update, kernel=kernel)
+
+
+def qffl(q: float = 1.0, mode: str = "reweight", *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
+    """q-FFL (Li et al. 2020): weights in proportion to `loss^q`; see `aggregate/qffl.py` for the modes."""
+    return Aggregator(stages.qffl(q, mode), on_bad_update=on_bad_update, kernel=kernel)
+
+
+def fedfv(alpha: float = 0.1, tau: int = 1, *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
+    """FedFV (Wang et al. 2021): conflicts between updates are projected away; see `aggregate/fedfv.py`."""
+    return Aggregator(conflict_free(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
+
+
+def fedpw(beta: float = 0.3, rho: float = 0.3, *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
+    """FedPW (Guan et al. 2025): small entries dropped, agreement stressed, weights by loss and alignment."""
+    return Aggregator(parameter_wise(beta, rho), on_bad_update=on_bad_update, kernel=kernel)
+
+
 def fedheal(
     tau: float = 0.3,
     beta: float = 0.4,
     variant: str = "paper",
     fphl: bool = True,
     fael: str | bool = "momentum",
+    per_step: bool = False,
     *,
     on_bad_update: str = "raise",
     kernel: str = "auto",
@@ -31,6 +70,7 @@ def fedheal(
     `tau`: the least consistency of an entry that is kept. `beta`: how fast weights follow distances. `variant`: `"paper"`
     or `"released"` (the authors' code). `fphl=False`: everything is kept. `fael`: `"momentum"`, `"exact"` (the paper's
     objective itself, no momentum), `"exact-reg"` (the same held towards uniform weights) or `False` (example shares).
+    `per_step`: an extension; distances are taken per unit of `reach`, so that more local steps do not mean more weight.
 
     >>> import torch
     >>> from fedheal import Layout, Updates
@@ -40,7 +80,7 @@ def fedheal(
     >>> [round(w, 4) for w in out.weights.tolist()]  # distances 2 and 10: 3/4 + 2/12 * 0.4 to 1/4 + 10/12 * 0.4, over 1.4
     [0.5833, 0.4167]
     """
-    stage = stages.fedheal(tau, beta, variant, fphl, fael)
+    stage = stages.fedheal(tau, beta, variant, fphl, fael, per_step)
     return Aggregator(stage, reducer(variant), on_bad_update, kernel)
 
 

@@ -14,7 +14,7 @@ from fedheal.types import Draft, Floats, Kept
 
 
 def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
-    """`W_i + sum u k D / sum u k`; an entry nobody keeps does not move.
+    """`W_i + sum u k D / sum u k`; an entry nobody keeps does not move. A draft's `scale` or `step` is honoured.
 
     Float buffers become the weighted mean of the clients' values, counters the largest; without any they stay.
     """
@@ -40,8 +40,16 @@ def mean_of_everything(draft: Draft, weights: Floats) -> tuple[Packed, dict[str,
 
 
 def _params(draft: Draft, weights: Floats) -> tuple[Tensor, dict[str, Any]]:
-    deltas, rows = draft.updates.deltas, draft.rows
-    params, unkept = draft.kernel.average(draft.model.params, deltas, rows, weights, draft.kept)
+    deltas, rows, before = draft.updates.deltas, draft.rows, draft.model.params
+    unkept = 0
+    if draft.step is None and draft.scale == 1:
+        params, unkept = draft.kernel.average(before, deltas, rows, weights, draft.kept)
+    else:
+        step = draft.step
+        if step is None:  # the mean update by itself, so that it is rounded only once it is shrunk
+            origin = torch.zeros_like(before, dtype=torch.float64)
+            step, unkept = draft.kernel.average(origin, deltas, rows, weights, draft.kept)
+        params = (before.to(torch.float64) + draft.scale * step.to(before.device)).to(before.dtype)
     if not finite(params):
         kernels.reference.check_finite(deltas, rows)  # names the clients at fault, if it is not the model itself
     return params, {} if draft.kept is None else {"unkept": unkept / max(draft.sizes.params, 1)}

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedheal.types import Integers
+from fedheal.types import Floats, Integers
 
 T = TypeVar("T", bound=np.generic)
 
@@ -28,4 +28,15 @@ def extended(column: NDArray[T], length: int, fill: Any = 0) -> NDArray[T]:
     """A copy of `column` with room for the newcomers."""
     longer = np.full(length, fill, column.dtype)
     longer[: len(column)] = column
+    return longer
+
+
+def uniform_start(shares: Floats, length: int) -> Floats:
+    """A copy of `shares` with room for the newcomers: each starts with `1/length`, the others make room in proportion.
+
+    >>> uniform_start(np.array([0.75, 0.25]), 4).tolist()
+    [0.375, 0.125, 0.25, 0.25]
+    """
+    longer = extended(shares, length, 1 / length)
+    longer[: len(shares)] *= len(shares) / length
     return longer

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fedheal.aggregate.afl import afl
+from fedheal.aggregate.checks import check_among, check_share, check_switch
 from fedheal.aggregate.consistency import consistency
 from fedheal.aggregate.distance import cumulative, momentum
 from fedheal.aggregate.equidistant import exact
+from fedheal.aggregate.qffl import qffl
 from fedheal.aggregate.stage import Stage, chain
 from fedheal.aggregate.weights import uniform
 
-__all__ = ["STAGES", "Stage", "chain", "fael", "fael_exact", "fedheal", "fphl", "uniform"]
+__all__ = ["STAGES", "Stage", "afl", "chain", "fael", "fael_exact", "fedheal", "fphl", "qffl", "uniform"]
 
 VARIANTS = ("paper", "released")
 FAEL = ("momentum", "exact", "exact-reg", False)
@@ -23,13 +26,14 @@ def fphl(tau: float = 0.3, variant: str = "paper") -> Stage:
     return chain() if variant == "paper" and tau == 0 else consistency(tau, variant)
 
 
-def fael(beta: float = 0.4, variant: str = "paper") -> Stage:
-    """More weight to clients that must move further; `beta=0` of the paper leaves example shares."""
+def fael(beta: float = 0.4, variant: str = "paper", per_step: bool = False) -> Stage:
+    """More weight to clients that must move further (`per_step`: for their steps); `beta=0` of the paper: example shares."""
     check_share("beta", beta)
+    check_switch("per_step", per_step)
     check_variant(variant)
     if variant == "released":
-        return cumulative(beta)
-    return momentum(beta) if beta > 0 else chain()
+        return cumulative(beta, per_step)
+    return momentum(beta, per_step) if beta > 0 else chain()
 
 
 def fael_exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) -> Stage:
@@ -43,14 +47,19 @@ def fael_exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.
 
 
 def fedheal(
-    tau: float = 0.3, beta: float = 0.4, variant: str = "paper", fphl: bool = True, fael: str | bool = "momentum"
+    tau: float = 0.3,
+    beta: float = 0.4,
+    variant: str = "paper",
+    fphl: bool = True,
+    fael: str | bool = "momentum",
+    per_step: bool = False,
 ) -> Stage:
     """Both, with switches for each: see `fedheal.aggregate.fedheal`."""
-    if not (fael is False or (isinstance(fael, str) and fael in FAEL)):
-        raise ValueError(f"fael = {fael!r}: use one of {FAEL}")
-    if not isinstance(fphl, bool):
-        raise ValueError(f"fphl = {fphl!r}: use True or False")
-    mask, by_distance = STAGES["fphl"](tau, variant), STAGES["fael"](beta, variant)
+    check_among("fael", fael, FAEL)
+    check_switch("fphl", fphl)
+    mask, by_distance = STAGES["fphl"](tau, variant), STAGES["fael"](beta, variant, per_step)
+    if per_step and fael != "momentum":
+        raise ValueError(f"per_step = True with fael = {fael!r}: only fael = 'momentum' measures distances per step")
     weights = {
         "momentum": by_distance,
         "exact": fael_exact(),
@@ -62,6 +71,8 @@ def fedheal(
 
 STAGES: dict[str, Callable[..., Stage]] = {
     "uniform": uniform,
+    "afl": afl,
+    "qffl": qffl,
     "fedheal": fedheal,
     "fphl": fphl,
     "fael": fael,
@@ -69,11 +80,5 @@ STAGES: dict[str, Callable[..., Stage]] = {
 }
 
 
-def check_share(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"{name} = {value!r}: use a number from 0 to 1")
-
-
 def check_variant(variant: str) -> None:
-    if variant not in VARIANTS:
-        raise ValueError(f"variant = {variant!r}: use one of {VARIANTS}")
+    check_among("variant", variant, VARIANTS)

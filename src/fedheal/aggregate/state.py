@@ -89,3 +89,12 @@ def unnested(name: str, arrays: Arrays, json: Json) -> Any:
     prefix = f"{name}."
     inner = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
     return State.from_arrays(inner, json[name])
+
+
+def read_columns(arrays: Arrays, length: int, *names: str) -> list[Any]:
+    """These arrays as numpy columns, one number a client."""
+    columns = [arrays[name].numpy() for name in names]
+    for name, column in zip(names, columns, strict=True):
+        if column.shape != (length,):
+            raise ValueError(f"'{name}' has shape {column.shape} for {length} clients")
+    return columns

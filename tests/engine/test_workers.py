@@ -1,0 +1,107 @@
+"""Several processes give the bits of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedheal
+from fedheal.engine.workers import trainer
+from fedheal.experiment import build
+from fedheal.run import initial_state
+from tiny_data import WORDS, load, quick
+
+TESTS = Path(__file__).parents[1]
+
+
+def bits(**keys: Any) -> dict[str, bytes]:
+    model = fedheal.run(quick(**keys), progress=False).model
+    return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
+
+
+def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
+    bench = build(quick(), load(), torch.device("cpu"))
+    with trainer(bench.bench, 1, 1) as train:
+        replies = list(train(initial_state(bench).model, ["plain-1", "dark-0"], 1))
+    assert [reply.client for reply in replies] == ["plain-1", "dark-0"]
+    assert [reply.num_examples for reply in replies] == [24, 13]
+
+
+@pytest.mark.slow
+def test_two_workers_give_the_bits_of_one() -> None:
+    keys = {"model": "tiny_data:normed", "participation": 0.8, "dropout": 0.2, "rounds": 6, "augment": "crop-flip"}
+    assert bits(workers=2, **keys) == bits(workers=1, **keys)
+
+
+@pytest.mark.slow
+def test_workers_answer_in_the_order_asked_for_pass_errors_on_and_end() -> None:
+    """Tied weights too; and the module of this process is not touched by theirs."""
+    federation = build(quick(model="tiny_data:tied", epochs=20), load(), torch.device("cpu"))
+    model = initial_state(federation).model
+    asked = ["dark-0", "plain-1", "noisy-0"]
+    before = {name: value.clone() for name, value in federation.bench.module.state_dict().items()}
+    with trainer(federation.bench, 2, 1) as train:
+        there = list(train(model, asked, 1))
+        with pytest.raises(KeyError, match="nobody"):
+            list(train(model, ["nobody"], 1))
+    assert all(torch.equal(value, before[name]) for name, value in federation.bench.module.state_dict().items())
+    with trainer(federation.bench, 1, 1) as train:
+        here = list(train(model, asked, 1))
+    assert [reply.client for reply in there] == asked
+    for one, two in zip(here, there, strict=True):
+        assert torch.equal(one.delta, two.delta)
+        assert one.metrics == two.metrics
+
+
+def children(process: int) -> list[int]:
+    """Living processes whose parent is this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().rpartition(")")
+        except OSError:
+            continue
+        state, parent = rest.split()[:2]
+        if int(parent) == process and state != "Z":
+            found.append(int(name.split()[0]))
+    return found
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedheal", "run", *WORDS, "rounds=100000", "workers=2", "--quiet"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], env=environment)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run" / "rounds.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    workers = children(process.pid)
+    try:
+        assert len(workers) >= 2
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + 10
+        while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert [worker for worker in workers if alive(worker)] == []
+    finally:
+        process.kill()
+        process.wait()
+        for worker in workers:
+            if alive(worker):
+                os.kill(worker, signal.SIGKILL)

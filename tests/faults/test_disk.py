@@ -1,0 +1,103 @@
+"""A full disk stops a run with a sentence, spoils nothing, and the run goes on once there is room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fedheal
+from fedheal import records
+from needs import needs
+from tiny_data import WORDS, quick
+
+TESTS = Path(__file__).parents[1]
+KEYS = ["rounds=30", "save_seconds=0", "participation=0.6", "server_momentum=0.5"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    needs("tmpfs")
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True, check=False
+    )
+    if made.returncode != 0:
+        if os.environ.get("FEDHEAL_TEST_ALL"):
+            pytest.fail(f"FEDHEAL_TEST_ALL is set, but a tmpfs cannot be mounted here: {made.stderr}")
+        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def fill(disk: Path, leaving: int) -> Path:
+    """A file that leaves so many bytes free."""
+    ballast = disk / "ballast"
+    free = os.statvfs(disk)
+    with ballast.open("wb") as file:
+        file.write(b"\0" * max(0, free.f_bavail * free.f_frsize - leaving))
+    return ballast
+
+
+def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedheal", "run", *WORDS, *KEYS, "--out", str(folder), "--quiet", *words]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def assert_sentence(done: subprocess.CompletedProcess[str]) -> None:
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("fedheal: ")
+    assert done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_a_sentence_and_resume_finishes_with_the_same_bits(disk: Path, tmp_path: Path) -> None:
+    experiment = quick(rounds=30, participation=0.6, server_momentum=0.5)
+    fedheal.run(experiment, tmp_path / "whole", progress=False)
+    ballast = fill(disk, leaving=16 * 4096)
+    assert_sentence(call(disk / "run"))
+    states = records.states(disk / "run")
+    assert states, "there should have been room for a state"
+    for path in states:
+        records.load_state(path, experiment.identity)  # every state that is there is whole
+    assert not list((disk / "run").rglob("*.tmp"))
+    assert_sentence(call(disk / "run", "--resume"))  # still full
+    ballast.unlink()
+    done = call(disk / "run", "--resume")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (disk / "run" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert [r["round"] for r in records.read_rounds(disk / "run")] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("leaving", range(0, 24 * 4096, 3 * 4096))
+def test_a_disk_that_fills_up_at_any_point_is_an_error_with_its_reason(
+    disk: Path, tmp_path: Path, leaving: int
+) -> None:
+    """The library's own error: an OSError, whichever file it was that found no room."""
+    experiment = quick(rounds=6, save_seconds=0)
+    whole = fedheal.run(experiment, progress=False)
+    ballast = fill(disk, leaving)
+    try:
+        result = fedheal.run(experiment, disk / "run", progress=False)
+    except OSError as error:
+        assert error.errno == 28  # noqa: PT017
+        with pytest.raises(OSError, match="No space left"):  # still full
+            fedheal.run(experiment, disk / "run", resume=True, progress=False)
+        ballast.unlink()
+        result = fedheal.run(experiment, disk / "run", resume=True, progress=False)
+    else:
+        assert leaving > 4096
+    bits = [value.numpy().tobytes() for value in result.model.state_dict().values()]
+    assert bits == [value.numpy().tobytes() for value in whole.model.state_dict().values()]

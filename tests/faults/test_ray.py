@@ -1,0 +1,111 @@
+"""Runs on a Ray cluster, in a network namespace that has nothing but loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from needs import needs
+from tiny_data import QUICK
+
+pytestmark = pytest.mark.slow
+TESTS = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(TESTS),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+PORT = 6391
+
+
+@contextmanager
+def loopback() -> Iterator[list[str]]:
+    """The words that run a command where only 127.0.0.1 can be reached."""
+    name = f"fedheal-{uuid.uuid4().hex[:8]}"
+    inside = ["ip", "netns", "exec", name]
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
+        yield inside
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@contextmanager
+def cluster(inside: list[str], folder: Path) -> Iterator[str]:
+    """A head node of its own, ended with all its children by the process group."""
+    command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={PORT}"]
+    command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2"]
+    command += [f"--temp-dir={folder}"]
+    with (folder / "head.log").open("wb") as log:
+        head = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 90
+            while b"Ray runtime started" not in (folder / "head.log").read_bytes() and time.monotonic() < deadline:
+                assert head.poll() is None, (folder / "head.log").read_text()
+                time.sleep(0.2)
+            yield f"127.0.0.1:{PORT}"
+        finally:
+            os.killpg(head.pid, signal.SIGTERM)
+            try:
+                head.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(head.pid, signal.SIGKILL)
+                head.wait()
+
+
+def test_runs_on_a_cluster_are_those_of_this_machine(tmp_path, tmp_path_factory):
+    needs("root", "netns")
+    words = [f"{key}={value}" for key, value in QUICK.items() if key != "data"]
+    command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2"]
+    here = subprocess.run(
+        [*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # Ray's sockets need short paths.
+    sockets = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"
+    sockets.mkdir()
+    with loopback() as inside, cluster(inside, sockets) as address:
+        there = subprocess.run(
+            [*inside, *command, *words, "--ray", address, "--json", "--out", str(tmp_path / "there")],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+    assert there.returncode == 0, there.stderr
+    assert json.loads(there.stdout)["rows"] == json.loads(here.stdout)["rows"]
+    one, two = (tmp_path / where / "fedavg-tiny_data_load-seed1" for where in ("here", "there"))
+    assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
+    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+
+
+def test_no_cluster_is_a_sentence(tmp_path):
+    needs("root", "netns")
+    command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "--seeds", "1", "--ray", "127.0.0.1:1"]
+    with loopback() as inside:
+        done = subprocess.run(
+            [*inside, *command, "--out", str(tmp_path / "out")],
+            env=ENVIRONMENT | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_GCS_RPC_TIMEOUT_S": "2"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert "no Ray cluster answers at '127.0.0.1:1'" in done.stderr
+    assert "Traceback" not in done.stderr

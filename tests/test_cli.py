@@ -1,0 +1,342 @@
+"""What the commands print, leave behind and refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import fedheal
+from tiny_data import WORDS
+
+with warnings.catch_warnings():  # typer still imports names that click has deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from fedheal import cli
+
+TESTS = Path(__file__).parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS)}
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """`fedheal` with these words, in a folder of its own, as a process would end."""
+
+    def called(*words: str) -> Done:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["fedheal", *words])
+        capfd.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        return Done(code, *capfd.readouterr())
+
+    return called
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def assert_sentence(done: Done, *words: str) -> None:
+    """One sentence on stderr, exit code 2, nothing else."""
+    assert "Traceback" not in done.err
+    assert done.code == 2, done
+    assert done.out == ""
+    assert done.err.startswith("fedheal: ")
+    assert done.err.count("\n") == 1, done.err
+    for word in words:
+        assert word in done.err, done.err
+
+
+# It runs
+
+
+def test_a_run_leaves_a_folder_and_says_where(call, tmp_path: Path) -> None:
+    done = call("run", *WORDS, "name=first")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[-1] == "runs/first"
+    folder = tmp_path / "runs" / "first"
+    assert {p.name for p in folder.iterdir()} >= {"experiment.toml", "rounds.jsonl", "result.json", "model.safetensors"}
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_output_of_a_run_shows_method_domains_and_summary(call) -> None:
+    out = call("run", *WORDS, "method=fedavg+uniform").out
+    for word in ("fedavg+uniform", "plain", "noisy", "dark", "AVG", "STD", "worst", "round 1/3", "round 3/3"):
+        assert word in out
+
+
+def test_without_a_name_the_folder_says_method_data_and_seed(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "method=fedheal", "tau=0.4", "seed=5", "--quiet")
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["fedavg+fedheal_tau=0.4-tiny_data_load-seed5"]
+
+
+def test_output_that_is_no_terminal_is_plain_lines(call) -> None:
+    done = call("run", *WORDS)
+    assert CONTROL.search(done.out) is None
+    assert done.out.endswith("\n")
+
+
+def test_json_is_alone_on_stdout_and_the_same_as_the_file(call, tmp_path: Path) -> None:
+    done = call("run", *WORDS, "--json", "--out", "here")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out) == json.loads((tmp_path / "here" / "result.json").read_text())
+
+
+def test_quiet_prints_nothing(call, tmp_path: Path) -> None:
+    assert call("run", *WORDS, "--quiet", "--out", "here") == Done(0, "", "")
+    assert (tmp_path / "here" / "result.json").exists()
+
+
+def test_a_file_and_words_which_win(call, tmp_path: Path) -> None:
+    lines = [f'{key} = "{value}"' if not value[0].isdigit() else f"{key} = {value}" for key, value in
+             (word.split("=") for word in WORDS)]  # fmt: skip
+    (tmp_path / "one.toml").write_text("\n".join([*lines, "tau = 0.4", "seed = 3"]))
+    done = call("run", "one.toml", "rounds=2", "--json", "--out", "here")
+    result = json.loads(done.out)
+    assert (result["rounds"], result["seed"], result["method"]) == (2, 3, "fedavg+fedheal:tau=0.4")
+
+
+def test_the_experiment_file_of_a_run_runs_again_to_the_same_bits(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "tau=0.4", "--quiet", "--out", "one")
+    call("run", "one/experiment.toml", "--quiet", "--out", "two")
+    one, two = files(tmp_path / "one"), files(tmp_path / "two")
+    assert one["model.safetensors"] == two["model.safetensors"]
+    assert one["experiment.toml"] == two["experiment.toml"]
+
+
+@pytest.mark.parametrize("extreme", ["tau=1", "tau=0", "beta=1", "beta=0", "lr=1", "server_lr=2"])
+def test_a_whole_number_for_a_fraction_can_be_resumed(call, extreme: str) -> None:
+    assert call("run", *WORDS, "rounds=1", extreme, "--quiet", "--out", "here").code == 0
+    done = call("run", *WORDS, "rounds=1", extreme, "--quiet", "--out", "here", "--resume")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_resuming_a_finished_run_returns_at_once_with_the_same_result(call, tmp_path: Path) -> None:
+    first = call("run", *WORDS, "--json", "--out", "here")
+    before = files(tmp_path / "here")
+    started = time.monotonic()
+    again = call("run", *WORDS, "--json", "--out", "here", "--resume")
+    assert time.monotonic() - started < 5
+    assert again.out == first.out
+    assert files(tmp_path / "here") == before
+
+
+def test_resume_of_a_run_that_never_began_starts_it(call) -> None:
+    assert call("run", *WORDS, "--resume", "--quiet", "--out", "here") == Done(0, "", "")
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["run", "--help"], ["demo", "--help"]])
+def test_version_and_help(call, words: list[str]) -> None:
+    done = call(*words)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.strip() == f"fedheal {fedheal.__version__}" if words == ["--version"] else "Usage" in done.out
+
+
+# It refuses
+
+WRONG = [
+    (["rounds=-1"], ["rounds", "-1"]),
+    (["rounds=1.5"], ["rounds", "1.5"]),
+    (["rounds=many"], ["rounds", "many"]),
+    (["rounds=true"], ["rounds"]),
+    (["lr=inf"], ["lr", "inf"]),
+    (["lr=nan"], ["lr", "nan"]),
+    (["server_lr=inf"], ["server_lr", "inf"]),
+    (["participation=0"], ["participation"]),
+    (["bogus=3"], ["bogus"]),
+    (["taw=.3"], ["taw", "tau"]),
+    (["taw=0.3"], ["taw", "tau"]),
+    (["tau=2"], ["tau", "2"]),
+    (["tau=x"], ["tau", "x"]),
+    (["sed=1"], ["sed", "seed"]),
+    (["=3"], ["=3", "key=value"]),
+    (["a-b=3"], ["a-b=3", "key=value"]),
+    (["method=fedhael"], ["fedhael", "fedheal"]),
+    (["method=fedavg+fedavg"], ["fedavg+fedavg"]),
+    (["method=fedheal+uniform"], ["fedheal+uniform", "weights"]),
+    (["method="], ["method"]),
+    (["method=3"], ["method", "3"]),
+    (["method=fedavg", "tau=0.3"], ["tau", "fedavg"]),
+    (["method=fedheal:tau=0.2", "tau=0.3"], ["tau", "0.2", "0.3"]),
+    (["data=nowhere"], ["nowhere", "embedded"]),
+    (["data=no_such_module:load"], ["no_such_module"]),
+    (["data=tiny_data:nothing"], ["tiny_data:nothing"]),
+    (["data=tiny_data:QUICK"], ["tiny_data:QUICK"]),
+    (["data=tiny_data:linear"], ["tiny_data:linear"]),
+    (["data=os:getcwd"], ["os:getcwd", "Domains"]),
+    (["data=.x:load"], [".x:load"]),
+    (["model=resnet11"], ["resnet11", "resnet10"]),
+    (["model=no_such_module:net"], ["no_such_module"]),
+    (["model=.x:net"], [".x:net"]),
+    (["model=os:getcwd"], ["os:getcwd"]),
+    (["width=3"], ["width", "tiny_data:linear"]),
+    (["samples_per_client=1000"], ["1000"]),
+    (["device=toaster"], ["device", "toaster"]),
+    (["device=meta"], ["device", "meta"]),
+    (["missing.toml"], ["missing.toml", "No such file"]),
+    (["one.toml", "two.toml"], ["one.toml", "two.toml"]),
+    (["."], [".", "directory"]),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_wrong_input_is_a_sentence_and_nothing_is_written(
+    call, tmp_path: Path, words: list[str], said: list[str]
+) -> None:
+    assert_sentence(call("run", *WORDS, *words), *said)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"rounds = \n", "not TOML"),
+        (b"rounds = 3\nrounds = 4\n", "not TOML"),
+        (b'name = "\xe9t\xe9"\n', "not TOML"),
+        (b"\x00\x01\x02", "not TOML"),
+        (b"\xff\xfer\x00o\x00", "not TOML"),
+        (b"[rounds]\nx = 1\n", "rounds"),
+        (b"rounds = [1, 2]\n", "rounds"),
+        (b"rounds = 2024-01-01\n", "rounds"),
+        (b'rounds = "x\\ny"\n', "rounds"),
+        (b"bogus = 1\n", "bogus"),
+    ],
+)
+def test_an_unreadable_description_is_a_sentence(call, tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "bad.toml").write_bytes(content)
+    assert_sentence(call("run", "bad.toml"), said)
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.toml"]
+
+
+def test_a_folder_of_another_experiment_is_refused_and_left_alone(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "--quiet", "--out", "here")
+    before = files(tmp_path)
+    for extra in ([], ["--resume"]):
+        assert_sentence(call("run", *WORDS, "seed=1", "--out", "here", *extra), "here", "another experiment")
+    assert files(tmp_path) == before
+
+
+def test_an_existing_run_needs_resume(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "--quiet", "--out", "here")
+    before = files(tmp_path)
+    assert_sentence(call("run", *WORDS, "--out", "here"), "here", "--resume")
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("extra", [[], ["--resume"]])
+def test_a_folder_that_is_no_run_is_refused_and_left_alone(call, tmp_path: Path, extra: list[str]) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "thesis.tex").write_text("important")
+    assert_sentence(call("run", *WORDS, "--out", "here", *extra), "here", "not a run folder")
+    assert files(tmp_path) == {"here/thesis.tex": b"important"}
+
+
+def test_a_file_where_the_folder_should_be_is_refused(call, tmp_path: Path) -> None:
+    (tmp_path / "here").write_text("important")
+    assert_sentence(call("run", *WORDS, "--out", "here"), "here")
+    assert_sentence(call("run", *WORDS, "--out", "here/below"), "here")
+    assert files(tmp_path) == {"here": b"important"}
+
+
+def test_a_run_whose_description_is_damaged_is_refused_with_its_name(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "--quiet", "--out", "here")
+    (tmp_path / "here" / "experiment.toml").write_text("rounds = ")
+    before = files(tmp_path)
+    assert_sentence(call("run", *WORDS, "--out", "here", "--resume"), "here/experiment.toml")
+    assert files(tmp_path) == before
+
+
+def test_a_diverging_run_is_a_sentence(call) -> None:
+    done = call("run", *WORDS, "lr=1e30", "--quiet")
+    assert_sentence(done, "client 'dark-0'", "on_bad_update")
+
+
+def test_a_name_cannot_lead_out_of_the_runs_folder(call, tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    for name in ("..", "../../up", "/tmp/elsewhere", ".", "a/b"):
+        call("run", *WORDS, "rounds=1", f'name="{name}"', "--quiet")
+    assert {p.name for p in tmp_path.iterdir()} == {"inside", "runs"}
+    assert all(p.is_dir() for p in (tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("words", [["demo", "--rounds", "0"], ["demo", "--seed", "-1"]])
+def test_wrong_options_of_the_demo_are_a_sentence(call, tmp_path: Path, words: list[str]) -> None:
+    assert_sentence(call(*words), words[1].strip("-"), words[2])
+    assert list(tmp_path.iterdir()) == []
+
+
+# As a process
+
+
+@pytest.mark.slow
+def test_the_module_is_a_command_and_ascii_terminals_will_do(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedheal", "run", *WORDS, "name=plain"]
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert CONTROL.search(done.stdout.decode("ascii")) is None
+    assert "runs/plain" in done.stdout.decode("ascii")
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedheal", "run", *WORDS, "rounds=100000", "save_seconds=0", "--out", "here"]
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "here" / "state").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert "--resume" in said
+
+
+@pytest.mark.slow
+def test_the_demo_gives_the_same_bits_twice_and_a_table(tmp_path: Path) -> None:
+    said = []
+    for name in ("one", "two"):
+        command = [sys.executable, "-m", "fedheal", "demo", "--rounds", "2", "--out", str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert CONTROL.search(done.stdout) is None
+        said.append(done.stdout)
+    one, two = files(tmp_path / "one"), files(tmp_path / "two")
+    models = [name for name in one if name.endswith("model.safetensors")]
+    assert len(models) == 4
+    assert all(one[name] == two[name] for name in models)
+    assert len({one[name] for name in models}) == 4  # four different methods
+
+    header = next(line for line in said[0].splitlines() if "method" in line and "AVG" in line)
+    assert re.findall(r"\w+", header) == ["method", "handwritten", "print", "street", "display", "AVG", "STD", "worst"]
+    table = said[0][said[0].index(header) :].splitlines()
+    rows = [line for line in table if len(re.findall(r"\d+\.\d", line)) == 7]
+    methods = [re.findall(r"fed[\w+:=]*", row)[0] for row in rows]
+    assert methods == ["fedavg", "fedavg+uniform", "fedavg+fedheal", "fedavg+fedheal:variant=released"]
+    for row, method in zip(rows, methods, strict=True):
+        folder = tmp_path / "one" / f"{method.replace(':', '_')}-embedded-seed0"
+        result = json.loads((folder / "result.json").read_text())
+        shown = [f"{x:.1f}" for x in (*result["domains"].values(), result["avg"], result["std"], result["worst"])]
+        assert re.findall(r"\d+\.\d", row) == shown

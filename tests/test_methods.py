@@ -1,0 +1,206 @@
+"""A method's name: its parts and their parameters, one spelling for one method, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fedheal
+from fedheal import methods
+from fedheal.aggregate.stages import STAGES
+from tiny_data import quick
+
+
+def bits(name: str, **keys: Any) -> dict[str, bytes]:
+    result = fedheal.run(
+        quick(method=name, model="tiny_data:normed", rounds=4, participation=0.8, **keys), progress=False
+    )
+    return {name: value.numpy().tobytes() for name, value in result.model.state_dict().items()}
+
+
+def test_names_are_local_methods_alone_and_with_every_stage() -> None:
+    names = methods.names()
+    assert names[0] == "fedavg"
+    assert {"fedavg+uniform", "fedavg+fedheal", "fedavg+fphl", "fedavg+fael", "fedavg+fael-exact"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_every_name_is_canonical_and_its_full_spelling_means_the_same(name: str) -> None:
+    method = methods.get(name)
+    assert method.name == name
+    assert methods.get(method.spelled).name == name
+    assert methods.get(method.spelled).spelled == method.spelled
+
+
+SAME = [
+    ("fedheal", "fedavg+fedheal"),
+    ("uniform", "fedavg+uniform"),
+    ("fael-exact", "fedavg+fael-exact"),
+    ("fphl+fael", "fedavg+fedheal"),
+    ("fael+fphl", "fedavg+fedheal"),
+    ("fedavg+fael+fphl", "fedavg+fedheal"),
+    ("fphl:tau=0.4+fael", "fedavg+fedheal:tau=0.4"),
+    ("fphl+fael:beta=0.1", "fedavg+fedheal:beta=0.1"),
+    ("fphl:variant=released+fael:variant=released", "fedavg+fedheal:variant=released"),
+    ("fedheal:tau=0.3", "fedavg+fedheal"),
+    ("fedheal:tau=.4", "fedavg+fedheal:tau=0.4"),
+    ("fedheal:tau=0.40", "fedavg+fedheal:tau=0.4"),
+    ("fedheal:tau=4e-1", "fedavg+fedheal:tau=0.4"),
+    ("fedheal:beta=0.1,tau=0.4", "fedavg+fedheal:tau=0.4,beta=0.1"),
+    ("fedheal: tau = 0.4 , beta=0.1", "fedavg+fedheal:tau=0.4,beta=0.1"),
+    (" fedavg + fedheal ", "fedavg+fedheal"),
+    ("fedheal:fael=false", "fedavg+fedheal:fael=false"),
+    ("fedheal:fael=False,fphl=TRUE", "fedavg+fedheal:fael=false"),
+]
+
+
+@pytest.mark.parametrize(("written", "name"), SAME)
+def test_one_spelling_for_one_method(written: str, name: str) -> None:
+    assert methods.get(written).name == name
+    assert methods.get(methods.get(written).name).name == name
+    assert methods.get(methods.get(written).spelled).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("fedheal", {"tau": 1}),
+        ("fedheal", {"tau": 0}),
+        ("fedheal", {"beta": 1}),
+        ("fael", {"beta": 0}),
+        ("fael-exact", {"ridge": 1}),
+        ("fael-exact", {"ridge": 1e20}),
+        ("fael-exact", {"ridge": 1e-20}),
+        ("fedheal", {"tau": 0.1 + 0.2}),
+        ("fedheal", {"fael": False, "fphl": False}),
+        ("fedheal", {"fael": 0}),
+    ],
+    ids=str,
+)
+def test_keys_and_text_name_the_same_method(name: str, keys: dict[str, Any]) -> None:
+    try:
+        given = methods.get(name, **keys)
+    except ValueError:
+        assert keys == {"fael": 0}  # neither a name nor false
+        return
+    text = f"{name}:" + ",".join(f"{k}={str(v).replace('+', '')}" for k, v in keys.items())
+    assert given.name == methods.get(text).name
+    assert methods.get(given.spelled).name == given.name
+    assert methods.get(given.name).spelled == given.spelled
+
+
+def test_a_sign_in_an_exponent_is_not_a_plus_between_parts() -> None:
+    assert methods.get("fael-exact:ridge=1e+2").name == methods.get("fael-exact:ridge=100").name
+
+
+def test_keys_go_to_the_part_that_has_them() -> None:
+    assert methods.get("fedheal", tau=0.4, beta=0.1).name == "fedavg+fedheal:tau=0.4,beta=0.1"
+    assert methods.get("uniform+fphl", tau=0.4).name == "fedavg+uniform+fphl:tau=0.4"
+    assert methods.get("fael+fphl", beta=0.9).name == "fedavg+fedheal:beta=0.9"
+    assert methods.get("fael-exact+fphl", floor=0.1, tau=0.9).name == "fedavg+fael-exact:floor=0.1+fphl:tau=0.9"
+
+
+def test_a_key_that_agrees_with_the_name_is_no_contradiction() -> None:
+    assert methods.get("fedheal:tau=0.4", tau=0.4).name == "fedavg+fedheal:tau=0.4"
+    assert methods.get("fedheal:tau=0.4", tau="0.4").name == "fedavg+fedheal:tau=0.4"
+
+
+def test_keys_given_as_text_are_read_as_numbers() -> None:
+    assert methods.get("fedheal", tau="0.4", fphl="false").name == "fedavg+fedheal:tau=0.4,fphl=false"
+
+
+def test_parameters_are_listed_with_their_values() -> None:
+    found = methods.parameters("fedheal:tau=0.4")
+    wanted = {"tau": 0.4, "beta": 0.4, "variant": "paper", "fphl": True, "fael": "momentum"}
+    assert found | wanted == found
+    assert methods.parameters("fedavg") == {}
+    assert methods.parameters("uniform+fphl") == {"tau": 0.3, "variant": "paper"}
+
+
+def test_fphl_and_fael_together_are_fedheal_to_the_bit() -> None:
+    assert bits("fphl+fael") == bits("fedheal")
+    assert bits("fphl+fael") != bits("fphl")
+    assert bits("fphl+fael") != bits("fael")
+    assert bits("fphl:variant=released+fael:variant=released") == bits("fedheal:variant=released")
+
+
+def test_the_order_of_stages_changes_nothing() -> None:
+    assert bits("uniform+fphl") == bits("fphl+uniform")
+    assert bits("fael-exact+fphl") == bits("fphl+fael-exact") == bits("fedheal:fael=exact")
+
+
+def test_a_parameter_makes_a_difference() -> None:
+    assert bits("fedheal") != bits("fedheal", tau=0.9)
+    assert bits("fedheal") != bits("fedheal:variant=released")
+    assert bits("fedheal:fphl=false,fael=false") == bits("fedavg")
+
+
+REFUSED = [
+    ("fedhael", {}, "no method part 'fedhael'.*did you mean 'fedheal'"),
+    ("zzz", {}, "no method part 'zzz'"),
+    ("", {}, "no method part ''"),
+    ("+", {}, "no method part ''"),
+    ("fedavg+", {}, "no method part ''"),
+    ("fedavg++fedheal", {}, "no method part ''"),
+    ("FedHEAL", {}, "no method part 'FedHEAL'"),
+    ("fedheal:taw=0.3", {}, "'fedheal' has no parameter 'taw'.*did you mean 'tau'"),
+    ("fedheal", {"taw": 0.3}, "no parameter 'taw'.*did you mean 'tau'"),
+    ("fedavg", {"tau": 0.3}, "no parameter 'tau'.*no parameters"),
+    ("uniform", {"tau": 0.3}, "no parameter 'tau'"),
+    ("uniform:tau=0.3", {}, "no parameter 'tau'"),
+    ("fedheal:tau", {}, "should be key=value"),
+    ("fedheal:tau=0.3,", {}, "should be key=value"),
+    ("fedheal:tau=0.3,tau=0.3", {}, "each key once"),
+    ("fedheal:tau=x", {}, "tau = x: a number is needed"),
+    ("fedheal:tau=", {}, "a number is needed"),
+    ("fedheal:tau=2", {}, "tau = 2.0: use a number from 0 to 1"),
+    ("fedheal:tau=nan", {}, "tau = nan"),
+    ("fedheal:tau=true", {}, "tau = True"),
+    ("fedheal", {"tau": -1}, "tau = -1"),
+    ("fedheal:variant=mine", {}, "variant = 'mine'"),
+    ("fedheal:fael=maybe", {}, "fael = 'maybe'"),
+    ("fedheal:fphl=maybe", {}, "fphl = 'maybe'"),
+    ("fael-exact:ridge=0", {}, "ridge = 0"),
+    ("fael-exact:ridge=inf", {}, "ridge = inf"),
+    ("fael-exact:ridge=true", {}, "ridge = True"),
+    ("fael-exact:towards=me", {}, "towards = 'me'"),
+    ("fael-exact:floor=2", {}, "floor = 2"),
+    ("fedheal:tau=0.2", {"tau": 0.3}, "tau = 0.3 contradicts.*tau = 0.2"),
+    ("fphl+fael", {"variant": "released"}, "'variant' belongs to several parts.*fphl, fael"),
+    ("fedheal+uniform", {}, "two of these stages give weights"),
+    ("uniform+fael", {}, "two of these stages give weights"),
+    ("fael+fael-exact", {}, "two of these stages give weights"),
+    ("fedheal+fphl", {}, "two of these stages give"),
+    ("uniform+uniform", {}, "names a part twice"),
+    ("fedheal+fedheal:tau=0.2", {}, "names a part twice"),
+    ("fphl+fael+fphl", {}, "names a part twice"),
+    ("fedavg+fedavg", {}, "fedavg"),
+    ("fedheal+fedavg", {}, "fedavg"),
+    ("fphl:variant=released+fael", {}, "different variants"),
+    ("fphl+fael:variant=released", {}, "different variants"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "why"), REFUSED)
+def test_what_is_wrong_with_a_name_is_one_sentence(name: str, keys: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why) as error:
+        methods.get(name, **keys)
+    assert "\n" not in str(error.value)
+
+
+def test_a_method_is_a_value() -> None:
+    method = methods.get("fedheal")
+    with pytest.raises(AttributeError):
+        method.name = "other"  # type: ignore[misc]
+    assert method.local == "fedavg"
+    assert torch.is_tensor(method.aggregator.apply(torch.zeros(2), fedheal.Updates(["a"], torch.ones(1, 2), [1]),
+                                                   method.aggregator.init(fedheal.Layout.flat(2))).model)  # fmt: skip
+
+
+def test_every_stage_has_a_docstring_and_defaults_that_it_accepts() -> None:
+    for name, stage in STAGES.items():
+        assert stage.__doc__, name
+        assert stage() is not None
