@@ -167,6 +167,10 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         raise ValueError(
             f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none"
         )
+    if any(term.validates for term in method.terms) and (not experiment.validation or experiment.pool):
+        raise ValueError(
+            f"method '{method.name}' needs examples held out of each client's training data: give validation=0.2"
+        )
     bench = Bench(
         module,
         Layout.of(module),
@@ -178,6 +182,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         experiment.rounds,
         method.terms,
         "loss" in method.aggregator.stage.needs,
+        {c.id: _taken(domains[c.domain].train, held[c.id][1], device) for c in clients if experiment.validation},
     )
     return Federation(
         bench,
@@ -186,9 +191,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         Server(experiment.server_optimizer, experiment.server_lr, experiment.server_momentum),
         {d.name: Split(d.test.images.to(device), d.test.labels.to(device)) for d in domains.domains},
         {c.id: c.domain for c in clients},
-        {c.id: _taken(domains[c.domain].train, held[c.id][1], device) for c in clients}
-        if experiment.validation
-        else {},
+        bench.validation,
         experiment.participation,
         experiment.dropout,
     )

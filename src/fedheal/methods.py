@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedheal.aggregate import Aggregator, chain
+from fedheal.aggregate import Aggregator, Stage, chain, stages
 from fedheal.aggregate.presets import reducer
 from fedheal.aggregate.stages import STAGES
 from fedheal.local.contrastive import Contrastive
@@ -23,6 +23,7 @@ from fedheal.local.personal import Ditto, LocalNorm
 from fedheal.local.prototypes import FPL, FedProc, FedProto
 from fedheal.local.proximal import Proximal
 from fedheal.local.term import Term
+from fedheal.local.validated import Gaps, LeaveOneOut
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Local:
 
     terms: tuple[Term, ...] = ()
     uniform: bool = False
+    stage: Stage | None = None  # a method of its own may bring one
     training: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -116,6 +118,16 @@ def fpl(temperature: float = 0.02) -> Local:
     return Local((FPL(temperature=temperature),))
 
 
+def fedga(s0: float = 0.2) -> Local:
+    """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data."""
+    return Local((Gaps(),), stage=stages.fedga(s0))
+
+
+def fedce(mode: str = "times") -> Local:
+    """Jiang et al. 2023: weight by estimated contribution. Needs validation data."""
+    return Local((LeaveOneOut(),), stage=stages.fedce(mode))
+
+
 LOCAL: dict[str, Callable[..., Local]] = {
     "fedavg": fedavg,
     "fedprox": fedprox,
@@ -126,7 +138,7 @@ LOCAL: dict[str, Callable[..., Local]] = {
     "fedproto": fedproto,
 }
 # Methods of their own, which no stage joins.
-WHOLE: dict[str, Callable[..., Local]] = {"ditto": ditto, "fedbn": fedbn, "fpl": fpl}
+WHOLE: dict[str, Callable[..., Local]] = {"ditto": ditto, "fedbn": fedbn, "fpl": fpl, "fedce": fedce, "fedga": fedga}
 PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES}
 
 
@@ -163,20 +175,20 @@ def get(name: str, **keys: Any) -> Method:
         raise ValueError(f"method '{name}': {parts[0][0]} is a method of its own and takes no stage")
     for key, value in keys.items():
         _give(parts, key, value, name)
-    (local, own), *stages = parts
-    stages = _merged(stages, name)
+    (local, own), *chosen = parts
+    chosen = _merged(chosen, name)
     trained = PARTS[local](**own)
     try:
-        stage = chain(*(STAGES[part](**given) for part, given in stages))
+        stage = trained.stage or chain(*(STAGES[part](**given) for part, given in chosen))
     except ValueError as error:
         raise ValueError(f"method '{name}': {error}") from None
-    variants = {given.get("variant", "paper") for part, given in stages if "variant" in _defaults(part)}
+    variants = {given.get("variant", "paper") for part, given in chosen if "variant" in _defaults(part)}
     if len(variants) > 1:
         raise ValueError(f"method '{name}': its parts follow different variants {sorted(variants)}; give both the same")
     if trained.uniform and "weights" not in stage.gives:
         stage = chain(stage, STAGES["uniform"]())
     aggregator = Aggregator(stage, reducer(*variants or {"paper"}))
-    short, spelled = (_spell(parts[:1] + stages, everything) for everything in (False, True))
+    short, spelled = (_spell(parts[:1] + chosen, everything) for everything in (False, True))
     return Method(short, aggregator, trained.terms, spelled, trained.training)
 
 

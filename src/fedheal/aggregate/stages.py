@@ -7,10 +7,12 @@ from collections.abc import Callable
 from fedheal.aggregate.consistency import consistency
 from fedheal.aggregate.distance import cumulative, momentum
 from fedheal.aggregate.equidistant import exact
+from fedheal.aggregate.fedce import fedce
+from fedheal.aggregate.fedga import fedga
 from fedheal.aggregate.stage import Stage, chain
 from fedheal.aggregate.weights import uniform
 
-__all__ = ["STAGES", "Stage", "chain", "fael", "fael_exact", "fedheal", "fphl", "uniform"]
+__all__ = ["STAGES", "Stage", "chain", "fael", "fael_exact", "fedce", "fedga", "fedheal", "fphl", "uniform"]
 
 VARIANTS = ("paper", "released")
 FAEL = ("momentum", "exact", "exact-reg", False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class Bench:
     rounds: int = 1
     terms: tuple[Term, ...] = ()
     received_loss: bool = False  # whether clients report the loss of the model they receive
+    validation: dict[str, Split] = field(default_factory=dict)  # by client
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def train(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Task) -
     """A client's round, starting from the global `model`."""
     examples, training, module = bench.examples[task.client], bench.training, bench.module
     contexts = _contexts(bench, model, shared, task)
-    metrics = {"loss": mean_loss(bench, model, task.client)} if bench.received_loss else {}
+    metrics = {"loss": judge(bench, model, examples)[0]} if bench.received_loss else {}
     start = model
     for term, ctx in zip(bench.terms, contexts, strict=True):
         start = term.prepare(ctx, start)
@@ -85,6 +86,7 @@ def train(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Task) -
     sent, slots, messages = local, [], []
     for term, ctx in zip(bench.terms, contexts, strict=True):
         sent = term.sent(ctx, sent)
+        metrics |= term.metrics(ctx, local)
         slot, message = term.finish(ctx, local)
         slots.append(slot)
         messages.append(message)
@@ -114,6 +116,7 @@ def _contexts(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Tas
 
     return [
         Context(
+            client=task.client,
             round=task.round,
             rounds=bench.rounds,
             lr=training.lr,
@@ -127,6 +130,7 @@ def _contexts(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Tas
             shared=values,
             fit=fit,
             gradient=lambda at: _gradient(bench, at, task.client),
+            validate=lambda at: judge(bench, at, bench.validation[task.client]),
         )
         for slot, values in zip(task.slots, shared, strict=True)
     ]
@@ -183,15 +187,17 @@ def batches(examples: Split, training: Training, chance: torch.Generator) -> Ite
 
 
 @torch.no_grad()
-def mean_loss(bench: Bench, model: Packed, client: str) -> float:
-    """The mean cross-entropy of a model on a client's own training data, in evaluation mode and without augmentation."""
-    module, examples = bench.module, bench.examples[client]
+def judge(bench: Bench, model: Packed, split: Split) -> tuple[float, float]:
+    """A model's mean cross-entropy and accuracy (0 to 1) on some examples, in evaluation mode and without augmentation."""
+    module = bench.module
     module.load_state_dict(bench.layout.unpack(model))
     module.eval()
-    total = 0.0
-    for images, labels in _in_turn(examples):
-        total += float(functional.cross_entropy(module(normalised(images)), labels, reduction="sum"))
-    return total / len(examples)
+    loss, right = 0.0, 0
+    for images, labels in _in_turn(split):
+        logits = module(normalised(images))
+        loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
+        right += int((logits.argmax(dim=1) == labels).sum())
+    return loss / len(split), right / len(split)
 
 
 def _gradient(bench: Bench, model: Packed, client: str) -> Tensor:

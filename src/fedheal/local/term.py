@@ -37,6 +37,7 @@ class Batch:
 class Context:
     """What a term may know during a client's round. `scratch` is this term's own, for this client and round."""
 
+    client: str
     round: int  # from 1
     rounds: int
     lr: float
@@ -50,6 +51,7 @@ class Context:
     shared: Arrays
     fit: Callable[..., Packed]  # train again from another start: see `engine.serial`
     gradient: Callable[[Packed], Tensor]  # of the mean loss over the client's data, at these parameters
+    validate: Callable[[Packed], tuple[float, float]]  # loss and accuracy (0 to 1) on what the client held out
     scratch: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,6 +90,7 @@ class Term:
     features: bool = False
     clip: float | None = None
     personalised: bool = False
+    validates: bool = False  # needs examples held out of the client's training data
     sends: tuple[str, ...] = ()  # which of the shared values travel to clients
 
     def init(self, layout: Layout) -> Arrays:
@@ -104,6 +107,10 @@ class Term:
 
     def grad(self, ctx: Context) -> None:
         """Change the gradients of `ctx.params`, before momentum."""
+
+    def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
+        """Numbers that the aggregation needs from the client."""
+        return {}
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         """The client's new slot, and its message to the server."""
