@@ -266,7 +266,8 @@ def methods() -> None:
         title="<local>[:key=value,...]{+<stage>[:key=value,...]}",
         title_justify="left",
     )
-    for kind, parts in (("local", method_table.LOCAL), ("stage", STAGES)):
+    groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
+    for kind, parts in groups:
         for name, part in parts.items():
             keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
             table.add_row(f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)

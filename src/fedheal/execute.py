@@ -23,7 +23,7 @@ from fedheal.engine.workers import trainer
 from fedheal.experiment import Experiment, build, module_of
 from fedheal.metrics import fairness, last_mean
 from fedheal.progress import Progress, watched
-from fedheal.run import Callback, Federation, initial_state, restored_state, rounds
+from fedheal.run import Callback, Federation, initial_state, judged_model, restored_state, rounds
 from fedheal.types import RoundRecord, RunState
 
 log = logging.getLogger("fedheal")
@@ -84,7 +84,7 @@ def run(
             for callback in watchers:
                 callback.round(record)
         module = federation.bench.module
-        module.load_state_dict(federation.bench.layout.unpack(state.model))
+        module.load_state_dict(federation.bench.layout.unpack(judged_model(federation, state.model, state.terms)))
         result = _result(experiment, history, state, federation, domains)
         if folder is not None:
             records.save_tensors(folder / "model.safetensors", module.state_dict())

@@ -160,17 +160,38 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     }
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
-    bench = Bench(module, Layout.of(module), training, experiment.seed, device, train)
+    method = experiment.resolved_method
+    asked = {"momentum": training.momentum, "weight_decay": training.weight_decay} | dict(method.training)
+    training = replace(training, momentum=asked["momentum"], weight_decay=asked["weight_decay"])
+    if any(term.features for term in method.terms) and not (hasattr(module, "features") and hasattr(module, "head")):
+        raise ValueError(
+            f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none"
+        )
+    if any(term.validates for term in method.terms) and (not experiment.validation or experiment.pool):
+        raise ValueError(
+            f"method '{method.name}' needs examples held out of each client's training data: give validation=0.2"
+        )
+    bench = Bench(
+        module,
+        Layout.of(module),
+        training,
+        experiment.seed,
+        device,
+        train,
+        len(domains.classes),
+        experiment.rounds,
+        method.terms,
+        "loss" in method.aggregator.stage.needs,
+        {c.id: _taken(domains[c.domain].train, held[c.id][1], device) for c in clients if experiment.validation},
+    )
     return Federation(
         bench,
         tuple(train),
-        replace(experiment.resolved_method.aggregator, on_bad_update=experiment.on_bad_update),
+        replace(method.aggregator, on_bad_update=experiment.on_bad_update),
         Server(experiment.server_optimizer, experiment.server_lr, experiment.server_momentum),
         {d.name: Split(d.test.images.to(device), d.test.labels.to(device)) for d in domains.domains},
         {c.id: c.domain for c in clients},
-        {c.id: _taken(domains[c.domain].train, held[c.id][1], device) for c in clients}
-        if experiment.validation
-        else {},
+        bench.validation,
         experiment.participation,
         experiment.dropout,
     )

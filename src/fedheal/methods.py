@@ -9,20 +9,139 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from fedheal.aggregate import Aggregator, chain
+from fedheal.aggregate import Aggregator, Stage, chain
+from fedheal.aggregate import fedce as contribution
+from fedheal.aggregate import fedga as adjustment
 from fedheal.aggregate.presets import reducer
 from fedheal.aggregate.stages import STAGES
+from fedheal.local.contrastive import Contrastive
+from fedheal.local.control_variates import ControlVariates
+from fedheal.local.dynamic import Dynamic
+from fedheal.local.personal import Ditto, LocalNorm
+from fedheal.local.prototypes import FPL, FedProc, FedProto
+from fedheal.local.proximal import Proximal
+from fedheal.local.term import Term
+from fedheal.local.validated import Gaps, LeaveOneOut
 
 
-def fedavg() -> None:
+@dataclass(frozen=True)
+class Local:
+    """Local training: its terms, who counts how much where no stage says, and what it asks of the optimiser."""
+
+    terms: tuple[Term, ...] = ()
+    uniform: bool = False
+    stage: Stage | None = None  # a method of its own may bring one
+    training: Mapping[str, float] = field(default_factory=dict)
+
+
+def fedavg() -> Local:
     """McMahan et al. 2017: every client minimises its own loss from the global model."""
+    return Local()
 
 
-LOCAL: dict[str, Callable[..., Any]] = {"fedavg": fedavg}
+def fedprox(mu: float = 0.01, preset: str = "ours") -> Local:
+    """Li et al. 2020: CE + mu/2 |w - W|^2. preset=group: mu = 1e-4, the effective value of the paper's group's code."""
+    _choice("preset", preset, "ours", "group")
+    _at_least("mu", mu, 0)
+    return Local((Proximal(1e-4 if preset == "group" else mu),))
+
+
+def scaffold(
+    option: int = 2, eta_g: float = 1.0, fair_controls: str = "uniform", clip: float = 0.0, preset: str = "ours"
+) -> Local:
+    """Karimireddy et al. 2020: control variates, aware of momentum. preset=group: no momentum, eta_g 0.25, clip 100."""
+    _choice("option", option, 1, 2)
+    _choice("fair_controls", fair_controls, "uniform", "p")
+    _choice("preset", preset, "ours", "group")
+    _at_least("clip", clip, 0)
+    if not eta_g > 0:
+        raise ValueError(f"eta_g = {eta_g}: use a number above 0")
+    if preset == "group":
+        term = ControlVariates(option, 0.25, fair_controls, 100.0)
+        return Local((term,), uniform=True, training={"momentum": 0.0, "weight_decay": 0.0})
+    return Local((ControlVariates(option, eta_g, fair_controls, clip or None),), uniform=True)
+
+
+def moon(mu: float = 5.0, temperature: float = 0.5) -> Local:
+    """Li, He and Song 2021: features near the global net's, far from the client's previous net's."""
+    _at_least("mu", mu, 0)
+    _above("temperature", temperature)
+    return Local((Contrastive(mu, temperature),))
+
+
+def feddyn(
+    alpha: float = 0.01,
+    eval_model: str = "average",
+    fair_controls: str = "uniform",
+    clip: float = 10.0,
+    preset: str = "ours",
+) -> Local:
+    """Acar et al. 2021: dynamic regularisation. preset=group: FedAvg, to which the group's code amounts."""
+    _choice("eval_model", eval_model, "average", "broadcast")
+    _choice("fair_controls", fair_controls, "uniform", "p")
+    _choice("preset", preset, "ours", "group")
+    _above("alpha", alpha)
+    _at_least("clip", clip, 0)
+    if preset == "group":
+        return Local()
+    return Local((Dynamic(alpha, eval_model, fair_controls, clip or None),), uniform=True)
+
+
+def fedproc(temperature: float = 1.0, first_round_ce: bool = True) -> Local:
+    """Mu et al. 2023: prototypical contrast that hands over to cross-entropy."""
+    _above("temperature", temperature)
+    return Local((FedProc(temperature=temperature, first_round_ce=first_round_ce),))
+
+
+def fedproto(lam: float = 1.0) -> Local:
+    """Tan et al. 2022, with a shared model: features pulled to the global class prototypes."""
+    _at_least("lam", lam, 0)
+    return Local((FedProto(lam=lam),))
+
+
+def ditto(lam: float = 1.0, feedback: bool = False) -> Local:
+    """Li et al. 2021: a personal model per client; their average is judged (feedback: and broadcast)."""
+    _at_least("lam", lam, 0)
+    return Local((Ditto(lam, feedback),))
+
+
+def fedbn() -> Local:
+    """Li et al. 2021: normalisation layers stay with the client (a personalised row)."""
+    return Local((LocalNorm(),))
+
+
+def fpl(temperature: float = 0.02) -> Local:
+    """Huang et al. 2023: cluster prototypes by FINCH for contrast, their mean for consistency."""
+    _above("temperature", temperature)
+    return Local((FPL(temperature=temperature),))
+
+
+def fedga(s0: float = 0.2) -> Local:
+    """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data."""
+    return Local((Gaps(),), stage=adjustment.fedga(s0))
+
+
+def fedce(mode: str = "times") -> Local:
+    """Jiang et al. 2023: weight by estimated contribution. Needs validation data."""
+    return Local((LeaveOneOut(),), stage=contribution.fedce(mode))
+
+
+LOCAL: dict[str, Callable[..., Local]] = {
+    "fedavg": fedavg,
+    "fedprox": fedprox,
+    "scaffold": scaffold,
+    "moon": moon,
+    "feddyn": feddyn,
+    "fedproc": fedproc,
+    "fedproto": fedproto,
+}
+# Methods of their own, which no stage joins.
+WHOLE: dict[str, Callable[..., Local]] = {"ditto": ditto, "fedbn": fedbn, "fpl": fpl, "fedce": fedce, "fedga": fedga}
+PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES}
 
 
 @dataclass(frozen=True)
@@ -31,8 +150,13 @@ class Method:
 
     name: str
     aggregator: Aggregator
-    local: str = "fedavg"
+    terms: tuple[Term, ...] = ()
     spelled: str = ""
+    training: Mapping[str, float] = field(default_factory=dict)  # what it asks of the optimiser
+
+    @property
+    def personalised(self) -> bool:
+        return any(term.personalised for term in self.terms)
 
 
 def get(name: str, **keys: Any) -> Method:
@@ -44,26 +168,35 @@ def get(name: str, **keys: Any) -> Method:
     'fedavg+fedheal'
     """
     parts = [_parse(part) for part in name.split("+")]
-    if parts[0][0] not in LOCAL:
+    if parts[0][0] not in LOCAL | WHOLE:
         parts.insert(0, ("fedavg", {}))
+    for part, _ in parts[1:]:
+        if part not in STAGES:
+            raise ValueError(f"method '{name}': '{part}' is not a stage; only one part can say how clients train")
+    if parts[0][0] in WHOLE and len(parts) > 1:
+        raise ValueError(f"method '{name}': {parts[0][0]} is a method of its own and takes no stage")
     for key, value in keys.items():
         _give(parts, key, value, name)
-    (local, _), *stages = parts
-    stages = _merged(stages, name)
+    (local, own), *chosen = parts
+    chosen = _merged(chosen, name)
+    trained = PARTS[local](**own)
     try:
-        stage = chain(*(STAGES[part](**given) for part, given in stages))
+        stage = trained.stage or chain(*(STAGES[part](**given) for part, given in chosen))
     except ValueError as error:
         raise ValueError(f"method '{name}': {error}") from None
-    variants = {given.get("variant", "paper") for part, given in stages if "variant" in _defaults(part)}
+    variants = {given.get("variant", "paper") for part, given in chosen if "variant" in _defaults(part)}
     if len(variants) > 1:
         raise ValueError(f"method '{name}': its parts follow different variants {sorted(variants)}; give both the same")
+    if trained.uniform and "weights" not in stage.gives:
+        stage = chain(stage, STAGES["uniform"]())
     aggregator = Aggregator(stage, reducer(*variants or {"paper"}))
-    return Method(_spell(parts[:1] + stages, False), aggregator, local, _spell(parts[:1] + stages, True))
+    short, spelled = (_spell(parts[:1] + chosen, everything) for everything in (False, True))
+    return Method(short, aggregator, trained.terms, spelled, trained.training)
 
 
 def names() -> list[str]:
-    """Every local method, alone and with every stage."""
-    return [name for local in LOCAL for name in (local, *(f"{local}+{stage}" for stage in STAGES))]
+    """Every local method, alone and with every stage; then the methods of their own."""
+    return [*(name for local in LOCAL for name in (local, *(f"{local}+{stage}" for stage in STAGES))), *WHOLE]
 
 
 def parameters(name: str) -> dict[str, Any]:
@@ -73,9 +206,9 @@ def parameters(name: str) -> dict[str, Any]:
 
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
     part, _, listed = text.strip().partition(":")
-    if part not in LOCAL | STAGES:
+    if part not in PARTS:
         raise ValueError(
-            f"there is no method part '{part}'{suggestion(part, [*LOCAL, *STAGES])}; `fedheal methods` lists them"
+            f"there is no method part '{part}'{suggestion(part, list(PARTS))}; `fedheal methods` lists them"
         )
     given: dict[str, Any] = {}
     for item in listed.split(",") if listed else []:
@@ -117,7 +250,7 @@ def _merged(stages: list[tuple[str, dict[str, Any]]], name: str) -> list[tuple[s
 
 
 def _defaults(part: str) -> dict[str, Any]:
-    return {k: p.default for k, p in inspect.signature((LOCAL | STAGES)[part]).parameters.items()}
+    return {k: p.default for k, p in inspect.signature(PARTS[part]).parameters.items()}
 
 
 def _value(part: str, key: str, text: str) -> Any:
@@ -129,9 +262,9 @@ def _value(part: str, key: str, text: str) -> Any:
         )
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if isinstance(defaults[key], float):
+    if isinstance(defaults[key], (float, int)) and not isinstance(defaults[key], bool):
         try:
-            return float(text)
+            return type(defaults[key])(text)
         except ValueError:
             raise ValueError(f"{key} = {text}: a number is needed") from None
     return text
@@ -149,6 +282,21 @@ def _spell(parts: list[tuple[str, dict[str, Any]]], everything: bool) -> str:
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _choice(name: str, value: Any, *choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} = {value!r}: use one of {', '.join(map(repr, choices))}")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} = {value!r}: use a number not below {least:g}")
+
+
+def _above(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} = {value!r}: use a number above 0")
 
 
 def suggestion(word: str, known: list[str]) -> str:

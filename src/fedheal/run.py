@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from torch import Tensor
 from fedheal.aggregate import Aggregator, State
 from fedheal.aggregate.server import Server
 from fedheal.data.domains import Split
-from fedheal.engine.serial import Bench, correct
+from fedheal.engine.serial import Bench, Task, Trained, correct
 from fedheal.engine.workers import Trainer
 from fedheal.layout import Packed
+from fedheal.local.term import ServerContext
 from fedheal.metrics import fairness
 from fedheal.rng import generator
-from fedheal.types import RoundRecord, RunState, Updates
+from fedheal.types import Reply, RoundRecord, RunState, TermState, Updates
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ def initial_state(federation: Federation) -> RunState:
     """Before the first round: the model as it was built."""
     bench = federation.bench
     model = bench.layout.pack(bench.module.state_dict())
-    return RunState(0, bench.seed, model, federation.aggregator.init(bench.layout), federation.server.init())
+    device = model.params.device
+    terms = tuple(TermState(_on(term.init(bench.layout), device), {}) for term in bench.terms)
+    return RunState(0, bench.seed, model, federation.aggregator.init(bench.layout), federation.server.init(), terms)
 
 
 def restored_state(arrays: Mapping[str, Tensor], described: Mapping[str, Any], device: torch.device) -> RunState:
@@ -57,7 +60,15 @@ def restored_state(arrays: Mapping[str, Tensor], described: Mapping[str, Any], d
 
     model = Packed(*(arrays[f"model.{name}"].to(device) for name in ("params", "buffers", "counters")))
     numbers = {name: int(described[name]) for name in ("round", "seed", "sent", "received")}
-    return RunState(**numbers, model=model, aggregator=inner("aggregator"), server=inner("server"))
+
+    def under(prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): v.to(device) for k, v in arrays.items() if k.startswith(prefix)}
+
+    terms = tuple(
+        TermState(under(f"terms.{i}.shared."), {c: under(f"terms.{i}.slots.{j}.") for j, c in enumerate(clients)})
+        for i, clients in enumerate(described["terms"])
+    )
+    return RunState(**numbers, model=model, aggregator=inner("aggregator"), server=inner("server"), terms=terms)
 
 
 def run_round(
@@ -67,27 +78,82 @@ def run_round(
     number, clock = state.round + 1, _Clock()
     cohort = sample(federation, state.seed, number)
     present = [client for client in cohort if not drops_out(federation, state.seed, number, client)]
-    updates = Updates.collect(train(state.model, present, number), layout=federation.bench.layout)
+    replies: dict[str, Trained] = {}
+    updates = Updates.collect(
+        _kept(_trained(federation, state, train, present), replies), layout=federation.bench.layout
+    )
     clock.lap("train")
     out = federation.aggregator.apply(state.model, updates, state.aggregator, donate=True)
-    model, server = federation.server.apply(state.model, out.model, state.server)
+    stepped, server = federation.server.apply(state.model, out.model, state.server)
+    accepted = [client for client in updates.clients if client not in out.report["skipped"]]
+    model, terms = _absorb(federation, state, stepped, updates, out.weights, replies, accepted)
     clock.lap("aggregate")
-    judged = judge(federation, model) if evaluate else {}
+    judged = judge(federation, model, terms) if evaluate else {}
     clock.lap("evaluate")
-    size = sum(vector.nbytes for vector in (model.params, model.buffers, model.counters))
+    sent, received = _traffic(federation, state, replies)
     after = RunState(
         number,
         state.seed,
         model,
         out.state,
         server,
-        state.sent + size * len(cohort),
-        state.received + size * len(present),
+        terms,
+        state.sent + sent * len(cohort),
+        state.received + received,
     )
     losses = updates.metrics.get("train_loss", torch.empty(0, dtype=torch.float64))
     loss = float(losses[losses.isfinite()].mean()) if bool(losses.isfinite().any()) else None
     weights = dict(zip(updates.clients, out.weights.tolist(), strict=True))
     return after, RoundRecord(number, len(cohort), len(present), weights, loss, out.report, clock.seconds, **judged)
+
+
+def _trained(federation: Federation, state: RunState, train: Trainer, present: Sequence[str]) -> Iterator[Trained]:
+    tasks = [Task(c, state.round + 1, tuple(term.slots.get(c, {}) for term in state.terms)) for c in present]
+    return train(state.model, tuple(term.shared for term in state.terms), tasks)
+
+
+def _kept(trained: Iterator[Trained], replies: dict[str, Trained]) -> Iterator[Reply]:
+    """Pass the replies on, and keep all but the update itself."""
+    for one in trained:
+        replies[str(one.reply.client)] = replace(one, reply=one.reply._replace(delta=torch.empty(0)))
+        yield one.reply
+
+
+def _absorb(
+    federation: Federation,
+    state: RunState,
+    model: Packed,
+    updates: Updates,
+    weights: Tensor,
+    replies: Mapping[str, Trained],
+    accepted: Sequence[str],
+) -> tuple[Packed, tuple[TermState, ...]]:
+    """Each term takes its part of the server's step. A client that was skipped leaves no trace: its slots stay as they were."""
+    if not accepted or not bool(weights.any()):
+        return model, state.terms
+    rows = torch.tensor([updates.clients.index(client) for client in accepted])
+    whole = len(rows) == len(updates.clients)
+    taken = updates if whole else Updates(accepted, updates.deltas[rows], updates.num_examples[rows])
+    number = state.round + 1
+    layout, everyone = federation.bench.layout, len(federation.clients)
+    made = []
+    for i, (term, before) in enumerate(zip(federation.bench.terms, state.terms, strict=True)):
+        messages = [replies[client].messages[i] for client in accepted]
+        slots = dict(before.slots) | {c: replies[c].slots[i] for c in accepted if replies[c].slots[i]}
+        ctx = ServerContext(number, federation.bench.rounds, everyone, taken, weights[rows], layout, slots)
+        model, shared = term.absorb(state.model, model, messages, before.shared, ctx)
+        made.append(TermState(shared, slots))
+    return model, tuple(made)
+
+
+def _traffic(federation: Federation, state: RunState, replies: Mapping[str, Trained]) -> tuple[int, int]:
+    """Bytes to each client, and from all of them: the model, and what the terms send along."""
+    size = sum(vector.nbytes for vector in (state.model.params, state.model.buffers, state.model.counters))
+    down = size
+    for term, kept in zip(federation.bench.terms, state.terms, strict=True):
+        down += sum(kept.shared[name].nbytes for name in term.sends if name in kept.shared)
+    up = sum(size + sum(t.nbytes for m in one.messages for t in m.values()) for one in replies.values())
+    return down, up
 
 
 def sample(federation: Federation, seed: int, number: int) -> list[str]:
@@ -105,37 +171,43 @@ def drops_out(federation: Federation, seed: int, number: int, client: str) -> bo
     return float(torch.rand((), generator=generator(seed, "dropout", number, client))) < federation.dropout
 
 
-def judge(federation: Federation, model: Packed) -> dict[str, Any]:
+def judge(federation: Federation, model: Packed, terms: Sequence[TermState] = ()) -> dict[str, Any]:
     """Accuracy of the global model per domain and per client, and how evenly it serves them.
 
     A client is judged on its share of its domain's test examples, dealt out in turn.
     """
-    bench = federation.bench
-    bench.module.load_state_dict(bench.layout.unpack(model))
-    right = {name: correct(bench.module, split).numpy() for name, split in federation.tests.items()}
-    domains = {name: 100.0 * float(r.mean()) for name, r in right.items()}
+    module = federation.bench.module
+    domains: dict[str, float] = {}
     clients: dict[str, float] = {}
-    for domain, r in right.items():
+    validation: dict[str, float] = {}
+    for domain, split in federation.tests.items():
         residents = sorted(client for client, home in federation.homes.items() if home == domain)
+        module.load_state_dict(federation.bench.layout.unpack(judged_model(federation, model, terms, residents)))
+        right = correct(module, split).numpy()
+        domains[domain] = 100.0 * float(right.mean())
         for i, client in enumerate(residents):
-            share = r[i :: len(residents)]
+            share = right[i :: len(residents)]
             if len(share):
                 clients[client] = 100.0 * float(np.mean(share))
+        held = [correct(module, federation.validation[c]) for c in residents if c in federation.validation]
+        if held:
+            validation[domain] = 100.0 * float(torch.cat(held).double().mean())
     return {
         "domains": domains,
         "clients": clients,
         "fairness": fairness(domains),
         "client_fairness": fairness(clients) if clients else None,
-        "validation": _validate(federation) if federation.validation else None,
+        "validation": validation or None,
     }
 
 
-def _validate(federation: Federation) -> dict[str, float]:
-    """Accuracy per domain of the module as it is, on what its clients held out."""
-    right: dict[str, list[Tensor]] = {}
-    for client, split in federation.validation.items():
-        right.setdefault(federation.homes[client], []).append(correct(federation.bench.module, split))
-    return {domain: 100.0 * float(torch.cat(parts).double().mean()) for domain, parts in right.items()}
+def judged_model(
+    federation: Federation, model: Packed, terms: Sequence[TermState], residents: Sequence[str] = ()
+) -> Packed:
+    """The model that is judged for a domain with these clients: the global one, unless a term says otherwise."""
+    for term, kept in zip(federation.bench.terms, terms, strict=False):
+        model = term.evaluated(model, kept.shared, {c: kept.slots[c] for c in residents if c in kept.slots})
+    return model
 
 
 def rounds(
@@ -160,6 +232,10 @@ class Callback:
     def round(self, record: RoundRecord) -> None: ...
 
     def finished(self, result: Mapping[str, Any]) -> None: ...
+
+
+def _on(arrays: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in arrays.items()}
 
 
 class _Clock:

@@ -157,6 +157,14 @@ class Savable(Protocol):
 
 
 @dataclass(frozen=True)
+class TermState:
+    """What a term of local training keeps: with the server (`shared`) and with each client that has taken part (`slots`)."""
+
+    shared: Mapping[str, Tensor]
+    slots: Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
 class RunState:
     """Everything that survives a round; a checkpoint is this and nothing else."""
 
@@ -165,6 +173,7 @@ class RunState:
     model: Packed
     aggregator: Any
     server: Any
+    terms: tuple[TermState, ...] = ()
     sent: int = 0  # bytes, server to clients
     received: int = 0
 
@@ -174,6 +183,11 @@ class RunState:
         for name in ("aggregator", "server"):
             inner, json[name] = getattr(self, name).to_arrays()
             arrays |= {f"{name}.{key}": value for key, value in inner.items()}
+        json["terms"] = [list(term.slots) for term in self.terms]  # the clients, since an id may hold any character
+        for i, term in enumerate(self.terms):
+            arrays |= {f"terms.{i}.shared.{key}": value for key, value in term.shared.items()}
+            for j, slot in enumerate(term.slots.values()):
+                arrays |= {f"terms.{i}.slots.{j}.{key}": value for key, value in slot.items()}
         return arrays, json
 
 

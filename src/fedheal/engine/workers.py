@@ -14,11 +14,12 @@ from multiprocessing import get_context
 import torch
 
 from fedheal.engine import serial
-from fedheal.engine.serial import Bench
+from fedheal.engine.serial import Bench, Task, Trained
 from fedheal.layout import Packed
-from fedheal.types import Reply
+from fedheal.local.term import Arrays
 
-Trainer = Callable[[Packed, Sequence[str], int], Iterator[Reply]]
+Shared = tuple[Arrays, ...]
+Trainer = Callable[[Packed, Shared, Sequence[Task]], Iterator[Trained]]
 
 _bench: Bench | None = None  # a worker process's own
 
@@ -27,16 +28,16 @@ _bench: Bench | None = None  # a worker process's own
 def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
     """A function that trains a cohort: here for one worker, else in processes that live as long as the context."""
     if workers <= 1:
-        yield lambda model, cohort, number: (serial.train(bench, model, client, number) for client in cohort)
+        yield lambda model, shared, tasks: (serial.train(bench, model, shared, task) for task in tasks)
         return
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start, (bench, threads)) as pool:
 
-        def train(model: Packed, cohort: Sequence[str], number: int) -> Iterator[Reply]:
+        def train(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
             # Longest first onto whoever is free; replies in the order that was asked for.
-            longest = sorted(cohort, key=lambda client: -len(bench.examples[client]))
-            asked = {client: pool.submit(_train, model, client, number) for client in longest}
-            return (asked[client].result() for client in cohort)
+            longest = sorted(tasks, key=lambda task: -len(bench.examples[task.client]))
+            asked = {task.client: pool.submit(_train, model, shared, task) for task in longest}
+            return (asked[task.client].result() for task in tasks)
 
         yield train
 
@@ -47,6 +48,6 @@ def _start(bench: Bench, threads: int) -> None:
     _bench = bench
 
 
-def _train(model: Packed, client: str, number: int) -> Reply:
+def _train(model: Packed, shared: Shared, task: Task) -> Trained:
     assert _bench is not None
-    return serial.train(_bench, model, client, number)
+    return serial.train(_bench, model, shared, task)

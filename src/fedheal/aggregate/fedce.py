@@ -1,0 +1,96 @@
+"""FedCE: Jiang et al., "Fair Federated Medical Image Segmentation via Client Contribution Estimation", CVPR 2023.
+
+Weights `e` start equal. Gradient space: `cos_m` between a client's update and the weighted sum of the others', averaged over
+its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the client's validation data of the model without
+it, averaged over its rounds (0 in its first); `b_m = 1 - mean accuracy`, normalised. `e ~ a * b` (`mode="times"`) or `a + b`
+(`"plus"`), each floored at 1e-3. The model is averaged with the new e.
+
+Deviation: means are over a client's own rounds, so absent clients keep theirs; weights are those of the cohort.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedheal.aggregate.equidistant import BLOCK
+from fedheal.aggregate.roster import enrol, extended
+from fedheal.aggregate.stage import Stage
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind
+from fedheal.types import Draft, Floats, Integers, normalised
+
+FLOOR = 1e-3
+
+
+@kind("fedce")
+@dataclass(frozen=True)
+class FedCEState(State):
+    """Per client ever seen: rounds, sums of its cosines and of its accuracies without it, and its last weight."""
+
+    clients: tuple[str, ...]
+    n: Integers
+    cosines: Floats
+    accuracies: Floats
+    e: Floats
+
+    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        columns = {name: torch.from_numpy(getattr(self, name)) for name in ("n", "cosines", "accuracies", "e")}
+        return columns, {"clients": list(self.clients)}
+
+    @classmethod
+    def _read(cls, arrays: Arrays, json: Json) -> FedCEState:
+        columns = (arrays[name].numpy() for name in ("n", "cosines", "accuracies", "e"))
+        return cls(tuple(json["clients"]), *columns)
+
+
+def fedce(mode: str = "times") -> Stage:
+    """The stage: needs the accuracy, on each client's validation data, of the model without it."""
+    if mode not in ("times", "plus"):
+        raise ValueError(f"mode = {mode!r}: use 'times' or 'plus'")
+
+    def apply(draft: Draft, state: State) -> tuple[Draft, State]:
+        before = expect(state, FedCEState)
+        clients, slots = enrol(before.clients, draft.clients)
+        n, cosines = extended(before.n, len(clients)), extended(before.cosines, len(clients))
+        accuracies, e = extended(before.accuracies, len(clients)), extended(before.e, len(clients), 1 / len(clients))
+        n[slots] += 1
+        cosines[slots] += cosines_to_others(_gram(draft), normalised(e[slots]))
+        accuracies[slots] += draft.metric("without_me")
+        a = _floored(1 - cosines[slots] / n[slots])
+        b = _floored(1 - accuracies[slots] / n[slots])
+        e[slots] = normalised(a * b if mode == "times" else a + b)
+        return replace(draft, weights=e[slots]), FedCEState(clients, n, cosines, accuracies, e)
+
+    def init(layout: object) -> State:
+        return FedCEState((), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0))
+
+    return Stage(init, apply, frozenset({"without_me"}))
+
+
+def cosines_to_others(gram: Floats, e: Floats) -> Floats:
+    """`cos(D_m, sum_{j != m} e_j D_j)` from inner products; 0 where one of the two does not move."""
+    with_sum = gram @ e
+    own = np.diag(gram)
+    to_others = with_sum - e * own
+    others = e @ gram @ e - 2 * e * with_sum + e**2 * own
+    scale = np.sqrt(np.maximum(own, 0) * np.maximum(others, 0))
+    return np.asarray(np.divide(to_others, scale, out=np.zeros_like(own), where=scale > 0))
+
+
+def _gram(draft: Draft) -> Floats:
+    """Inner products of the updates, in float64."""
+    matrix = np.zeros((len(draft.rows), len(draft.rows)))
+    for start in range(0, draft.sizes.params, BLOCK):
+        stop = min(start + BLOCK, draft.sizes.params)
+        block = draft.kernel.masked(draft.updates.deltas, draft.rows, None, start, stop)
+        matrix += block @ block.T
+    return matrix
+
+
+def _floored(values: Floats) -> Floats:
+    """Shares, none below the floor."""
+    return normalised(np.maximum(normalised(np.maximum(values, 0)), FLOOR))

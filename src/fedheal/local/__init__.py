@@ -1,0 +1,1 @@
+"""Local training as a sum of terms, one file a term."""

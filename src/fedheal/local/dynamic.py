@@ -1,0 +1,67 @@
+"""FedDyn: Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021.
+
+Client: minimise `f_m(w) - <g_m, w> + alpha/2 |w - W|^2`, then `g_m -= alpha (w_m - W)`. Server: `h -= alpha/M sum_S (w_m - W)`
+and `W+ = mean_S w_m - h / alpha`. As in the authors' code the plain average is judged (`eval_model="average"`), not the
+corrected model that is broadcast, and gradients are clipped at norm 10. Buffers are averaged, never corrected.
+
+`fair_controls="p"` updates h with the weights of the model's average: with a uniform h, re-weighting the average alone does
+not change where FedDyn converges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedheal.layout import Layout, Packed
+from fedheal.local.proximal import pull
+from fedheal.local.term import Arrays, Context, ServerContext, Term
+
+
+@dataclass(frozen=True)
+class Dynamic(Term):
+    """FedDyn."""
+
+    alpha: float = 0.01
+    eval_model: str = "average"
+    fair_controls: str = "uniform"
+    clip: float | None = 10.0
+
+    def init(self, layout: Layout) -> Arrays:
+        return {"h": torch.zeros(layout.sizes().params)}
+
+    def prepare(self, ctx: Context, start: Packed) -> Packed:
+        ctx.scratch["anchor"] = ctx.views(ctx.received.params)
+        ctx.scratch["g"] = ctx.views(self._mine(ctx))
+        return start
+
+    def grad(self, ctx: Context) -> None:
+        for param, g in zip(ctx.params, ctx.scratch["g"], strict=True):
+            if param.grad is not None:
+                param.grad.sub_(g)
+        pull(ctx, ctx.scratch["anchor"], self.alpha)
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        return {"g": self._mine(ctx) - self.alpha * (local.params - ctx.received.params)}, {}
+
+    def absorb(
+        self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
+    ) -> tuple[Packed, Arrays]:
+        deltas = ctx.updates.deltas
+        if not len(deltas):
+            return aggregated, shared
+        share = len(deltas) / ctx.clients
+        u = ctx.weights if self.fair_controls == "p" else torch.full_like(ctx.weights, 1 / len(deltas))
+        moved = (u.to(deltas)[:, None] * deltas).sum(dim=0)
+        h = shared["h"].to(before.params) - self.alpha * share * moved
+        return replace(aggregated, params=aggregated.params - h / self.alpha), {"h": h, "average": aggregated.params}
+
+    def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
+        if self.eval_model == "broadcast" or "average" not in shared:
+            return model
+        return replace(model, params=shared["average"].to(model.params))
+
+    def _mine(self, ctx: Context) -> torch.Tensor:
+        return ctx.slot.get("g", torch.zeros_like(ctx.received.params))

@@ -1,0 +1,105 @@
+"""Clients that keep something of their own: Ditto's personal model, FedBN's normalisation layers.
+
+Ditto (Li et al., ICML 2021): beside the global model each client trains its own v on `F_m(v) + lam/2 |v - W|^2`, W the received
+model. The FedHEAL paper judges the average of the personal models: reading (a), `feedback=False`, trains the global model by
+FedAvg as usual and judges `V = sum P_m v_m`; reading (b), `feedback=True`, makes V the global model.
+
+FedBN (Li et al., ICLR 2021): normalisation layers, chosen by their type and not by name, stay with the client. For a shared
+table a domain is judged with the mean of its clients' layers: the row is a personalised one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fedheal.layout import Layout, Packed
+from fedheal.local.term import Arrays, Context, ServerContext, Term
+
+
+@dataclass(frozen=True)
+class Ditto(Term):
+    """A second model per client, as long to train as the first."""
+
+    lam: float = 1.0
+    feedback: bool = False
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        slot = ctx.slot
+        start = Packed(slot["params"], slot["buffers"], slot["counters"]) if "params" in slot else ctx.received
+        own = ctx.fit(start, self.lam)
+        kept = {"params": own.params, "buffers": own.buffers, "counters": own.counters}
+        return kept, kept
+
+    def absorb(
+        self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
+    ) -> tuple[Packed, Arrays]:
+        if not messages:
+            return aggregated, shared
+
+        def mean(name: str) -> torch.Tensor:
+            stacked = torch.stack([message[name] for message in messages])
+            return (ctx.weights.to(stacked.device)[:, None] * stacked.to(torch.float64)).sum(dim=0).to(stacked.dtype)
+
+        counters = torch.stack([message["counters"] for message in messages]).amax(dim=0)
+        average = Packed(mean("params"), mean("buffers"), counters)
+        made = {"params": average.params, "buffers": average.buffers}
+        return (average if self.feedback else aggregated), made
+
+    def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
+        if self.feedback or "params" not in shared:
+            return model
+        return replace(model, params=shared["params"].to(model.params), buffers=shared["buffers"].to(model.buffers))
+
+
+@dataclass(frozen=True)
+class LocalNorm(Term):
+    """FedBN."""
+
+    personalised: bool = True
+
+    def prepare(self, ctx: Context, start: Packed) -> Packed:
+        return _with_own(start, ctx.slot, *norm_masks(ctx.module, ctx.layout)) if ctx.slot else start
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        params, buffers = norm_masks(ctx.module, ctx.layout)
+        own = {"params": local.params[params], "buffers": local.buffers[buffers]}
+        return own | {"where_params": params.to(torch.uint8), "where_buffers": buffers.to(torch.uint8)}, {}
+
+    def sent(self, ctx: Context, local: Packed) -> Packed:
+        params, buffers = norm_masks(ctx.module, ctx.layout)
+        theirs = {"params": ctx.received.params[params], "buffers": ctx.received.buffers[buffers]}
+        return _with_own(local, theirs, params, buffers)
+
+    def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
+        held = [slot for slot in slots.values() if slot]
+        if not held:
+            return model
+        mean = {name: torch.stack([slot[name] for slot in held]).mean(dim=0) for name in ("params", "buffers")}
+        return _with_own(model, mean, held[0]["where_params"].bool(), held[0]["where_buffers"].bool())
+
+
+def norm_masks(module: nn.Module, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which entries of the parameters and of the buffers belong to normalisation layers."""
+    kinds = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+    prefixes = [f"{name}." for name, part in module.named_modules() if isinstance(part, kinds)]
+    sizes = layout.sizes()
+    device = next(module.parameters()).device
+    masks = {
+        "param": torch.zeros(sizes.params, dtype=torch.bool, device=device),
+        "buffer": torch.zeros(sizes.buffers, dtype=torch.bool, device=device),
+    }
+    for entry in layout.entries:
+        if entry.kind in masks and any(entry.name.startswith(prefix) for prefix in prefixes):
+            masks[entry.kind][entry.start : entry.stop] = True
+    return masks["param"], masks["buffer"]
+
+
+def _with_own(model: Packed, own: Arrays, params: torch.Tensor, buffers: torch.Tensor) -> Packed:
+    changed = model.params.clone(), model.buffers.clone()
+    changed[0][params] = own["params"].to(model.params)
+    changed[1][buffers] = own["buffers"].to(model.buffers)
+    return replace(model, params=changed[0], buffers=changed[1])

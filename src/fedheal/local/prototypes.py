@@ -1,0 +1,161 @@
+"""Methods that exchange class prototypes: FedProc, FedProto (with a shared model) and FPL.
+
+A client's prototype of a class is the mean feature vector of its samples of that class, collected while it trains its last
+epoch; the server averages the clients' prototypes per class, unweighted, over the clients that have the class.
+
+FedProc (Mu et al., FGCS 2023): `alpha_t L_con + (1 - alpha_t) CE`, `alpha_t = 1 - t/(T-1)`, `L_con` the cross-entropy of the
+cosine similarities to the global prototypes. Without prototypes (the first round) the loss would be 0: `first_round_ce`
+trains on CE.
+FedProto (Tan et al., AAAI 2022): `CE + lam * MSE(z, c_y)`, the mean over batch and feature dimensions; here the model is
+aggregated too and its classifier is used.
+FPL (Huang et al., CVPR 2023): per class the prototypes are clustered (FINCH); `CE + CPCL + UPCR`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedheal.layout import Packed
+from fedheal.local.finch import finch
+from fedheal.local.term import Arrays, Batch, Context, ServerContext, Term
+
+
+@dataclass(frozen=True)
+class Prototypes(Term):
+    """Collecting and averaging prototypes; what they are used for is a subclass's `pulled`."""
+
+    features: bool = True
+    sends: tuple[str, ...] = ("prototypes", "known", "clusters", "owner")
+
+    def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
+        assert batch.features is not None
+        if batch.last_epoch:
+            _collect(batch.features.detach(), batch.y, ctx)
+        return self.pulled(batch, batch.features, ctx)
+
+    def pulled(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
+        return None
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        total, count = ctx.scratch["total"], ctx.scratch["count"]
+        return ctx.slot, {"prototypes": total / count.clamp(min=1)[:, None], "count": count}
+
+    def absorb(
+        self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
+    ) -> tuple[Packed, Arrays]:
+        return aggregated, _averaged(messages, shared)
+
+
+@dataclass(frozen=True)
+class FedProc(Prototypes):
+    """Prototypical contrast, handing over to cross-entropy."""
+
+    temperature: float = 1.0
+    first_round_ce: bool = True
+
+    def pulled(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
+        alpha = 1 - (ctx.round - 1) / max(ctx.rounds - 1, 1)
+        known = _known(ctx)
+        if known is None:
+            return None if self.first_round_ce else -alpha * batch.ce
+        similar = _cosines(z, ctx.shared["prototypes"]) / self.temperature
+        similar = similar.masked_fill(~known, -torch.inf)
+        here = known[batch.y]
+        if not bool(here.any()):
+            return -alpha * batch.ce
+        contrast = functional.cross_entropy(similar[here], batch.y[here], reduction="sum") / len(z)
+        return alpha * (contrast - batch.ce)
+
+
+@dataclass(frozen=True)
+class FedProto(Prototypes):
+    """Features pulled to the global prototypes."""
+
+    lam: float = 1.0
+
+    def pulled(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
+        known = _known(ctx)
+        if known is None or self.lam == 0:
+            return None
+        gap = (z - ctx.shared["prototypes"][batch.y]) * known[batch.y][:, None]
+        return self.lam * (gap**2).mean()
+
+
+@dataclass(frozen=True)
+class FPL(Prototypes):
+    """Cluster prototypes for contrast, their mean for consistency."""
+
+    temperature: float = 0.02
+
+    def pulled(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
+        known = _known(ctx)
+        if known is None:
+            return None
+        clusters, owner = ctx.shared["clusters"], ctx.shared["owner"]
+        similar = _cosines(z, clusters) / self.temperature
+        mine = owner[None, :] == batch.y[:, None]
+        here = known[batch.y]
+        own = similar.masked_fill(~mine, -torch.inf)[here].logsumexp(dim=1)
+        contrast = (similar[here].logsumexp(dim=1) - own).sum() / len(z)
+        gap = (z - ctx.shared["prototypes"][batch.y]) * here[:, None]
+        return contrast + (gap**2).mean()
+
+    def absorb(
+        self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
+    ) -> tuple[Packed, Arrays]:
+        if not messages:
+            return aggregated, shared
+        clusters, owner, unbiased = [], [], torch.zeros_like(messages[0]["prototypes"])
+        known = torch.zeros(len(unbiased), dtype=torch.int64, device=unbiased.device)
+        for y in range(len(unbiased)):
+            held = [message["prototypes"][y] for message in messages if message["count"][y] > 0]
+            if held:
+                means = _cluster_means(torch.stack(held))
+                clusters.append(means)
+                owner += [y] * len(means)
+                unbiased[y], known[y] = means.mean(dim=0), 1
+        if not clusters:
+            return aggregated, shared
+        made = {"clusters": torch.cat(clusters), "owner": torch.tensor(owner, device=unbiased.device)}
+        return aggregated, {"prototypes": unbiased, "known": known, **made}
+
+
+def _collect(z: Tensor, y: Tensor, ctx: Context) -> None:
+    if "total" not in ctx.scratch:
+        ctx.scratch["total"] = torch.zeros(ctx.classes, z.shape[1], device=z.device)
+        ctx.scratch["count"] = torch.zeros(ctx.classes, device=z.device)
+    ctx.scratch["total"].index_add_(0, y, z.to(torch.float32))
+    ctx.scratch["count"].index_add_(0, y, torch.ones_like(y, dtype=torch.float32))
+
+
+def _averaged(messages: Sequence[Arrays], shared: Arrays) -> Arrays:
+    """Per class the plain mean over the clients that have it; a class nobody has now keeps its old prototype."""
+    if not messages:
+        return shared
+    held = torch.stack([message["count"] > 0 for message in messages])
+    total = sum(message["prototypes"] * has[:, None] for message, has in zip(messages, held, strict=True))
+    number = held.sum(dim=0)
+    mean = torch.as_tensor(total) / number.clamp(min=1)[:, None]
+    known = number > 0
+    if "prototypes" in shared:
+        mean = torch.where(known[:, None], mean, shared["prototypes"].to(mean))
+        known = known | shared["known"].to(known)
+    return {"prototypes": mean, "known": known.to(torch.int64)}
+
+
+def _known(ctx: Context) -> Tensor | None:
+    return ctx.shared["known"].bool() if "known" in ctx.shared else None
+
+
+def _cosines(z: Tensor, prototypes: Tensor) -> Tensor:
+    return functional.normalize(z, dim=1) @ functional.normalize(prototypes, dim=1).T
+
+
+def _cluster_means(vectors: Tensor) -> Tensor:
+    labels = torch.from_numpy(finch(vectors.detach().cpu().numpy())).to(vectors.device)
+    return torch.stack([vectors[labels == label].mean(dim=0) for label in range(int(labels.max()) + 1)])
