@@ -13,13 +13,17 @@ ROOT = Path(fedheal.__file__).parent
 ORDER = [
     {"layout", "metrics", "rng"},
     {"types", "collect", "records"},
-    {"aggregate", "local", "models", "data"},
+    {"aggregate", "models", "data"},
+    {"local"},
     {"methods"},
     {"engine"},
     {"run"},
     {"experiment", "progress"},
-    {"execute"},
-    {"recipes", "report", "flower"},
+    {"execute", "track", "statistics", "sampling"},
+    {"report"},
+    {"schedule"},
+    {"compare", "sweep", "board"},
+    {"recipes", "flower"},
     {"cli", "__main__"},
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}

@@ -10,6 +10,7 @@ import torch
 import fedheal
 from fedheal import methods
 from fedheal.aggregate.stages import STAGES
+from fedheal.local.proximal import Proximal
 from tiny_data import quick
 
 
@@ -195,7 +196,8 @@ def test_a_method_is_a_value() -> None:
     method = methods.get("fedheal")
     with pytest.raises(AttributeError):
         method.name = "other"  # type: ignore[misc]
-    assert method.local == "fedavg"
+    assert method.local == ()
+    assert methods.get("fedprox:mu=0.1").local == (Proximal(0.1),)
     assert torch.is_tensor(method.aggregator.apply(torch.zeros(2), fedheal.Updates(["a"], torch.ones(1, 2), [1]),
                                                    method.aggregator.init(fedheal.Layout.flat(2))).model)  # fmt: skip
 

@@ -86,6 +86,27 @@ def normed(classes: int, width: int = 4) -> nn.Module:
     )
 
 
+class Featured(nn.Module):
+    """With `features` and `head`, which methods that look at representations need."""
+
+    def __init__(self, classes: int, width: int = 4) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, width, 3, stride=2), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(width * 9, classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(x)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+def featured(classes: int) -> nn.Module:
+    return Featured(classes)
+
+
 def dropping(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * SIDE * SIDE, classes))
 

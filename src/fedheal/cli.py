@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -53,7 +54,14 @@ Ray = Annotated[
 def main() -> None:
     """The entry point: errors that a user can mend become a sentence."""
     with _sentences():
-        app()
+        try:
+            code = app(standalone_mode=False)
+        except click.exceptions.Abort:
+            raise KeyboardInterrupt from None
+        except click.exceptions.ClickException as error:
+            error.show()
+            sys.exit(2)
+        sys.exit(code if isinstance(code, int) else 0)
 
 
 @app.callback(invoke_without_command=True)

@@ -97,8 +97,9 @@ def run(
 def load(folder: str | Path) -> nn.Module:
     """The final model of a run, in evaluation mode."""
     path = Path(folder)
-    if not (path / "model.safetensors").exists():
-        raise ValueError(f"{path} holds no finished run: there is no model.safetensors")
+    for name in ("experiment.toml", "model.safetensors", "result.json"):
+        if not (path / name).exists():
+            raise ValueError(f"{path} holds no finished run: there is no {name}")
     experiment = Experiment.read(path / "experiment.toml")
     module = module_of(experiment, len(records.read_json(path / "result.json")["classes"]))
     module.load_state_dict(records.load_tensors(path / "model.safetensors"))
@@ -115,6 +116,8 @@ def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | No
             raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
         if not resume:
             raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
+        if (folder / "result.json").exists():
+            return None, _history(folder)
         return _resumed(folder, experiment)
     folder.mkdir(parents=True, exist_ok=True)
     records.write_text(described, experiment.to_toml())
@@ -202,7 +205,7 @@ def device_of(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device = {name!r} cannot be used here ({reason}); 'auto' or 'cpu' will do") from error

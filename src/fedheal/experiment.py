@@ -38,7 +38,7 @@ class Experiment(BaseModel):
     'fedavg+fedheal:tau=0.4'
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
     name: str = ""
     method: str | Method = "fedheal"
@@ -80,6 +80,9 @@ class Experiment(BaseModel):
             return given
         own = {key: value for key, value in given.items() if key in cls.model_fields}
         rest = {key: value for key, value in given.items() if key not in cls.model_fields}
+        for key, value in own.items():
+            if isinstance(value, bool) and cls.model_fields[key].annotation is not bool:
+                raise ValueError(f"{key} = {value}: {key} is not a switch")
         method = own.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
             own["method"] = _with_parameters(method, rest).spelled
@@ -101,7 +104,7 @@ class Experiment(BaseModel):
     @property
     def folder_name(self) -> str:
         text = self.name or f"{self.method_name}-{Path(self.data).name}-seed{self.seed}"
-        return re.sub(r"[^A-Za-z0-9.+=_-]+", "_", text)
+        return re.sub(r"[^A-Za-z0-9.+=_-]+", "_", text).lstrip(".") or "run"
 
     @property
     def identity(self) -> str:
@@ -143,6 +146,11 @@ class Experiment(BaseModel):
 
 def build(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:
     """The experiment's parts, put together on a device."""
+    for domain in domains.domains:
+        if not len(domain.test):
+            raise ValueError(
+                f"domain '{domain.name}' of '{experiment.data}' has no test examples to judge a model with"
+            )
     clients = clients_of(experiment, domains)
     module = module_of(experiment, len(domains.classes)).to(device)
     training = Training(
@@ -163,11 +171,11 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     method = experiment.resolved_method
     asked = {"momentum": training.momentum, "weight_decay": training.weight_decay} | dict(method.training)
     training = replace(training, momentum=asked["momentum"], weight_decay=asked["weight_decay"])
-    if any(term.features for term in method.terms) and not (hasattr(module, "features") and hasattr(module, "head")):
+    if any(term.features for term in method.local) and not (hasattr(module, "features") and hasattr(module, "head")):
         raise ValueError(
             f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none"
         )
-    if any(term.validates for term in method.terms) and (not experiment.validation or experiment.pool):
+    if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
         raise ValueError(
             f"method '{method.name}' needs examples held out of each client's training data: give validation=0.2"
         )
@@ -180,7 +188,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         train,
         len(domains.classes),
         experiment.rounds,
-        method.terms,
+        method.local,
         "loss" in method.aggregator.stage.needs,
         {c.id: _taken(domains[c.domain].train, held[c.id][1], device) for c in clients if experiment.validation},
     )

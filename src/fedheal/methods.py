@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedheal.aggregate import Aggregator, Stage, chain
+from fedheal.aggregate import Aggregator, chain, presets
 from fedheal.aggregate import fedce as contribution
 from fedheal.aggregate import fedga as adjustment
 from fedheal.aggregate.presets import reducer
@@ -34,7 +35,7 @@ class Local:
 
     terms: tuple[Term, ...] = ()
     uniform: bool = False
-    stage: Stage | None = None  # a method of its own may bring one
+    aggregator: Aggregator | None = None  # a method of its own may bring one
     training: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -122,12 +123,22 @@ def fpl(temperature: float = 0.02) -> Local:
 
 def fedga(s0: float = 0.2) -> Local:
     """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data."""
-    return Local((Gaps(),), stage=adjustment.fedga(s0))
+    return Local((Gaps(),), aggregator=Aggregator(adjustment.fedga(s0)))
 
 
 def fedce(mode: str = "times") -> Local:
     """Jiang et al. 2023: weight by estimated contribution. Needs validation data."""
-    return Local((LeaveOneOut(),), stage=contribution.fedce(mode))
+    return Local((LeaveOneOut(),), aggregator=Aggregator(contribution.fedce(mode)))
+
+
+def fedfv(alpha: float = 0.1, tau: int = 1) -> Local:
+    """Wang et al. 2021: updates that conflict are projected off each other."""
+    return Local(aggregator=presets.fedfv(alpha, tau))
+
+
+def fedpw(beta: float = 0.3, rho: float = 0.3) -> Local:
+    """Guan et al. 2025, FedHEAL's successor: weights by loss and alignment, small entries dropped, agreed ones stressed."""
+    return Local(aggregator=presets.fedpw(beta, rho))
 
 
 LOCAL: dict[str, Callable[..., Local]] = {
@@ -140,23 +151,34 @@ LOCAL: dict[str, Callable[..., Local]] = {
     "fedproto": fedproto,
 }
 # Methods of their own, which no stage joins.
-WHOLE: dict[str, Callable[..., Local]] = {"ditto": ditto, "fedbn": fedbn, "fpl": fpl, "fedce": fedce, "fedga": fedga}
+WHOLE: dict[str, Callable[..., Local]] = {
+    "fedfv": fedfv,
+    "ditto": ditto,
+    "fedbn": fedbn,
+    "fpl": fpl,
+    "fedce": fedce,
+    "fedga": fedga,
+    "fedpw": fedpw,
+}
 PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A whole algorithm as a value. `name` is canonical and leaves defaults out; `spelled` has every parameter."""
+    """A whole algorithm as a value: the terms of local training, and the aggregator.
 
-    name: str
+    `name` is canonical and leaves defaults out; `spelled` has every parameter. One of your own needs a name of its own.
+    """
+
+    local: tuple[Term, ...]
     aggregator: Aggregator
-    terms: tuple[Term, ...] = ()
+    name: str = "custom"
     spelled: str = ""
     training: Mapping[str, float] = field(default_factory=dict)  # what it asks of the optimiser
 
     @property
     def personalised(self) -> bool:
-        return any(term.personalised for term in self.terms)
+        return any(term.personalised for term in self.local)
 
 
 def get(name: str, **keys: Any) -> Method:
@@ -167,7 +189,7 @@ def get(name: str, **keys: Any) -> Method:
     >>> get("fael+fphl").name
     'fedavg+fedheal'
     """
-    parts = [_parse(part) for part in name.split("+")]
+    parts = [_parse(part) for part in re.split(r"\+(?!\d)", name)]  # the + of 1e+20 divides nothing
     if parts[0][0] not in LOCAL | WHOLE:
         parts.insert(0, ("fedavg", {}))
     for part, _ in parts[1:]:
@@ -181,7 +203,7 @@ def get(name: str, **keys: Any) -> Method:
     chosen = _merged(chosen, name)
     trained = PARTS[local](**own)
     try:
-        stage = trained.stage or chain(*(STAGES[part](**given) for part, given in chosen))
+        stage = chain(*(STAGES[part](**given) for part, given in chosen))
     except ValueError as error:
         raise ValueError(f"method '{name}': {error}") from None
     variants = {given.get("variant", "paper") for part, given in chosen if "variant" in _defaults(part)}
@@ -189,9 +211,9 @@ def get(name: str, **keys: Any) -> Method:
         raise ValueError(f"method '{name}': its parts follow different variants {sorted(variants)}; give both the same")
     if trained.uniform and "weights" not in stage.gives:
         stage = chain(stage, STAGES["uniform"]())
-    aggregator = Aggregator(stage, reducer(*variants or {"paper"}))
+    aggregator = trained.aggregator or Aggregator(stage, reducer(*variants or {"paper"}))
     short, spelled = (_spell(parts[:1] + chosen, everything) for everything in (False, True))
-    return Method(short, aggregator, trained.terms, spelled, trained.training)
+    return Method(trained.terms, aggregator, short, spelled, trained.training)
 
 
 def names() -> list[str]:
@@ -201,7 +223,7 @@ def names() -> list[str]:
 
 def parameters(name: str) -> dict[str, Any]:
     """The parameters that a method's parts take, with their values in this name."""
-    return {k: v for part in get(name).spelled.split("+") for k, v in _parse(part)[1].items()}
+    return {k: v for part in re.split(r"\+(?!\d)", get(name).spelled) for k, v in _parse(part)[1].items()}
 
 
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -230,7 +252,7 @@ def _give(parts: list[tuple[str, dict[str, Any]]], key: str, value: Any, name: s
         raise ValueError(
             f"parameter '{key}' belongs to several parts of '{name}' ({', '.join(owners)}): write it behind one"
         )
-    value = _value(owners[0], key, value) if isinstance(value, str) else value
+    value = _value(owners[0], key, str(value)) if isinstance(value, (str, int, float)) else value
     if key in takers[0] and takers[0][key] != value:
         raise ValueError(f"{key} = {value} contradicts '{name}', which says {key} = {takers[0][key]}")
     takers[0][key] = value

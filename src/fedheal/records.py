@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 FORMAT = "fedheal-state-1"
@@ -41,7 +41,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     """Tensors as safetensors, whole or not at all."""
     # safetensors refuses tensors that share memory (tied parameters): each gets its own.
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    _replace(path, lambda temporary: save_file(own, temporary, dict(metadata or {})))
+    data = save(own, dict(metadata or {}))
+    _replace(path, lambda temporary: temporary.write_bytes(data))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -55,8 +56,9 @@ def save_state(
     states = folder / "state"
     states.mkdir(exist_ok=True)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
-    text = json.dumps({"format": FORMAT, "owner": owner, "sum": _sum(own), "state": described})
-    _replace(states / f"{number:08d}.safetensors", lambda temporary: save_file(own, temporary, {"fedheal": text}))
+    text = json.dumps({"format": FORMAT, "owner": owner, "sum": _sum(own, described), "state": described})
+    data = save(own, {"fedheal": text})
+    _replace(states / f"{number:08d}.safetensors", lambda temporary: temporary.write_bytes(data))
     for old in sorted(states.glob("*.safetensors"))[:-KEPT]:
         old.unlink(missing_ok=True)
     for left in states.glob("*.tmp"):
@@ -80,9 +82,10 @@ def load_state(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str, Any
         raise BadState(f"{path} is not a state of this version of fedheal")
     if header.get("owner") != owner:
         raise BadState(f"{path} belongs to another experiment")
-    if header.get("sum") != _sum(arrays):
+    described = header.get("state")
+    if not isinstance(described, dict) or header.get("sum") != _sum(arrays, described):
         raise BadState(f"{path} is damaged (its checksum does not fit its contents)")
-    return arrays, header["state"]
+    return arrays, described
 
 
 def append_round(folder: Path, record: Mapping[str, Any]) -> None:
@@ -137,9 +140,9 @@ def _replace(path: Path, write: Any) -> None:
         raise
 
 
-def _sum(arrays: Mapping[str, Tensor]) -> int:
-    """A checksum over names, shapes, dtypes and bytes."""
-    value = 0
+def _sum(arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> int:
+    """A checksum over the JSON, and the tensors' names, shapes, dtypes and bytes."""
+    value = zlib.crc32(json.dumps(described, sort_keys=True).encode())
     for name in sorted(arrays):
         tensor = arrays[name].contiguous()
         value = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), value)

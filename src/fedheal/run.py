@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.aggregate import Aggregator, State
+from fedheal.aggregate import Aggregated, Aggregator, State
+from fedheal.aggregate.reduce import finite
 from fedheal.aggregate.server import Server
 from fedheal.data.domains import Split
 from fedheal.engine.serial import Bench, Task, Trained, correct
@@ -84,7 +85,7 @@ def run_round(
     )
     clock.lap("train")
     out = federation.aggregator.apply(state.model, updates, state.aggregator, donate=True)
-    stepped, server = federation.server.apply(state.model, out.model, state.server)
+    stepped, server = _stepped(federation, state, out)
     accepted = [client for client in updates.clients if client not in out.report["skipped"]]
     model, terms = _absorb(federation, state, stepped, updates, out.weights, replies, accepted)
     clock.lap("aggregate")
@@ -105,6 +106,18 @@ def run_round(
     loss = float(losses[losses.isfinite()].mean()) if bool(losses.isfinite().any()) else None
     weights = dict(zip(updates.clients, out.weights.tolist(), strict=True))
     return after, RoundRecord(number, len(cohort), len(present), weights, loss, out.report, clock.seconds, **judged)
+
+
+def _stepped(federation: Federation, state: RunState, out: Aggregated) -> tuple[Packed, State]:
+    """The server's own step; a cohort without weight leaves the model as it was, momentum or not."""
+    if not bool(out.weights.any()):
+        return out.model, state.server
+    model, server = federation.server.apply(state.model, out.model, state.server)
+    if not finite(model.params):
+        raise ValueError(
+            f"server_lr = {federation.server.lr}: this round's step makes the global model infinite; use less"
+        )
+    return model, server
 
 
 def _trained(federation: Federation, state: RunState, train: Trainer, present: Sequence[str]) -> Iterator[Trained]:

@@ -12,11 +12,20 @@ from torch import nn
 
 import tiny_data
 from fedheal.data.domains import Split
-from fedheal.engine.serial import EVALUATE_BATCH, Bench, Training, batches, correct, seeded, train
+from fedheal.engine import serial
+from fedheal.engine.serial import EVALUATE_BATCH, Bench, Task, Training, correct, seeded
 from fedheal.layout import Layout, Packed
 from fedheal.rng import derive, generator
 
 CPU = torch.device("cpu")
+
+
+def train(bench, model, client, number):
+    return serial.train(bench, model, (), Task(client, number)).reply
+
+
+def batches(*arguments):
+    return ((x, y) for x, y, _ in serial.batches(*arguments))
 
 
 def bench(module: nn.Module, examples: Split, seed: int = 0, **keys: Any) -> Bench:
@@ -72,7 +81,7 @@ def test_one_step_by_hand() -> None:
     reply = train(b, start(b), "a", 1)
     x = [(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225]
     assert reply.delta.tolist() == pytest.approx([0.05 * v for v in x] + [-0.05 * v for v in x], rel=1e-6)
-    assert reply.metrics == {"train_loss": pytest.approx(math.log(2)), "steps": 1.0}
+    assert reply.metrics == {"train_loss": pytest.approx(math.log(2)), "steps": 1.0, "lr": 0.1, "reach": 0.1}
     assert (reply.client, reply.num_examples, reply.buffers, reply.counters) == ("a", 1, None, None)
 
 
@@ -84,7 +93,10 @@ def test_full_batches_with_momentum_and_decay_against_numpy() -> None:
     w = before.params.double().numpy().reshape(2, 3)
     after, losses = sgd(w, [(inputs(examples), examples.labels.numpy())] * 5, 0.1, 0.9, 0.01)
     assert reply.delta.numpy() == pytest.approx((after - w).ravel(), rel=1e-4, abs=1e-6)
-    assert reply.metrics == {"train_loss": pytest.approx(np.mean(losses), rel=1e-5), "steps": 5.0}
+    assert reply.metrics["train_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert reply.metrics["steps"] == 5.0
+    # momentum 0.9: A_5 = (5 - 0.9 (1 - 0.9^5) / 0.1) / 0.1 = 13.1441
+    assert reply.metrics["reach"] == pytest.approx(0.1 * 13.1441)
 
 
 def test_small_batches_in_the_order_of_their_generator_against_numpy() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fedheal
+from fedheal.engine.serial import Task
 from fedheal.engine.workers import trainer
 from fedheal.experiment import build
 from fedheal.run import initial_state
@@ -30,7 +31,7 @@ def bits(**keys: Any) -> dict[str, bytes]:
 def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
     bench = build(quick(), load(), torch.device("cpu"))
     with trainer(bench.bench, 1, 1) as train:
-        replies = list(train(initial_state(bench).model, ["plain-1", "dark-0"], 1))
+        replies = [t.reply for t in train(initial_state(bench).model, (), [Task("plain-1", 1), Task("dark-0", 1)])]
     assert [reply.client for reply in replies] == ["plain-1", "dark-0"]
     assert [reply.num_examples for reply in replies] == [24, 13]
 
@@ -49,12 +50,12 @@ def test_workers_answer_in_the_order_asked_for_pass_errors_on_and_end() -> None:
     asked = ["dark-0", "plain-1", "noisy-0"]
     before = {name: value.clone() for name, value in federation.bench.module.state_dict().items()}
     with trainer(federation.bench, 2, 1) as train:
-        there = list(train(model, asked, 1))
+        there = [t.reply for t in train(model, (), [Task(client, 1) for client in asked])]
         with pytest.raises(KeyError, match="nobody"):
-            list(train(model, ["nobody"], 1))
+            list(train(model, (), [Task("nobody", 1)]))
     assert all(torch.equal(value, before[name]) for name, value in federation.bench.module.state_dict().items())
     with trainer(federation.bench, 1, 1) as train:
-        here = list(train(model, asked, 1))
+        here = [t.reply for t in train(model, (), [Task(client, 1) for client in asked])]
     assert [reply.client for reply in there] == asked
     for one, two in zip(here, there, strict=True):
         assert torch.equal(one.delta, two.delta)

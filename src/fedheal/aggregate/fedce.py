@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.aggregate.equidistant import BLOCK
+from fedheal.aggregate.gram import gram_matrix
 from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind
@@ -58,7 +58,7 @@ def fedce(mode: str = "times") -> Stage:
         n, cosines = extended(before.n, len(clients)), extended(before.cosines, len(clients))
         accuracies, e = extended(before.accuracies, len(clients)), extended(before.e, len(clients), 1 / len(clients))
         n[slots] += 1
-        cosines[slots] += cosines_to_others(_gram(draft), normalised(e[slots]))
+        cosines[slots] += cosines_to_others(gram_matrix(draft), normalised(e[slots]))
         accuracies[slots] += draft.metric("without_me")
         a = _floored(1 - cosines[slots] / n[slots])
         b = _floored(1 - accuracies[slots] / n[slots])
@@ -79,16 +79,6 @@ def cosines_to_others(gram: Floats, e: Floats) -> Floats:
     others = e @ gram @ e - 2 * e * with_sum + e**2 * own
     scale = np.sqrt(np.maximum(own, 0) * np.maximum(others, 0))
     return np.asarray(np.divide(to_others, scale, out=np.zeros_like(own), where=scale > 0))
-
-
-def _gram(draft: Draft) -> Floats:
-    """Inner products of the updates, in float64."""
-    matrix = np.zeros((len(draft.rows), len(draft.rows)))
-    for start in range(0, draft.sizes.params, BLOCK):
-        stop = min(start + BLOCK, draft.sizes.params)
-        block = draft.kernel.masked(draft.updates.deltas, draft.rows, None, start, stop)
-        matrix += block @ block.T
-    return matrix
 
 
 def _floored(values: Floats) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from fedheal.aggregate.afl import afl
@@ -38,8 +39,8 @@ def fael(beta: float = 0.4, variant: str = "paper", per_step: bool = False) -> S
 
 def fael_exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) -> Stage:
     """The weights that make the global model equally far from all clients; `floor` is a share of `1/K`."""
-    if not ridge > 0:
-        raise ValueError(f"ridge = {ridge!r}: use a number above 0, which makes the weights unique")
+    if isinstance(ridge, bool) or not 0 < ridge < math.inf:
+        raise ValueError(f"ridge = {ridge!r}: use a finite number above 0, which makes the weights unique")
     if towards not in ("examples", "uniform"):
         raise ValueError(f"towards = {towards!r}: use 'examples' or 'uniform'")
     check_share("floor", floor)

@@ -48,7 +48,7 @@ def load(name: str) -> Domains:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"the data set {name!r} cannot be imported: {error}") from error
     if not isinstance(found, Domains):
         raise ValueError(f"{name!r} returned a {type(found).__name__}, not a fedheal.data.domains.Domains")

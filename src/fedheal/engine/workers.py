@@ -6,10 +6,14 @@ sent the global model once a round. Every client is trained with the same number
 
 from __future__ import annotations
 
+import copy
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
+from dataclasses import replace
+from multiprocessing import get_context, parent_process
 
 import torch
 
@@ -31,7 +35,9 @@ def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
         yield lambda model, shared, tasks: (serial.train(bench, model, shared, task) for task in tasks)
         return
     context = get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start, (bench, threads)) as pool:
+    # torch moves the tensors of what it sends into shared memory: the module must be a copy, or all would train in one.
+    sent = replace(bench, module=copy.deepcopy(bench.module))
+    with ProcessPoolExecutor(workers, context, _start, (sent, threads)) as pool:
 
         def train(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
             # Longest first onto whoever is free; replies in the order that was asked for.
@@ -45,7 +51,16 @@ def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
 def _start(bench: Bench, threads: int) -> None:
     global _bench  # noqa: PLW0603  (a worker has nowhere else to keep what it was started with)
     torch.set_num_threads(threads)
-    _bench = bench
+    _bench = replace(bench, module=copy.deepcopy(bench.module))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A run that is killed takes its workers with it."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _train(model: Packed, shared: Shared, task: Task) -> Trained:

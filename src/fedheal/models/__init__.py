@@ -63,7 +63,7 @@ def _imported(path: str) -> Factory:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise ValueError(f"The model {path!r} cannot be imported: {error}.") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
