@@ -95,8 +95,8 @@ def run(
         raise ValueError(f"one description at most can be run, but there are {len(files)}: {', '.join(files)}")
     experiment = Experiment.read(files[0] if files else None, [word for word in words or [] if "=" in word])
     folder = out or Path("runs") / experiment.folder_name
-    with Progress(Console(quiet=quiet or as_json)) as progress:
-        result = execute(experiment, folder, resume, [progress, *_trackers(track, folder)], progress=False)
+    watchers = [Progress(Console(quiet=quiet or as_json)), *_trackers(track, folder)]
+    result = execute(experiment, folder, resume, watchers, progress=False)
     if as_json:
         typer.echo(json.dumps(dict(result.summary), indent=2))
     elif not quiet:

@@ -67,7 +67,7 @@ def run(
             return _finished(folder, history)
         state = initial_state(federation) if kept is None else restored_state(*kept, device)
         shown = watched() if progress is None else progress
-        watchers = [*callbacks, *([stack.enter_context(Progress())] if shown else [])]
+        watchers = [stack.enter_context(callback) for callback in [*callbacks, *([Progress()] if shown else [])]]
         for callback in watchers:
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         train = stack.enter_context(trainer(federation.bench, experiment.workers, experiment.threads))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -238,7 +238,12 @@ def rounds(
 
 
 class Callback:
-    """What a logger may override; all neutral."""
+    """What a logger may override; all neutral. A run enters and leaves it as a context."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
 
     def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None: ...
 
