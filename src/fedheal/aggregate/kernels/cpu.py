@@ -22,8 +22,8 @@ from fedheal.aggregate.kernels import reference
 from fedheal.aggregate.kernels.reference import NonFinite
 from fedheal.types import Floats, Integers, Kept, Measured
 
-PASS_ONE = 8192  # columns: a row's block stays in the first-level cache between its two loops
-PASS_TWO = 2048  # columns: with both float64 accumulators
+PASS_ONE = 1 << 15  # columns summed at a time; sums of blocks are added in order
+PASS_TWO = 2048  # columns: both float64 accumulators stay in the first-level cache
 CONVERT = 1 << 18  # columns turned into float32 at a time where numba cannot read the dtype
 REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets sums use vector registers; NaN and infinity keep their meaning
 
@@ -51,7 +51,7 @@ def observe(
 
 
 def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
-    # With counts of zero and these thresholds everything is kept; sign 0 leaves the counts alone.
+    # Sign 0: there are no counts, and everything is kept.
     none = np.zeros(len(rows), np.uint8)
     nothing = np.zeros((1, 1), np.uint8)
     measured, bad = _scan(deltas, rows, tensors, nothing, np.zeros(len(rows), np.int64), none, none, 0)
@@ -147,55 +147,52 @@ def _spread(work: Callable[[int, int], None], start: int, stop: int, cost: int) 
     if threads == 1 or (stop - start) * cost < 1 << 20:
         work(start, stop)
         return
+    work(start, start)  # does nothing but compile: in a thread that would wait for ever for an import under way here
     parts = np.linspace(start, stop, min(stop - start, 4 * threads) + 1).astype(int)
     with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(work, a, b) for a, b in itertools.pairwise(parts)]:
             done.result()
 
 
-@numba.njit(nogil=True, cache=True)
-def _count(x, counts, low, high, sign, keep):  # type: ignore[no-untyped-def]
-    one, zero = counts.dtype.type(1), counts.dtype.type(0)
+@numba.njit(nogil=True, cache=True, fastmath=REASSOCIATE)
+def _count(x, counts, low, high, sign):  # type: ignore[no-untyped-def]
+    """Count one row's signs in a block; squared norm of all and of the kept entries, and how many are kept."""
+    one, zero, nothing = counts.dtype.type(1), counts.dtype.type(0), x.dtype.type(0)
     s = x.dtype.type(sign)
+    everything, kept, number = 0.0, 0.0, np.int32(0)
     for j in range(x.size):
         up = s * x[j] >= 0
         n = counts.dtype.type(counts[j] + (one if up else zero))
         counts[j] = n
-        keep[j] = (n >= low) if up else (n < high)
+        keep = (n >= low) if up else (n < high)
+        y, z = np.float64(x[j]), np.float64(x[j] if keep else nothing)
+        everything += y * y
+        kept += z * z
+        number += np.int32(1) if keep else np.int32(0)
+    return everything, kept, number
 
 
 @numba.njit(nogil=True, cache=True, fastmath=REASSOCIATE)
-def _squares(x, keep):  # type: ignore[no-untyped-def]
-    everything, kept = 0.0, 0.0
-    zero = x.dtype.type(0)
+def _square(x):  # type: ignore[no-untyped-def]
+    total = 0.0
     for j in range(x.size):
         y = np.float64(x[j])
-        z = np.float64(x[j] if keep[j] else zero)
-        everything += y * y
-        kept += z * z
-    return everything, kept
-
-
-@numba.njit(nogil=True, cache=True)
-def _number(keep):  # type: ignore[no-untyped-def]
-    n = np.uint32(0)
-    for j in range(keep.size):
-        n = np.uint32(n + keep[j])
-    return n
+        total += y * y
+    return total
 
 
 @numba.njit(nogil=True, cache=True)
 def _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges, total, squares, number):  # type: ignore[no-untyped-def]
-    keep = np.ones(PASS_ONE, np.uint8)
-    for b in range(edges.size - 1):
-        start, stop = edges[b], edges[b + 1]
-        k = keep[: stop - start]
-        for i in range(rows.size):
+    for i in range(rows.size):
+        for b in range(edges.size - 1):
+            start, stop = edges[b], edges[b + 1]
             x = matrix[rows[i], start - first : stop - first]
-            if sign != 0:
-                _count(x, table[slots[i], start:stop], low[i], high[i], sign, k)
-            total[i, b], squares[i, b] = _squares(x, k)
-            number[i, b] = _number(k)
+            if sign == 0:
+                total[i, b] = squares[i, b] = _square(x)
+                number[i, b] = x.size
+            else:
+                counts = table[slots[i], start:stop]
+                total[i, b], squares[i, b], number[i, b] = _count(x, counts, low[i], high[i], sign)
 
 
 @numba.njit(nogil=True, cache=True)

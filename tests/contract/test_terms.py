@@ -1,0 +1,329 @@
+"""What every method must do in the loop, run over all of them: a new one joins by being in the table of methods."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save
+from torch import Tensor
+
+from fedheal import methods
+from fedheal.engine import serial
+from fedheal.engine.serial import Trained
+from fedheal.experiment import build
+from fedheal.run import Federation, initial_state, restored_state, run_round
+from fedheal.types import RunState
+from tiny_data import load, quick
+
+VARIANTS = [
+    "fedprox:preset=group",
+    "scaffold:option=1",
+    "scaffold:fair_controls=p",
+    "scaffold:fair_controls=p+fedheal",
+    "scaffold:preset=group",
+    "feddyn:fair_controls=p",
+    "feddyn:fair_controls=p+afl",
+    "feddyn:eval_model=broadcast",
+    "feddyn:preset=group",
+    "fedproc:first_round_ce=false",
+    "ditto:feedback=true",
+    "fedce:mode=plus",
+    "fedfv:tau=3",
+    "moon+fedheal:variant=released",
+]
+NAMES = [*methods.names(), *VARIANTS]
+QUICK = [name for name in NAMES if "+" not in name or name in VARIANTS or name.endswith("+fedheal")]
+CPU = torch.device("cpu")
+every = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+quickly = pytest.mark.parametrize("name", QUICK)
+Edit = Callable[[Iterator[Trained]], Iterator[Trained]]
+
+
+def federation(name: str, **keys: Any) -> Federation:
+    given = {"method": name, "model": "tiny_data:featured", "rounds": 6, "lr": 0.02, "validation": 0.25}
+    return build(quick(**given | keys), load(), CPU)
+
+
+def step(fed: Federation, state: RunState, order: int = 1, edit: Edit = iter) -> RunState:
+    def train(model, shared, tasks):
+        return edit(serial.train(fed.bench, model, shared, task) for task in tasks[::order])
+
+    return run_round(fed, state, train, evaluate=False)[0]
+
+
+def after(fed: Federation, rounds: int, order: int = 1) -> RunState:
+    state = initial_state(fed)
+    for _ in range(rounds):
+        state = step(fed, state, order)
+    return state
+
+
+def flat(state: RunState) -> dict[str, Tensor]:
+    """All that a state holds, clients by name."""
+    found = {f"model.{f}": getattr(state.model, f) for f in ("params", "buffers", "counters")}
+    found |= {f"aggregator.{name}": value for name, value in state.aggregator.to_arrays()[0].items()}
+    for i, term in enumerate(state.terms):
+        found |= {f"{i}.shared.{name}": value for name, value in term.shared.items()}
+        found |= {f"{i}.{c}.{name}": value for c, slot in term.slots.items() for name, value in slot.items()}
+    return found
+
+
+def copied(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in values.items()}
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert value.dtype == two[name].dtype, name
+        assert torch.equal(value, two[name]), name
+
+
+# State
+
+
+@every
+def test_a_state_survives_saving_and_the_next_round_is_the_same_bit_for_bit(name: str) -> None:
+    """Tensors as safetensors, the rest as JSON, and back."""
+    fed = federation(name, participation=0.6)
+    state = after(fed, 3)
+    arrays, described = state.to_arrays()
+    data = save({key: value.contiguous() for key, value in arrays.items()})
+    text = json.dumps(described)
+    kept = copied(flat(state))
+    restored = restored_state(load_bytes(data), json.loads(text), CPU)
+    assert_same(flat(restored), kept)
+    assert (restored.round, restored.seed, restored.sent, restored.received) == (3, 0, state.sent, state.received)
+    assert_same(flat(step(fed, restored)), flat(step(fed, state)))
+
+
+@every
+def test_nothing_that_a_client_is_given_is_changed(name: str) -> None:
+    """The global model, the shared values and every slot, whoever trains; nor does training again give anything else."""
+    fed = federation(name)
+    state = after(fed, 2)
+    shared = tuple(term.shared for term in state.terms)
+    kept = copied(flat(state))
+    replies = []
+    for client in fed.clients:
+        task = serial.Task(client, 3, tuple(term.slots.get(client, {}) for term in state.terms))
+        one, two = (serial.train(fed.bench, state.model, shared, task) for _ in range(2))
+        assert torch.equal(one.reply.delta, two.reply.delta)
+        assert one.reply.metrics == two.reply.metrics
+        for left, right in ((one.slots, two.slots), (one.messages, two.messages)):
+            for mine, other in zip(left, right, strict=True):
+                assert_same(dict(mine), dict(other))
+        replies.append(one)
+    assert_same(flat(state), kept)
+    assert len({reply.reply.delta.numpy().tobytes() for reply in replies}) == len(fed.clients)
+
+
+@every
+def test_nothing_that_the_server_is_given_is_changed(name: str) -> None:
+    """But for the aggregator's state, whose buffers may be reused."""
+    fed = federation(name)
+    state = after(fed, 2)
+    before = {key: value for key, value in flat(state).items() if not key.startswith("aggregator.")}
+    kept = copied(before)
+    step(fed, state)
+    assert_same(before, kept)
+
+
+@every
+def test_the_order_of_tasks_changes_nothing(name: str) -> None:
+    """Not a bit: sums over clients go by their ids, not by who came first."""
+    assert_same(flat(after(federation(name), 3)), flat(after(federation(name), 3, order=-1)))
+
+
+# Who takes part
+
+
+@every
+def test_absent_clients_and_late_joiners(name: str) -> None:
+    """A client has slots once it has taken part, and they change in no round without it."""
+    fed = federation(name, participation=0.4)
+    state, seen = initial_state(fed), set()
+    for _ in range(5):
+        before, cohort = copied(flat(state)), []
+
+        def noted(trained, cohort=cohort):
+            for one in trained:
+                cohort.append(one.reply.client)
+                yield one
+
+        state = step(fed, state, edit=noted)
+        seen |= set(cohort)
+        for i, term in enumerate(state.terms):
+            assert set(term.slots) <= seen
+            assert not term.slots or set(term.slots) == seen
+            for client in set(term.slots) - set(cohort):
+                for key, value in term.slots[client].items():
+                    assert torch.equal(value, before[f"{i}.{client}.{key}"]), (client, key)
+        assert all(value.isfinite().all() for key, value in flat(state).items() if not key.endswith("aggregator.sent"))
+    assert seen < set(fed.clients) or len(seen) == 5
+
+
+@quickly
+def test_a_skipped_client_keeps_its_slots_and_one_skipped_at_first_has_none(name: str) -> None:
+    """plain-0 sends NaN in the second round, dark-0 in every round."""
+    fed = federation(name, on_bad_update="skip")
+
+    def spoilt(trained):
+        for one in trained:
+            bad = one.reply.client == "dark-0" or (one.reply.client == "plain-0" and state.round == 1)
+            reply = one.reply._replace(delta=torch.full_like(one.reply.delta, math.nan)) if bad else one.reply
+            yield replace(one, reply=reply)
+
+    state = initial_state(fed)
+    state = step(fed, state, edit=spoilt)
+    kept = copied(flat(state))
+    state = step(fed, state, edit=spoilt)
+    for i, term in enumerate(state.terms):
+        assert "dark-0" not in term.slots
+        for key, value in term.slots.get("plain-0", {}).items():
+            assert torch.equal(value, kept[f"{i}.plain-0.{key}"])
+    assert all(value.isfinite().all() for value in (state.model.params, state.model.buffers))
+
+
+@quickly
+def test_a_round_without_any_reply_leaves_everything(name: str) -> None:
+    fed = federation(name)
+    state = after(fed, 2)
+    kept = copied({key: value for key, value in flat(state).items() if not key.startswith("aggregator.")})
+    state = step(fed, state, edit=lambda trained: iter(()))
+    assert_same({key: value for key, value in flat(state).items() if not key.startswith("aggregator.")}, kept)
+
+
+@quickly
+def test_one_client_alone(name: str) -> None:
+    state = after(federation(name, only=["dark-0"]), 3)
+    assert all(value.isfinite().all() for value in flat(state).values() if value.is_floating_point())
+
+
+# Kinds of modules
+
+
+@quickly
+def test_a_frozen_parameter_does_not_move(name: str) -> None:
+    fed = federation(name)
+    fed.bench.module.body[0].weight.requires_grad_(False)
+    state = after(fed, 3)
+    frozen = fed.bench.module.body[0].weight.numel()
+    assert torch.equal(state.model.params[:frozen], initial_state(federation(name)).model.params[:frozen])
+    assert not torch.equal(state.model.params, initial_state(federation(name)).model.params)
+
+
+@pytest.mark.parametrize("model", ["tied", "dropping", "linear"])
+@pytest.mark.parametrize(
+    "name", [n for n in QUICK if not any(term.features for term in methods.get(n).local) and "+" not in n]
+)
+def test_tied_weights_layers_that_draw_and_models_without_buffers(name: str, model: str) -> None:
+    """The same twice, whatever the global stream is at."""
+    ends = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        ends.append(copied(flat(after(federation(name, model=f"tiny_data:{model}"), 2))))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("name", [n for n in QUICK if any(term.features for term in methods.get(n).local)])
+def test_methods_that_look_at_features_say_so_to_a_model_without(name: str) -> None:
+    with pytest.raises(ValueError, match="needs a model with `features` and `head`"):
+        federation(name, model="tiny_data:linear")
+
+
+@pytest.mark.parametrize("name", ["fedga", "fedce", "fedce:mode=plus"])
+@pytest.mark.parametrize("keys", [{"validation": 0.0}, {"pool": True}], ids=["none", "pooled"])
+def test_methods_that_need_validation_data_say_so(name: str, keys: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"held out of each client's training data: give validation=0\.2"):
+        federation(name, **keys)
+
+
+# Bytes
+
+P, BUFFERS, FEATURES, CLASSES = 3 * 4 * 9 + 4 + 8 + 36 * 3 + 3, 8, 36, 3
+SIZE = 4 * (P + BUFFERS) + 8  # float32, and a counter
+PROTOTYPES = 4 * CLASSES * FEATURES
+# What goes along with the model: up, down in the first round, down in the second.
+ALONG = {
+    "fedavg": (0, 0, 0),
+    "fedavg+fedheal": (0, 0, 0),
+    "fedprox": (0, 0, 0),
+    "moon": (0, 0, 0),
+    "feddyn": (0, 0, 0),
+    "scaffold": (4 * P, 4 * P, 4 * P),
+    "scaffold:option=1": (4 * P, 4 * P, 4 * P),
+    "fedproc": (PROTOTYPES + 4 * CLASSES, 0, PROTOTYPES + 8 * CLASSES),
+    "fedproto": (PROTOTYPES + 4 * CLASSES, 0, PROTOTYPES + 8 * CLASSES),
+    "ditto": (SIZE, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_bytes_are_those_of_the_model_and_what_goes_along(name: str) -> None:
+    fed = federation(name)
+    up, first, second = ALONG[name]
+    one = step(fed, initial_state(fed))
+    two = step(fed, one)
+    clients = len(fed.clients)
+    assert one.received == clients * (SIZE + up)
+    assert two.received - one.received == clients * (SIZE + up)
+    assert one.sent == clients * (SIZE + first)
+    assert two.sent - one.sent == clients * (SIZE + second)
+
+
+def test_scaffold_sends_every_parameter_twice() -> None:
+    fed, plain = federation("scaffold"), federation("fedavg")
+    one, two = after(fed, 3), after(plain, 3)
+    rest = 3 * len(fed.clients) * (4 * BUFFERS + 8)  # buffers and counters go once
+    for way in ("sent", "received"):
+        assert getattr(one, way) - rest == 2 * (getattr(two, way) - rest)
+
+
+def test_fpl_sends_cluster_prototypes_along() -> None:
+    fed = federation("fpl")
+    one = after(fed, 1)
+    clusters = len(one.terms[0].shared["owner"])
+    assert CLASSES <= clusters <= CLASSES * len(fed.clients)
+    two = step(fed, copy.copy(one))
+    down = SIZE + PROTOTYPES + 8 * CLASSES + clusters * (4 * FEATURES + 8)
+    assert two.sent - one.sent == len(fed.clients) * down
+    assert one.received == len(fed.clients) * (SIZE + PROTOTYPES + 4 * CLASSES)
+
+
+# Parameters
+
+
+def _bad() -> Iterator[tuple[str, str, str]]:
+    """For every parameter of every part, values of its kind that mean nothing."""
+    for part in methods.PARTS:
+        for key, default in methods.parameters(part).items():
+            if isinstance(default, bool):
+                values = ["maybe", "2", "no"]
+            elif isinstance(default, (int, float)):
+                values = ["-1", "nan", "inf", "true", "abc", ""]
+            else:
+                values = ["nonsense", "2", "true", ""]
+            yield from ((part, key, value) for value in values)
+
+
+@pytest.mark.parametrize(("part", "key", "value"), list(_bad()))
+def test_a_parameter_out_of_range_is_refused_with_one_sentence(part: str, key: str, value: str) -> None:
+    """It names the parameter and its value, in the name and beside it alike."""
+    for given in ({}, {key: value}):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  (the sentence is looked at below)
+            methods.get(part if given else f"{part}:{key}={value}", **given)
+        sentence = str(caught.value)
+        assert key in sentence
+        assert value.lower() in sentence.lower()
+        assert "\n" not in sentence

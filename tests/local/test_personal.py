@@ -1,0 +1,224 @@
+"""Ditto and FedBN: what clients keep, what the server sees of it, what is judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedheal import models
+from fedheal.engine import serial
+from fedheal.experiment import build
+from fedheal.layout import Layout, Packed
+from fedheal.local.personal import Ditto, LocalNorm, norm_masks
+from fedheal.run import Federation, initial_state, judged_model, run_round
+from fedheal.types import RunState
+from local.quadratic import absorbed, context, packed, vector
+from tiny_data import featured, load, normed, quick
+
+
+def made(**keys: Any) -> Federation:
+    return build(quick(**{"model": "tiny_data:normed"} | keys), load(), torch.device("cpu"))
+
+
+def after(fed: Federation, rounds: int) -> RunState:
+    state = initial_state(fed)
+    for _ in range(rounds):
+        state, _ = run_round(
+            fed, state, lambda m, s, tasks: (serial.train(fed.bench, m, s, t) for t in tasks), evaluate=False
+        )
+    return state
+
+
+def same(one: Packed, two: Packed) -> bool:
+    return all(torch.equal(getattr(one, f), getattr(two, f)) for f in ("params", "buffers", "counters"))
+
+
+# Ditto
+
+
+def test_dittos_server_by_hand() -> None:
+    """W = 1, local models 1.4 and 2, personal ones 3 and 7, weights 1/4 and 3/4: V = 0.75 + 5.25 = 6; W+ = 1.85."""
+    none = {"buffers": torch.empty(0), "counters": torch.empty(0, dtype=torch.int64)}
+    messages = [{"params": vector(3.0), **none}, {"params": vector(7.0), **none}]
+    locals_ = {"a": vector(1.4), "b": vector(2.0)}
+    for feedback, broadcast in ((False, 1.85), (True, 6.0)):
+        term = Ditto(feedback=feedback)
+        model, shared = absorbed(term, packed(1.0), locals_, messages, {}, weights=[0.25, 0.75])
+        assert model.params.tolist() == pytest.approx([broadcast], rel=1e-12)
+        assert term.evaluated(model, shared, {}).params.tolist() == pytest.approx([6.0], rel=1e-12)
+
+
+def test_a_personal_model_goes_on_from_where_it_was() -> None:
+    """First from the received model, then from the client's own; always held to the received one with `lam`."""
+    asked = []
+
+    def fit(start: Packed, strength: float) -> Packed:
+        asked.append((start.params.item(), strength))
+        return packed(5.0)
+
+    term = Ditto(lam=0.7)
+    slot, message = term.finish(context(term, packed(1.0), fit=fit), packed(2.0))
+    assert slot["params"].tolist() == message["params"].tolist() == [5.0]
+    term.finish(context(term, packed(1.5), fit=fit, slot=slot), packed(2.0))
+    assert asked == [(1.0, 0.7), (5.0, 0.7)]
+
+
+def test_a_personal_models_first_round_is_fedproxs_local_model() -> None:
+    """One batch an epoch, so that the order of examples does not matter; another client's stays its own."""
+    keys: dict[str, Any] = {"batch_size": 100, "epochs": 3}
+    ditto, fedprox = made(method="ditto:lam=0.5", **keys), made(method="fedprox:mu=0.5", **keys)
+    state = after(ditto, 1)
+    start = initial_state(fedprox)
+    for client, slot in state.terms[0].slots.items():
+        task = serial.Task(client, 1, ({},))
+        reply = serial.train(fedprox.bench, start.model, ({},), task).reply
+        assert torch.allclose(slot["params"] - start.model.params, reply.delta, atol=1e-6)
+        assert torch.allclose(slot["buffers"], reply.buffers, atol=1e-6)
+
+
+@pytest.mark.parametrize("lam", [0.0, 1.0, 5.0])
+def test_reading_a_trains_the_global_model_as_fedavg_does(lam: float) -> None:
+    one, two = after(made(method="fedavg"), 3), after(made(method=f"ditto:lam={lam}"), 3)
+    assert same(one.model, two.model)
+
+
+def test_what_is_judged_is_the_weighted_mean_of_the_personal_models() -> None:
+    fed = made(method="ditto")
+    state = after(fed, 3)
+    shares = {client: len(split) for client, split in fed.bench.examples.items()}
+    judged = judged_model(fed, state.model, state.terms)
+    for name in ("params", "buffers"):
+        mean = sum(shares[c] * slot[name].double() for c, slot in state.terms[0].slots.items()) / sum(shares.values())
+        assert torch.allclose(getattr(judged, name).double(), mean, atol=1e-6)
+        assert not torch.equal(getattr(judged, name), getattr(state.model, name))
+
+
+def test_reading_b_sends_the_mean_of_the_personal_models_back() -> None:
+    fed = made(method="ditto:feedback=true")
+    state = after(fed, 2)
+    shares = {client: len(split) for client, split in fed.bench.examples.items()}
+    for name in ("params", "buffers"):
+        mean = sum(shares[c] * slot[name].double() for c, slot in state.terms[0].slots.items()) / sum(shares.values())
+        assert torch.allclose(getattr(state.model, name).double(), mean, atol=1e-6)
+    assert same(judged_model(fed, state.model, state.terms), state.model)
+    assert not same(state.model, after(made(method="ditto"), 2).model)
+
+
+# FedBN
+
+
+class Block(nn.Module):
+    """Normalisation of several kinds under names that do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.shortcut = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+        self.group = nn.GroupNorm(2, 4)
+        self.layer = nn.LayerNorm(4)
+        self.bn_like_name = nn.Linear(4, 2)
+
+
+def test_layers_are_chosen_by_type() -> None:
+    module = Block()
+    layout = Layout.of(module)
+    params, buffers = norm_masks(module, layout)
+    held = {
+        e.name
+        for e in layout.entries
+        if e.kind != "counter" and bool({"param": params, "buffer": buffers}[e.kind][e.start : e.stop].all())
+    }
+    wanted = {"group.weight", "group.bias", "layer.weight", "layer.bias"}
+    wanted |= {f"shortcut.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
+    assert held == wanted
+    assert int(params.sum()) == 3 * 8
+    assert int(buffers.sum()) == 8
+
+
+def test_a_resnets_shortcut_layers_are_among_them() -> None:
+    module = models.build("resnet10", 10, width=4)
+    layout = Layout.of(module)
+    params, buffers = norm_masks(module, layout)
+    kinds = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d)]
+    unnamed = [n for n, part in module.named_modules() if isinstance(part, nn.BatchNorm2d) and "bn" not in n]
+    assert unnamed  # else this test would show nothing
+    assert int(params.sum()) == sum(2 * part.num_features for part in kinds)
+    assert bool(buffers.all())
+
+
+def test_fedbn_by_hand() -> None:
+    """Own layers go in at the start, the received ones go back out, the local ones stay."""
+    module = normed(3)
+    layout = Layout.of(module)
+    received = layout.pack(module.state_dict())
+    params, buffers = norm_masks(module, layout)
+    mine = {"params": torch.full((8,), 7.0), "buffers": torch.full((8,), 9.0)}
+    term = LocalNorm()
+    ctx = context(term, received, module=module, slot=mine)
+    start = term.prepare(ctx, received)
+    assert start.params[params].tolist() == [7.0] * 8
+    assert start.buffers[buffers].tolist() == [9.0] * 8
+    assert torch.equal(start.params[~params], received.params[~params])
+    local = Packed(start.params + 1, start.buffers + 1, start.counters + 3)
+    slot, message = term.finish(ctx, local)
+    assert slot["params"].tolist() == [8.0] * 8
+    assert slot["buffers"].tolist() == [10.0] * 8
+    assert message == {}
+    sent = term.sent(ctx, local)
+    assert torch.equal(sent.params[params], received.params[params])
+    assert torch.equal(sent.buffers, received.buffers)
+    assert torch.equal(sent.params[~params], local.params[~params])
+    assert term.prepare(context(term, received, module=module), received) is received
+
+
+def test_the_global_models_normalisation_never_moves() -> None:
+    fed = made(method="fedbn")
+    state = after(fed, 4)
+    first = initial_state(made(method="fedbn")).model
+    params, buffers = norm_masks(fed.bench.module, fed.bench.layout)
+    assert torch.equal(state.model.params[params], first.params[params])
+    assert torch.equal(state.model.buffers[buffers], first.buffers[buffers])
+    assert not torch.equal(state.model.params[~params], first.params[~params])
+    for slot in state.terms[0].slots.values():
+        assert not torch.equal(slot["params"], first.params[params])
+        assert not torch.equal(slot["buffers"], first.buffers[buffers])
+
+
+def test_a_domain_is_judged_with_the_mean_of_its_clients_layers() -> None:
+    fed = made(method="fedbn")
+    state = after(fed, 3)
+    params, buffers = norm_masks(fed.bench.module, fed.bench.layout)
+    slots = state.terms[0].slots
+    for residents in (["plain-0", "plain-1"], ["dark-0"]):
+        judged = judged_model(fed, state.model, state.terms, residents)
+        for name, mask in (("params", params), ("buffers", buffers)):
+            mean = torch.stack([slots[c][name] for c in residents]).mean(dim=0)
+            assert torch.allclose(getattr(judged, name)[mask], mean, atol=1e-6)
+        assert torch.equal(judged.params[~params], state.model.params[~params])
+
+
+def test_a_domain_whose_clients_never_trained_is_judged_with_the_global_model() -> None:
+    fed = made(method="fedbn", without=["dark"])
+    state = after(fed, 2)
+    assert "dark-0" not in state.terms[0].slots
+    assert same(judged_model(fed, state.model, state.terms, ["dark-0"]), state.model)
+
+
+def test_fedbn_is_a_personalised_row_and_the_others_are_not() -> None:
+    assert LocalNorm().personalised
+    assert not Ditto().personalised
+
+
+def test_a_model_without_normalisation_is_fedavg() -> None:
+    one, two = (after(made(method=method, model="tiny_data:linear"), 3) for method in ("fedavg", "fedbn"))
+    assert same(one.model, two.model)
+
+
+def test_features_and_norms_together() -> None:
+    """The body's layer is found where it is nested."""
+    module = featured(3)
+    params, _ = norm_masks(module, Layout.of(module))
+    assert int(params.sum()) == 8

@@ -1,0 +1,95 @@
+"""Methods that must become another one, bit for bit, where a parameter or the first round takes their difference away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fedheal.engine import serial
+from fedheal.experiment import build
+from fedheal.run import initial_state, run_round
+from fedheal.types import RunState
+from tiny_data import load, quick
+
+
+def after(method: str, rounds: int, **keys: Any) -> RunState:
+    fed = build(quick(**{"method": method, "model": "tiny_data:featured"} | keys), load(), torch.device("cpu"))
+    state = initial_state(fed)
+    for _ in range(rounds):
+        state, _ = run_round(
+            fed, state, lambda m, s, tasks: (serial.train(fed.bench, m, s, t) for t in tasks), evaluate=False
+        )
+    return state
+
+
+def equal(one: RunState, two: RunState) -> bool:
+    return all(torch.equal(getattr(one.model, f), getattr(two.model, f)) for f in ("params", "buffers", "counters"))
+
+
+SETTINGS = [{}, {"participation": 0.6, "dropout": 0.2, "augment": "crop-flip"}]
+
+
+@pytest.mark.parametrize("keys", SETTINGS, ids=["everyone", "some"])
+@pytest.mark.parametrize(
+    ("method", "other"),
+    [
+        ("fedprox:mu=0", "fedavg"),
+        ("moon:mu=0", "fedavg"),
+        ("fedproto:lam=0", "fedavg"),
+        ("ditto", "fedavg"),
+        ("ditto:lam=0", "fedavg"),
+        ("feddyn:preset=group", "fedavg"),
+        ("fedprox:preset=group", "fedprox:mu=0.0001"),
+        ("fedprox:mu=0+fedheal", "fedheal"),
+        ("moon:mu=0+afl", "afl"),
+    ],
+)
+def test_the_same_bits_after_three_rounds(method: str, other: str, keys: dict[str, Any]) -> None:
+    assert equal(after(method, 3, **keys), after(other, 3, **keys))
+
+
+@pytest.mark.parametrize(
+    ("method", "other"),
+    [
+        ("scaffold", "uniform"),
+        ("scaffold:option=1", "uniform"),
+        ("scaffold:fair_controls=p", "uniform"),
+        ("scaffold+afl", "afl"),
+        ("scaffold+fedheal", "fedheal"),
+        ("moon", "fedavg"),
+        ("fedproto", "fedavg"),
+        ("fedproc", "fedavg"),
+        ("fpl", "fedavg"),
+    ],
+)
+def test_the_first_round_has_nothing_to_go_by_yet(method: str, other: str) -> None:
+    assert equal(after(method, 1), after(other, 1))
+    assert not equal(after(method, 2), after(other, 2))
+
+
+@pytest.mark.parametrize(
+    "name", ["fedprox", "fedproto", "moon", "ditto:feedback=true", "scaffold", "feddyn", "fedproc"]
+)
+def test_without_its_parameter_taken_away_a_method_is_another_one(name: str) -> None:
+    assert not equal(after(name, 3), after("fedavg", 3))
+
+
+def test_feddyns_average_is_uniform_fedavgs_local_models_of_a_first_round_with_a_tiny_alpha() -> None:
+    """The regulariser vanishes with alpha and what is judged is the plain mean; the broadcast model goes twice as far."""
+    state, plain = after("feddyn:alpha=1e-9,clip=0", 1), after("uniform", 1)
+    start = after("uniform", 0)
+    average = state.terms[0].shared["average"]
+    assert torch.allclose(average, plain.model.params, atol=1e-6)
+    assert torch.allclose(
+        state.model.params - start.model.params, 2 * (plain.model.params - start.model.params), atol=1e-5
+    )
+
+
+def test_unweighted_methods_and_weights_by_examples() -> None:
+    """SCAFFOLD and FedDyn average evenly unless a stage says otherwise; the others by examples."""
+    for name in ("scaffold", "feddyn"):
+        assert equal(after(name, 2), after(f"{name}+uniform", 2))
+    for name in ("fedprox", "moon", "fedproto"):
+        assert not equal(after(name, 2), after(f"{name}+uniform", 2))

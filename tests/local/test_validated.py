@@ -1,0 +1,191 @@
+"""FedGA and FedCE by hand: what clients report, and the weights that come of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedheal import Updates
+from fedheal.aggregate import Aggregator
+from fedheal.aggregate.fedce import cosines_to_others, fedce
+from fedheal.aggregate.fedga import fedga
+from fedheal.layout import Layout
+from fedheal.local.validated import Gaps, LeaveOneOut
+from local.quadratic import absorbed, context, packed, vector
+
+
+class Rounds:
+    """An aggregator round after round; each round's weights by client."""
+
+    def __init__(self, aggregator: Aggregator, size: int = 1) -> None:
+        self.aggregator, self.size = aggregator, size
+        self.state = aggregator.init(Layout.flat(size))
+        self.model, self.report = torch.zeros(size, dtype=torch.float64), {}
+
+    def __call__(self, clients: str, deltas: Any = None, **metrics: Any) -> list[float]:
+        k = len(clients)
+        moved = torch.zeros(k, self.size) if deltas is None else torch.tensor(deltas)
+        updates = Updates(list(clients), moved.double(), list(range(1, k + 1)), metrics=metrics)
+        out = self.aggregator.apply(self.model, updates, self.state)
+        self.state, self.model, self.report = out.state, out.model, out.report
+        return out.weights.tolist()
+
+
+def told(received: list[float], sent: list[float], progress: float) -> dict[str, list[float]]:
+    return {"val_received": received, "val_sent": sent, "progress": [progress] * len(sent)}
+
+
+# FedGA
+
+
+def test_fedgas_metrics() -> None:
+    """Round 3 of 10 is 2/10 of the way; losses of the model received and of the local one."""
+    ctx = context(Gaps(), packed(1.0), round=3, validate=lambda at: (10 * at.params.item(), 0.5))
+    assert Gaps().metrics(ctx, packed(2.0)) == {"val_received": 10.0, "val_sent": 20.0, "progress": 0.2}
+    assert Gaps().validates
+
+
+def test_fedga_by_hand_more_weight_to_whom_averaging_hurts_most() -> None:
+    """Equal at first: nothing has been sent. Then gaps 1.5 - 1 = 0.5 and 1.25 - 1 = 0.25, halfway: s = 0.1, s/K = 0.05.
+
+    1/2 + 0.05 * 1 = 0.55 and 1/2 + 0.05 * 0.5 = 0.525, over 1.075.
+    """
+    weights = Rounds(Aggregator(fedga(0.2)))
+    assert weights("ab", **told([9.0, 1.0], [1.0, 1.0], 0.0)) == pytest.approx([0.5, 0.5])
+    second = weights("ab", **told([1.5, 1.25], [1.0, 1.0], 0.5))
+    assert second == pytest.approx([0.55 / 1.075, 0.525 / 1.075], rel=1e-9)
+    assert second[0] > second[1]
+    assert weights.report["gap"] == {"a": 0.5, "b": 0.25}
+
+
+def test_fedga_takes_from_whom_averaging_helps_and_goes_on_from_there() -> None:
+    """Gaps -0.5 and 0.25 at s = 0.2: 0.5 - 0.1 and 0.5 + 0.05, over 0.95. Then equal gaps of 1: both + 0.1, over 1.2."""
+    weights = Rounds(Aggregator(fedga(0.2)))
+    weights("ab", **told([1.0, 1.0], [1.0, 1.0], 0.0))
+    second = weights("ab", **told([0.5, 1.25], [2.0, 3.0], 0.0))
+    assert second == pytest.approx([0.4 / 0.95, 0.55 / 0.95], rel=1e-9)
+    third = weights("ab", **told([3.0, 4.0], [1.0, 1.0], 0.0))
+    assert third == pytest.approx([(second[0] + 0.1) / 1.2, (second[1] + 0.1) / 1.2], rel=1e-9)
+
+
+def test_fedga_without_gaps_or_step_stays() -> None:
+    weights = Rounds(Aggregator(fedga(0.2)))
+    weights("ab", **told([1.0, 1.0], [1.0, 2.0], 0.0))
+    assert weights("ab", **told([1.0, 2.0], [1.0, 1.0], 0.5)) == [0.5, 0.5]
+    still = Rounds(Aggregator(fedga(0.0)))
+    still("ab", **told([1.0, 1.0], [1.0, 1.0], 0.0))
+    assert still("ab", **told([9.0, 1.0], [1.0, 1.0], 0.5)) == [0.5, 0.5]
+
+
+def test_fedga_with_absent_clients_and_a_newcomer() -> None:
+    """b keeps its half of the weight while a is alone; c then joins with a third, the others make room."""
+    weights = Rounds(Aggregator(fedga(0.2)))
+    weights("ab", **told([1.0, 1.0], [1.0, 1.0], 0.0))
+    assert weights("a", **told([5.0], [1.0], 0.1)) == [1.0]
+    assert weights("abc", **told([1.0, 1.0, 7.0], [1.0, 1.0, 1.0], 0.2)) == pytest.approx([1 / 3] * 3)
+
+
+# FedCE
+
+
+def test_the_model_without_a_client_by_hand() -> None:
+    """W = 2 holds a quarter of this client's model 5: the others are at (2 - 1.25) / 0.75 = 1. Buffers alike."""
+    asked = []
+
+    def validate(model):
+        asked.append((model.params.item(), model.buffers.tolist()))
+        return 0.1, 0.75
+
+    slot = {"params": vector(5.0), "buffers": torch.empty(0)}
+    ctx = context(LeaveOneOut(), packed(2.0), slot=slot, shared={"e.a": vector(0.25)}, validate=validate)
+    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.75}
+    assert asked == [(pytest.approx(1.0), [])]
+    kept, message = LeaveOneOut().finish(ctx, packed(3.0))
+    assert kept["params"].tolist() == [3.0]
+    assert message == {}
+
+
+@pytest.mark.parametrize(
+    ("slot", "shared"),
+    [({}, {}), ({}, {"e.a": vector(0.5)}), ({"params": vector(5.0), "buffers": torch.empty(0)}, {"e.a": vector(1.0)})],
+    ids=["first round", "no model yet", "it was alone"],
+)
+def test_there_is_nothing_without_a_client_before_it_sent_something_or_if_it_was_alone(slot, shared) -> None:
+    ctx = context(LeaveOneOut(), packed(2.0), slot=slot, shared=shared)
+    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.0}
+
+
+def test_each_client_is_told_its_weight_and_the_absent_keep_theirs() -> None:
+    term = LeaveOneOut()
+    locals_ = {"a": vector(1.0), "b": vector(2.0)}
+    _, shared = absorbed(term, packed(0.0), locals_, [{}, {}], {"e.z": vector(0.9)}, weights=[0.25, 0.75])
+    assert {name: value.item() for name, value in shared.items()} == {"e.z": 0.9, "e.a": 0.25, "e.b": 0.75}
+
+
+def test_cosines_by_hand() -> None:
+    """(1, 0), (0, 1), (1, 1) with equal weights: the others' sums are along (1, 2), (2, 1) and (1, 1)."""
+    d = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    assert cosines_to_others(d @ d.T, np.full(3, 1 / 3)) == pytest.approx([5**-0.5, 5**-0.5, 1.0])
+    # weights 1/2, 1/4, 1/4: (0, 1) and (1, 1) alike for the first; (3, 1) / 4 and (2, 1) / 4 for the others
+    e = np.array([0.5, 0.25, 0.25])
+    assert cosines_to_others(d @ d.T, e) == pytest.approx([5**-0.5, 10**-0.5, 3 / 10**0.5])
+
+
+def test_cosines_of_updates_that_do_not_move_are_zero() -> None:
+    assert cosines_to_others(np.zeros((2, 2)), np.full(2, 0.5)).tolist() == [0.0, 0.0]
+    assert cosines_to_others(np.diag([1.0, 0.0]), np.full(2, 0.5)).tolist() == [0.0, 0.0]
+    assert cosines_to_others(np.ones((1, 1)), np.ones(1)).tolist() == [0.0]
+
+
+DELTAS = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+
+
+def test_fedce_by_hand() -> None:
+    """a: shares (1/2, 1/2, 0) floored at 0.001 and normalised. Nothing is known of the data yet, so b is equal.
+
+    The new weights are those of this round's average.
+    """
+    weights = Rounds(Aggregator(fedce("times")), 2)
+    found = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0])
+    assert found == pytest.approx([0.5 / 1.001, 0.5 / 1.001, 0.001 / 1.001], rel=1e-9)
+    assert weights.model.tolist() == pytest.approx([0.501 / 1.001, 0.501 / 1.001], rel=1e-9)
+
+
+def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
+    """Accuracies 0.8, 0.4, 0 beside the first round's 0: b ~ 1 - (0.4, 0.2, 0) = (0.6, 0.8, 1) / 2.4.
+
+    With the weights of round 1, (500, 500, 1)/1001: the others' sums are (1, 501), (501, 1), (500, 500), all over 1001.
+    """
+    for mode in ("times", "plus"):
+        weights = Rounds(Aggregator(fedce(mode)), 2)
+        first = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0])
+        if mode == "times":
+            e = np.array(first)
+        else:  # a + b, with b a third each
+            a = np.array([0.5, 0.5, 0.001]) / 1.001
+            e = (a + 1 / 3) / 2
+            assert first == pytest.approx(e.tolist(), rel=1e-9)
+        now = []
+        for m in range(3):
+            others = sum(e[j] * np.array(DELTAS[j]) for j in range(3) if j != m)
+            now.append(others @ DELTAS[m] / np.linalg.norm(others) / np.linalg.norm(DELTAS[m]))
+        a = 1 - (np.array([5**-0.5, 5**-0.5, 1.0]) + now) / 2
+        a = np.maximum(a / a.sum(), 1e-3)
+        a, b = a / a.sum(), np.array([0.6, 0.8, 1.0]) / 2.4
+        wanted = a * b if mode == "times" else a + b
+        found = weights("abc", DELTAS, without_me=[0.8, 0.4, 0.0])
+        assert found == pytest.approx((wanted / wanted.sum()).tolist(), rel=1e-6), mode
+
+
+def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
+    """Equal directions; the model without a does well on its data, the one without b does not."""
+    weights = Rounds(Aggregator(fedce()), 2)
+    orthogonal = [[1.0, 0.0], [0.0, 1.0]]
+    assert weights("ab", orthogonal, without_me=[0.0, 0.0]) == pytest.approx([0.5, 0.5])
+    found = weights("ab", orthogonal, without_me=[0.8, 0.0])
+    assert found == pytest.approx([0.6 / 1.6, 1.0 / 1.6])
+    assert math.isclose(sum(found), 1.0)
