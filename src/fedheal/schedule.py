@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -75,8 +76,9 @@ def _on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:
         raise ValueError("Ray is not installed: pip install 'fedheal[ray]'") from None
     started = not ray.is_initialized()
     if started:
+        _check_answers(address)
         try:
-            ray.init(address=None if address == "local" else address, log_to_driver=False)
+            ray.init(address=address, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
             raise ValueError(f"no Ray cluster answers at {address!r}: {error}") from None
     try:
@@ -93,6 +95,17 @@ def _on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:
     finally:
         if started:
             ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself waits for minutes for a cluster that is not there."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return  # 'auto', 'local', or a URL, which Ray knows best
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ValueError(f"no Ray cluster answers at {address!r}: {error.strerror or error}") from None
 
 
 def _resources(experiment: Experiment) -> dict[str, float]:

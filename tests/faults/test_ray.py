@@ -100,7 +100,7 @@ def test_no_cluster_is_a_sentence(tmp_path):
     with loopback() as inside:
         done = subprocess.run(
             [*inside, *command, "--out", str(tmp_path / "out")],
-            env=ENVIRONMENT | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_GCS_RPC_TIMEOUT_S": "2"},
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
             check=False,
