@@ -11,7 +11,7 @@ ROOT = Path(fedheal.__file__).parent
 
 # A part may import the parts on lines before its own, and itself.
 ORDER = [
-    {"layout", "metrics", "rng"},
+    {"layout", "metrics", "rng", "version"},
     {"types", "collect", "records"},
     {"aggregate", "models", "data"},
     {"local"},

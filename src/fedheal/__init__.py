@@ -7,8 +7,7 @@ from fedheal.layout import Layout, Packed
 from fedheal.methods import Method
 from fedheal.run import Callback
 from fedheal.types import Reply, Updates
-
-__version__ = "0.1.0"
+from fedheal.version import __version__
 
 __all__ = [
     "Callback",

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numba
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from fedheal.metrics import fairness, last_mean
 from fedheal.progress import Progress, watched
 from fedheal.run import Callback, Federation, initial_state, judged_model, restored_state, rounds
 from fedheal.types import RoundRecord, RunState
+from fedheal.version import __version__
 
 log = logging.getLogger("fedheal")
 
@@ -194,9 +196,9 @@ def _finished(folder: Path, history: list[RoundRecord]) -> Result:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {
-        name: version(name) for name in ("fedheal", "torch", "numpy", "numba")
-    }
+    """Asked of the modules themselves, which need not be installed to run."""
+    libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
+    return {"fedheal": __version__, "python": platform.python_version(), **libraries}
 
 
 def device_of(name: str) -> torch.device:

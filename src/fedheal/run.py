@@ -54,11 +54,13 @@ def initial_state(federation: Federation) -> RunState:
 def restored_state(arrays: Mapping[str, Tensor], described: Mapping[str, Any], device: torch.device) -> RunState:
     """A state from what `RunState.to_arrays` gave, on a device."""
 
-    def inner(name: str) -> State:
-        own = {k.removeprefix(f"{name}."): v.to(device) for k, v in arrays.items() if k.startswith(f"{name}.")}
+    def inner(name: str, where: torch.device) -> State:
+        own = {k.removeprefix(f"{name}."): v.to(where) for k, v in arrays.items() if k.startswith(f"{name}.")}
         restored: State = State.from_arrays(own, described[name])
         return restored
 
+    # An aggregator's columns are numpy's; what it needs beside the updates it moves there itself.
+    aggregator, server = inner("aggregator", torch.device("cpu")), inner("server", device)
     model = Packed(*(arrays[f"model.{name}"].to(device) for name in ("params", "buffers", "counters")))
     numbers = {name: int(described[name]) for name in ("round", "seed", "sent", "received")}
 
@@ -69,7 +71,7 @@ def restored_state(arrays: Mapping[str, Tensor], described: Mapping[str, Any], d
         TermState(under(f"terms.{i}.shared."), {c: under(f"terms.{i}.slots.{j}.") for j, c in enumerate(clients)})
         for i, clients in enumerate(described["terms"])
     )
-    return RunState(**numbers, model=model, aggregator=inner("aggregator"), server=inner("server"), terms=terms)
+    return RunState(**numbers, model=model, aggregator=aggregator, server=server, terms=terms)
 
 
 def run_round(
