@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# In two processes, which must collect the same tests: hashes are fixed.
+PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 
 .PHONY: run test check lint bench clean
@@ -16,10 +18,10 @@ run: $(VENV)/.run
 	@$(BIN)/fedheal demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

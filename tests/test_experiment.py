@@ -217,7 +217,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "said"), WRONG, ids=[str(sorted(keys.items(), key=str)) for keys, _ in WRONG])
+@pytest.mark.parametrize(("keys", "said"), WRONG, ids=[f"{i} {' '.join(keys)}" for i, (keys, _) in enumerate(WRONG)])
 def test_what_is_wrong_is_one_sentence_with_field_and_value(keys: dict[str, Any], said: list[str]) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011  (looked at below)
         Experiment.of(keys)

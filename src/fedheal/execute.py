@@ -86,7 +86,8 @@ def run(
             for callback in watchers:
                 callback.round(record)
         module = federation.bench.module
-        module.load_state_dict(federation.bench.layout.unpack(judged_model(federation, state.model, state.terms)))
+        final = judged_model(federation, state.model, state.terms, sorted(federation.homes))
+        module.load_state_dict(federation.bench.layout.unpack(final))
         result = _result(experiment, history, state, federation, domains)
         if folder is not None:
             records.save_tensors(folder / "model.safetensors", module.state_dict())

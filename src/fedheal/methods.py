@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 from fedheal.aggregate import Aggregator, chain, presets
 from fedheal.aggregate import fedce as contribution
 from fedheal.aggregate import fedga as adjustment
+from fedheal.aggregate.checks import check_switch
 from fedheal.aggregate.presets import reducer
 from fedheal.aggregate.stages import STAGES
 from fedheal.local.contrastive import Contrastive
@@ -46,7 +48,7 @@ def fedavg() -> Local:
 
 def fedprox(mu: float = 0.01, preset: str = "ours") -> Local:
     """Li et al. 2020: CE + mu/2 |w - W|^2. preset=group: mu = 1e-4, the effective value of the paper's group's code."""
-    _choice("preset", preset, "ours", "group")
+    _preset(preset, mu=(mu, 0.01))
     _at_least("mu", mu, 0)
     return Local((Proximal(1e-4 if preset == "group" else mu),))
 
@@ -57,10 +59,9 @@ def scaffold(
     """Karimireddy et al. 2020: control variates, aware of momentum. preset=group: no momentum, eta_g 0.25, clip 100."""
     _choice("option", option, 1, 2)
     _choice("fair_controls", fair_controls, "uniform", "p")
-    _choice("preset", preset, "ours", "group")
+    _preset(preset, eta_g=(eta_g, 1.0), clip=(clip, 0.0))
     _at_least("clip", clip, 0)
-    if not eta_g > 0:
-        raise ValueError(f"eta_g = {eta_g}: use a number above 0")
+    _above("eta_g", eta_g)
     if preset == "group":
         term = ControlVariates(option, 0.25, fair_controls, 100.0)
         return Local((term,), uniform=True, training={"momentum": 0.0, "weight_decay": 0.0})
@@ -84,7 +85,7 @@ def feddyn(
     """Acar et al. 2021: dynamic regularisation. preset=group: FedAvg, to which the group's code amounts."""
     _choice("eval_model", eval_model, "average", "broadcast")
     _choice("fair_controls", fair_controls, "uniform", "p")
-    _choice("preset", preset, "ours", "group")
+    _preset(preset, alpha=(alpha, 0.01))
     _above("alpha", alpha)
     _at_least("clip", clip, 0)
     if preset == "group":
@@ -95,6 +96,7 @@ def feddyn(
 def fedproc(temperature: float = 1.0, first_round_ce: bool = True) -> Local:
     """Mu et al. 2023: prototypical contrast that hands over to cross-entropy."""
     _above("temperature", temperature)
+    check_switch("first_round_ce", first_round_ce)
     return Local((FedProc(temperature=temperature, first_round_ce=first_round_ce),))
 
 
@@ -107,6 +109,7 @@ def fedproto(lam: float = 1.0) -> Local:
 def ditto(lam: float = 1.0, feedback: bool = False) -> Local:
     """Li et al. 2021: a personal model per client; their average is judged (feedback: and broadcast)."""
     _at_least("lam", lam, 0)
+    check_switch("feedback", feedback)
     return Local((Ditto(lam, feedback),))
 
 
@@ -282,8 +285,10 @@ def _value(part: str, key: str, text: str) -> Any:
         raise ValueError(
             f"'{part}' has no parameter '{key}'{suggestion(key, list(defaults))}; it has {sorted(defaults)}"
         )
-    if text.lower() in ("true", "false"):
+    if text.lower() in ("true", "false") and (isinstance(defaults[key], bool) or key == "fael"):
         return text.lower() == "true"
+    if isinstance(defaults[key], bool):
+        raise ValueError(f"{key} = {text}: use true or false")
     if isinstance(defaults[key], (float, int)) and not isinstance(defaults[key], bool):
         try:
             return type(defaults[key])(text)
@@ -306,19 +311,27 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _preset(preset: str, **fixed: tuple[Any, Any]) -> None:
+    """A preset brings these parameters itself: given beside it, another value is a contradiction."""
+    _choice("preset", preset, "ours", "group")
+    for name, (value, default) in fixed.items():
+        if preset == "group" and value != default:
+            raise ValueError(f"{name} = {value} contradicts preset=group, which brings its own {name}")
+
+
 def _choice(name: str, value: Any, *choices: Any) -> None:
-    if value not in choices:
+    if isinstance(value, bool) or value not in choices:
         raise ValueError(f"{name} = {value!r}: use one of {', '.join(map(repr, choices))}")
 
 
 def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise ValueError(f"{name} = {value!r}: use a number not below {least:g}")
+    if isinstance(value, bool) or not least <= value < math.inf:
+        raise ValueError(f"{name} = {value!r}: use a finite number not below {least:g}")
 
 
 def _above(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} = {value!r}: use a number above 0")
+    if isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} = {value!r}: use a finite number above 0")
 
 
 def suggestion(word: str, known: list[str]) -> str:

@@ -88,7 +88,7 @@ def run_round(
     clock.lap("train")
     out = federation.aggregator.apply(state.model, updates, state.aggregator, donate=True)
     stepped, server = _stepped(federation, state, out)
-    accepted = [client for client in updates.clients if client not in out.report["skipped"]]
+    accepted = sorted(client for client in updates.clients if client not in out.report["skipped"])
     model, terms = _absorb(federation, state, stepped, updates, out.weights, replies, accepted)
     clock.lap("aggregate")
     judged = judge(federation, model, terms) if evaluate else {}
@@ -147,7 +147,7 @@ def _absorb(
     if not accepted or not bool(weights.any()):
         return model, state.terms
     rows = torch.tensor([updates.clients.index(client) for client in accepted])
-    whole = len(rows) == len(updates.clients)
+    whole = tuple(accepted) == updates.clients
     taken = updates if whole else Updates(accepted, updates.deltas[rows], updates.num_examples[rows])
     number = state.round + 1
     layout, everyone = federation.bench.layout, len(federation.clients)

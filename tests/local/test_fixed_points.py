@@ -68,10 +68,19 @@ def test_one_step_a_round_has_no_drift() -> None:
 
 CORRECTED = [
     pytest.param(ControlVariates, {}, {}, 250, id="scaffold"),
-    pytest.param(ControlVariates, {"option": 1}, {}, 250, id="scaffold-option-1"),
-    pytest.param(ControlVariates, {}, {"momentum": 0.9, "lr": 0.01}, 250, id="scaffold-momentum"),
+    pytest.param(ControlVariates, {"option": 1}, {}, 250, id="scaffold-option-1", marks=pytest.mark.slow),
+    pytest.param(
+        ControlVariates, {}, {"momentum": 0.9, "lr": 0.01}, 250, id="scaffold-momentum", marks=pytest.mark.slow
+    ),
     pytest.param(Dynamic, {"alpha": 0.5, "clip": None}, {"steps": 20}, 250, id="feddyn"),
-    pytest.param(Dynamic, {"alpha": 0.5, "clip": None}, {"momentum": 0.9, "lr": 0.02, "steps": 20}, 250, id="feddyn-m"),
+    pytest.param(
+        Dynamic,
+        {"alpha": 0.5, "clip": None},
+        {"momentum": 0.9, "lr": 0.02, "steps": 20},
+        250,
+        id="feddyn-m",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

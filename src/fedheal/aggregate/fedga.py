@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedheal.aggregate.checks import check_share
 from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind
@@ -43,8 +44,7 @@ class FedGAState(State):
 
 def fedga(s0: float = 0.2) -> Stage:
     """The stage: needs the validation losses of the model received and of the model sent, and the run's progress."""
-    if not 0 <= s0 <= 1:
-        raise ValueError(f"s0 = {s0!r}: use a number from 0 to 1")
+    check_share("s0", s0)
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedGAState)

@@ -129,7 +129,7 @@ def _contexts(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Tas
             slot=slot,
             shared=values,
             fit=fit,
-            gradient=lambda at: _gradient(bench, at, task.client),
+            gradient=lambda at: _gradient(bench, at, task),
             validate=lambda at: judge(bench, at, bench.validation[task.client]),
         )
         for slot, values in zip(task.slots, shared, strict=True)
@@ -200,15 +200,16 @@ def judge(bench: Bench, model: Packed, split: Split) -> tuple[float, float]:
     return loss / len(split), right / len(split)
 
 
-def _gradient(bench: Bench, model: Packed, client: str) -> Tensor:
+def _gradient(bench: Bench, model: Packed, task: Task) -> Tensor:
     """The gradient of the mean loss over a client's data, at `model`, as a flat vector."""
-    module, examples = bench.module, bench.examples[client]
+    module, examples = bench.module, bench.examples[task.client]
     module.load_state_dict(bench.layout.unpack(model))
     module.train()
     module.zero_grad(set_to_none=True)
-    for images, labels in _in_turn(examples):
-        loss = functional.cross_entropy(module(normalised(images)), labels, reduction="sum") / len(examples)
-        torch.autograd.backward(loss)
+    with seeded(derive(bench.seed, "gradient layers", task.round, task.client), bench.device):
+        for images, labels in _in_turn(examples):
+            loss = functional.cross_entropy(module(normalised(images)), labels, reduction="sum") / len(examples)
+            torch.autograd.backward(loss)
     named = dict(module.named_parameters(remove_duplicate=False))
     tensors = [named[name] for name, _ in bench.layout.sizes().tensors]
     return torch.cat([(torch.zeros_like(t) if t.grad is None else t.grad).reshape(-1) for t in tensors]).detach()

@@ -73,8 +73,9 @@ def _weighted(shared: Arrays, ctx: ServerContext) -> Arrays:
     """`c = sum p_m c_m` over the clients seen so far, each with the weight it last had."""
     last = {name: value for name, value in shared.items() if name.startswith("p.")}
     last |= {f"p.{client}": weight for client, weight in zip(ctx.updates.clients, ctx.weights, strict=True)}
-    total = sum(float(weight) for weight in last.values())
-    c = torch.zeros_like(shared["c"])
-    for name, weight in last.items():
+    ordered = sorted(last.items())  # as after a restore, so that sums keep their bits
+    total = sum(float(weight) for _, weight in ordered)
+    c = torch.zeros_like(ctx.slots[ctx.updates.clients[0]]["c"])
+    for name, weight in ordered:
         c += float(weight) / total * ctx.slots[name.removeprefix("p.")]["c"]
     return {"c": c, **last}

@@ -46,8 +46,9 @@ class Ditto(Term):
 
         counters = torch.stack([message["counters"] for message in messages]).amax(dim=0)
         average = Packed(mean("params"), mean("buffers"), counters)
-        made = {"params": average.params, "buffers": average.buffers}
-        return (average if self.feedback else aggregated), made
+        if self.feedback:
+            return average, {}
+        return aggregated, {"params": average.params, "buffers": average.buffers}
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
         if self.feedback or "params" not in shared:
