@@ -161,15 +161,21 @@ class Aggregator:
                 if not weights.any():
                     return _unmoved(model, packed, updates, replace(state, stage=after), skipped)
                 made, told = self.reduce(draft, weights)
+                _check_made(made, updates, rows)
             except kernels.NonFinite as found:
                 bad |= dict.fromkeys(found.rows, "its update holds NaN, infinity or numbers too large to square")
                 continue
-            for name in ("params", "buffers"):
-                if not reduce.finite(getattr(made, name)):
-                    dtype = getattr(made, name).dtype
-                    raise ValueError(f"this round would make the global model's {name} overflow {dtype}")
             report = {"skipped": skipped, **draft.report, **told}
             return Aggregated(_like(model, made), _spread(updates, rows, weights), replace(state, stage=after), report)
+
+
+def _check_made(made: Packed, updates: Updates, rows: NDArray[np.int64]) -> None:
+    """The global model never becomes non-finite: the clients at fault are named, or else it is an overflow."""
+    for name in ("params", "buffers"):
+        if not reduce.finite(getattr(made, name)):
+            kernels.reference.check_finite(updates.deltas, rows)
+            dtype = getattr(made, name).dtype
+            raise ValueError(f"this round would make the global model's {name} overflow {dtype}")
 
 
 def _shares(draft: Draft) -> Floats:

@@ -23,7 +23,7 @@ from fedheal.aggregate.kernels.reference import NonFinite
 from fedheal.types import Floats, Integers, Kept, Measured
 
 PASS_ONE = 1 << 15  # columns summed at a time; sums of blocks are added in order
-PASS_TWO = 2048  # columns: both float64 accumulators stay in the first-level cache
+PASS_TWO = 4096  # columns: both float64 accumulators stay in a near cache
 CONVERT = 1 << 18  # columns turned into float32 at a time where numba cannot read the dtype
 REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets sums use vector registers; NaN and infinity keep their meaning
 
