@@ -16,9 +16,16 @@ def needs(*things: str) -> None:
         why = _MISSING[thing]() if thing in _MISSING else _command(thing)
         if why is None:
             continue
-        if os.environ.get("FEDHEAL_TEST_ALL") and thing != "gpu":
-            pytest.fail(f"FEDHEAL_TEST_ALL is set, but {why}")
-        pytest.skip(why)
+        if thing == "gpu":
+            pytest.skip(why)
+        missing(why)
+
+
+def missing(why: str) -> None:
+    """Skip for this reason, or fail where all tests must run."""
+    if os.environ.get("FEDHEAL_TEST_ALL"):
+        pytest.fail(f"FEDHEAL_TEST_ALL is set, but {why}")
+    pytest.skip(why)
 
 
 def _root() -> str | None:

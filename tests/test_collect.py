@@ -18,7 +18,7 @@ from torch import nn
 
 from fedheal import Layout, Reply, Updates
 from fedheal.aggregate import fedavg, fedheal, uniform
-from needs import needs
+from needs import missing, needs
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 AGGREGATORS = {
@@ -145,7 +145,7 @@ def test_what_was_collected_does_not_change_with_what_was_sent():
 
 def test_the_file_has_no_name_and_goes_with_the_matrix(tmp_path, files):
     if not Path("/proc/self/fd").exists():
-        pytest.skip("open files are counted in /proc")
+        missing("open files are counted in /proc, which is not here")
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings(record=True) as warned:
@@ -342,7 +342,7 @@ def test_a_full_disk_is_told_in_a_sentence(tmp_path, rows, width):
     needs("root", "tmpfs")
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a file system is not permitted here")
+        missing("mounting a file system is not permitted here")
     try:
         with pytest.raises(OSError, match=r"memory budget.*folder with room") as refused:
             Updates.collect(((i, np.ones(width), 1) for i in range(rows)), budget=0, folder=str(tmp_path))
