@@ -35,11 +35,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
-data_app = typer.Typer(help="The data sets there are.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(help="The data sets there are.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
+INTERRUPTED = 130
 DEMO = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
@@ -53,6 +53,8 @@ Ray = Annotated[
 
 def main() -> None:
     """The entry point: errors that a user can mend become a sentence."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a user's own models and data are found where the command is given
     with _sentences():
         try:
             code = app(standalone_mode=False)
@@ -61,6 +63,8 @@ def main() -> None:
         except click.exceptions.ClickException as error:
             error.show()
             sys.exit(2)
+        if code == INTERRUPTED:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -90,10 +94,11 @@ def run(
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
-    files = [word for word in words or [] if "=" not in word]
+    given = words or []
+    files = [word for word in given if word.endswith(".toml") or "=" not in word]
     if len(files) > 1:
         raise ValueError(f"one description at most can be run, but there are {len(files)}: {', '.join(files)}")
-    experiment = Experiment.read(files[0] if files else None, [word for word in words or [] if "=" in word])
+    experiment = Experiment.read(files[0] if files else None, [word for word in given if word not in files])
     folder = out or Path("runs") / experiment.folder_name
     watchers = [Progress(Console(quiet=quiet or as_json)), *_trackers(track, folder)]
     result = execute(experiment, folder, resume, watchers, progress=False)
@@ -250,6 +255,7 @@ def report(
     if form == "parquet":
         if out is None:
             raise ValueError("Parquet is not for the screen: name a file with --out")
+        out.parent.mkdir(parents=True, exist_ok=True)
         tables.write_parquet(found, out)
         return
     if form == "csv":
@@ -261,6 +267,7 @@ def report(
     if out is None:
         typer.echo(text)
     else:
+        out.parent.mkdir(parents=True, exist_ok=True)
         records.write_text(out, text + "\n")
 
 
@@ -399,7 +406,7 @@ def _sentences() -> Iterator[None]:
             "fedheal: stopped; the same command with --resume (for compare and sweep, the same command) goes on",
             err=True,
         )
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     else:
         return
     sys.exit(2)

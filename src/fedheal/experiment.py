@@ -19,6 +19,7 @@ from torch import nn
 from fedheal import data as datasets
 from fedheal import methods, models
 from fedheal.aggregate.server import Server
+from fedheal.data.augment import normalised
 from fedheal.data.domains import Domains, Split
 from fedheal.data.partition import Client, partition
 from fedheal.engine.serial import Bench, Training, seeded
@@ -83,6 +84,9 @@ class Experiment(BaseModel):
         for key, value in own.items():
             if isinstance(value, bool) and cls.model_fields[key].annotation is not bool:
                 raise ValueError(f"{key} = {value}: {key} is not a switch")
+        for key in ("only", "without"):
+            if isinstance(own.get(key), str):
+                own[key] = tuple(name.strip() for name in own[key].split(","))
         method = own.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
             own["method"] = _with_parameters(method, rest).spelled
@@ -168,6 +172,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     }
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
+    _check_fits(module, experiment, domains.domains[0].test, device)
     method = experiment.resolved_method
     asked = {"momentum": training.momentum, "weight_decay": training.weight_decay} | dict(method.training)
     training = replace(training, momentum=asked["momentum"], weight_decay=asked["weight_decay"])
@@ -203,6 +208,22 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         experiment.participation,
         experiment.dropout,
     )
+
+
+def _check_fits(module: torch.nn.Module, experiment: Experiment, test: Split, device: torch.device) -> None:
+    """One image through the model, so that what does not fit is said before anything is written."""
+    was = module.training
+    try:
+        with torch.no_grad():
+            logits = module.eval()(normalised(test.images[:1].to(device)))
+    except RuntimeError as error:
+        shape = tuple(test.images.shape[1:])
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"model '{experiment.model}' does not fit images of shape {shape} ({reason})") from error
+    finally:
+        module.train(was)
+    if logits.ndim != 2:
+        raise ValueError(f"model '{experiment.model}' gives {tuple(logits.shape)} for one image, not (1, classes)")
 
 
 def _takes_part(experiment: Experiment, client: Client) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,9 @@ def _here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
             _do(job)
             yield job
         return
-    pool = ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn"))
+    # Ctrl-C reaches every process of a terminal: it is this one that ends the others.
+    ignore = signal.SIGINT, signal.SIG_IGN
+    pool = ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn"), signal.signal, ignore)
     try:
         asked = {pool.submit(_do, job): job for job in jobs}
         for done in as_completed(asked):
@@ -51,8 +54,9 @@ def _here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
             yield asked[done]
     except BaseException:
         # What runs can be resumed; what waits must not start.
+        workers = list((pool._processes or {}).values())
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in list((pool._processes or {}).values()):
+        for process in workers:
             process.terminate()
         raise
     finally:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from fedheal.data import embedded
-from fedheal.data.domains import Domains
+from fedheal.data.domains import Domains, check
 
 __all__ = ["DATASETS", "Dataset", "load", "protocol"]
 
@@ -52,6 +52,7 @@ def load(name: str) -> Domains:
         raise ValueError(f"the data set {name!r} cannot be imported: {error}") from error
     if not isinstance(found, Domains):
         raise ValueError(f"{name!r} returned a {type(found).__name__}, not a fedheal.data.domains.Domains")
+    check(found, name)
     return found
 
 

@@ -51,6 +51,32 @@ class Domains:
         raise KeyError(f"The data set {self.name} has no domain {name!r}; it has {known}.")
 
 
+def check(data: Domains, name: str) -> None:
+    """What a data set of one's own may have wrong, each in a sentence."""
+    names = [domain.name for domain in data.domains]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"data '{name}': its domains are {names}; at least one is needed, each with a name of its own")
+    for field in ("clients_per_domain", "samples_per_client"):
+        if len(getattr(data, field)) != len(names):
+            raise ValueError(f"data '{name}': {field} has {len(getattr(data, field))} entries for {len(names)} domains")
+    for domain in data.domains:
+        for part, split in (("train", domain.train), ("test", domain.test)):
+            where = f"data '{name}': {domain.name}/{part}"
+            images, labels = split.images, split.labels
+            if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+                raise ValueError(
+                    f"{where} has {images.dtype} images of shape {tuple(images.shape)}; uint8 [N, 3, H, W] is needed"
+                )
+            if labels.dtype != torch.int64 or labels.shape != (len(images),):
+                raise ValueError(
+                    f"{where} has {labels.dtype} labels of shape {tuple(labels.shape)}; int64 [{len(images)}] is needed"
+                )
+            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(data.classes):
+                raise ValueError(
+                    f"{where} has labels {int(labels.min())} to {int(labels.max())} for {len(data.classes)} classes"
+                )
+
+
 def fingerprint(domains: Domains) -> str:
     """SHA-256 over names, classes, shapes, image bytes and labels: equal if and only if the data are.
 
