@@ -302,7 +302,13 @@ def test_the_module_is_a_command_and_ascii_terminals_will_do(tmp_path: Path) -> 
 def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedheal", "run", *WORDS, "rounds=100000", "save_seconds=0", "--out", "here"]
     process = subprocess.Popen(
-        command, env=ENVIRONMENT, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  (background jobs ignore it)
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "here" / "state").exists() and time.monotonic() < deadline:
