@@ -198,13 +198,17 @@ def judge(federation: Federation, model: Packed, terms: Sequence[TermState] = ()
     for domain, split in federation.tests.items():
         residents = sorted(client for client, home in federation.homes.items() if home == domain)
         module.load_state_dict(federation.bench.layout.unpack(judged_model(federation, model, terms, residents)))
-        right = correct(module, split).numpy()
+        right = correct(module, split, federation.bench.precision).cpu().numpy()
         domains[domain] = 100.0 * float(right.mean())
         for i, client in enumerate(residents):
             share = right[i :: len(residents)]
             if len(share):
                 clients[client] = 100.0 * float(np.mean(share))
-        held = [correct(module, federation.validation[c]) for c in residents if c in federation.validation]
+        held = [
+            correct(module, federation.validation[c], federation.bench.precision).cpu()
+            for c in residents
+            if c in federation.validation
+        ]
         if held:
             validation[domain] = 100.0 * float(torch.cat(held).double().mean())
     return {

@@ -5,6 +5,8 @@ Random choices come from a CPU generator that is passed in, so that they are the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,21 +23,42 @@ def normalised(images: Tensor) -> Tensor:
     return (images.to(torch.float32) / 255 - mean) / std
 
 
-def augmented(images: Tensor, how: str, generator: torch.Generator) -> Tensor:
-    """A random version of each image: `crop` shifts by up to four pixels (black beyond the edge), `flip` mirrors half."""
+class Choices(NamedTuple):
+    """One batch's random choices, `[N]` each and on the CPU; `None` for what is not varied."""
+
+    top: Tensor | None
+    left: Tensor | None
+    mirrored: Tensor | None
+
+
+def drawn(number: int, how: str, generator: torch.Generator) -> Choices:
+    """`crop` shifts an image by up to four pixels (black beyond the edge), `flip` mirrors half of them."""
+    top = left = mirrored = None
     if "crop" in how:
-        images = _cropped(images, generator)
+        top, left = torch.randint(0, 2 * PAD + 1, (2, number, 1), generator=generator)[:, :, 0]
     if "flip" in how:
-        mirrored = torch.rand(len(images), generator=generator).to(images.device) < 0.5
-        images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
+        mirrored = torch.rand(number, generator=generator) < 0.5
+    return Choices(top, left, mirrored)
+
+
+def augmented(images: Tensor, how: str, generator: torch.Generator) -> Tensor:
+    """A random version of each image."""
+    return altered(images, drawn(len(images), how, generator))
+
+
+def altered(images: Tensor, choices: Choices) -> Tensor:
+    """The images as chosen."""
+    if choices.top is not None and choices.left is not None:
+        images = _cropped(images, choices.top.to(images.device), choices.left.to(images.device))
+    if choices.mirrored is not None:
+        images = torch.where(choices.mirrored.to(images.device).view(-1, 1, 1, 1), images.flip(3), images)
     return images
 
 
-def _cropped(images: Tensor, generator: torch.Generator) -> Tensor:
+def _cropped(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
     number, _, height, width = images.shape
     padded = functional.pad(images, (PAD, PAD, PAD, PAD))
-    top, left = torch.randint(0, 2 * PAD + 1, (2, number, 1), generator=generator).to(images.device)
-    rows = top + torch.arange(height, device=images.device)
-    columns = left + torch.arange(width, device=images.device)
+    rows = top[:, None] + torch.arange(height, device=images.device)
+    columns = left[:, None] + torch.arange(width, device=images.device)
     which = torch.arange(number, device=images.device).view(-1, 1, 1)
     return padded[which, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)

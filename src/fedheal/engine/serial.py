@@ -7,7 +7,7 @@ their say at each step and at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedheal.data.augment import augmented, normalised
+from fedheal.data.augment import Choices, altered, drawn, normalised
 from fedheal.data.domains import Split
+from fedheal.engine.numerics import lowered
 from fedheal.layout import Layout, Packed
 from fedheal.local.proximal import Proximal
 from fedheal.local.term import Arrays, Batch, Context, Term, reach
@@ -24,6 +25,7 @@ from fedheal.rng import derive, generator
 from fedheal.types import Reply
 
 EVALUATE_BATCH = 512
+EVALUATE_PIXELS = 1 << 22  # in a batch on a GPU, which small ones leave idle
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Bench:
     terms: tuple[Term, ...] = ()
     received_loss: bool = False  # whether clients report the loss of the model they receive
     validation: dict[str, Split] = field(default_factory=dict)  # by client
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,38 @@ class Trained:
 
 def train(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Task) -> Trained:
     """A client's round, starting from the global `model`."""
-    examples, training, module = bench.examples[task.client], bench.training, bench.module
-    contexts = _contexts(bench, model, shared, task)
-    metrics = {"loss": judge(bench, model, examples)[0]} if bench.received_loss else {}
-    start = model
+
+    def fit(start: Packed, strength: float) -> Packed:
+        again, contexts = anchored(bench, model, task, strength, start)
+        return _fit(again, start, task, "personal", contexts)[0]
+
+    contexts = contexts_of(bench, model, shared, task, fit)
+    metrics = {"loss": judge(bench, model, bench.examples[task.client])[0]} if bench.received_loss else {}
+    start = prepared(bench, contexts, model)
+    local, loss = _fit(bench, start, task, "batches", contexts)
+    trained = concluded(bench, model, task, contexts, local, metrics | {"train_loss": float(loss)})
+    bench.module.zero_grad(set_to_none=True)
+    return trained
+
+
+def prepared(bench: Bench, contexts: Sequence[Context], start: Packed) -> Packed:
+    """The model a client starts from, as all terms will have it."""
     for term, ctx in zip(bench.terms, contexts, strict=True):
         start = term.prepare(ctx, start)
-    local, loss = _fit(bench, start, task, "batches", contexts)
+    return start
+
+
+def concluded(
+    bench: Bench,
+    model: Packed,
+    task: Task,
+    contexts: Sequence[Context],
+    local: Packed,
+    metrics: dict[str, float],
+    out: Tensor | None = None,
+) -> Trained:
+    """What comes of a client's round that ended with the model `local`; the update goes to `out` where that is given."""
+    training, examples = bench.training, len(bench.examples[task.client])
     sent, slots, messages = local, [], []
     for term, ctx in zip(bench.terms, contexts, strict=True):
         sent = term.sent(ctx, sent)
@@ -90,30 +118,29 @@ def train(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Task) -
         slot, message = term.finish(ctx, local)
         slots.append(slot)
         messages.append(message)
-    taken = steps_of(len(examples), training)
-    far = reach(training.lr, training.momentum, taken)
-    metrics |= {"train_loss": loss, "steps": float(taken), "lr": training.lr, "reach": far}
+    taken = steps_of(examples, training)
+    metrics |= {"steps": float(taken), "lr": training.lr, "reach": reach(training.lr, training.momentum, taken)}
     reply = Reply(
         task.client,
-        sent.params - model.params,
-        len(examples),
+        torch.sub(sent.params, model.params, out=out),
+        examples,
         sent.buffers if len(sent.buffers) else None,
         sent.counters if len(sent.counters) else None,
         metrics,
     )
-    module.zero_grad(set_to_none=True)
     return Trained(reply, tuple(slots), tuple(messages))
 
 
-def _contexts(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Task) -> list[Context]:
+def contexts_of(
+    bench: Bench,
+    model: Packed,
+    shared: tuple[Arrays, ...],
+    task: Task,
+    fit: Callable[[Packed, float], Packed],
+    nets: dict[str, nn.Module] | None = None,
+) -> list[Context]:
+    """What each term may know of a client's round."""
     training, examples = bench.training, bench.examples[task.client]
-
-    def fit(start: Packed, strength: float) -> Packed:
-        anchored = Proximal(strength)
-        (ctx,) = _contexts(replace(bench, terms=(anchored,)), model, ({},), replace(task, slots=({},)))
-        anchored.prepare(ctx, start)
-        return _fit(replace(bench, terms=(anchored,)), start, task, "personal", [ctx])[0]
-
     return [
         Context(
             client=task.client,
@@ -131,41 +158,91 @@ def _contexts(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Tas
             fit=fit,
             gradient=lambda at: _gradient(bench, at, task),
             validate=lambda at: judge(bench, at, bench.validation[task.client]),
+            nets={} if nets is None else nets,
         )
         for slot, values in zip(task.slots, shared, strict=True)
     ]
 
 
-def _fit(bench: Bench, start: Packed, task: Task, purpose: str, contexts: list[Context]) -> tuple[Packed, float]:
+def anchored(
+    bench: Bench, model: Packed, task: Task, strength: float, start: Packed
+) -> tuple[Bench, Sequence[Context]]:
+    """A second training of a client, held near the received model: the bench and the contexts for it."""
+    again = replace(bench, terms=(Proximal(strength),))
+    contexts = contexts_of(again, model, ({},), replace(task, slots=({},)), _once)
+    prepared(again, contexts, start)
+    return again, contexts
+
+
+def _once(start: Packed, strength: float) -> Packed:
+    raise RuntimeError("a second training cannot start a third")
+
+
+def _fit(
+    bench: Bench, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]
+) -> tuple[Packed, Tensor]:
     """Train from `start` with all terms; the local model and its mean loss (cross-entropy alone)."""
     module, training = bench.module, bench.training
     module.load_state_dict(bench.layout.unpack(start))
     module.train()
-    optimiser = torch.optim.SGD(
-        module.parameters(), lr=training.lr, momentum=training.momentum, weight_decay=training.weight_decay
-    )
-    clips = [term.clip for term in bench.terms if term.clip]
-    wanted = any(term.features for term in bench.terms)
+    optimiser = optimiser_of(bench)
     total, taken = torch.zeros((), dtype=torch.float64, device=bench.device), 0
     chance = generator(bench.seed, purpose, task.round, task.client)
-    with seeded(derive(bench.seed, f"{purpose} layers", task.round, task.client), bench.device):  # dropout and the like
+    with seeded(layer_seed(bench, purpose, task), bench.device):
         for x, y, last in batches(bench.examples[task.client], training, chance):
-            optimiser.zero_grad(set_to_none=True)
-            features = module.features(x) if wanted else None  # type: ignore[operator]
-            logits = module.head(features) if wanted else module(x)  # type: ignore[operator]
-            ce = loss = functional.cross_entropy(logits, y)
-            for term, ctx in zip(bench.terms, contexts, strict=True):
-                added = term.loss(Batch(x, y, logits, ce, features, last), ctx)
-                loss = loss if added is None else loss + added
-            torch.autograd.backward(loss)
-            for term, ctx in zip(bench.terms, contexts, strict=True):
-                term.grad(ctx)
-            for clip in clips:
-                nn.utils.clip_grad_norm_(module.parameters(), clip)
-            optimiser.step()
-            total += ce.detach()
+            total += step(bench, optimiser, contexts, x, y, last)
             taken += 1
-    return bench.layout.pack(module.state_dict()), float(total) / max(taken, 1)
+    return bench.layout.pack(module.state_dict()), total / max(taken, 1)
+
+
+def optimiser_of(bench: Bench) -> torch.optim.SGD:
+    training = bench.training
+    return torch.optim.SGD(
+        bench.module.parameters(),
+        lr=training.lr,
+        momentum=training.momentum,
+        weight_decay=training.weight_decay,
+        fused=bench.device.type == "cuda",
+    )
+
+
+def layer_seed(bench: Bench, purpose: str, task: Task) -> int:
+    """For dropout and the like."""
+    return derive(bench.seed, f"{purpose} layers", task.round, task.client)
+
+
+def step(
+    bench: Bench,
+    optimiser: torch.optim.Optimizer,
+    contexts: Sequence[Context],
+    x: Tensor,
+    y: Tensor,
+    last: bool,
+) -> Tensor:
+    """One step on one batch; the batch's cross-entropy."""
+    module, terms = bench.module, bench.terms
+    optimiser.zero_grad(set_to_none=True)
+    features: Tensor | None = None
+    with lowered(bench.precision, bench.device):
+        if any(term.features for term in terms):
+            features = module.features(x)  # type: ignore[operator]
+            logits = module.head(features)  # type: ignore[operator]
+            features = features.to(x.dtype)
+        else:
+            logits = module(x)
+        logits = logits.to(x.dtype)
+        ce = loss = functional.cross_entropy(logits, y)
+        batch = Batch(x, y, logits, ce, features, last)
+        for term, ctx in zip(terms, contexts, strict=True):
+            added = term.loss(batch, ctx)
+            loss = loss if added is None else loss + added
+    torch.autograd.backward(loss)
+    for term, ctx in zip(terms, contexts, strict=True):
+        term.grad(ctx)
+    for clip in [term.clip for term in terms if term.clip]:
+        nn.utils.clip_grad_norm_(module.parameters(), clip)
+    optimiser.step()
+    return ce.detach()
 
 
 def steps_of(examples: int, training: Training) -> int:
@@ -174,15 +251,22 @@ def steps_of(examples: int, training: Training) -> int:
 
 
 def batches(examples: Split, training: Training, chance: torch.Generator) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """The batches of one client's round, shuffled anew each epoch, none dropped; and whether no later epoch follows."""
-    per_epoch = -(-len(examples) // training.batch_size)
-    left = steps_of(len(examples), training)
+    """The batches of one client's round, and whether no later epoch follows."""
+    for order, choices, last in planned(len(examples), training, chance):
+        here = order.to(examples.labels.device)
+        yield normalised(altered(examples.images[here], choices)), examples.labels[here], last
+
+
+def planned(
+    number: int, training: Training, chance: torch.Generator
+) -> Iterator[tuple[Tensor, Choices, bool]]:
+    """Which of a client's examples each batch takes, and how they are varied: shuffled anew each epoch, none dropped."""
+    per_epoch = -(-number // training.batch_size)
+    left = steps_of(number, training)
     while left > 0:
-        order = torch.randperm(len(examples), generator=chance)
+        order = torch.randperm(number, generator=chance)
         for chosen in torch.split(order, training.batch_size)[:left]:
-            here = chosen.to(examples.labels.device)
-            images = augmented(examples.images[here], training.augment, chance)
-            yield normalised(images), examples.labels[here], left <= per_epoch
+            yield chosen, drawn(len(chosen), training.augment, chance), left <= per_epoch
         left -= per_epoch
 
 
@@ -194,7 +278,8 @@ def judge(bench: Bench, model: Packed, split: Split) -> tuple[float, float]:
     module.eval()
     loss, right = 0.0, 0
     for images, labels in _in_turn(split):
-        logits = module(normalised(images))
+        with lowered(bench.precision, bench.device):
+            logits = module(normalised(images)).to(torch.float32)
         loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
         right += int((logits.argmax(dim=1) == labels).sum())
     return loss / len(split), right / len(split)
@@ -208,7 +293,8 @@ def _gradient(bench: Bench, model: Packed, task: Task) -> Tensor:
     module.zero_grad(set_to_none=True)
     with seeded(derive(bench.seed, "gradient layers", task.round, task.client), bench.device):
         for images, labels in _in_turn(examples):
-            loss = functional.cross_entropy(module(normalised(images)), labels, reduction="sum") / len(examples)
+            with lowered(bench.precision, bench.device):
+                loss = functional.cross_entropy(module(normalised(images)), labels, reduction="sum") / len(examples)
             torch.autograd.backward(loss)
     named = dict(module.named_parameters(remove_duplicate=False))
     tensors = [named[name] for name, _ in bench.layout.sizes().tensors]
@@ -216,15 +302,22 @@ def _gradient(bench: Bench, model: Packed, task: Task) -> Tensor:
 
 
 def _in_turn(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(torch.split(split.images, EVALUATE_BATCH), torch.split(split.labels, EVALUATE_BATCH), strict=True)
+    size = EVALUATE_BATCH
+    if split.images.device.type == "cuda":
+        height, width = split.images.shape[-2:]
+        size = max(16, min(1 << 12, EVALUATE_PIXELS // (height * width)))
+    yield from zip(torch.split(split.images, size), torch.split(split.labels, size), strict=True)
 
 
 @torch.no_grad()
-def correct(module: nn.Module, split: Split) -> Tensor:
-    """For every example of a split, whether the module's first guess is right; `[N]` booleans on the CPU."""
+def correct(module: nn.Module, split: Split, precision: str = "fp32") -> Tensor:
+    """For every example of a split, whether the module's first guess is right; `[N]` booleans on its device."""
     module.eval()
-    right = [module(normalised(images)).argmax(dim=1) == labels for images, labels in _in_turn(split)]
-    return torch.cat(right).cpu()
+    right = []
+    for images, labels in _in_turn(split):
+        with lowered(precision, images.device):
+            right.append(module(normalised(images)).argmax(dim=1) == labels)
+    return torch.cat(right)
 
 
 @contextmanager

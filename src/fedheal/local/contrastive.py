@@ -9,11 +9,10 @@ head).
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from fedheal.layout import Packed
@@ -30,10 +29,8 @@ class Contrastive(Term):
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         if self.mu and "params" in ctx.slot:
-            ctx.scratch["global"] = _frozen(ctx, ctx.received)
-            ctx.scratch["previous"] = _frozen(
-                ctx, Packed(ctx.slot["params"], ctx.slot["buffers"], ctx.received.counters)
-            )
+            previous = Packed(ctx.slot["params"], ctx.slot["buffers"], ctx.received.counters)
+            ctx.scratch["global"], ctx.scratch["previous"] = ctx.net("global", ctx.received), ctx.net("previous", previous)
         return start
 
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
@@ -50,8 +47,3 @@ class Contrastive(Term):
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         return {"params": local.params, "buffers": local.buffers}, {}
 
-
-def _frozen(ctx: Context, model: Packed) -> nn.Module:
-    net = copy.deepcopy(ctx.module)
-    net.load_state_dict(ctx.layout.unpack(model))
-    return net.eval().requires_grad_(False)

@@ -8,6 +8,7 @@ a term itself remembers nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,14 @@ class Context:
     gradient: Callable[[Packed], Tensor]  # of the mean loss over the client's data, at these parameters
     validate: Callable[[Packed], tuple[float, float]]  # loss and accuracy (0 to 1) on what the client held out
     scratch: dict[str, Any] = field(default_factory=dict)
+    nets: dict[str, nn.Module] = field(default_factory=dict)  # an engine may keep them from client to client
+
+    def net(self, name: str, model: Packed) -> nn.Module:
+        """A frozen copy of the module with these values, in evaluation mode; one a name."""
+        if name not in self.nets:
+            self.nets[name] = copy.deepcopy(self.module).eval().requires_grad_(False)
+        self.nets[name].load_state_dict(self.layout.unpack(model))
+        return self.nets[name]
 
     @property
     def reach(self) -> float:
