@@ -372,3 +372,24 @@ def test_updates_are_kept_in_the_dtype_of_the_first():
         found = Updates.collect([("a", np.ones(2, np.float32), 1), ("b", np.full(2, 1 / 3), 1)], budget)
         assert found.deltas.dtype == torch.float32
         assert found.deltas[1].tolist() == [float(np.float32(1 / 3))] * 2
+
+
+def test_rows_of_one_matrix_are_kept_where_they_are() -> None:
+    matrix = torch.randn(4, 7)
+    found = Updates.collect([(str(i), matrix[i], 1) for i in range(4)], keep=True).deltas
+    assert found.data_ptr() == matrix.data_ptr()
+    assert torch.equal(found, matrix)
+    part = Updates.collect([(str(i), matrix[i], 1) for i in (1, 2)], keep=True).deltas
+    assert part.data_ptr() == matrix[1].data_ptr()
+    assert torch.equal(part, matrix[1:3])
+    copied = Updates.collect([(str(i), matrix[i], 1) for i in range(4)]).deltas
+    assert copied.data_ptr() != matrix.data_ptr()
+
+
+@pytest.mark.parametrize("rows", [(1, 0), (0, 2), (0, 0)], ids=str)
+def test_rows_that_are_not_consecutive_are_put_together(rows: tuple[int, int]) -> None:
+    matrix = torch.randn(3, 5)
+    given = [(f"c{i}", matrix[row], 1) for i, row in enumerate(rows)]
+    assert torch.equal(Updates.collect(given, keep=True).deltas, matrix[list(rows)])
+    columns = [(f"c{i}", matrix.T[row], 1) for i, row in enumerate(rows)]
+    assert torch.equal(Updates.collect(columns, keep=True).deltas, matrix.T[list(rows)])

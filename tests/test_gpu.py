@@ -8,8 +8,15 @@ import torch
 
 import fedheal
 from fedheal import Layout, Updates, aggregate, methods
+from fedheal.aggregate import kernels
+from fedheal.engine import serial, trainer
+from fedheal.engine.lanes import Lanes
+from fedheal.engine.numerics import numerics
+from fedheal.experiment import build
+from fedheal.run import initial_state, run_round
+from fedheal.types import Kept
 from needs import needs
-from tiny_data import quick
+from tiny_data import load, quick
 
 pytestmark = pytest.mark.gpu
 
@@ -21,10 +28,11 @@ def _gpu():
 
 @pytest.mark.parametrize("settings", [{}, {"variant": "released"}, {"fael": "exact"}, {"fael": False}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_aggregation_gives_the_same_model_and_stays_on_the_device(settings, dtype):
+@pytest.mark.parametrize("kernel", ["reference", "cuda"])
+def test_aggregation_gives_the_same_model_and_stays_on_the_device(settings, dtype, kernel):
     finals = []
     for device in ("cpu", "cuda"):
-        heal = aggregate.fedheal(kernel="reference", **settings)
+        heal = aggregate.fedheal(kernel="reference" if device == "cpu" else kernel, **settings)
         model, state = torch.zeros(3000, dtype=torch.float64, device=device), heal.init(Layout.flat(3000))
         rng = np.random.default_rng(0)
         for t in range(6):
@@ -53,3 +61,124 @@ def test_every_method_runs_and_resumes_on_a_gpu(name, tmp_path):
 def test_two_gpu_runs_start_from_the_model_of_a_cpu_run():
     one, two = (fedheal.run(quick(rounds=1, device=d), progress=False) for d in ("cpu", "cuda"))
     assert one.history[0].train_loss == pytest.approx(two.history[0].train_loss, rel=1e-3)
+
+
+def test_the_kernel_is_chosen_by_where_the_updates_are():
+    assert kernels.choose("auto", torch.zeros(1, 1, device="cuda")).__name__.endswith(".cuda")
+    with pytest.raises(ValueError, match="on 'cuda"):
+        kernels.choose("cpu", torch.zeros(1, 1, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("width", [torch.uint8, torch.uint16, torch.uint32])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_cuda_kernel_has_the_bits_of_the_reference(dtype, width, sign):
+    from fedheal.aggregate.kernels import cuda, reference
+
+    rng = np.random.default_rng(3)
+    tensors = [5000, 0, 1, 70000, 4096, 903]
+    size = sum(tensors)
+    rows, slots = np.array([2, 0, 5, 3]), np.array([4, 1, 0, 6])
+    deltas = torch.from_numpy(rng.normal(size=(6, size))).to("cuda", dtype)
+    deltas[:, ::7] = 0
+    counts = torch.from_numpy(rng.integers(0, 9, (8, size)).astype(str(width).split(".")[1])).cuda()
+    low, high = np.array([4, 0, 5, 9]), np.array([3, 9, 5, 0])
+    weights, params = np.array([0.1, 0.4, 0.2, 0.3]), torch.randn(size, device="cuda")
+    found = []
+    for kernel in (reference, cuda):
+        table = counts.clone()
+        measured = kernel.observe(deltas, rows, tensors, table, slots, low, high, sign)
+        kept = Kept(table, slots, low, high, sign)
+        found.append(
+            (
+                measured,
+                table,
+                kernel.average(params, deltas, rows, weights, kept),
+                kernel.measure(deltas, rows, tensors),
+            )
+        )
+    (one, counted, (mean, unkept), everything), (two, table, (other, number), whole) = found
+    assert torch.equal(counted.to(torch.int64), table.to(torch.int64))
+    assert torch.equal(mean, other)
+    assert unkept == number > 0
+    for a, b in ((one, two), (everything, whole)):
+        assert np.array_equal(a.kept, b.kept)
+        np.testing.assert_allclose(a.squares, b.squares, rtol=1e-12)
+
+
+def test_the_cuda_kernel_names_bad_rows_and_leaves_the_counts():
+    from fedheal.aggregate.kernels import cuda
+
+    deltas = torch.randn(4, 10000, device="cuda")
+    deltas[2, 9999], deltas[0, 17] = torch.nan, torch.inf
+    counts = torch.randint(0, 9, (4, 10000), dtype=torch.uint8, device="cuda")
+    before, three = counts.clone(), np.array([3, 3, 3, 3])
+    with pytest.raises(kernels.NonFinite) as found:
+        cuda.observe(deltas, np.arange(4), [4000, 6000], counts, np.arange(4), three, three, 1)
+    assert sorted(found.value.rows) == [0, 2]
+    assert torch.equal(counts, before)
+
+
+LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
+
+
+@pytest.mark.parametrize("method", LOCAL)
+@pytest.mark.parametrize("model", ["resnet10", "tiny_data:featured"])
+def test_lanes_equal_the_serial_engine_on_the_same_seeds(method, model):
+    """fp32, deterministic, the same memory format: after 12 steps of each client in each of two rounds."""
+    keys = {"epochs": 4, "batch_size": 16, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
+    fed = build(quick(method=method, model=model, samples_per_client=40, **keys), load(), torch.device("cuda"))
+    start = initial_state(fed)
+    with numerics("fp32", True, torch.device("cuda")):
+        sides = Lanes(fed.bench, 3)
+        in_turn = lambda model, shared, tasks: (serial.train(fed.bench, model, shared, t) for t in tasks)  # noqa: E731
+        finals = []
+        for train in (sides, in_turn):
+            state = start
+            for _ in range(2):
+                state, _ = run_round(fed, state, train, evaluate=False)
+            finals.append(state)
+            fed.bench.module.load_state_dict(fed.bench.layout.unpack(start.model))
+    assert sides.reason == ""
+    one, two = (state.model.params - start.model.params for state in finals)
+    assert float((one - two).norm() / two.norm()) < 1e-5
+    assert any(
+        isinstance(g, torch.cuda.CUDAGraph)
+        for lane in sides.lanes
+        for b in lane.books.values()
+        for g in b.graphs.values()
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_deterministic_runs_repeat_bit_for_bit(precision):
+    keys = {"model": "resnet10", "width": 16, "rounds": 3, "device": "cuda", "augment": "crop"}
+    runs = [
+        fedheal.run(quick(method="fedheal", precision=precision, deterministic=True, **keys), progress=False)
+        for _ in range(2)
+    ]
+    states = [run.model.state_dict() for run in runs]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert runs[0].summary["precision"] == precision
+    assert np.isfinite(runs[0].history[-1].train_loss)
+
+
+def test_dropout_in_lanes_draws_as_the_serial_engine_does():
+    fed = build(quick(model="tiny_data:dropping", rounds=2, epochs=4, device="cuda"), load(), torch.device("cuda"))
+    state, finals = initial_state(fed), []
+    with numerics("fp32", True, torch.device("cuda")):
+        for engine in ("lanes", "serial"):
+            with trainer(fed.bench, engine) as train:
+                after, record = run_round(fed, state, train, evaluate=False)
+            finals.append((after.model.params, record.train_loss))
+    torch.testing.assert_close(finals[0][0], finals[1][0], rtol=1e-5, atol=1e-6)
+    assert finals[0][1] == pytest.approx(finals[1][1], rel=1e-5)
+
+
+def test_a_module_that_cannot_be_captured_is_trained_one_client_after_another(caplog):
+    fed = build(quick(model="tiny_data:looking", rounds=1, epochs=5, device="cuda"), load(), torch.device("cuda"))
+    sides = Lanes(fed.bench, 2)
+    _, record = run_round(fed, initial_state(fed), sides, evaluate=False)
+    assert "captured" in sides.reason
+    assert np.isfinite(record.train_loss)
+    assert len([r for r in caplog.records if "one client after another" in r.message]) == 1

@@ -128,3 +128,19 @@ class Tied(nn.Module):
 
 def tied(classes: int) -> nn.Module:
     return Tied(classes)
+
+
+class Looking(nn.Module):
+    """Decides on the host by what it sees, which no graph can."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * SIDE * SIDE, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x.flatten(1))
+        return logits if bool(x.sum() > 0) else 2 * logits
+
+
+def looking(classes: int) -> nn.Module:
+    return Looking(classes)

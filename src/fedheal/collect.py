@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -27,13 +27,14 @@ def collect(
     on_bad_update: str = "raise",
     layout: Layout | None = None,
     folder: str | None = None,
+    keep: bool = False,
 ) -> Updates:
     """Fill one `Updates` from replies `(client, delta, num_examples, buffers, counters, metrics)`, the last three optional.
 
     `budget`: bytes of updates that may stay in memory (`None`: all); more goes to a temporary file in `folder`. Every
     reply must have the lengths of `layout`, or else of the first good reply; updates are kept in that reply's dtype. A
     metric that a client did not send is NaN. With `on_bad_update="skip"` replies that do not fit are left out and named in
-    `Updates.refused`.
+    `Updates.refused`. `keep=True` takes rows as they are, without a copy: nobody else may write to them then.
 
     >>> collect([("a", np.ones(3), 10), ("b", np.zeros(3), 5)], budget=0).deltas.tolist()
     [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
@@ -42,7 +43,7 @@ def collect(
         raise ValueError(f"on_bad_update = {on_bad_update!r}: use 'raise' or 'skip'")
     if budget is not None and budget < 0:
         raise ValueError(f"budget = {budget}: give a number of bytes, 0 or more")
-    rows = _Rows(budget, folder)
+    rows = _Rows(budget, folder, keep)
     taken: list[Reply] = []
     refused: dict[str, str] = {}
     expected = None if layout is None else _lengths(layout.sizes())
@@ -139,8 +140,8 @@ def _compare(found: dict[str, int], expected: dict[str, int]) -> None:
 class _Rows:
     """Rows of one length and dtype: a list while they fit the budget, a file from then on."""
 
-    def __init__(self, budget: int | None, folder: str | None) -> None:
-        self.budget, self.folder = budget, folder
+    def __init__(self, budget: int | None, folder: str | None, keep: bool) -> None:
+        self.budget, self.folder, self.keep = budget, folder, keep
         self.held: list[Tensor] = []
         self.file: IO[bytes] | None = None
         self.count, self.length, self.dtype = 0, 0, torch.float32
@@ -160,12 +161,15 @@ class _Rows:
                 self._write(held)
             self.held.clear()
         if self.file is None:
-            self.held.append(row.to(self.dtype, copy=True))
+            self.held.append(row.to(self.dtype, copy=not self.keep))
         else:
             self._write(row.to(self.dtype))
 
     def matrix(self) -> Tensor:
         if self.file is None:
+            whole = _one_matrix(self.held) if self.keep else None
+            if whole is not None:
+                return whole
             device = self.held[0].device if self.held else None
             made = torch.empty(self.count, self.length, dtype=self.dtype, device=device)
             for i in range(self.count):
@@ -198,3 +202,17 @@ class _Rows:
                 f"{self.folder or tempfile.gettempdir()} ({error.strerror}): give collect() a folder with "
                 f"room for {self.length * self.dtype.itemsize} bytes a client",
             ) from error
+
+
+def _one_matrix(rows: Sequence[Tensor]) -> Tensor | None:
+    """The matrix whose consecutive rows these are, if they are."""
+    if not rows or not rows[0].numel():
+        return None
+    first, length, memory = rows[0], rows[0].shape[0], rows[0].untyped_storage().data_ptr()
+    for i, row in enumerate(rows):
+        apart = (
+            row.untyped_storage().data_ptr() != memory or row.storage_offset() != first.storage_offset() + i * length
+        )
+        if apart or not row.is_contiguous():
+            return None
+    return first.as_strided((len(rows), length), (length, 1))

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from fedheal import data as datasets
 from fedheal import records
 from fedheal.data.domains import Domains, fingerprint
-from fedheal.engine.workers import trainer
+from fedheal.engine import trainer
+from fedheal.engine.numerics import numerics, precision_of
 from fedheal.experiment import Experiment, build, module_of
 from fedheal.metrics import fairness, last_mean
 from fedheal.progress import Progress, watched
@@ -63,6 +64,8 @@ def run(
     folder = None if out is None else Path(out)
     with ExitStack() as stack:
         stack.enter_context(_threads(experiment.threads))
+        precision = precision_of(experiment.precision, device)
+        stack.enter_context(numerics(precision, experiment.deterministic, device))
         federation = build(experiment, domains, device)  # before the folder: what cannot be built leaves no trace
         kept, history = _open(folder, experiment, resume) if folder else (None, [])
         if folder is not None and (folder / "result.json").exists():
@@ -72,7 +75,8 @@ def run(
         watchers = [stack.enter_context(callback) for callback in [*callbacks, *([Progress()] if shown else [])]]
         for callback in watchers:
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
-        train = stack.enter_context(trainer(federation.bench, experiment.workers, experiment.threads))
+        ways = experiment.engine, experiment.workers, experiment.threads, experiment.lanes
+        train = stack.enter_context(trainer(federation.bench, *ways))
         saved = time.monotonic()
         for after, record in rounds(federation, state, train, experiment.rounds, experiment.eval_every):
             state = after
@@ -171,7 +175,7 @@ def _result(
         "classes": list(domains.classes),
         "test_sizes": {d.name: len(d.test) for d in domains.domains},
         "device": str(state.model.params.device),
-        "precision": "fp32",
+        "precision": federation.bench.precision,
         "threads": experiment.threads,
         "data_fingerprint": fingerprint(domains),
         "bytes_sent": state.sent,

@@ -22,6 +22,7 @@ from fedheal.aggregate.server import Server
 from fedheal.data.augment import normalised
 from fedheal.data.domains import Domains, Split
 from fedheal.data.partition import Client, partition
+from fedheal.engine.numerics import precision_of
 from fedheal.engine.serial import Bench, Training, seeded
 from fedheal.layout import Layout
 from fedheal.methods import Method, suggestion
@@ -29,7 +30,7 @@ from fedheal.rng import derive
 from fedheal.run import Federation
 
 # What may differ between a run and its resumption: none of these changes a result.
-FREE = frozenset({"name", "workers", "save_seconds"})
+FREE = frozenset({"name", "workers", "lanes", "save_seconds"})
 
 
 class Experiment(BaseModel):
@@ -69,6 +70,10 @@ class Experiment(BaseModel):
     eval_every: int = Field(1, ge=1)
     on_bad_update: Literal["raise", "skip"] = "raise"
     device: str = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # tf32 on a GPU, fp32 elsewhere
+    deterministic: bool = False  # the same bits again on a GPU, at the cost of speed
+    engine: Literal["auto", "serial", "lanes"] = "auto"  # lanes on a GPU
+    lanes: int | None = Field(None, ge=1)  # clients trained side by side; chosen by the size of batches
     threads: int = Field(1, ge=1)
     workers: int = Field(1, ge=1)
     save_seconds: float = Field(60.0, ge=0)
@@ -157,6 +162,8 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
             )
     clients = clients_of(experiment, domains)
     module = module_of(experiment, len(domains.classes)).to(device)
+    if device.type == "cuda":
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     training = Training(
         experiment.lr,
         experiment.batch_size,
@@ -196,6 +203,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         method.local,
         "loss" in method.aggregator.stage.needs,
         {c.id: _taken(domains[c.domain].train, held[c.id][1], device) for c in clients if experiment.validation},
+        precision_of(experiment.precision, device),
     )
     return Federation(
         bench,

@@ -83,7 +83,7 @@ def run_round(
     present = [client for client in cohort if not drops_out(federation, state.seed, number, client)]
     replies: dict[str, Trained] = {}
     updates = Updates.collect(
-        _kept(_trained(federation, state, train, present), replies), layout=federation.bench.layout
+        _kept(_trained(federation, state, train, present), replies), layout=federation.bench.layout, keep=True
     )
     clock.lap("train")
     out = federation.aggregator.apply(state.model, updates, state.aggregator, donate=True)

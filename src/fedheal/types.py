@@ -80,11 +80,12 @@ class Updates:
         on_bad_update: str = "raise",
         layout: Layout | None = None,
         folder: str | None = None,
+        keep: bool = False,
     ) -> Updates:
         """Take one reply at a time into a matrix; see `fedheal.collect.collect`."""
         from fedheal.collect import collect  # it makes Updates, so it cannot be imported first
 
-        return collect(replies, budget, on_bad_update, layout, folder)
+        return collect(replies, budget, on_bad_update, layout, folder, keep)
 
 
 @dataclass(frozen=True)

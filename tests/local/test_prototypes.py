@@ -21,8 +21,12 @@ from tiny_data import load, quick
 AXES = {"prototypes": torch.tensor([[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]]), "known": torch.tensor([1, 1, 0])}
 
 
-def ctx_of(shared: dict[str, Tensor], **keys: Any) -> Context:
-    return context(Prototypes(), packed(0.0), shared=shared, classes=3, **keys)
+def ctx_of(shared: dict[str, Tensor], term: Prototypes | None = None, **keys: Any) -> Context:
+    """A context as the term has prepared it."""
+    term = term or FedProc()  # which prepares all that the others read
+    ctx = context(term, packed(0.0), shared=shared, classes=3, **keys)
+    term.prepare(ctx, ctx.received)
+    return ctx
 
 
 def batch(z: list[list[float]], y: list[int], ce: float = 2.0, last: bool = False) -> Batch:
@@ -35,7 +39,7 @@ def batch(z: list[list[float]], y: list[int], ce: float = 2.0, last: bool = Fals
 
 def test_class_means_are_collected_in_the_last_epoch_only() -> None:
     """Class 0: the mean of (1, 2) and (3, 6); class 2: (5, 5); class 1 was not seen. Earlier epochs do not count."""
-    ctx, term = ctx_of({}), Prototypes()
+    ctx, term = ctx_of({}, Prototypes()), Prototypes()
     term.loss(batch([[100.0, 100.0]], [0]), ctx)
     assert ctx.scratch == {}
     term.loss(batch([[1.0, 2.0], [5.0, 5.0]], [0, 2], last=True), ctx)

@@ -122,7 +122,7 @@ class Aggregator:
     """Stages and a reducer as one pure function of arrays.
 
     `on_bad_update`: with `"raise"` a bad update is an error, with `"skip"` its client counts as absent.
-    `kernel`: `"auto"`, `"reference"` or `"cpu"`.
+    `kernel`: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
     """
 
     stage: Stage

@@ -5,6 +5,7 @@ Random choices come from a CPU generator that is passed in, so that they are the
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,14 @@ AUGMENTATIONS = ("none", "crop", "flip", "crop-flip")
 
 def normalised(images: Tensor) -> Tensor:
     """uint8 `[N, 3, H, W]` as float32 with ImageNet's mean and deviation."""
-    mean = torch.tensor(MEAN, device=images.device).view(1, 3, 1, 1)
-    std = torch.tensor(STD, device=images.device).view(1, 3, 1, 1)
+    mean, std = _scale(images.device)
     return (images.to(torch.float32) / 255 - mean) / std
+
+
+@cache
+def _scale(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Once a device: a copy from the CPU at every batch would make a GPU wait."""
+    return tuple(torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))  # type: ignore[return-value]
 
 
 class Choices(NamedTuple):

@@ -178,9 +178,7 @@ def _once(start: Packed, strength: float) -> Packed:
     raise RuntimeError("a second training cannot start a third")
 
 
-def _fit(
-    bench: Bench, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]
-) -> tuple[Packed, Tensor]:
+def _fit(bench: Bench, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]) -> tuple[Packed, Tensor]:
     """Train from `start` with all terms; the local model and its mean loss (cross-entropy alone)."""
     module, training = bench.module, bench.training
     module.load_state_dict(bench.layout.unpack(start))
@@ -254,12 +252,11 @@ def batches(examples: Split, training: Training, chance: torch.Generator) -> Ite
     """The batches of one client's round, and whether no later epoch follows."""
     for order, choices, last in planned(len(examples), training, chance):
         here = order.to(examples.labels.device)
-        yield normalised(altered(examples.images[here], choices)), examples.labels[here], last
+        images = altered(examples.images[here], choices).contiguous(memory_format=torch.channels_last)
+        yield normalised(images), examples.labels[here], last
 
 
-def planned(
-    number: int, training: Training, chance: torch.Generator
-) -> Iterator[tuple[Tensor, Choices, bool]]:
+def planned(number: int, training: Training, chance: torch.Generator) -> Iterator[tuple[Tensor, Choices, bool]]:
     """Which of a client's examples each batch takes, and how they are varied: shuffled anew each epoch, none dropped."""
     per_epoch = -(-number // training.batch_size)
     left = steps_of(number, training)
@@ -277,7 +274,7 @@ def judge(bench: Bench, model: Packed, split: Split) -> tuple[float, float]:
     module.load_state_dict(bench.layout.unpack(model))
     module.eval()
     loss, right = 0.0, 0
-    for images, labels in _in_turn(split):
+    for images, labels in in_turn(split):
         with lowered(bench.precision, bench.device):
             logits = module(normalised(images)).to(torch.float32)
         loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
@@ -292,7 +289,7 @@ def _gradient(bench: Bench, model: Packed, task: Task) -> Tensor:
     module.train()
     module.zero_grad(set_to_none=True)
     with seeded(derive(bench.seed, "gradient layers", task.round, task.client), bench.device):
-        for images, labels in _in_turn(examples):
+        for images, labels in in_turn(examples):
             with lowered(bench.precision, bench.device):
                 loss = functional.cross_entropy(module(normalised(images)), labels, reduction="sum") / len(examples)
             torch.autograd.backward(loss)
@@ -301,7 +298,7 @@ def _gradient(bench: Bench, model: Packed, task: Task) -> Tensor:
     return torch.cat([(torch.zeros_like(t) if t.grad is None else t.grad).reshape(-1) for t in tensors]).detach()
 
 
-def _in_turn(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+def in_turn(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
     size = EVALUATE_BATCH
     if split.images.device.type == "cuda":
         height, width = split.images.shape[-2:]
@@ -314,7 +311,7 @@ def correct(module: nn.Module, split: Split, precision: str = "fp32") -> Tensor:
     """For every example of a split, whether the module's first guess is right; `[N]` booleans on its device."""
     module.eval()
     right = []
-    for images, labels in _in_turn(split):
+    for images, labels in in_turn(split):
         with lowered(precision, images.device):
             right.append(module(normalised(images)).argmax(dim=1) == labels)
     return torch.cat(right)

@@ -30,7 +30,10 @@ class Contrastive(Term):
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         if self.mu and "params" in ctx.slot:
             previous = Packed(ctx.slot["params"], ctx.slot["buffers"], ctx.received.counters)
-            ctx.scratch["global"], ctx.scratch["previous"] = ctx.net("global", ctx.received), ctx.net("previous", previous)
+            ctx.scratch["global"], ctx.scratch["previous"] = (
+                ctx.net("global", ctx.received),
+                ctx.net("previous", previous),
+            )
         return start
 
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
@@ -46,4 +49,3 @@ class Contrastive(Term):
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         return {"params": local.params, "buffers": local.buffers}, {}
-

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedheal.layout import Layout, Packed
+from fedheal.local.proximal import push
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
 
@@ -41,9 +42,7 @@ class ControlVariates(Term):
         return start
 
     def grad(self, ctx: Context) -> None:
-        for param, correction in zip(ctx.params, ctx.scratch["correction"], strict=True):
-            if param.grad is not None:
-                param.grad.add_(correction)
+        push(ctx, ctx.scratch["correction"])
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         c, mine = self._controls(ctx)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedheal.layout import Layout, Packed
-from fedheal.local.proximal import pull
+from fedheal.local.proximal import pull, push
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
 
@@ -38,9 +38,7 @@ class Dynamic(Term):
         return start
 
     def grad(self, ctx: Context) -> None:
-        for param, g in zip(ctx.params, ctx.scratch["g"], strict=True):
-            if param.grad is not None:
-                param.grad.sub_(g)
+        push(ctx, ctx.scratch["g"], -1.0)
         pull(ctx, ctx.scratch["anchor"], self.alpha)
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:

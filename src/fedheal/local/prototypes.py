@@ -32,6 +32,10 @@ class Prototypes(Term):
     features: bool = True
     sends: tuple[str, ...] = ("prototypes", "known", "clusters", "owner")
 
+    def prepare(self, ctx: Context, start: Packed) -> Packed:
+        ctx.scratch.update({name: ctx.shared[name] for name in self.sends if name in ctx.shared})
+        return start
+
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
         assert batch.features is not None
         if batch.last_epoch:
@@ -58,18 +62,21 @@ class FedProc(Prototypes):
     temperature: float = 1.0
     first_round_ce: bool = True
 
-    def pulled(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
+    def prepare(self, ctx: Context, start: Packed) -> Packed:
         alpha = 1 - (ctx.round - 1) / max(ctx.rounds - 1, 1)
-        known = _known(ctx)
+        ctx.scratch["alpha"] = torch.full((), alpha, device=ctx.received.params.device)
+        return super().prepare(ctx, start)
+
+    def pulled(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
+        alpha, known = ctx.scratch["alpha"], _known(ctx)
         if known is None:
             return None if self.first_round_ce else -alpha * batch.ce
-        similar = _cosines(z, ctx.shared["prototypes"]) / self.temperature
-        similar = similar.masked_fill(~known, -torch.inf)
         here = known[batch.y]
-        if not bool(here.any()):
-            return -alpha * batch.ce
-        contrast = functional.cross_entropy(similar[here], batch.y[here], reduction="sum") / len(z)
-        return alpha * (contrast - batch.ce)
+        similar = (_cosines(z, ctx.scratch["prototypes"]) / self.temperature).masked_fill(~known, -torch.inf)
+        similar = similar.where(here[:, None], 0.0)  # a sample without a prototype of its class has no part in it
+        contrast = functional.cross_entropy(similar, batch.y, reduction="none").where(here, 0.0).sum() / len(z)
+        pull: Tensor = alpha * (contrast - batch.ce)
+        return pull
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class FedProto(Prototypes):
         known = _known(ctx)
         if known is None or self.lam == 0:
             return None
-        gap = (z - ctx.shared["prototypes"][batch.y]) * known[batch.y][:, None]
+        gap: Tensor = (z - ctx.scratch["prototypes"][batch.y]) * known[batch.y][:, None]
         return self.lam * (gap**2).mean()
 
 
@@ -96,13 +103,12 @@ class FPL(Prototypes):
         known = _known(ctx)
         if known is None:
             return None
-        clusters, owner = ctx.shared["clusters"], ctx.shared["owner"]
-        similar = _cosines(z, clusters) / self.temperature
-        mine = owner[None, :] == batch.y[:, None]
+        similar = _cosines(z, ctx.scratch["clusters"]) / self.temperature
         here = known[batch.y]
-        own = similar.masked_fill(~mine, -torch.inf)[here].logsumexp(dim=1)
-        contrast = (similar[here].logsumexp(dim=1) - own).sum() / len(z)
-        gap = (z - ctx.shared["prototypes"][batch.y]) * here[:, None]
+        mine = (ctx.scratch["owner"][None, :] == batch.y[:, None]) | ~here[:, None]  # without clusters: a contrast of 0
+        own = similar.masked_fill(~mine, -torch.inf).logsumexp(dim=1)
+        contrast = (similar.logsumexp(dim=1) - own).sum() / len(z)
+        gap: Tensor = (z - ctx.scratch["prototypes"][batch.y]) * here[:, None]
         return contrast + (gap**2).mean()
 
     def absorb(
@@ -149,7 +155,7 @@ def _averaged(messages: Sequence[Arrays], shared: Arrays) -> Arrays:
 
 
 def _known(ctx: Context) -> Tensor | None:
-    return ctx.shared["known"].bool() if "known" in ctx.shared else None
+    return ctx.scratch["known"].bool() if "known" in ctx.scratch else None
 
 
 def _cosines(z: Tensor, prototypes: Tensor) -> Tensor:

@@ -30,7 +30,16 @@ class Proximal(Term):
 
 def pull(ctx: Context, anchor: list[torch.Tensor], strength: float) -> None:
     """Add `strength * (w - anchor)` to the gradients."""
-    with torch.no_grad():
-        for param, at in zip(ctx.params, anchor, strict=True):
-            if param.grad is not None:
-                param.grad.add_(param - at, alpha=strength)
+    moved = [(p, p.grad, at) for p, at in zip(ctx.params, anchor, strict=True) if p.grad is not None]
+    if moved:
+        params, grads, anchors = (list(column) for column in zip(*moved, strict=True))
+        with torch.no_grad():
+            torch._foreach_add_(grads, torch._foreach_sub(params, anchors), alpha=strength)
+
+
+def push(ctx: Context, by: list[torch.Tensor], strength: float = 1.0) -> None:
+    """Add `strength * by` to the gradients."""
+    moved = [(p.grad, b) for p, b in zip(ctx.params, by, strict=True) if p.grad is not None]
+    if moved:
+        grads, added = (list(column) for column in zip(*moved, strict=True))
+        torch._foreach_add_(grads, added, alpha=strength)

@@ -11,6 +11,8 @@
 arrival. `tensors` are the lengths of the parameter tensors. Work goes in column blocks: temporaries stay small.
 """
 
+import importlib
+from functools import cache
 from types import ModuleType
 
 from torch import Tensor
@@ -20,15 +22,30 @@ from fedheal.aggregate.kernels.reference import NonFinite
 
 __all__ = ["NonFinite", "choose", "cpu", "reference"]
 
-_KERNELS = {"reference": reference, "cpu": cpu}
+NAMES = ("cpu", "cuda", "reference")
 
 
 def choose(name: str, deltas: Tensor) -> ModuleType:
     """The kernel called `name`; `auto` is the fastest one for where the updates are."""
+    where = deltas.device.type
     if name == "auto":
-        return cpu if deltas.device.type == "cpu" else reference
-    if name not in _KERNELS:
-        raise ValueError(f"kernel = {name!r}: use 'auto' or one of {sorted(_KERNELS)}")
-    if name == "cpu" and deltas.device.type != "cpu":
-        raise ValueError(f"kernel = 'cpu': the updates are on {deltas.device}")
-    return _KERNELS[name]
+        return cpu if where == "cpu" else _fast(where) or reference
+    if name not in NAMES:
+        raise ValueError(f"kernel = {name!r}: use 'auto' or one of {list(NAMES)}")
+    if name == "reference":
+        return reference
+    if name != where:
+        raise ValueError(f"kernel = '{name}': the updates are on '{deltas.device}'")
+    chosen = cpu if name == "cpu" else _fast(where)
+    if chosen is None:
+        raise ValueError(f"kernel = '{name}' needs Triton, which is not installed; 'auto' or 'reference' will do")
+    return chosen
+
+
+@cache
+def _fast(where: str) -> ModuleType | None:
+    """Triton comes with torch where it can be used, and is looked for only there."""
+    try:
+        return importlib.import_module("fedheal.aggregate.kernels.cuda") if where == "cuda" else None
+    except ImportError:
+        return None

@@ -1,0 +1,248 @@
+"""Seconds a round: lanes, one client after another, and the plain loop that public code uses, on the same protocol.
+
+    python benchmarks/simulate.py                        # what the machine has: the Digits protocol on a GPU, a small one else
+    python benchmarks/simulate.py --protocol office --precision bf16 --engines lanes,serial
+    python benchmarks/simulate.py --methods fedavg,fedprox,scaffold,moon,feddyn,fedproc,fedproto
+
+Images are random bytes in the protocol's numbers and sizes, which is all that time depends on. The plain loop loads and varies
+one image at a time with PIL, builds batches on the CPU and trains without graphs in the memory format of the images, as the
+released code of FedHEAL does; its time includes loading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+import time
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedheal.data.augment import MEAN, STD
+from fedheal.data.domains import Domain, Domains, Split
+from fedheal.engine import lanes, trainer
+from fedheal.engine.numerics import numerics
+from fedheal.execute import device_of
+from fedheal.experiment import Experiment, build
+from fedheal.run import Federation, initial_state, run_round
+
+
+@dataclass(frozen=True)
+class Protocol:
+    side: int
+    domains: dict[str, tuple[int, int]]  # examples a client, test examples
+    clients: int
+    keys: dict[str, Any]
+
+
+PROTOCOLS = {
+    "digits": Protocol(
+        32,
+        {"mnist": (600, 10000), "usps": (72, 2007), "svhn": (732, 8000), "syn": (100, 2000)},
+        5,
+        {"model": "resnet10", "epochs": 10, "batch_size": 64, "lr": 0.001, "augment": "crop"},
+    ),
+    "office": Protocol(
+        192,
+        {"amazon": (76, 191), "dslr": (12, 31), "webcam": (23, 59)},
+        5,
+        {"model": "resnet10", "epochs": 10, "batch_size": 16, "lr": 0.001, "augment": "flip"},
+    ),
+    "small": Protocol(
+        32,
+        {"mnist": (600, 1000), "usps": (72, 1000), "svhn": (732, 1000), "syn": (100, 1000)},
+        5,
+        {"model": "small_cnn", "epochs": 1, "batch_size": 64, "lr": 0.001, "augment": "crop"},
+    ),
+}
+
+
+def images(number: int, side: int, chance: torch.Generator) -> Split:
+    made = torch.randint(0, 256, (number, 3, side, side), dtype=torch.uint8, generator=chance)
+    return Split(made, torch.randint(0, 10, (number,), generator=chance))
+
+
+def domains_of(protocol: Protocol) -> Domains:
+    chance = torch.Generator().manual_seed(0)
+    made = [
+        Domain(name, images(protocol.clients * train, protocol.side, chance), images(test, protocol.side, chance))
+        for name, (train, test) in protocol.domains.items()
+    ]
+    sizes = [train for train, _ in protocol.domains.values()]
+    return Domains("random", tuple("0123456789"), tuple(made), (protocol.clients,) * len(made), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Timed:
+    what: str
+    train: float
+    aggregate: float
+    evaluate: float
+    first: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.train + self.aggregate + self.evaluate
+
+
+def timed(fed: Federation, engine: str, precision: str, rounds: int, deterministic: bool, number: int | None) -> Timed:
+    """Medians over rounds; the first, which compiles and captures, is apart."""
+    method = "+".join(type(term).__name__ for term in fed.bench.terms) or "FedAvg"
+    bench = replace(fed.bench, precision=precision, module=copy.deepcopy(fed.bench.module))
+    fed = replace(fed, bench=bench)
+    with numerics(precision, deterministic, bench.device), trainer(bench, engine, lanes=number) as train:
+        state, seconds = initial_state(fed), []
+        for _ in range(rounds + 1):
+            state, record = run_round(fed, state, train)
+            seconds.append(record.seconds)
+        said = f"{engine} {precision} {method}"
+        if isinstance(train, lanes.Lanes):
+            said += f" ({len(train.lanes)} lanes)" if not train.reason else f" (serial: {train.reason})"
+    middle = {phase: float(np.median([s[phase] for s in seconds[1:]])) for phase in seconds[0]}
+    return Timed(said, **middle, first=sum(seconds[0].values()))
+
+
+def plain_loop(fed: Federation, steps: int) -> Timed:
+    """As public code does it. Some steps are timed, and the round's time follows from their number."""
+    from PIL import Image, ImageOps
+
+    bench, device = fed.bench, fed.bench.device
+    module = copy.deepcopy(bench.module).to(memory_format=torch.contiguous_format).train()
+    optimiser = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-5, foreach=False)
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    how, chance = bench.training.augment, np.random.default_rng(0)
+
+    def loaded(split: Split, i: int, vary: bool) -> Tensor:
+        image = Image.fromarray(split.images[i].permute(1, 2, 0).numpy())
+        if vary and "crop" in how:
+            top, left = chance.integers(0, 9, 2).tolist()
+            image = ImageOps.expand(image, 4).crop((left, top, left + image.width, top + image.height))
+        if vary and "flip" in how and chance.random() < 0.5:
+            image = ImageOps.mirror(image)
+        return (torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 - mean) / std
+
+    def batch(split: Split, which: range, vary: bool) -> tuple[Tensor, Tensor]:
+        made = [loaded(split, i, vary) for i in which]
+        return torch.stack(made).to(device), split.labels[which.start : which.stop].to(device)
+
+    size = bench.training.batch_size
+    largest = max(bench.examples.values(), key=len)
+    source = Split(largest.images.cpu(), largest.labels.cpu())
+
+    def some(number: int) -> float:
+        _synchronise(device)
+        start = time.perf_counter()
+        for k in range(number):
+            first = k * size % max(len(source) - size, 1)
+            x, y = batch(source, range(first, min(first + size, len(source))), True)
+            optimiser.zero_grad()
+            loss = functional.cross_entropy(module(x), y)
+            loss.backward()
+            optimiser.step()
+            loss.item()
+        _synchronise(device)
+        return (time.perf_counter() - start) / number
+
+    some(3)
+    each = some(steps)
+    taken = sum(len(split) for split in bench.examples.values()) * bench.training.epochs / size
+    module.eval()
+    tests = next(iter(fed.tests.values()))
+    tests = Split(tests.images[: 4 * 64].cpu(), tests.labels[: 4 * 64].cpu())
+    start = time.perf_counter()
+    with torch.no_grad():
+        for first in range(0, len(tests), 64):
+            x, y = batch(tests, range(first, min(first + 64, len(tests))), False)
+            (module(x).argmax(dim=1) == y).sum().item()
+    judge = (time.perf_counter() - start) / len(tests) * sum(len(split) for split in fed.tests.values())
+    return Timed("plain loop fp32 FedAvg", each * taken, 0.0, judge)
+
+
+def work(fed: Federation) -> float:
+    """Floating-point operations of a round's training: those of one batch, times the batches."""
+    bench, size = fed.bench, fed.bench.training.batch_size
+    examples = next(split for split in bench.examples.values() if len(split))
+    module = copy.deepcopy(bench.module)
+    x = torch.zeros(size, *examples.images.shape[1:], device=bench.device)
+    with FlopCounterMode(display=False) as counted:
+        module(x).sum().backward()
+    total = sum(len(split) for split in bench.examples.values())
+    return counted.get_total_flops() * total * bench.training.epochs / size
+
+
+def ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """What a large matrix product reaches here, in operations a second."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
+    best = np.inf
+    for _ in range(12):
+        _synchronise(device)
+        start = time.perf_counter()
+        for _ in range(4):
+            a @ b
+        _synchronise(device)
+        best = min(best, (time.perf_counter() - start) / 4)
+    return 2 * n**3 / float(best)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--protocol", choices=sorted(PROTOCOLS))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--methods", default="fedavg")
+    parser.add_argument("--engines", default="lanes,serial,plain")
+    parser.add_argument("--precision", default="bf16,tf32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lanes", type=int)
+    parser.add_argument("--deterministic", action="store_true")
+    asked = parser.parse_args()
+    device = device_of(asked.device)
+    gpu = device.type == "cuda"
+    name = asked.protocol or ("digits" if gpu else "small")
+    protocol = PROTOCOLS[name]
+    data = domains_of(protocol)
+    precisions = asked.precision.split(",") if gpu else ["fp32"]
+    engines = [engine for engine in asked.engines.split(",") if gpu or engine != "lanes"]
+    where = torch.cuda.get_device_name(device) if gpu else f"{torch.get_num_threads()} threads of a CPU"
+    print(f"{date.today()} {where}, torch {torch.__version__}, Python {platform.python_version()}, protocol {name}\n")
+    rows: list[Timed] = []
+    operations = 0.0
+    for method in asked.methods.split(","):
+        fed = build(Experiment.of({"method": method, "device": str(device), **protocol.keys}), data, device)
+        operations = operations or work(fed)
+        for engine in (engine for engine in engines if engine != "plain"):
+            rows += [timed(fed, engine, p, asked.rounds, asked.deterministic, asked.lanes) for p in precisions]
+            print(f"  {rows[-1].what}: {rows[-1].total:.3f} s a round", flush=True)
+        if "plain" in engines and method == "fedavg":
+            rows.append(plain_loop(fed, 40 if gpu else 10))
+    rates = {"bf16": ceiling(device, torch.bfloat16)} if gpu else {"fp32": ceiling(device, torch.float32)}
+    (unit, rate), slowest = next(iter(rates.items())), max(row.total for row in rows)
+    print(
+        f"\n{operations / 1e12:.1f} TFLOP a round; a large {unit} matrix product reaches {rate / 1e12:.0f} TFLOP/s: ",
+        end="",
+    )
+    print(f"at least {operations / rate:.3f} s a round\n")
+    print(
+        "| what | train | aggregate | evaluate | s a round | first round | TFLOP/s | of the floor | faster than the slowest |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        numbers = f"{row.train:.3f} | {row.aggregate:.4f} | {row.evaluate:.3f} | {row.total:.3f} | {row.first:.1f}"
+        reached = operations / row.train
+        print(f"| {row.what} | {numbers} | {reached / 1e12:.1f} | {reached / rate:.0%} | {slowest / row.total:.1f} x |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The GPU kernel: the same two fused passes as `cpu`, in Triton.
+
+The first pass counts signs and measures what is kept, the second recomputes the mask from the counts and averages; both read
+the updates once and store no mask. Sums run over the clients in their order and in float64, products and sums rounded apart,
+so the averages have the bits of the other kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+from fedheal.aggregate.kernels import reference
+from fedheal.aggregate.kernels.reference import NonFinite
+from fedheal.types import Floats, Integers, Kept, Measured
+
+PASS_ONE = 4096  # columns a program scans
+PASS_TWO = 1024  # columns a program averages
+
+masked = reference.masked
+
+
+def observe(
+    deltas: Tensor,
+    rows: Integers,
+    tensors: Sequence[int],
+    counts: Tensor,
+    slots: Integers,
+    at_least: Integers,
+    below: Integers,
+    sign: int,
+) -> Measured:
+    limits = _on(deltas.device, slots, at_least, below)
+    measured, bad = _scan(deltas, rows, tensors, counts, limits, sign)
+    if bad:
+        _launch_scan(deltas, rows, tensors, counts, limits, sign, step=-1)
+        raise NonFinite(bad)
+    return measured
+
+
+def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
+    measured, bad = _scan(deltas, rows, tensors, None, None, 0)
+    if bad:
+        raise NonFinite(bad)
+    return measured
+
+
+def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
+    device, length = deltas.device, deltas.shape[1]
+    before = params.to(device).contiguous()
+    after = torch.empty_like(before)
+    if not length:
+        return after.to(params.device), 0
+    blocks = triton.cdiv(length, PASS_TWO)
+    unkept = torch.zeros(blocks, dtype=torch.int32, device=device)
+    limits = None if kept is None else _on(device, kept.slots, kept.at_least, kept.below)
+    counts = None if kept is None else kept.counts
+    _average[(blocks,)](
+        before,
+        after,
+        deltas,
+        _on(device, rows)[0],
+        torch.from_numpy(weights).to(device),
+        counts if counts is not None else unkept,
+        limits if limits is not None else unkept,
+        unkept,
+        length,
+        deltas.stride(0),
+        deltas.stride(1),
+        0 if counts is None else counts.stride(0),
+        len(rows),
+        0 if kept is None else kept.sign,
+        block=PASS_TWO,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return after.to(params.device), int(unkept.sum())
+
+
+def _scan(
+    deltas: Tensor, rows: Integers, tensors: Sequence[int], counts: Tensor | None, limits: Tensor | None, sign: int
+) -> tuple[Measured, list[int]]:
+    """The first pass. Also names the rows that are not finite; their counts have been touched by then."""
+    parts = _launch_scan(deltas, rows, tensors, counts, limits, sign, step=1)
+    _, _, owner = _edges(tuple(tensors), deltas.device)
+    # Blocks to tensors by a product with zeros and ones: a fixed order of sums, and one trip to the host. A block that is not
+    # finite would spoil its neighbours there, so it is told by itself.
+    everything = parts[0].sum(dim=1)
+    by_tensor = torch.nan_to_num(parts[1:], nan=0.0, posinf=0.0) @ owner
+    found = torch.cat([everything[:, None], *by_tensor.unbind()], dim=1).cpu().numpy()
+    width = len(tensors)
+    bad = ~np.isfinite(found[:, 0])
+    squares, number = found[:, 1 : 1 + width], found[:, 1 + width :]
+    return Measured(np.ascontiguousarray(squares), number.astype(np.int64)), rows[bad].tolist()
+
+
+def _launch_scan(
+    deltas: Tensor,
+    rows: Integers,
+    tensors: Sequence[int],
+    counts: Tensor | None,
+    limits: Tensor | None,
+    sign: int,
+    step: int,
+) -> Tensor:
+    """Per row and block: the squared norm of all, that of the kept, and how many are kept, `[3, k, blocks]`."""
+    device = deltas.device
+    starts, stops, _ = _edges(tuple(tensors), device)
+    parts = torch.zeros(3, len(rows), len(starts), dtype=torch.float64, device=device)
+    if len(starts) and len(rows):
+        nothing = starts  # stands in for what is not read
+        _count[(len(starts), len(rows))](
+            deltas,
+            _on(device, rows)[0],
+            starts,
+            stops,
+            nothing if counts is None else counts,
+            nothing if limits is None else limits,
+            parts,
+            deltas.stride(0),
+            deltas.stride(1),
+            0 if counts is None else counts.stride(0),
+            len(rows),
+            len(starts),
+            sign,
+            step,
+            block=PASS_ONE,
+            num_warps=8,
+        )
+    return parts
+
+
+@lru_cache(maxsize=32)
+def _edges(tensors: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Column blocks that cross no tensor's boundary, and which tensor each belongs to, as a matrix of zeros and ones."""
+    starts, stops, owners, begin = [], [], [], 0
+    for t, size in enumerate(tensors):
+        here = range(begin, begin + size, PASS_ONE)
+        starts += list(here)
+        stops += [min(a + PASS_ONE, begin + size) for a in here]
+        owners += [t] * len(here)
+        begin += size
+    owner = torch.zeros(len(starts), len(tensors), dtype=torch.float64)
+    owner[torch.arange(len(starts)), torch.tensor(owners, dtype=torch.int64)] = 1.0
+    return torch.tensor(starts, device=device), torch.tensor(stops, device=device), owner.to(device)
+
+
+def _on(device: torch.device, *columns: Integers) -> Tensor:
+    return torch.from_numpy(np.stack(columns)).to(device, non_blocking=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _count(  # type: ignore[no-untyped-def]
+    deltas,
+    rows,
+    starts,
+    stops,
+    counts,
+    limits,
+    parts,
+    row_stride,
+    column_stride,
+    slot_stride,
+    clients,
+    blocks,
+    sign: tl.constexpr,
+    step: tl.constexpr,
+    block: tl.constexpr,
+):
+    b, i = tl.program_id(0), tl.program_id(1)
+    columns = tl.load(starts + b) + tl.arange(0, block)
+    inside = columns < tl.load(stops + b)
+    row = tl.load(rows + i)
+    x = tl.load(deltas + row * row_stride + columns * column_stride, mask=inside, other=0.0)
+    if x.dtype != tl.float64:
+        x = x.to(tl.float32)
+    wide = x.to(tl.float64)
+    square = wide * wide
+    keep = inside
+    if sign != 0:
+        slot = tl.load(limits + i)
+        low = tl.load(limits + clients + i).to(tl.int32)
+        high = tl.load(limits + 2 * clients + i).to(tl.int32)
+        up = (sign * x) >= 0
+        at = counts + slot * slot_stride + columns
+        n = tl.load(at, mask=inside, other=0).to(tl.int32) + tl.where(up, step, 0)
+        tl.store(at, n.to(counts.dtype.element_ty), mask=inside)
+        keep = inside & tl.where(up, n >= low, n < high)
+    to = parts + i * blocks + b
+    tl.store(to, tl.sum(square))
+    tl.store(to + clients * blocks, tl.sum(tl.where(keep, square, 0.0)))
+    tl.store(to + 2 * clients * blocks, tl.sum(keep.to(tl.int32)).to(tl.float64))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _average(  # type: ignore[no-untyped-def]
+    before,
+    after,
+    deltas,
+    rows,
+    weights,
+    counts,
+    limits,
+    unkept,
+    length,
+    row_stride,
+    column_stride,
+    slot_stride,
+    clients,
+    sign: tl.constexpr,
+    block: tl.constexpr,
+):
+    b = tl.program_id(0)
+    columns = b.to(tl.int64) * block + tl.arange(0, block)
+    inside = columns < length
+    numerator = tl.zeros((block,), dtype=tl.float64)
+    denominator = tl.zeros((block,), dtype=tl.float64)
+    for i in range(clients):
+        row = tl.load(rows + i)
+        x = tl.load(deltas + row * row_stride + columns * column_stride, mask=inside, other=0.0)
+        if x.dtype != tl.float64:
+            x = x.to(tl.float32)
+        share = tl.load(weights + i) + tl.zeros((block,), dtype=tl.float64)
+        if sign != 0:
+            slot = tl.load(limits + i)
+            low = tl.load(limits + clients + i).to(tl.int32)
+            high = tl.load(limits + 2 * clients + i).to(tl.int32)
+            n = tl.load(counts + slot * slot_stride + columns, mask=inside, other=0).to(tl.int32)
+            share = tl.where(tl.where((sign * x) >= 0, n >= low, n < high), share, 0.0)
+        numerator += share * x.to(tl.float64)
+        denominator += share
+    moved = denominator > 0
+    update = tl.where(moved, numerator / tl.where(moved, denominator, 1.0), 0.0)
+    old = tl.load(before + columns, mask=inside, other=0.0)
+    new = (old.to(tl.float64) + update).to(before.dtype.element_ty)
+    tl.store(after + columns, new, mask=inside)
+    tl.store(unkept + b, tl.sum((inside & ~moved).to(tl.int32)))

@@ -1,0 +1,162 @@
+"""Lanes against the serial engine, on the CPU, where a lane runs its steps as they are: the same bits, whatever the method.
+
+On a GPU the same tests run with graphs and streams: see `test_gpu.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedheal import methods
+from fedheal.engine import lanes, serial
+from fedheal.engine.lanes import Lanes, Unable
+from fedheal.experiment import build
+from fedheal.local.term import Batch, Context, Term
+from fedheal.run import Federation, initial_state, run_round
+from tiny_data import load, quick
+
+CPU = torch.device("cpu")
+METHODS = [*methods.LOCAL, *methods.WHOLE]
+OPTIONS = ["scaffold:option=1", "fedproc:first_round_ce=false", "ditto:feedback=true", "fedavg+afl", "fedavg+qffl"]
+
+
+def federation(method: str = "fedavg", **keys: Any) -> Federation:
+    given: dict[str, Any] = {"model": "tiny_data:featured", "epochs": 3, "augment": "crop-flip", "participation": 0.7}
+    if method in ("fedce", "fedga"):
+        given["validation"] = 0.25
+    return build(quick(method=method, rounds=4, **given | keys), load(), CPU)
+
+
+def after(fed: Federation, trainer: Any, rounds: int = 4) -> list[Tensor]:
+    """The state after some rounds, and the losses; the module itself is left as it was."""
+    before = {name: value.clone() for name, value in fed.bench.module.state_dict().items()}
+    state, losses = initial_state(fed), []
+    for _ in range(rounds):
+        state, record = run_round(fed, state, trainer, evaluate=False)
+        losses.append(record.train_loss)
+    fed.bench.module.load_state_dict(before)
+    arrays, _ = state.to_arrays()
+    return [arrays[name] for name in sorted(arrays)] + [torch.tensor(losses, dtype=torch.float64)]
+
+
+def in_turn(fed: Federation) -> Any:
+    return lambda model, shared, tasks: (serial.train(fed.bench, model, shared, task) for task in tasks)
+
+
+@pytest.mark.parametrize("method", [*METHODS, *OPTIONS])
+def test_lanes_give_the_bits_of_the_serial_engine(method: str) -> None:
+    fed = federation(method)
+    expected = after(fed, in_turn(fed))
+    side_by_side = Lanes(fed.bench, 3)
+    found = after(fed, side_by_side)
+    assert side_by_side.reason == ""
+    assert len(found) == len(expected)
+    rtol = 1e-6 if fed.bench.received_loss else 0  # there all clients' losses come from one pass
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("keys", [{"augment": "none"}, {"augment": "flip"}, {"augment": "crop"}, {"steps": 5}], ids=str)
+@pytest.mark.parametrize("model", ["tiny_data:dropping", "tiny_data:tied", "resnet10"])
+def test_modules_and_ways_to_vary_images(model: str, keys: dict[str, Any]) -> None:
+    fed = federation(model=model, **keys | ({"width": 4} if model == "resnet10" else {}))
+    random = torch.get_rng_state()
+    for one, two in zip(after(fed, Lanes(fed.bench, 2), 2), after(fed, in_turn(fed), 2), strict=True):
+        assert torch.equal(one, two)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_the_number_of_lanes_changes_nothing() -> None:
+    fed = federation("scaffold")
+    one, many = after(fed, Lanes(fed.bench, 1)), after(fed, Lanes(fed.bench, 12))
+    assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 20])
+def test_clients_are_shared_out_evenly_and_all_once(most: int) -> None:
+    steps = [120] * 5 + [100] * 5 + [20] * 10
+    queues = lanes._shared_out(steps, most)
+    assert sorted(i for queue in queues for i in queue) == list(range(20))
+    loads = [sum(steps[i] for i in queue) for queue in queues]
+    assert len(queues) <= most
+    assert max(loads) <= sum(steps) / len(queues) + 120
+
+
+def test_no_more_lanes_than_end_soonest() -> None:
+    assert len(lanes._shared_out([100, 10, 10], 3)) == 2
+    assert lanes._shared_out([], 3) == []
+
+
+@dataclass(frozen=True)
+class Peeking(Term):
+    """Reads in a step what differs from client to client."""
+
+    what: str = "slot"
+
+    def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
+        getattr(ctx, self.what)
+        return None
+
+
+@pytest.mark.parametrize("what", ["client", "round", "steps", "reach", "received", "slot", "shared"])
+def test_a_term_that_reads_more_than_its_scratch_falls_back_with_one_line(what: str, caplog: Any) -> None:
+    fed = federation()
+    fed = replace(fed, bench=replace(fed.bench, terms=(Peeking(what),)))
+    trainer = Lanes(fed.bench, 2)
+    found, expected = after(fed, trainer), after(fed, in_turn(fed))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert f"ctx.{what}" in trainer.reason
+    assert len([record for record in caplog.records if "one client after another" in record.message]) == 1
+
+
+@dataclass(frozen=True)
+class Odd(Term):
+    def prepare(self, ctx: Context, start: Any) -> Any:
+        ctx.scratch["odd"] = object()
+        return start
+
+
+def test_scratch_that_cannot_be_refilled_is_named() -> None:
+    with pytest.raises(Unable, match="holds a object"):
+        lanes._shape({"odd": object()})
+    fed = federation()
+    fed = replace(fed, bench=replace(fed.bench, terms=(Odd(),)))
+    trainer = Lanes(fed.bench)
+    after(fed, trainer, 1)
+    assert "holds a object" in trainer.reason
+
+
+def test_out_of_memory_halves_the_lanes_and_gives_the_same(monkeypatch: Any, caplog: Any) -> None:
+    fed = federation("moon")
+    expected = after(fed, in_turn(fed))
+    trainer = Lanes(fed.bench, 4)
+    really = Lanes._train
+
+    def scarce(self: Lanes, *arguments: Any) -> Any:
+        done = really(self, *arguments)
+        if len(self.lanes) > 1:
+            raise torch.OutOfMemoryError("none left")
+        return done
+
+    monkeypatch.setattr(Lanes, "_train", scarce)
+    found = after(fed, trainer)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    said = [record.message for record in caplog.records if "out of memory" in record.message]
+    assert said == ["out of memory with 4 lanes: going on with 2", "out of memory with 2 lanes: going on with 1"]
+
+
+def test_out_of_memory_with_one_lane_is_said() -> None:
+    fed = federation()
+    trainer = Lanes(fed.bench, 1)
+
+    def scarce(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    trainer._train = scarce  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        after(fed, trainer, 1)
