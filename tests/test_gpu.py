@@ -82,7 +82,9 @@ def test_the_cuda_kernel_has_the_bits_of_the_reference(dtype, width, sign):
     deltas = torch.from_numpy(rng.normal(size=(6, size))).to("cuda", dtype)
     deltas[:, ::7] = 0
     counts = torch.from_numpy(rng.integers(0, 9, (8, size)).astype(str(width).split(".")[1])).cuda()
-    low, high = np.array([4, 0, 5, 9]), np.array([3, 9, 5, 0])
+    counts[:, 100:200] = 4
+    deltas[:, 100:200] = -sign
+    low, high = np.array([9, 9, 9, 9]), np.array([3, 4, 4, 2])  # columns that nobody keeps
     weights, params = np.array([0.1, 0.4, 0.2, 0.3]), torch.randn(size, device="cuda")
     found = []
     for kernel in (reference, cuda):
@@ -126,8 +128,8 @@ LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
 @pytest.mark.parametrize("model", ["resnet10", "tiny_data:featured"])
 def test_lanes_equal_the_serial_engine_on_the_same_seeds(method, model):
     """fp32, deterministic, the same memory format: after 12 steps of each client in each of two rounds."""
-    keys = {"epochs": 4, "batch_size": 16, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
-    fed = build(quick(method=method, model=model, samples_per_client=40, **keys), load(), torch.device("cuda"))
+    keys = {"epochs": 4, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
+    fed = build(quick(method=method, model=model, **keys), load(), torch.device("cuda"))
     start = initial_state(fed)
     with numerics("fp32", True, torch.device("cuda")):
         sides = Lanes(fed.bench, 3)
@@ -182,3 +184,37 @@ def test_a_module_that_cannot_be_captured_is_trained_one_client_after_another(ca
     assert "captured" in sides.reason
     assert np.isfinite(record.train_loss)
     assert len([r for r in caplog.records if "one client after another" in r.message]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64, 32, 32), (3, 16, 5, 7), (24, 512, 4, 4), (9, 64, 65, 59)])
+@pytest.mark.parametrize("shortcut", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+def test_fused_normalisation_equals_the_plain_one(dtype, shape, shortcut, relu):
+    from torch import nn
+
+    from fedheal.models import fused
+
+    assert fused._kernels("cuda") is not None
+    channels = shape[1]
+    norm, plain = nn.BatchNorm2d(channels).cuda(), nn.BatchNorm2d(channels).cuda()
+    torch.manual_seed(0)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    plain.load_state_dict(norm.state_dict())
+    given = [(2 * torch.randn(shape, device="cuda") + 3).to(dtype) for _ in range(3)]
+    one, two = ([t.clone().contiguous(memory_format=torch.channels_last).requires_grad_() for t in given] for _ in "ab")
+    found = fused.norm_relu(norm, one[0], one[1] if shortcut else None, relu)
+    expected = plain(two[0].float()) + (two[1].float() if shortcut else 0)
+    expected = expected.relu() if relu else expected
+    found.backward(given[2])
+    expected.backward(given[2].float())
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
+    torch.testing.assert_close(found.float(), expected, **close)
+    for a, b in zip(one[: 1 + shortcut], two, strict=False):
+        apart = (a.grad.float() - b.grad.float()).norm() / b.grad.float().norm()
+        assert float(apart) < (1e-4 if dtype == torch.float32 else 2e-2)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(norm.state_dict()[name], value, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(norm.weight.grad, plain.weight.grad, rtol=1e-2, atol=1.0)
+    assert fused.norm_relu(norm.eval(), one[0]).isfinite().all()

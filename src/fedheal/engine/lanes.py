@@ -107,6 +107,37 @@ class _Book:
     graphs: dict[tuple[int, bool], int | torch.cuda.CUDAGraph] = field(default_factory=dict)  # or how often it ran
 
 
+class _Chance:
+    """A lane's own state of the device's generator, from which dropout and the like draw.
+
+    Graphs read it on the device, so that lanes with one state between them would disturb each other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        index = torch.cuda.current_device() if self.cuda and device.index is None else device.index
+        self.source = torch.cuda.default_generators[index] if self.cuda else torch.default_generator
+        self.own = self.source.clone_state() if self.cuda else torch.Generator()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        if self.cuda:
+            shared = self.source.graphsafe_get_state()
+            self.source.graphsafe_set_state(self.own)
+            try:
+                yield
+            finally:
+                self.source.graphsafe_set_state(shared)
+        else:
+            before = self.source.get_state()
+            self.source.set_state(self.own.get_state())
+            try:
+                yield
+            finally:
+                self.own.set_state(self.source.get_state())
+                self.source.set_state(before)
+
+
 class Lane:
     """One client at a time."""
 
@@ -129,18 +160,14 @@ class Lane:
         self.total = torch.zeros((), dtype=torch.float64, device=bench.device)
         self.nets: dict[str, nn.Module] = {}
         self.books: dict[Hashable, _Book] = {}
-        self.chance: Tensor | None = None  # the state of the device's generator while this lane is at work
+        self.chance = _Chance(bench.device)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The lane's stream and random state are current only while it is at work: others come in between."""
-        source = _generator(self.bench.device)
-        if self.chance is not None:
-            source.set_state(self.chance)
         inside: AbstractContextManager[object] = torch.cuda.stream(self.stream) if self.cuda else nullcontext()
-        with inside:
+        with self.chance.current(), inside:
             yield
-        self.chance = source.get_state()
 
     def client(
         self, model: Packed, shared: tuple[Arrays, ...], task: Task, metrics: dict[str, float], out: Tensor
@@ -168,7 +195,7 @@ class Lane:
             torch._foreach_zero_(tensors)
         steps = self._upload(task, purpose)
         book = self._book(bench, contexts)
-        _generator(bench.device).manual_seed(serial.layer_seed(bench, purpose, task))
+        self.chance.source.manual_seed(serial.layer_seed(bench, purpose, task))
         epoch = -(-len(bench.examples[task.client]) // bench.training.batch_size)
         for number, (size, last) in enumerate(steps):
             if number % epoch == 0 and number:
@@ -325,11 +352,9 @@ _END = object()
 
 @contextmanager
 def _side_by_side(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]:
-    """Lanes begin after what is under way here, and what follows here waits for them; random state is put back."""
+    """Lanes begin after what is under way here, and what follows here waits for them."""
     here = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    before = _generator(device).get_state()
     for lane in lanes:
-        lane.chance = None
         if lane.stream is not None and here is not None:
             lane.stream.wait_stream(here)
     try:
@@ -338,14 +363,6 @@ def _side_by_side(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]
         for lane in lanes:
             if lane.stream is not None and here is not None:
                 here.wait_stream(lane.stream)
-        _generator(device).set_state(before)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type != "cuda":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
 
 
 def _finished(work: Fit) -> tuple[Packed, Tensor]:

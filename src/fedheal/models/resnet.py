@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional
+
+from fedheal.models.fused import norm_relu
 
 BLOCKS = {10: (1, 1, 1, 1), 12: (2, 1, 1, 1), 18: (2, 2, 2, 2), 20: (2, 3, 2, 2), 34: (3, 4, 6, 3)}
 
@@ -24,7 +25,7 @@ class BasicBlock(nn.Module):
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(outputs)
-        self.shortcut: nn.Module = nn.Identity()
+        self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
                 nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
@@ -32,8 +33,11 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = functional.relu(self.norm1(self.conv1(x)))
-        return functional.relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
+        inner = norm_relu(self.norm1, self.conv1(x))
+        if len(self.shortcut):
+            conv, norm = self.shortcut
+            x = norm_relu(norm, conv(x), relu=False)
+        return norm_relu(self.norm2, self.conv2(inner), x)
 
 
 def _group(inputs: int, outputs: int, stride: int, blocks: int) -> nn.Sequential:
@@ -59,7 +63,8 @@ class ResNet(nn.Module):
         self.head = nn.Linear(self.feature_size, classes)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        maps: torch.Tensor = self.groups(self.stem(x))
+        conv, norm, _ = self.stem
+        maps: torch.Tensor = self.groups(norm_relu(norm, conv(x)))
         return maps.mean(dim=(2, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

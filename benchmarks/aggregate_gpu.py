@@ -1,0 +1,100 @@
+"""FedHEAL's aggregation on a GPU: 20 clients of 4,903,242 parameters, against the time its bytes need at the copy bandwidth.
+
+python benchmarks/aggregate_gpu.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from fedheal import Layout, Updates, aggregate, models
+from fedheal.aggregate.kernels import cuda, reference
+from fedheal.types import Kept
+
+CLIENTS = 20
+
+
+def best(work: Callable[[], object], repeats: int = 20) -> float:
+    """Seconds, the median, by the device's own clock."""
+    work()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        work()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return float(np.median(times))
+
+
+def main() -> None:
+    layout = Layout.of(models.build("resnet10", classes=10))
+    sizes = layout.sizes()
+    tensors, size = [length for _, length in sizes.tensors], sizes.params
+    deltas = torch.randn(CLIENTS, size, device="cuda") * 0.01
+    params = torch.randn(size, device="cuda")
+    source, target = torch.empty_like(deltas), torch.empty_like(deltas)
+    copy = best(lambda: target.copy_(source))
+    bandwidth = 2 * deltas.nbytes / copy
+    counts = torch.zeros(CLIENTS, size, dtype=torch.uint8, device="cuda")
+    rows = np.arange(CLIENTS)
+    low, high = np.full(CLIENTS, 1), np.full(CLIENTS, 2)
+    weights = np.full(CLIENTS, 1 / CLIENTS)
+    kept = Kept(counts, rows, low, high, 1)
+    # Read the updates, read and write the counts; then read updates, counts and the old parameters, write the new ones.
+    needed = (2 * deltas.nbytes + 3 * counts.nbytes + 2 * params.nbytes) / bandwidth
+
+    def passes(kernel: object) -> Callable[[], object]:
+        def both() -> None:
+            kernel.observe(deltas, rows, tensors, counts, rows, low, high, 1)  # type: ignore[attr-defined]
+            kernel.average(params, deltas, rows, weights, kept)  # type: ignore[attr-defined]
+
+        return both
+
+    heal = aggregate.fedheal()
+    updates = Updates([str(i) for i in range(CLIENTS)], deltas, [100] * CLIENTS)
+    state = heal.init(Layout.flat(size))
+
+    def whole() -> None:
+        nonlocal state
+        state = heal.apply(params, updates, state, donate=True).state
+
+    def fused() -> tuple[float, float]:
+        first = best(lambda: cuda._launch_scan(deltas, rows, tensors, counts, limits, 1, 1))
+        second = best(lambda: cuda.average(params, deltas, rows, weights, kept))
+        return first, second
+
+    limits = cuda._on(deltas.device, rows, low, high)
+    first, second = fused()
+    counts.zero_()
+    both = best(passes(cuda))
+    counts.zero_()
+    plain = best(passes(reference), 3)
+    start = time.perf_counter()
+    for _ in range(20):
+        whole()
+    torch.cuda.synchronize()
+    applied = (time.perf_counter() - start) / 20
+    average = best(lambda: torch.from_numpy(weights).float().cuda() @ deltas)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {CLIENTS} x {size:,} float32\n")
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s, so both passes need at least {1e3 * needed:.3f} ms\n")
+    print("| what | ms | of what the bytes need |\n|---|---|---|")
+    for name, seconds in (
+        ("plain average, u @ D", average),
+        ("first pass", first),
+        ("second pass", second),
+        ("both passes, with what the host learns of them", both),
+        ("fedheal().apply, everything included", applied),
+        ("reference kernel, both passes", plain),
+    ):
+        print(f"| {name} | {1e3 * seconds:.3f} | {seconds / needed:.2f} x |")
+
+
+if __name__ == "__main__":
+    main()
