@@ -76,8 +76,11 @@ def test_a_runs_description_reproduces_it_bit_for_bit(tmp_path: Path) -> None:
 
 def test_the_description_is_complete(tmp_path: Path) -> None:
     """So that a later version with other defaults would run the same."""
-    text = tomllib.loads(Experiment(width=4, steps=2, clients_per_domain=1, samples_per_client=9).to_toml())
-    assert text.keys() == Experiment.model_fields.keys()
+    said = {"width": 4, "steps": 2, "clients_per_domain": 1, "data_root": "x", "image_size": 32, "dirichlet": 0.5}
+    text = tomllib.loads(Experiment(**said, samples_per_client=9).to_toml())
+    other = tomllib.loads(Experiment(**said, fraction=0.1).to_toml())  # instead of samples_per_client
+    assert text.keys() | other.keys() == Experiment.model_fields.keys()
+    assert text.keys() ^ other.keys() == {"samples_per_client", "fraction"}
     for word in ("tau=0.3", "beta=0.4", "variant=paper", "fphl=true", "fael=momentum"):
         assert word in text["method"]
 

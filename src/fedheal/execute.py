@@ -17,11 +17,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from fedheal import data as datasets
 from fedheal import records
-from fedheal.data.domains import Domains, fingerprint
+from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine.workers import trainer
-from fedheal.experiment import Experiment, build, module_of
+from fedheal.experiment import Experiment, build, domains_of, module_of
 from fedheal.metrics import fairness, last_mean
 from fedheal.progress import Progress, watched
 from fedheal.run import Callback, Federation, initial_state, judged_model, restored_state, rounds
@@ -59,7 +58,7 @@ def run(
     and in a notebook.
     """
     device = device_of(experiment.device)
-    domains = datasets.load(experiment.data)
+    domains = domains_of(experiment)
     folder = None if out is None else Path(out)
     with ExitStack() as stack:
         stack.enter_context(_threads(experiment.threads))
@@ -174,6 +173,8 @@ def _result(
         "precision": "fp32",
         "threads": experiment.threads,
         "data_fingerprint": fingerprint(domains),
+        "used_fingerprint": fingerprint_of_used(federation.bench.examples, federation.tests),
+        "data_notes": list(domains.notes),
         "bytes_sent": state.sent,
         "bytes_received": state.received,
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
