@@ -268,7 +268,9 @@ def test_equal_descriptions_are_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{k: v} for k, v in {"name": "x", "workers": 2, "save_seconds": 1.0}.items()], ids=lambda k: next(iter(k))
+    "keys",
+    [{k: v} for k, v in {"name": "x", "workers": 2, "save_seconds": 1.0, "data_root": "y"}.items()],
+    ids=lambda k: next(iter(k)),
 )
 def test_what_does_not_change_a_result_does_not_change_the_identity(keys: dict[str, Any]) -> None:
     assert keys.keys() <= FREE
@@ -279,7 +281,7 @@ def test_what_does_not_change_a_result_does_not_change_the_identity(keys: dict[s
 def test_everything_else_changes_the_identity(field: str) -> None:
     other: dict[str, Any] = {
         "method": "fedavg", "data": "embedded", "model": "resnet18", "augment": "flip", "server_optimizer": "adam",
-        "on_bad_update": "skip",
+        "on_bad_update": "skip", "classes": "union", "fraction": 0.5, "image_size": 64,
     }  # fmt: skip
     now = getattr(quick(), field)
     by_type: dict[type, Any] = {bool: not now, float: 0.123, tuple: ("plain",), int: 11, type(None): 2}

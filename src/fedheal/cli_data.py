@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from fedheal import data as datasets
 from fedheal import models
 from fedheal.compare import seeds_of
-from fedheal.data import cache, export, real
-from fedheal.experiment import Experiment, clients_of, override
+from fedheal.data import archive, cache, export, inspect, real
+from fedheal.data import fetch as downloads
+from fedheal.data.locate import located, root_of
+from fedheal.experiment import Experiment, clients_of, domains_of, override, wanted_of
 
 data_app = typer.Typer(help="Data sets: what there is, what is on disk, and what to do with it.", no_args_is_help=True)
 
@@ -37,6 +42,111 @@ def list_() -> None:
     typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
 
 
+@data_app.command("check")
+def check(
+    data: Annotated[str | None, typer.Argument(help="A data set; all that are read from disk if not given.")] = None,
+    data_root: Root = None,
+) -> None:
+    """What is on disk: per domain what was found, counts, class balance; what is missing and where it can be had.
+
+    The exit code is 0 if everything is there (a stand-in counts), 1 if something is missing, 2 if something is damaged.
+    """
+    worst = 0
+    for name in [data] if data else list(datasets.DESCRIPTIONS):
+        described, wanted = datasets.description(name, datasets.Wanted(data_root))
+        packed = archive.found(root_of(wanted.root), described.name)
+        if packed is not None:
+            worst = max(worst, _say_export(packed))
+            continue
+        found = inspect.inspected(described, wanted)
+        if data is None and all(one.state == "missing" for one in found):
+            typer.echo(f"{name}: nothing of it is here\n")
+            continue
+        table = Table("domain", "state", "layout", "train", "test", "class balance (training)", title=name)
+        for one in found:
+            table.add_row(one.name, one.state, one.layout, f"{one.train:,}", f"{one.test:,}", one.balance)
+        _wide().print(table)
+        for one in found:
+            worst = max(worst, {"missing": 1, "damaged": 2}.get(one.state, 0))
+            where = f" in {one.folder}" if one.folder else ""
+            typer.echo(
+                f"{one.name}: {one.state}{where}{f': {one.said}' if one.said else ''}", err=one.state == "damaged"
+            )
+        typer.echo()
+    raise typer.Exit(worst)
+
+
+@data_app.command("show")
+def show(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="The folder for the pictures.")] = Path("data-show"),
+    clients: Annotated[bool, typer.Option("--clients", help="Draw what each client holds instead.")] = False,
+    data_root: Root = None,
+    allow_missing: AllowMissing = False,
+    words: Words = None,
+) -> None:
+    """Contact sheets, a PNG for each domain; with --clients, every client's domain, size and label distribution.
+
+    Example: fedheal data show digits --clients dirichlet=0.1 seed=1
+    """
+    from fedheal.data import show as pictures  # matplotlib takes a while, and only this command needs it
+
+    experiment = _experiment(data, data_root, allow_missing, words)
+    domains = domains_of(experiment)
+    if not clients:
+        for path in pictures.sheets(domains, out):
+            typer.echo(f"{path}")
+        return
+    held = clients_of(experiment, domains)
+    counts = pictures.label_counts(domains, held)
+    table = Table("client", "domain", "samples", *domains.classes)
+    for client, row in zip(held, counts, strict=True):
+        table.add_row(client.id, client.domain, str(row.sum()), *map(str, row))
+    _wide().print(table)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{domains.name}-clients.png"
+    pictures.client_plot(domains, held).savefig(path, dpi=150)
+    typer.echo(f"{path}")
+
+
+@data_app.command("fetch")
+def fetch(
+    data: Data,
+    domain: Annotated[list[str] | None, typer.Option(help="Only this domain; may be given several times.")] = None,
+    data_root: Root = None,
+    origin: Annotated[str, typer.Option("--from", help="hub or web; the hub first if not given.")] = "",
+) -> None:
+    """Download the domains that are not on disk. This is the only command that uses the network.
+
+    Files of the Hugging Face hub are checked against its checksums; of other sites, against those known to fedheal, or else
+    what came first is recorded and printed. A download that was stopped goes on where it was.
+    """
+    described, wanted = datasets.description(data, datasets.Wanted(data_root))
+    root = root_of(wanted.root)
+    names = [source.name for source in described.sources]
+    for name in domain or ():
+        if name not in names:
+            raise ValueError(f"domain = {name}: the domains of '{data}' are {', '.join(names)}")
+    places = [place for place in located(described, root) if not domain or place.source.name in domain]
+    wanting = [place.source for place in places if place.found is None or place.stand_in]
+    for place in places:
+        if place.source not in wanting:
+            typer.echo(f"{place.name} is here already: {place.found.folder if place.found else ''}")
+    troubles = []
+    for source in wanting:
+        try:
+            with _downloading() as progress:
+                found = downloads.fetch(source, root, progress, origin)
+        except ValueError as error:
+            troubles.append(str(error))
+            continue
+        for one in found:
+            vouched = "as expected" if one.vouched else "recorded: nobody vouches for it"
+            typer.echo(f"{one.path}  SHA-256 {one.sha256} ({vouched})")
+    if troubles:
+        raise ValueError("; ".join(troubles))
+
+
 @data_app.command("prepare")
 def prepare(
     data: Data,
@@ -51,7 +161,7 @@ def prepare(
     """
     experiment = _experiment(data, data_root, allow_missing, words)
     started = time.monotonic()
-    found = real.opened(*datasets.description(data, _wanted(experiment)))
+    found = real.opened(*datasets.description(data, wanted_of(experiment)))
     prepared = cache.prepare(found.recipe, again)
     domains = real.domains_of(found, prepared)
     for domain in domains.domains:
@@ -80,7 +190,7 @@ def export_command(
     """
     chosen = seeds_of(seeds)
     experiment = _experiment(data, data_root, allow_missing, words)
-    found = real.opened(*datasets.description(data, _wanted(experiment)))
+    found = real.opened(*datasets.description(data, wanted_of(experiment)))
     domains = real.domains_of(found, cache.prepare(found.recipe))
     held: dict[str, list[Any]] = {}
     for seed in chosen:
@@ -92,14 +202,28 @@ def export_command(
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen))}")
 
 
+@contextmanager
+def _downloading() -> Iterator[downloads.Progress]:
+    with Live(console=Console(stderr=True), transient=True) as live:
+
+        def progress(name: str, have: int, total: int) -> None:
+            live.update(f"{name}: {have:,}{f' of {total:,}' if total else ''}")
+
+        yield progress
+
+
+def _say_export(packed: Path) -> int:
+    said = archive.manifest(packed)
+    names = ", ".join(domain["name"] for domain in said["domains"])
+    typer.echo(f"{said['name']}: an export, {packed}, of {names} for {said['settings']}")
+    archive.read(packed)
+    return 0
+
+
 def _experiment(data: str, root: str | None, allow_missing: bool, words: list[str] | None) -> Experiment:
     values = dict(override(word) for word in words or ())
     said: dict[str, Any] = {"data": data, "data_root": root, "allow_missing": allow_missing}
     return Experiment.of({key: value for key, value in said.items() if value} | values)
-
-
-def _wanted(experiment: Experiment) -> datasets.Wanted:
-    return datasets.Wanted(experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size)
 
 
 def _say_notes(notes: tuple[str, ...]) -> None:

@@ -168,12 +168,14 @@ class Experiment(BaseModel):
             raise ValueError(_sentence(error)) from None
 
 
+def wanted_of(experiment: Experiment) -> datasets.Wanted:
+    """How the experiment asks for its data."""
+    return datasets.Wanted(experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size)
+
+
 def domains_of(experiment: Experiment) -> Domains:
     """The experiment's data set, read from where it lies."""
-    return datasets.load(
-        experiment.data,
-        datasets.Wanted(experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size),
-    )
+    return datasets.load(experiment.data, wanted_of(experiment))
 
 
 def build(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:

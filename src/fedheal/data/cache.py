@@ -206,5 +206,8 @@ def _tidy(folder: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError:  # a link that leads nowhere: reading it will say so
+        return 0, 0
     return status.st_size, status.st_mtime_ns

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedheal.data import folders
+from fedheal.data import folders, tables
 from fedheal.data.raw import RawDomain
 
 
@@ -65,17 +65,24 @@ class FolderLayout:
     classes: tuple[str, ...] = ()  # those that must be there, where the data set says so
     looks_for: str = "<class>/*.jpg or {train,test}/<class>/*.jpg"
     name: str = "image folders"
+    lists: bool = False  # beside the folder, <domain>_train.txt and <domain>_test.txt may say what is for what
 
     def locate(self, name: str, folder: Path) -> Located | list[str]:
         if not folder.is_dir():
             return []
-        tree = folders.scanned(folder)
+        tree = self._listed(name, folder) or folders.scanned(folder)
         if not tree.classes:
             return []
         absent = [str(folder / wanted) for wanted in self.classes if wanted not in tree.classes]
         if absent:
             return absent if len(absent) < len(self.classes) else []
         return Located(name, self.name, folder, tree.files, lambda: folders.read(name, tree))
+
+    def _listed(self, name: str, folder: Path) -> folders.Tree | None:
+        paths = [folder.parent / f"{name}_{part}.txt" for part in ("train", "test")]
+        if not self.lists or not all(path.is_file() for path in paths):
+            return None
+        return folders.listed(folder.parent, *paths)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,18 @@ class Hub:
     repository: str
     files: tuple[str, ...] = ("data/*.parquet",)
     domain: str = ""  # its value in the table's column `domain`, if there are several in one table
+
+    def folder(self, root: Path) -> Path:
+        """Where its files lie below a data root."""
+        return root / "hub" / self.repository.replace("/", "--")
+
+    def locate(self, name: str, root: Path, classes: tuple[str, ...]) -> Located | None:
+        paths = tables.files(self.folder(root), self.files)
+        if not paths:
+            return None
+        return Located(
+            name, "Parquet", self.folder(root), paths, lambda: tables.read(name, paths, self.domain, classes)
+        )
 
 
 @dataclass(frozen=True)

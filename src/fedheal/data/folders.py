@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fedheal.data.images import SUFFIXES
+from fedheal.data.images import SUFFIXES, Unreadable
 from fedheal.data.raw import Encoded, RawDomain
 
 TRAIN, TEST = ("train", "training"), ("test", "val", "validation", "testing")
 OF_TEN = 8  # are for training
 DEEPEST = 16  # folders below a class
+MOST_BYTES = 1 << 28  # of one image file
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ def scanned(folder: Path) -> Tree:
     )
 
 
+def listed(root: Path, train: Path, test: Path) -> Tree:
+    """What two lists name, a line each: a path below `root` as `<domain>/<class>/<file>`, then perhaps a number."""
+    splits = [_lines(root, path) for path in (train, test)]
+    return Tree(splits[0], splits[1], tuple(sorted({name for split in splits for name, _ in split})))
+
+
 def read(name: str, tree: Tree) -> RawDomain:
     return RawDomain(name, tree.classes, _split(tree.train, tree.classes), _split(tree.test, tree.classes))
 
@@ -60,6 +67,22 @@ def read(name: str, tree: Tree) -> RawDomain:
 def subfolders(folder: Path) -> list[str]:
     """The names of the folders in a folder, sorted; hidden ones do not count."""
     return [name for name, is_folder in _entries(folder) if is_folder]
+
+
+def _lines(root: Path, path: Path) -> tuple[tuple[str, Path], ...]:
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as text ({error})") from error
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        parts = Path(words[0]).parts if words else ()
+        if words and (len(parts) < 3 or ".." in parts or parts[0] == "/"):
+            raise ValueError(f"line {number} of {path} is not <domain>/<class>/<file>")
+        if words and (root / words[0]).is_file():
+            found.append((parts[1], root / words[0]))
+    return tuple(found)
 
 
 def _by_class(folder: Path) -> dict[str, list[Path]]:
@@ -107,8 +130,10 @@ def _split(pairs: Sequence[tuple[str, Path]], classes: tuple[str, ...]) -> Encod
 
 def _bytes(name: str) -> bytes:
     try:
+        if not os.path.isfile(name):  # a pipe would never end, and a link may lead nowhere
+            raise Unreadable(f"{name} is not a file")
+        if os.path.getsize(name) > MOST_BYTES:
+            raise Unreadable(f"{name} has more than {MOST_BYTES:,} bytes")
         return Path(name).read_bytes()
     except OSError as error:
-        from fedheal.data.images import Unreadable
-
         raise Unreadable(f"{name} cannot be read: {error.strerror}") from error

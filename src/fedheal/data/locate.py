@@ -39,7 +39,7 @@ def root_of(given: str | None) -> Path:
 
 def located(description: Description, root: Path) -> tuple[Place, ...]:
     """Every domain of a data set, in its order."""
-    return tuple(_place(source, root) for source in description.sources)
+    return tuple(_place(source, root, description.classes) for source in description.sources)
 
 
 def explained(place: Place, root: Path) -> str:
@@ -52,7 +52,7 @@ def explained(place: Place, root: Path) -> str:
     return f"{source.name}: {what}; it can be had from {source.available}"
 
 
-def _place(source: Source, root: Path) -> Place:
+def _place(source: Source, root: Path, classes: tuple[str, ...]) -> Place:
     missing: list[str] = []
     for folder in source.folders:
         for layout in source.layouts:
@@ -60,8 +60,11 @@ def _place(source: Source, root: Path) -> Place:
             if isinstance(found, Located):
                 return Place(source, found)
             missing = missing or found
+    hub = source.hub and source.hub.locate(source.name, root, classes)
+    if hub:
+        return Place(source, hub)
     if source.stand_in is not None:
-        other = _place(source.stand_in, root)
+        other = _place(source.stand_in, root, classes)
         if other.found:
             return Place(source, other.found, stand_in=True)
     return Place(source, None, tuple(missing))

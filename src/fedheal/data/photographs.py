@@ -14,9 +14,16 @@ OFFICE_CALTECH_CLASSES = (
 )  # fmt: skip
 
 
-def _source(name: str, sizes: tuple[int, int], places: tuple[str, ...], home: str, hub: Hub | None = None) -> Source:
+def _source(
+    name: str, sizes: tuple[int, int], places: tuple[str, ...], home: str, hub: Hub, lists: bool = False
+) -> Source:
     return Source(
-        name.lower().replace(" ", "_"), *sizes, tuple(f"{p}{name}" for p in places), (FolderLayout(),), home, hub
+        name.lower().replace(" ", "_"),
+        *sizes,
+        tuple(f"{p}{name}" for p in places),
+        (FolderLayout(lists=lists),),
+        home,
+        hub,
     )
 
 
@@ -98,6 +105,7 @@ DOMAINNET = Description(
             ("domainnet/", "DomainNet/", "domain_net/"),
             "https://ai.bu.edu/M3SDA/",
             Hub("wltjr1007/DomainNet", domain=name),
+            lists=True,
         )
         for name, sizes in (
             ("clipart", (33_525, 14_604)),
