@@ -214,8 +214,8 @@ def _downloading() -> Iterator[downloads.Progress]:
 
 def _say_export(packed: Path) -> int:
     said = archive.manifest(packed)
-    names = ", ".join(domain["name"] for domain in said["domains"])
-    typer.echo(f"{said['name']}: an export, {packed}, of {names} for {said['settings']}")
+    names = ", ".join(domain.name for domain in said.domains)
+    typer.echo(f"{said.name}: an export, {packed}, of {names} for {said.settings}")
     archive.read(packed)
     return 0
 

@@ -9,25 +9,24 @@ result is compared.
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from PIL import Image
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from fedheal.data.images import Unreadable
 from fedheal.data.raw import Bytes, Encoded, Excerpt, Labels, Pixels, Raw, RawDomain
 
-FORMAT = "fedheal-export-1"
+FORMAT: Literal["fedheal-export-1"] = "fedheal-export-1"
 SUFFIX = ".export"
 STRIP = 1000  # images
 MOST_BYTES = 1 << 28  # of one member
@@ -38,37 +37,53 @@ DAMAGE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What goes into an archive beside the images."""
+def _printable(name: str) -> str:
+    if not name or not name.isprintable():
+        raise ValueError("a name that cannot be shown")
+    return name
 
-    name: str
-    classes: tuple[str, ...]
+
+Name = Annotated[str, AfterValidator(_printable)]
+
+
+class Part(BaseModel):
+    """A split: image files by name, or arrays of images of one shape."""
+
+    kind: Literal["files", "pixels"]
+    names: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+class Packed(BaseModel):
+    """A domain."""
+
+    name: Name
+    train: Part
+    test: Part
+
+
+class Manifest(BaseModel):
+    """What an archive holds beside the images."""
+
+    format: Literal["fedheal-export-1"] = FORMAT
+    name: Name
+    classes: tuple[Name, ...]
     identity: str  # of the whole data set
     size: int  # to which images are resized
     fingerprint: str  # of what is here, decoded and resized
-    settings: Mapping[str, Any]  # the experiments that it is for
-    notes: tuple[str, ...]
+    settings: dict[str, Any]  # the experiments that it is for
+    notes: tuple[str, ...] = ()
+    domains: tuple[Packed, ...] = ()
 
 
-def write(path: Path, contents: Contents, domains: Sequence[RawDomain]) -> None:
+def write(path: Path, contents: Manifest, domains: Sequence[RawDomain]) -> None:
     """The file appears whole or not at all. Each domain must have its excerpt."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as file:
-            described = [_put(file, number, domain) for number, domain in enumerate(domains)]
-            manifest = {
-                "format": FORMAT,
-                "name": contents.name,
-                "classes": contents.classes,
-                "identity": contents.identity,
-                "size": contents.size,
-                "fingerprint": contents.fingerprint,
-                "settings": dict(contents.settings),
-                "notes": contents.notes,
-                "domains": described,
-            }
-            _add(file, "manifest.json", json.dumps(manifest, indent=1).encode())
+            packed = tuple(_put(file, number, domain) for number, domain in enumerate(domains))
+            said = contents.model_copy(update={"domains": packed})
+            _add(file, "manifest.json", said.model_dump_json(indent=1).encode())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -77,46 +92,47 @@ def write(path: Path, contents: Contents, domains: Sequence[RawDomain]) -> None:
 def found(root: Path, name: str) -> Path | None:
     """The export of that data set that a data root is, or that lies in it."""
     if root.is_file():
-        said = manifest(root)["name"]
+        said = manifest(root).name
         if said != name:
             raise ValueError(f"{root} is an export of '{said}', not of '{name}'")
         return root
-    fitting = [path for path in sorted(root.glob(f"*{SUFFIX}")) if manifest(path)["name"] == name]
+    fitting = [path for path in sorted(root.glob(f"*{SUFFIX}")) if manifest(path).name == name]
     if len(fitting) > 1:
         raise ValueError(f"{root} has several exports of '{name}': name one of {', '.join(p.name for p in fitting)}")
     return fitting[0] if fitting else None
 
 
-def manifest(path: Path) -> dict[str, Any]:
+def manifest(path: Path) -> Manifest:
     status = path.stat()
     return _manifest(path, status.st_size, status.st_mtime_ns)
 
 
 @cache
-def _manifest(path: Path, size: int, time: int) -> dict[str, Any]:
+def _manifest(path: Path, size: int, time: int) -> Manifest:
     try:
         with zipfile.ZipFile(path) as file:
-            found: dict[str, Any] = json.loads(file.read("manifest.json"))
-        if found["format"] != FORMAT or not isinstance(found["name"], str):
-            raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
-        return found
+            return Manifest.model_validate_json(file.read("manifest.json"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path} is not an export that this fedheal can read ({where}: {first['msg']})") from error
     except DAMAGE as error:
-        raise ValueError(f"{path} is not an export that this version of fedheal can read ({error})") from error
+        raise ValueError(f"{path} is not an export, or is damaged ({error})") from error
 
 
 def provenance(path: Path, size: int, decoded: str) -> tuple[str, list[str]]:
     """The fingerprint of the whole data set, if the images decode here as they did there, and what to know about them."""
     said = manifest(path)
-    if decoded == said["fingerprint"]:
-        return str(said["identity"]), list(said["notes"])
-    if size != said["size"]:
-        return decoded, list(said["notes"])
+    if decoded == said.fingerprint:
+        return said.identity, list(said.notes)
+    if size != said.size:
+        return decoded, list(said.notes)
     trouble = (
         "the exported images decode to other bytes here (another version of Pillow): results do not compare bit by bit"
     )
-    return decoded, [*said["notes"], trouble]
+    return decoded, [*said.notes, trouble]
 
 
 def read(path: Path) -> tuple[tuple[str, ...], list[RawDomain]]:
@@ -124,65 +140,62 @@ def read(path: Path) -> tuple[tuple[str, ...], list[RawDomain]]:
     said = manifest(path)
     try:
         get = _reader(path)
-        return tuple(said["classes"]), [_domain(get, n, one, said["classes"]) for n, one in enumerate(said["domains"])]
+        return said.classes, [_domain(get, n, one, said.classes) for n, one in enumerate(said.domains)]
     except (*DAMAGE, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}): export it again") from error
 
 
-def _domain(get: Callable[[str], bytes], number: int, said: Mapping[str, Any], classes: Sequence[str]) -> RawDomain:
+def _domain(get: Callable[[str], bytes], number: int, said: Packed, classes: tuple[str, ...]) -> RawDomain:
     whole = np.frombuffer(get(f"{number}/whole"), "<u2").astype(np.int64)
     positions = np.frombuffer(get(f"{number}/positions"), "<u4").astype(np.int64)
     if not len(positions) or (np.diff(positions) <= 0).any() or positions[-1] >= len(whole):
-        raise ValueError(f"positions of '{said['name']}'")
+        raise ValueError(f"positions of '{said.name}'")
     test = np.frombuffer(get(f"{number}/test.labels"), "<u2").astype(np.int64)
     if max(whole.max(), test.max()) >= len(classes):
-        raise ValueError(f"labels of '{said['name']}'")
+        raise ValueError(f"labels of '{said.name}'")
     return RawDomain(
-        str(said["name"]),
-        tuple(classes),
-        _split(get, f"{number}/train", said["train"], whole[positions]),
-        _split(get, f"{number}/test", said["test"], test),
+        said.name,
+        classes,
+        _split(get, f"{number}/train", said.train, whole[positions]),
+        _split(get, f"{number}/test", said.test, test),
         Excerpt(positions, whole),
     )
 
 
-def _split(get: Callable[[str], bytes], prefix: str, said: Mapping[str, Any], labels: Labels) -> Raw:
-    if said["kind"] == "files":
-        names = [f"{prefix}/{name}" for name in said["names"]]
+def _split(get: Callable[[str], bytes], prefix: str, said: Part, labels: Labels) -> Raw:
+    if said.kind == "files":
+        names = [f"{prefix}/{name}" for name in said.names]
         if len(names) != len(labels):
             raise ValueError(f"{prefix}: {len(names)} images for {len(labels)} labels")
         return Encoded(names, labels, get)
-    shape = tuple(int(n) for n in said["shape"])
+    if len(said.shape) not in (2, 3) or min(said.shape) < 1:
+        raise ValueError(f"{prefix}: images of shape {said.shape}")
     strips = [
-        _unstripped(get(f"{prefix}/{start}.png"), min(STRIP, len(labels) - start), shape)
+        _unstripped(get(f"{prefix}/{start}.png"), min(STRIP, len(labels) - start), said.shape)
         for start in range(0, len(labels), STRIP)
     ]
     return Pixels(np.concatenate(strips), labels)
 
 
-def _put(file: zipfile.ZipFile, number: int, domain: RawDomain) -> dict[str, Any]:
+def _put(file: zipfile.ZipFile, number: int, domain: RawDomain) -> Packed:
     assert domain.excerpt is not None
     _add(file, f"{number}/whole", domain.excerpt.labels.astype("<u2").tobytes(), zipfile.ZIP_DEFLATED)
     _add(file, f"{number}/positions", domain.excerpt.positions.astype("<u4").tobytes(), zipfile.ZIP_DEFLATED)
     _add(file, f"{number}/test.labels", domain.test.labels.astype("<u2").tobytes(), zipfile.ZIP_DEFLATED)
-    parts = {part: _put_split(file, f"{number}/{part}", split) for part, split in _parts(domain)}
-    return {"name": domain.name, **parts}
+    train, test = (_put_split(file, f"{number}/{p}", s) for p, s in (("train", domain.train), ("test", domain.test)))
+    return Packed(name=domain.name, train=train, test=test)
 
 
-def _parts(domain: RawDomain) -> list[tuple[str, Raw]]:
-    return [("train", domain.train), ("test", domain.test)]
-
-
-def _put_split(file: zipfile.ZipFile, prefix: str, split: Raw) -> dict[str, Any]:
+def _put_split(file: zipfile.ZipFile, prefix: str, split: Raw) -> Part:
     if isinstance(split, Pixels):
         for start in range(0, len(split), STRIP):
             _add(file, f"{prefix}/{start}.png", _stripped(split.array[start : start + STRIP]))
-        return {"kind": "pixels", "shape": split.array.shape[1:]}
+        return Part(kind="pixels", shape=split.array.shape[1:])
     names = []
     for index, name in enumerate(split.names):
         names.append(f"{index:06d}{Path(name).suffix.lower()}")
         _add(file, f"{prefix}/{names[-1]}", split.read(name))
-    return {"kind": "files", "names": names}
+    return Part(kind="files", names=tuple(names))
 
 
 def _stripped(images: Bytes) -> bytes:

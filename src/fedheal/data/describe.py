@@ -132,7 +132,7 @@ class Source:
     def available(self) -> str:
         """Where it can be had, in words."""
         places = [f"the Hugging Face hub as {self.hub.repository}"] if self.hub else []
-        return " or ".join([*places, self.home])
+        return " or ".join([*places, *([self.home] if self.home else [])])
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,14 @@ def export(found: Opened, positions: Mapping[str, Labels], settings: Mapping[str
         for raw, said in zip(raws, prepared.manifest["domains"], strict=True)
     ]
     decoded = replace(whole, domains=tuple(_taken(whole[raw.name], raw) for raw in packed), identity="")
-    contents = archive.Contents(
-        whole.name, classes, whole.identity, found.recipe.size, fingerprint(decoded), settings, whole.notes
+    contents = archive.Manifest(
+        name=whole.name,
+        classes=classes,
+        identity=whole.identity,
+        size=found.recipe.size,
+        fingerprint=fingerprint(decoded),
+        settings=dict(settings),
+        notes=whole.notes,
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     archive.write(out, contents, packed)

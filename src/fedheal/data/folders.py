@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedheal.data.images import SUFFIXES, Unreadable
+from fedheal.data.images import SUFFIXES, Unreadable, printable
 from fedheal.data.raw import Encoded, RawDomain
 
 TRAIN, TEST = ("train", "training"), ("test", "val", "validation", "testing")
@@ -131,9 +131,9 @@ def _split(pairs: Sequence[tuple[str, Path]], classes: tuple[str, ...]) -> Encod
 def _bytes(name: str) -> bytes:
     try:
         if not os.path.isfile(name):  # a pipe would never end, and a link may lead nowhere
-            raise Unreadable(f"{name} is not a file")
+            raise Unreadable(f"{printable(name)} is not a file")
         if os.path.getsize(name) > MOST_BYTES:
-            raise Unreadable(f"{name} has more than {MOST_BYTES:,} bytes")
+            raise Unreadable(f"{printable(name)} has more than {MOST_BYTES:,} bytes")
         return Path(name).read_bytes()
     except OSError as error:
-        raise Unreadable(f"{name} cannot be read: {error.strerror}") from error
+        raise Unreadable(f"{printable(name)} cannot be read: {error.strerror}") from error

@@ -26,8 +26,14 @@ class Unreadable(ValueError):
     """An image that cannot be decoded, with the reason."""
 
 
+def printable(name: str) -> str:
+    """A file's name for a sentence: one with line breaks or bytes that are no text is quoted."""
+    return name if name.isprintable() else repr(name)
+
+
 def decoded(data: bytes, name: str) -> Image.Image:
     """An image file, as grey or RGB. `Unreadable` says what is wrong with it."""
+    name = printable(name)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -39,7 +45,7 @@ def decoded(data: bytes, name: str) -> Image.Image:
     except UnidentifiedImageError:
         raise Unreadable(f"{name} is not an image of a known kind ({', '.join(FORMATS)})") from None
     except Exception as error:  # decoders raise whatever damaged bytes make them trip over
-        raise Unreadable(f"{name} cannot be decoded ({error})") from error
+        raise Unreadable(f"{name} cannot be decoded ({printable(str(error))})") from error
 
 
 def resized(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:

@@ -32,8 +32,12 @@ def root_of(given: str | None) -> Path:
     if not said:
         raise ValueError(f"where the data lie is not said: give data_root=FOLDER, or set {VARIABLE}")
     root = Path(said).expanduser()
-    if not root.exists():
-        raise ValueError(f"{where}: there is no such folder")
+    try:
+        there = root.exists()
+    except OSError:  # a link that leads to itself, a name that is too long
+        there = False
+    if not there or not said.isprintable():
+        raise ValueError(f"{where}: there is no such folder, or it cannot be used")
     return root
 
 
@@ -49,7 +53,7 @@ def explained(place: Place, root: Path) -> str:
         what = f"{', '.join(place.missing)} is missing"
     else:
         what = f"{root / source.folders[0]}/ should hold {' or '.join(layout.looks_for for layout in source.layouts)}"
-    return f"{source.name}: {what}; it can be had from {source.available}"
+    return f"{source.name}: {what}" + (f"; it can be had from {source.available}" if source.available else "")
 
 
 def _place(source: Source, root: Path, classes: tuple[str, ...]) -> Place:

@@ -47,7 +47,7 @@ def own_folder(name: str) -> Description:
     if not domains:
         raise ValueError(f"data = {name!r}: {path} has no folders; <domain>/<class>/... is needed")
     layout = (FolderLayout(),)
-    sources = tuple(Source(n, 0, 0, (n,), layout, "its owner") for n in domains)
+    sources = tuple(Source(n, 0, 0, (n,), layout, home="") for n in domains)
     return Description("folder", "your own image folders", sources, FOLDER_SIZE, clients=5, fraction=0)
 
 
@@ -124,7 +124,7 @@ def _refuse_missing(description: Description, places: Sequence[Place], root: Pat
 
 def _refuse_lacking(description: Description, packed: Path, wanted: Wanted) -> None:
     """An export of some domains is no more than that."""
-    here = {domain["name"] for domain in archive.manifest(packed)["domains"]}
+    here = {domain.name for domain in archive.manifest(packed).domains}
     names = [{source.name, source.stand_in.name if source.stand_in else ""} for source in description.sources]
     absent = [s.name for s, either in zip(description.sources, names, strict=True) if not either & here]
     if absent and not wanted.allow_missing:
