@@ -61,7 +61,7 @@ def test_known_samples_with_skew() -> None:
     (client,) = partition({"street": 30}, {"street": 1}, {"street": 6}, 0, {"street": LABELS[:30]}, dirichlet=0.5)
     (filled,) = partition({"street": 30}, {"street": 1}, {"street": 10}, 0, {"street": LABELS[:30]}, class_filling=True)
     assert client.indices.tolist() == [6, 17, 26, 23, 16, 27]
-    assert filled.indices.tolist() == [0]
+    assert filled.indices.tolist() == [13, 0, 4, 15, 6, 11, 28, 12, 27, 29]
 
 
 def test_another_seed_and_another_domain_are_skewed_otherwise() -> None:

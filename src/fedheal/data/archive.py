@@ -202,7 +202,7 @@ def _stripped(images: Bytes) -> bytes:
     """Images of one size below each other, as one PNG."""
     joined = np.ascontiguousarray(images).reshape(-1, *images.shape[2:])
     out = io.BytesIO()
-    Image.fromarray(joined).save(out, "PNG", optimize=True)
+    Image.fromarray(joined).save(out, "PNG")
     return out.getvalue()
 
 

@@ -66,16 +66,13 @@ def _table(path: Path, domain: str) -> Table:
     try:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
-            label = next((c for c in LABELS if c in columns), None)
-            if label is None or IMAGE not in columns:
-                raise ValueError(f"{path} has the columns {', '.join(columns)}; image and label are needed")
-            where = next((c for c in DOMAINS if c in columns), None)
-            rows = file.read(columns=[label] + ([where] if where else []))
+            label, where = (next((c for c in known if c in columns), None) for known in (LABELS, DOMAINS))
+            rows = file.read(columns=[column for column in (label, where) if column])
             features = _features(file.schema_arrow.metadata)
-    except ValueError:
-        raise
     except Exception as error:  # pyarrow raises whatever damaged bytes make it trip over
         raise ValueError(f"{path} is not a Parquet file that can be read ({error})") from error
+    if label is None or IMAGE not in columns:
+        raise ValueError(f"{path} has the columns {', '.join(columns)}; image and label are needed")
     classes = tuple(features.get(label, {}).get("names", ()))
     values = rows[label].to_pylist()
     if values and isinstance(values[0], str):
