@@ -74,6 +74,14 @@ def test_labels_as_words(tmp_path: Path) -> None:
     assert len(found.train) == 16
 
 
+def test_splits_in_folders_of_their_own_and_files_that_are_not_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "ufldl-stanford--svhn" / "cropped_digits"
+    for part, number in (("train", 12), ("test", 11), ("extra", 13)):
+        write(folder / part / "0000.parquet", {"image": images(number), "label": [i % 10 for i in range(number)]})
+    found = data.load("digits", data.Wanted(str(tmp_path), allow_missing=True))["svhn"]
+    assert (len(found.train), len(found.test)) == (12, 11)
+
+
 def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
     broken = images(20)
     broken[3]["bytes"] = b"no"

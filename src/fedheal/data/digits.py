@@ -86,7 +86,7 @@ SVHN = Source(
     ("digits/svhn", "svhn", "SVHN", "digits", "."),
     (SVHN_MAT,),
     f"{STANFORD}/",
-    Hub("ufldl-stanford/svhn", ("cropped_digits/train-*.parquet", "cropped_digits/test-*.parquet")),
+    Hub("ufldl-stanford/svhn", ("cropped_digits/train*.parquet", "cropped_digits/test*.parquet")),
     (Web(f"{STANFORD}/train_32x32.mat"), Web(f"{STANFORD}/test_32x32.mat")),
 )
 SYN_STANDIN = Source(

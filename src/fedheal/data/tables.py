@@ -20,7 +20,7 @@ from fedheal.data.folders import OF_TEN
 from fedheal.data.images import Unreadable
 from fedheal.data.raw import Encoded, Labels, RawDomain
 
-TEST = ("test", "val", "valid")  # what a file of test images is called; all others are for training
+TEST = ("test", "val")  # how names of test images begin; all others are for training
 LABELS, DOMAINS = ("label", "labels", "digit"), ("domain", "domains")
 IMAGE = "image"
 
@@ -42,8 +42,8 @@ def files(folder: Path, patterns: Sequence[str]) -> tuple[Path, ...]:
 
 def read(name: str, paths: Sequence[Path], domain: str, classes: tuple[str, ...]) -> RawDomain:
     """A domain; where no file is for testing, of every ten images of a class-sorted list the first eight are for training."""
-    train = [path for path in paths if not path.name.startswith(TEST)]
-    test = [path for path in paths if path.name.startswith(TEST)]
+    train = [path for path in paths if not _for_testing(path)]
+    test = [path for path in paths if _for_testing(path)]
     parts = [_joined([_table(path, domain) for path in group], group) for group in (train, test) if group]
     if len({part.classes for part in parts}) != 1:
         raise ValueError(f"the tables in {paths[0].parent} name other classes for training than for testing")
@@ -58,6 +58,11 @@ def read(name: str, paths: Sequence[Path], domain: str, classes: tuple[str, ...]
         ]
     first, second = (Encoded(part.names, part.labels, fetch) for part in parts)
     return RawDomain(name, parts[0].classes or classes, first, second)
+
+
+def _for_testing(path: Path) -> bool:
+    """By the name of the file, or of the folder of a split."""
+    return path.name.startswith(TEST) or path.parent.name.startswith(TEST)
 
 
 def _table(path: Path, domain: str) -> Table:
