@@ -11,12 +11,15 @@ import torch
 
 
 def needs(*things: str) -> None:
-    """Skip unless this machine has all of: `root`, `netns`, `tmpfs`, `browser`, `gpu`, or a command by its name."""
+    """Skip unless this machine has all of: `root`, `netns`, `tmpfs`, `browser`, `gpu`, `data`, or a command by its name.
+
+    A GPU and the real data sets cannot be installed: where they are missing a test skips even if all must run.
+    """
     for thing in things:
         why = _MISSING[thing]() if thing in _MISSING else _command(thing)
         if why is None:
             continue
-        if thing == "gpu":
+        if thing in ("gpu", "data"):
             pytest.skip(why)
         missing(why)
 
@@ -55,8 +58,12 @@ def _gpu() -> str | None:
     return None if torch.cuda.is_available() else "there is no CUDA device"
 
 
+def _data() -> str | None:
+    return None if os.environ.get("FEDHEAL_DATA") else "FEDHEAL_DATA names no folder with the real data sets"
+
+
 def _command(name: str) -> str | None:
     return None if shutil.which(name) else f"the command '{name}' is not installed"
 
 
-_MISSING = {"root": _root, "tmpfs": _tmpfs, "netns": _netns, "browser": _browser, "gpu": _gpu}
+_MISSING = {"root": _root, "tmpfs": _tmpfs, "netns": _netns, "browser": _browser, "gpu": _gpu, "data": _data}

@@ -24,6 +24,7 @@ ORDER = [
     {"schedule"},
     {"compare", "sweep", "board"},
     {"recipes", "flower"},
+    {"cli_data"},
     {"cli", "__main__"},
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}

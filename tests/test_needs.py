@@ -24,3 +24,15 @@ def test_a_missing_gpu_skips_even_there(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(pytest.skip.Exception):
         needs("gpu")
+
+
+def test_missing_data_sets_skip_even_there(monkeypatch):
+    monkeypatch.setenv("FEDHEAL_TEST_ALL", "1")
+    monkeypatch.delenv("FEDHEAL_DATA", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="FEDHEAL_DATA"):
+        needs("data")
+
+
+def test_data_sets_that_are_there_do_not_skip(monkeypatch):
+    monkeypatch.setenv("FEDHEAL_DATA", "/anywhere")
+    needs("data")

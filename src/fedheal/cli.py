@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 import fedheal
-from fedheal import data as datasets
 from fedheal import methods as method_table
-from fedheal import models, records, sweep
+from fedheal import records, sweep
 from fedheal.aggregate.stages import STAGES
 from fedheal.board import Board
+from fedheal.cli_data import data_app
 from fedheal.compare import plan, seeds_of
 from fedheal.execute import run as execute
 from fedheal.experiment import Experiment, override
@@ -36,7 +36,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="The data sets there are.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 INTERRUPTED = 130
@@ -106,6 +105,7 @@ def run(
         typer.echo(json.dumps(dict(result.summary), indent=2))
     elif not quiet:
         _show([result.summary])
+        _notes([result.summary])
         typer.echo(f"{folder}")
 
 
@@ -168,7 +168,8 @@ def compare(
     if "data" in values:
         raise ValueError(f"the data set is given by --data: use --data {values['data']}")
     named = [word for word in words if not _is_override(word)]
-    folder = out or Path("runs") / "-".join(["compare", Path(data).name.replace(":", "."), *sorted(overrides)])
+    named_after = ["compare", Path(data).name.replace(":", "."), *(o.replace("/", "_") for o in sorted(overrides))]
+    folder = out or Path("runs") / "-".join(named_after)
     planned = plan(named, seeds_of(seeds), values | {"data": data}, folder, track)
     console = Console(quiet=quiet or as_json)
     console.print(f"{len(planned)} runs into {folder}, {_processes(jobs)} at a time:", highlight=False, soft_wrap=True)
@@ -291,17 +292,6 @@ def methods() -> None:
     _wide().print(table)
 
 
-@data_app.command("list")
-def data_list() -> None:
-    """The data sets there are."""
-    table = Table("data", "what it is", "protocol")
-    for name, dataset in datasets.DATASETS.items():
-        table.add_row(name, dataset.about, " ".join(f"{k}={v}" for k, v in dataset.protocol.items()))
-    table.add_row("package.module:function", "your own: a function that returns fedheal.data.domains.Domains", "")
-    _wide().print(table)
-    typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
-
-
 def _run(planned: Sequence[Job], console: Console, jobs: int, ray: str | None = None) -> None:
     with Board(console, planned) as board:
         for job in run_all(planned, _processes(jobs), ray):
@@ -341,11 +331,19 @@ def _reported(found: Sequence[rows.Row], form: str, reference: str | None) -> st
         parts.append(tables.FORMATS[form](table))
         own = [row for row in found if str(row.summaries[0]["data"]) == table.data]
         said = conclusions.sentences(own, reference)
+        notes = (note for row in own for summary in row.summaries for note in summary.get("data_notes", ()))
+        said += [f"Note: {note}." for note in dict.fromkeys(notes)]
         bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
         parts.append("\n".join(f"{bullet}{sentence}" for sentence in said))
     if form == "latex":
         parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
     return "\n\n".join(part for part in parts if part)
+
+
+def _notes(summaries: Sequence[Mapping[str, Any]]) -> None:
+    """What is special about the data, each thing once."""
+    for note in dict.fromkeys(note for summary in summaries for note in summary.get("data_notes", ())):
+        typer.echo(f"Note: {note}.")
 
 
 def _show(summaries: Sequence[Mapping[str, Any]]) -> None:

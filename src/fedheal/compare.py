@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedheal import data as datasets
 from fedheal.data.domains import Domains
-from fedheal.experiment import Experiment, clients_of
+from fedheal.experiment import Experiment, clients_of, domains_of
 from fedheal.methods import suggestion
 from fedheal.report.rows import BOUNDS
 from fedheal.schedule import Job
@@ -30,7 +29,7 @@ def plan(
     for field in ("seed", "method", "name"):
         if field in values:
             raise ValueError(f"{field} is what a comparison varies: it cannot be given as {field}={values[field]}")
-    domains = datasets.load(str(values.get("data", "embedded"))) if set(methods) & set(BOUNDS) else None
+    domains = domains_of(Experiment.of(dict(values) | {"method": "fedavg"})) if set(methods) & set(BOUNDS) else None
     jobs = [
         Job(experiment, out / experiment.folder_name, track)
         for seed in seeds

@@ -17,12 +17,11 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from fedheal import data as datasets
 from fedheal import records
-from fedheal.data.domains import Domains, fingerprint
+from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine import trainer
 from fedheal.engine.numerics import numerics, precision_of
-from fedheal.experiment import Experiment, build, module_of
+from fedheal.experiment import Experiment, build, domains_of, module_of
 from fedheal.metrics import fairness, last_mean
 from fedheal.progress import Progress, watched
 from fedheal.run import Callback, Federation, initial_state, judged_model, restored_state, rounds
@@ -60,7 +59,7 @@ def run(
     and in a notebook.
     """
     device = device_of(experiment.device)
-    domains = datasets.load(experiment.data)
+    domains = domains_of(experiment)
     folder = None if out is None else Path(out)
     with ExitStack() as stack:
         stack.enter_context(_threads(experiment.threads))
@@ -178,6 +177,8 @@ def _result(
         "precision": federation.bench.precision,
         "threads": experiment.threads,
         "data_fingerprint": fingerprint(domains),
+        "used_fingerprint": fingerprint_of_used(federation.bench.examples, federation.tests),
+        "data_notes": list(domains.notes),
         "bytes_sent": state.sent,
         "bytes_received": state.received,
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},

@@ -20,8 +20,9 @@ from fedheal import data as datasets
 from fedheal import methods, models
 from fedheal.aggregate.server import Server
 from fedheal.data.augment import normalised
-from fedheal.data.domains import Domains, Split
+from fedheal.data.domains import Domain, Domains, Split
 from fedheal.data.partition import Client, partition
+from fedheal.data.real import share
 from fedheal.engine.numerics import precision_of
 from fedheal.engine.serial import Bench, Training, seeded
 from fedheal.layout import Layout
@@ -30,7 +31,13 @@ from fedheal.rng import derive
 from fedheal.run import Federation
 
 # What may differ between a run and its resumption: none of these changes a result.
-FREE = frozenset({"name", "workers", "lanes", "save_seconds"})
+FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
+# Fields that may have one value for each domain.
+PER_DOMAIN: dict[str, type[int] | type[float]] = {
+    "clients_per_domain": int,
+    "samples_per_client": int,
+    "fraction": float,
+}
 
 
 class Experiment(BaseModel):
@@ -49,8 +56,15 @@ class Experiment(BaseModel):
     width: int | None = Field(None, ge=1)
     rounds: int = Field(200, ge=1)
     seed: int = Field(0, ge=0, lt=2**63)
-    clients_per_domain: int | None = Field(None, ge=1)
-    samples_per_client: int | None = Field(None, ge=1)
+    data_root: str | None = None  # where the data lie, if not where FEDHEAL_DATA says
+    allow_missing: bool = False  # go on without the domains that are not on disk
+    classes: Literal["intersection", "union"] = "intersection"  # of the domains' folders, where no list is fixed
+    image_size: int | None = Field(None, ge=8, le=1024)  # instead of the data set's own
+    clients_per_domain: int | dict[str, int] | None = None  # a number, or one for each domain
+    samples_per_client: int | dict[str, int] | None = None
+    fraction: float | dict[str, float] | None = None  # of the whole training set, that each client holds
+    dirichlet: float | None = Field(None, gt=0, le=1e6)  # label skew within a domain: the smaller, the stronger
+    class_filling: bool = False  # every client gets every class, as in the code released with the paper
     only: tuple[str, ...] = ()  # these domains or clients train, no others
     without: tuple[str, ...] = ()  # these do not; the model is judged on their domains all the same
     pool: bool = False  # one machine that holds the data of all who train
@@ -92,14 +106,20 @@ class Experiment(BaseModel):
         for key in ("only", "without"):
             if isinstance(own.get(key), str):
                 own[key] = tuple(name.strip() for name in own[key].split(","))
+        for key, kind in PER_DOMAIN.items():
+            if own.get(key) is not None:
+                own[key] = per_domain(key, own[key], kind)
+        _refuse_contradictions(own)
+        protocol = datasets.protocol(str(own.get("data", "embedded")))
         method = own.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
-            own["method"] = _with_parameters(method, rest).spelled
+            usual = {key: protocol[key] for key in protocol.keys() - cls.model_fields.keys()}
+            own["method"] = _with_parameters(method, _unsaid(method, usual) | rest).spelled
         elif rest:
             raise ValueError(
                 f"unknown field '{next(iter(rest))}'{suggestion(next(iter(rest)), list(cls.model_fields))}"
             )
-        return datasets.protocol(str(own.get("data", "embedded"))) | own
+        return {key: value for key, value in protocol.items() if key in cls.model_fields} | own
 
     @property
     def method_name(self) -> str:
@@ -153,6 +173,16 @@ class Experiment(BaseModel):
             raise ValueError(_sentence(error)) from None
 
 
+def wanted_of(experiment: Experiment) -> datasets.Wanted:
+    """How the experiment asks for its data."""
+    return datasets.Wanted(experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size)
+
+
+def domains_of(experiment: Experiment) -> Domains:
+    """The experiment's data set, read from where it lies."""
+    return datasets.load(experiment.data, wanted_of(experiment))
+
+
 def build(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:
     """The experiment's parts, put together on a device."""
     for domain in domains.domains:
@@ -174,9 +204,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         experiment.augment,
     )
     held = {c.id: _held_out(experiment, c) for c in clients}
-    train = {
-        c.id: _taken(domains[c.domain].train, held[c.id][0], device) for c in clients if _takes_part(experiment, c)
-    }
+    train = {c.id: _taken(domains[c.domain], held[c.id][0], device) for c in clients if _takes_part(experiment, c)}
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
     _check_fits(module, experiment, domains.domains[0].test, device)
@@ -202,7 +230,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         experiment.rounds,
         method.local,
         "loss" in method.aggregator.stage.needs,
-        {c.id: _taken(domains[c.domain].train, held[c.id][1], device) for c in clients if experiment.validation},
+        {c.id: _taken(domains[c.domain], held[c.id][1], device) for c in clients if experiment.validation},
         precision_of(experiment.precision, device),
     )
     return Federation(
@@ -254,11 +282,17 @@ def _held_out(experiment: Experiment, client: Client) -> tuple[torch.Tensor, tor
 def clients_of(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
     """All clients of the experiment's split, whether they train or not."""
     names = [d.name for d in domains.domains]
+    usual = dict(zip(names, domains.clients_per_domain, strict=True))
+    samples = dict(zip(names, domains.samples_per_client, strict=True))
+    numbers = _chosen("clients_per_domain", experiment.clients_per_domain, usual)
     clients = partition(
-        {d.name: len(d.train) for d in domains.domains},
-        {n: experiment.clients_per_domain or k for n, k in zip(names, domains.clients_per_domain, strict=True)},
-        {n: experiment.samples_per_client or k for n, k in zip(names, domains.samples_per_client, strict=True)},
+        {d.name: len(d.labels) for d in domains.domains},
+        numbers,
+        _chosen("samples_per_client", experiment.samples_per_client, _shares(experiment, domains, samples)),
         experiment.seed,
+        {d.name: d.labels for d in domains.domains},
+        experiment.dirichlet,
+        experiment.class_filling,
     )
     known = {c.id for c in clients} | set(names)
     for key in ("only", "without"):
@@ -274,14 +308,73 @@ def clients_of(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
     return clients
 
 
+def _chosen(field: str, said: int | dict[str, int] | None, usual: dict[str, int]) -> dict[str, int]:
+    """A number for each domain: what was said, else the data set's own."""
+    if not isinstance(said, dict):
+        return {name: said or number for name, number in usual.items()}
+    _refuse_unknown(field, said, usual)
+    return usual | said
+
+
+def _shares(experiment: Experiment, domains: Domains, usual: dict[str, int]) -> dict[str, int]:
+    """Samples per client, where they were said as a fraction of the whole training set."""
+    said = experiment.fraction
+    if said is None:
+        return usual
+    if isinstance(said, dict):
+        _refuse_unknown("fraction", said, usual)
+    found = dict(usual)
+    for domain in domains.domains:
+        part = said.get(domain.name) if isinstance(said, dict) else said
+        if part is not None:
+            found[domain.name] = share(part, domain.nominal or len(domain.labels))
+    return found
+
+
+def _refuse_unknown(field: str, said: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    for name in said:
+        if name not in names:
+            raise ValueError(f"{field} names '{name}'{suggestion(name, list(names))}; the domains are {list(names)}")
+
+
+def per_domain(field: str, said: Any, kind: type[int] | type[float]) -> Any:
+    """A number, or a table with one for each domain, also as the words `mnist=5 usps=3`.
+
+    >>> per_domain("clients_per_domain", "mnist=5 usps=3", int)
+    {'mnist': 5, 'usps': 3}
+    """
+    if isinstance(said, str):
+        pairs = [word.partition("=") for word in said.replace(",", " ").split()]
+        said = {name: override(f"x={value}")[1] for name, _, value in pairs} if pairs else said
+    for number in said.values() if isinstance(said, dict) else [said]:
+        fits = isinstance(number, int) if kind is int else isinstance(number, (int, float))
+        if not fits or isinstance(number, bool) or not 0 < number < (2**63 if kind is int else 1 + 1e-12):
+            wanted = "a number of 1 or more" if kind is int else "a fraction of at most 1"
+            raise ValueError(f"{field} = {said!r}: {wanted} is needed, or such for domains, as 'mnist=5 usps=3'")
+    return said
+
+
+def _refuse_contradictions(own: Mapping[str, Any]) -> None:
+    for one, other in (("samples_per_client", "fraction"), ("dirichlet", "class_filling")):
+        if own.get(one) and own.get(other):
+            raise ValueError(f"{one} = {own[one]} and {other} = {own[other]} exclude each other: give one of them")
+
+
 def module_of(experiment: Experiment, classes: int) -> nn.Module:
     keys = {} if experiment.width is None else {"width": experiment.width}
     with seeded(derive(experiment.seed, "model"), torch.device("cpu")):
         return models.build(experiment.model, classes, **keys)
 
 
-def _taken(split: Split, indices: torch.Tensor, device: torch.device) -> Split:
-    return Split(split.images[indices].to(device), split.labels[indices].to(device))
+def _taken(domain: Domain, indices: torch.Tensor, device: torch.device) -> Split:
+    split = domain.taken(indices)
+    return Split(split.images.to(device), split.labels.to(device))
+
+
+def _unsaid(method: str, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a data set's usual parameters that the method has and its name does not say."""
+    known = methods.parameters(method) if usual else {}
+    return {key: value for key, value in usual.items() if key in known and not re.search(rf"[:,]\s*{key}\s*=", method)}
 
 
 def _with_parameters(method: str, rest: Mapping[str, Any]) -> Method:

@@ -1,50 +1,67 @@
 """Data sets by name, and data of your own.
 
-A data set is a `Domains`: the same classes in several domains. One of your own is named by import path,
-"package.module:function"; the function takes no arguments and returns a `Domains`.
+A data set is a `Domains`: the same classes in several domains. Those of the paper and some others are read from disk by
+name; your own are image folders ("folder:PATH"), or named by import path, "package.module:function", where the function
+takes no arguments and returns a `Domains`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fedheal.data import embedded
+from fedheal.data import embedded, real
+from fedheal.data.describe import Description
+from fedheal.data.digits import DIGITS, DIGITS_FIVE
 from fedheal.data.domains import Domains, check
+from fedheal.data.photographs import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
+from fedheal.data.real import FOLDER, Wanted
 
-__all__ = ["DATASETS", "Dataset", "load", "protocol"]
+__all__ = ["DATASETS", "DESCRIPTIONS", "Dataset", "Wanted", "description", "load", "protocol"]
+
+DESCRIPTIONS = {d.name: d for d in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
 
 
 @dataclass(frozen=True)
 class Dataset:
     """How to get a data set, and the settings an experiment on it has unless it says otherwise."""
 
-    load: Callable[[], Domains]
+    load: Callable[[Wanted], Domains]
     protocol: Mapping[str, Any]
     about: str
 
 
+@functools.cache
+def _embedded() -> Domains:
+    """Drawn once a process: several runs in one process share it, and nobody writes to it."""
+    return embedded.load()
+
+
 DATASETS = {
     "embedded": Dataset(
-        embedded.load,
+        lambda _: _embedded(),
         {"model": "small_cnn", "rounds": 20, "epochs": 2, "batch_size": 32, "lr": 0.01, "augment": "none"},
         "ten digits in four domains, made offline: handwritten, print, street, display",
-    )
+    ),
+    **{name: Dataset(functools.partial(real.load, d), d.protocol, d.about) for name, d in DESCRIPTIONS.items()},
 }
 
 
-def load(name: str) -> Domains:
-    """The data set of that name."""
+def load(name: str, wanted: Wanted | None = None) -> Domains:
+    """The data set of that name. `wanted` says where it lies, and what may be missing of it."""
+    wanted = wanted or Wanted()
+    if name.startswith(FOLDER):
+        return real.load(*_in_folder(name, wanted))
     if ":" not in name:
         if name not in DATASETS:
             raise ValueError(
                 f"there is no data set {name!r}; choose one of {', '.join(DATASETS)}, or name your own function "
                 'by import path as "package.module:function"'
             )
-        return _named(name)
+        return DATASETS[name].load(wanted)
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)()
@@ -56,12 +73,20 @@ def load(name: str) -> Domains:
     return found
 
 
-@cache
-def _named(name: str) -> Domains:
-    """Read once a process: several runs in one process share it, and nobody writes to it."""
-    return DATASETS[name].load()
+def description(name: str, wanted: Wanted | None = None) -> tuple[Description, Wanted]:
+    """What is known of a data set that is read from disk, and how it is asked for."""
+    wanted = wanted or Wanted()
+    if name.startswith(FOLDER):
+        return _in_folder(name, wanted)
+    if name not in DESCRIPTIONS:
+        raise ValueError(f"'{name}' is not read from disk; those that are: {', '.join(DESCRIPTIONS)}, {FOLDER}PATH")
+    return DESCRIPTIONS[name], wanted
 
 
 def protocol(name: str) -> dict[str, Any]:
     """The settings that belong to a data set; none for one of your own."""
     return dict(DATASETS[name].protocol) if name in DATASETS else {}
+
+
+def _in_folder(name: str, wanted: Wanted) -> tuple[Description, Wanted]:
+    return real.own_folder(name), replace(wanted, root=name.removeprefix(FOLDER))

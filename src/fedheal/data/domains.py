@@ -7,6 +7,7 @@ to fingerprint. Of clients these types only know how many a domain usually has; 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +25,39 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Excerpt:
+    """Says that a training split holds only some images of the whole: where they stand in it, and the labels of all."""
+
+    positions: torch.Tensor  # int64 [N], ascending
+    labels: torch.Tensor  # int64 [whole]
+
+
+@dataclass(frozen=True)
 class Domain:
     """One source of images, e.g. photographs or sketches."""
 
     name: str
     train: Split
     test: Split
+    nominal: int = 0  # training images of the whole set, if it is known and more than what is on disk
+    excerpt: Excerpt | None = None
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The classes of all training images: what clients are given is decided by these."""
+        return self.train.labels if self.excerpt is None else self.excerpt.labels
+
+    def taken(self, indices: torch.Tensor) -> Split:
+        """The training images at these positions of the whole."""
+        if self.excerpt is not None:
+            places = torch.searchsorted(self.excerpt.positions, indices).clamp(max=len(self.train) - 1)
+            if not torch.equal(self.excerpt.positions[places], indices):
+                raise ValueError(
+                    f"domain '{self.name}': this experiment needs images that the exported file does not hold: "
+                    "export again with its seed and its clients"
+                )
+            indices = places
+        return Split(self.train.images[indices], self.train.labels[indices])
 
 
 @dataclass(frozen=True)
@@ -41,6 +69,8 @@ class Domains:
     domains: tuple[Domain, ...]
     clients_per_domain: tuple[int, ...]  # one entry per domain
     samples_per_client: tuple[int, ...]  # one entry per domain: every client of it holds this many
+    identity: str = ""  # the fingerprint, where it is known without reading everything
+    notes: tuple[str, ...] = ()  # what whoever reads a result should know, e.g. that a domain is missing
 
     def __getitem__(self, name: str) -> Domain:
         """The domain of that name."""
@@ -83,12 +113,32 @@ def fingerprint(domains: Domains) -> str:
     It depends neither on the platform (labels are hashed as little-endian 64-bit integers) nor on how samples
     are later given to clients.
     """
+    if domains.identity:
+        return domains.identity
     digest = hashlib.sha256()
     digest.update("\n".join((domains.name, *domains.classes)).encode())
     for domain in domains.domains:
         for part, split in (("train", domain.train), ("test", domain.test)):
             shape = "x".join(str(size) for size in split.images.shape)
             digest.update(f"\n{domain.name}/{part} {shape}\n".encode())
-            digest.update(split.images.to(torch.uint8).contiguous().numpy().tobytes())
-            digest.update(split.labels.contiguous().numpy().astype("<i8").tobytes())
+            _feed(digest, split)
     return digest.hexdigest()
+
+
+def fingerprint_of_used(train: Mapping[str, Split], test: Mapping[str, Split]) -> str:
+    """SHA-256 over what an experiment really used: the images of each client and the test sets of the domains.
+
+    Runs on the whole of a data set and on an export of it have this in common.
+    """
+    digest = hashlib.sha256()
+    for part, splits in (("train", train), ("test", test)):
+        for name in sorted(splits):
+            digest.update(f"\n{part}/{name} {len(splits[name])}\n".encode())
+            _feed(digest, splits[name])
+    return digest.hexdigest()
+
+
+def _feed(digest: hashlib._Hash, split: Split) -> None:
+    for start in range(0, len(split), 4096):  # a little at a time: the images may be a mapped file
+        digest.update(split.images[start : start + 4096].cpu().contiguous().numpy().data)
+    digest.update(split.labels.cpu().contiguous().numpy().astype("<i8").tobytes())

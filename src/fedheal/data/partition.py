@@ -2,7 +2,8 @@
 
 A domain's training split is shuffled once, by the seed and the domain's name alone, and cut into consecutive
 pieces: clients of a domain never share a sample, and neither other domains nor the length of the training
-change who holds what. A client keeps its samples when clients are added behind it.
+change who holds what. A client keeps its samples when clients are added behind it. Label skew and the filling-in of missing
+classes, where they are asked for, choose from the same shuffled order (see `skew`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from fedheal.data import skew
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,15 @@ def partition(
     clients: Mapping[str, int],
     samples: Mapping[str, int],
     seed: int,
+    labels: Mapping[str, torch.Tensor] | None = None,
+    dirichlet: float | None = None,
+    class_filling: bool = False,
 ) -> tuple[Client, ...]:
     """Give every domain's clients their own samples.
 
     Per domain, `sizes` is the number of training samples, `clients` how many clients it gets, `samples` how many
     samples each of these holds. Clients come in the order of `sizes`, named "domain-0", "domain-1", ...
+    `dirichlet` (the smaller, the more skewed) and `class_filling` need the `labels` of the training samples.
 
     >>> two = partition({"street": 10}, {"street": 2}, {"street": 3}, seed=0)
     >>> [client.id for client in two], [len(client.indices) for client in two]
@@ -47,8 +54,16 @@ def partition(
                 f"{count} clients with {each} samples each need {count * each} samples of domain {domain!r}, "
                 f"which has {size}."
             )
-        order = torch.from_numpy(_shuffled(size, domain, seed))
-        found += [Client(f"{domain}-{k}", domain, order[k * each : (k + 1) * each].clone()) for k in range(count)]
+        order = _shuffled(size, domain, seed)
+        if dirichlet is None and not class_filling:
+            held = [order[k * each : (k + 1) * each].copy() for k in range(count)]
+        elif labels is None or (dirichlet is not None and class_filling):
+            raise ValueError("dirichlet and class_filling need labels, and exclude each other")
+        elif dirichlet is not None:
+            held = skew.dirichlet(order, labels[domain].numpy(), count, each, dirichlet, seed, domain)
+        else:
+            held = skew.filled(order, labels[domain].numpy(), count, each, seed, domain)
+        found += [Client(f"{domain}-{k}", domain, torch.from_numpy(h)) for k, h in enumerate(held)]
     return tuple(found)
 
 

@@ -1,0 +1,203 @@
+"""An export runs the same experiments with the same bytes where the data are not, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedheal
+import layouts
+from fedheal import data
+from fedheal.experiment import Experiment, clients_of, domains_of
+
+SMALL = ["samples_per_client=3", "clients_per_domain=2"]
+KEYS = {
+    "samples_per_client": 3,
+    "clients_per_domain": 2,
+    "rounds": 1,
+    "epochs": 1,
+    "model": "small_cnn",
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def digits(tmp_path: Path, call) -> Path:
+    layouts.digits(tmp_path / "data")
+    out = tmp_path / "away" / "digits.export"
+    done = call("data", "export", "digits", "--data-root", tmp_path / "data", "--seeds", "0-1", "--out", out, *SMALL)
+    assert done.code == 0, done.err
+    assert "for the seeds 0, 1" in done.out
+    return out
+
+
+def taken(root: Path, seed: int, **keys: object) -> dict[str, torch.Tensor]:
+    experiment = Experiment(**KEYS | {"data": "digits", "data_root": str(root), "seed": seed} | keys)
+    domains = domains_of(experiment)
+    return {c.id: domains[c.domain].taken(c.indices).images for c in clients_of(experiment, domains)}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_clients_hold_the_same_bytes(digits: Path, tmp_path: Path, seed: int) -> None:
+    here, there = taken(tmp_path / "data", seed), taken(digits, seed)
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[client], there[client]) for client in here)
+
+
+def test_test_sets_labels_fingerprint_and_notes_are_the_same(digits: Path, tmp_path: Path) -> None:
+    here, there = (data.load("digits", data.Wanted(str(root))) for root in (tmp_path / "data", digits))
+    assert here.identity == there.identity
+    assert here.notes == there.notes
+    assert here.classes == there.classes
+    assert here.samples_per_client == there.samples_per_client
+    for one, other in zip(here.domains, there.domains, strict=True):
+        assert (one.name, one.nominal) == (other.name, other.nominal)
+        assert torch.equal(one.test.images, other.test.images)
+        assert torch.equal(one.test.labels, other.test.labels)
+        assert torch.equal(one.labels, other.labels)
+        assert len(other.train) < len(one.train)
+
+
+def test_a_run_there_is_the_run_here(digits: Path, tmp_path: Path) -> None:
+    """By the folder that the file lies in, too."""
+    one, two = (
+        fedheal.run(Experiment(**KEYS, data="digits", data_root=str(root)), progress=False)
+        for root in (tmp_path / "data", digits.parent)
+    )
+    assert one.summary["used_fingerprint"] == two.summary["used_fingerprint"]
+    assert one.summary["data_fingerprint"] == two.summary["data_fingerprint"]
+    assert one.domains == two.domains
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("keys", [{"seed": 2}, {"samples_per_client": 5}, {"dirichlet": 0.1}])
+def test_what_it_was_not_made_for_is_refused(digits: Path, keys: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="images that the exported file does not hold"):
+        taken(digits, **{"seed": 0} | keys)
+
+
+def test_skewed_clients_can_be_exported_since_all_labels_are_there(tmp_path: Path, call) -> None:
+    root, out = layouts.digits(tmp_path / "data"), tmp_path / "skewed.export"
+    call("data", "export", "digits", "--data-root", root, "--seeds", "1", "--out", out, *SMALL, "dirichlet=0.1")
+    here, there = (taken(place, 0, dirichlet=0.1) for place in (root, out))
+    assert all(torch.equal(here[client], there[client]) for client in here)
+
+
+def test_image_files_go_in_byte_for_byte(tmp_path: Path, call) -> None:
+    root, out = layouts.office_caltech(tmp_path / "data", ("dslr",)), tmp_path / "office.export"
+    done = call("data", "export", "office-caltech", "--data-root", root, "--allow-missing", "--out", out, *SMALL)
+    assert done.code == 0, done.err
+    originals = {path.read_bytes() for path in root.rglob("*.jpg")}
+    with zipfile.ZipFile(out) as file:
+        packed = [file.read(name) for name in file.namelist() if name.endswith(".jpg")]
+    assert 14 < len(packed) < 70
+    assert set(packed) <= originals
+    with pytest.raises(ValueError, match=r"lacks the domains caltech, amazon, webcam.*allow_missing=true"):
+        data.load("office-caltech", data.Wanted(str(out)))
+    assert data.load("office-caltech", data.Wanted(str(out), allow_missing=True)).notes[0].startswith("caltech is not")
+
+
+def test_unreadable_images_stay_behind(tmp_path: Path, call) -> None:
+    root, out = layouts.office_caltech(tmp_path / "data", ("dslr",)), tmp_path / "office.export"
+    (root / "office_caltech_10" / "dslr" / "bike" / "0000.jpg").write_bytes(b"no")
+    (root / "office_caltech_10" / "dslr" / "bike" / "0001.jpg").write_bytes(b"no")  # for testing
+    done = call("data", "export", "office-caltech", "--data-root", root, "--allow-missing", "--out", out, *SMALL)
+    assert done.code == 0, done.err
+    here, there = (data.load("office-caltech", data.Wanted(str(place), allow_missing=True)) for place in (root, out))
+    assert here.identity == there.identity
+    assert torch.equal(here["dslr"].test.images, there["dslr"].test.images)
+    positions = there["dslr"].excerpt.positions
+    assert torch.equal(here["dslr"].train.images[positions], there["dslr"].train.images)
+
+
+def test_the_same_images_give_the_same_file(tmp_path: Path, call) -> None:
+    layouts.digits(tmp_path / "data")
+    outs = [tmp_path / name for name in ("a.export", "b.export")]
+    for out in outs:
+        call("data", "export", "digits", "--data-root", tmp_path / "data", "--seeds", "1", "--out", out, *SMALL)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+
+
+def test_another_size_there_is_possible_and_has_its_own_fingerprint(digits: Path) -> None:
+    found = data.load("digits", data.Wanted(str(digits), size=16))
+    assert found["svhn"].train.images.shape[-1] == 16
+    assert found.identity != data.load("digits", data.Wanted(str(digits))).identity
+    assert not any("decode to other bytes" in note for note in found.notes)
+
+
+def changed(path: Path, **keys: object) -> None:
+    """The archive with another manifest."""
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    manifest = json.loads(members["manifest.json"]) | keys
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in (members | {"manifest.json": json.dumps(manifest).encode()}).items():
+            file.writestr(name, content)
+
+
+def test_images_that_decode_otherwise_are_not_passed_off_as_the_same(digits: Path) -> None:
+    changed(digits, fingerprint="0" * 64)
+    found = data.load("digits", data.Wanted(str(digits)))
+    assert found.identity != json.loads(zipfile.ZipFile(digits).read("manifest.json"))["identity"]
+    assert "decode to other bytes here" in found.notes[-1]
+
+
+def test_an_export_of_another_set_and_several_of_one(digits: Path) -> None:
+    with pytest.raises(ValueError, match="an export of 'digits', not of 'pacs'"):
+        data.load("pacs", data.Wanted(str(digits)))
+    (digits.parent / "more.export").write_bytes(digits.read_bytes())
+    with pytest.raises(ValueError, match=r"several exports of 'digits'.*digits\.export, more\.export"):
+        data.load("digits", data.Wanted(str(digits.parent)))
+
+
+def test_an_export_cannot_be_exported(digits: Path, call) -> None:
+    done = call("data", "export", "digits", "--data-root", digits, "--seeds", "1", "--out", "again.export", *SMALL)
+    assert (done.code, "is an export already" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {"format": "fedheal-export-99"}, {"name": 3}, {"domains": 3}, {"domains": [{}]}, {"domains": [{"name": "mnist"}]},
+        {"classes": []}, {"classes": ["0"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_manifests_that_are_wrong(digits: Path, cache_folder: Path, manifest: dict[str, object]) -> None:
+    changed(digits, **manifest)
+    before = sorted(cache_folder.iterdir())
+    with pytest.raises(ValueError, match=r"digits\.export"):
+        data.load("digits", data.Wanted(str(digits)))
+    assert sorted(cache_folder.iterdir()) == before
+
+
+def test_damage_anywhere_is_found_or_harmless(digits: Path, cache_folder: Path) -> None:
+    """A sentence, or the very same images; never a crash, other images or a half cache."""
+    good = data.load("digits", data.Wanted(str(digits)))
+    whole, before = digits.read_bytes(), len(list(cache_folder.iterdir()))
+    chance = np.random.default_rng(0)
+    refused = 0
+    for step in range(40):
+        broken = bytearray(whole)
+        if step % 4:
+            broken[int(chance.integers(0, len(whole)))] ^= 1 << int(chance.integers(0, 8))
+        else:
+            del broken[int(chance.integers(1, len(whole))) :]
+        digits.write_bytes(broken)
+        try:
+            found = data.load("digits", data.Wanted(str(digits)))
+        except ValueError:
+            refused += 1
+        else:
+            before += 1
+            assert found.identity == good.identity
+            assert all(
+                torch.equal(a.train.images, b.train.images) for a, b in zip(good.domains, found.domains, strict=True)
+            )
+    assert refused >= 30
+    assert len(list(cache_folder.iterdir())) == before

@@ -1,0 +1,204 @@
+"""Your own domains: image folders of any size, classes in common or all, images that cannot be read."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import fedheal
+import layouts
+from fedheal import data
+from fedheal.data import folders
+
+
+def load(root: Path, **keys: object) -> data.Domains:
+    return data.load(f"folder:{root}", data.Wanted(**keys))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    layouts.image_folders(tmp_path / "pets" / "photos", {"bird": 20, "cat": 10, "dog": 10}, 1)
+    layouts.image_folders(tmp_path / "pets" / "sketches", {"cat": 15, "dog": 15, "fish": 10}, 2, ".png")
+    return tmp_path / "pets"
+
+
+def test_classes_in_common_and_all_classes(root: Path) -> None:
+    common, all_ = load(root), load(root, classes="union")
+    assert common.classes == ("cat", "dog")
+    assert all_.classes == ("bird", "cat", "dog", "fish")
+    assert [domain.name for domain in common.domains] == ["photos", "sketches"]
+    assert len(common["photos"].train) + len(common["photos"].test) == 20
+    assert len(all_["photos"].train) + len(all_["photos"].test) == 40
+    assert sorted(set(all_["sketches"].train.labels.tolist())) == [1, 2, 3]
+
+
+def test_everything_is_shared_out_unless_said_otherwise(root: Path) -> None:
+    found = load(root)
+    assert found.clients_per_domain == (5, 5)
+    assert found.samples_per_client == tuple(len(domain.train) // 5 for domain in found.domains)
+
+
+def test_training_and_test_folders_are_kept(tmp_path: Path) -> None:
+    layouts.image_folders(tmp_path / "a" / "train", {"x": 3, "y": 4}, 1)
+    layouts.image_folders(tmp_path / "a" / "test", {"x": 2, "y": 1}, 2)
+    found = load(tmp_path)["a"]
+    assert found.train.labels.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert found.test.labels.tolist() == [0, 0, 1]
+
+
+def test_any_size_becomes_the_size_asked_for(root: Path) -> None:
+    assert load(root).domains[0].train.images.shape[1:] == (3, 32, 32)
+    assert load(root, size=48).domains[0].train.images.shape[1:] == (3, 48, 48)
+
+
+def test_images_that_cannot_be_read_are_named_and_counted(root: Path) -> None:
+    whole = load(root)
+    (root / "photos" / "cat" / "0001.jpg").write_bytes(b"not an image")
+    (root / "photos" / "dog" / "0002.jpg").write_bytes(b"")
+    half = (root / "photos" / "dog" / "0003.jpg").read_bytes()
+    (root / "photos" / "dog" / "0003.jpg").write_bytes(half[: len(half) // 2])
+    found = load(root)
+    assert len(found["photos"].train) == len(whole["photos"].train) - 3
+    assert len(found["sketches"].train) == len(whole["sketches"].train)
+    (note,) = (note for note in found.notes if "could not be read" in note)
+    assert note.startswith("photos: 3 image(s) could not be read")
+    assert "cat/0001.jpg is not an image" in note
+    assert "dog/0003.jpg cannot be decoded" in note
+
+
+def test_kinds_of_images(tmp_path: Path) -> None:
+    """Grey, palette, transparent and 16-bit images, and files that are no images."""
+    for name in ("x", "y"):
+        layouts.image_folders(tmp_path / "a" / "train", {name: 2}, 1)
+        layouts.image_folders(tmp_path / "a" / "test", {name: 1}, 1)
+    folder = tmp_path / "a" / "train" / "x"
+    for mode in ("1", "L", "P", "LA", "RGBA", "I;16", "CMYK"):
+        out = io.BytesIO()
+        Image.new(mode, (9, 7)).save(out, "TIFF" if mode == "CMYK" else "PNG")
+        (folder / f"{mode.replace(';', '')}.png").write_bytes(out.getvalue())
+    (folder / "notes.txt").write_text("not looked at")
+    (folder / ".hidden.png").write_text("not looked at")
+    found = load(tmp_path)
+    assert len(found["a"].train) == 2 + 6 + 2
+    assert "CMYK.png is not an image of a known kind" in found.notes[0]
+
+
+def test_images_in_folders_below_a_class_count(tmp_path: Path) -> None:
+    layouts.image_folders(tmp_path / "a", {"x": 10, "y": 10})
+    (tmp_path / "a" / "x" / "deep" / "er").mkdir(parents=True)
+    shutil.copy(tmp_path / "a" / "x" / "0000.jpg", tmp_path / "a" / "x" / "deep" / "er" / "z.jpg")
+    found = load(tmp_path)["a"]
+    assert len(found.train) + len(found.test) == 21
+
+
+def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
+    layouts.image_folders(tmp_path / "domainnet" / "sketch", {"axe": 5, "bus": 5})
+    (tmp_path / "domainnet" / "sketch_train.txt").write_text(
+        "sketch/bus/0003.jpg 1\nsketch/axe/0001.jpg 0\nsketch/axe/9999.jpg 0\n\n"
+    )
+    (tmp_path / "domainnet" / "sketch_test.txt").write_text("sketch/axe/0002.jpg 0\n")
+    found = data.load("domainnet", data.Wanted(str(tmp_path), allow_missing=True))["sketch"]
+    assert found.train.labels.tolist() == [1, 0]
+    assert found.test.labels.tolist() == [0]
+    (tmp_path / "domainnet" / "sketch_test.txt").write_text("../secret/x.jpg 0\n")
+    with pytest.raises(ValueError, match=r"line 1 of .*sketch_test.txt is not"):
+        data.load("domainnet", data.Wanted(str(tmp_path), allow_missing=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "domain", "spelled"),
+    [
+        ("pacs", "PACS", "art_painting", "art_painting"),
+        ("office-home", "OfficeHomeDataset_10072016", "Real World", "real_world"),
+        ("digits-five", "digits", "mnist_m", "mnist_m"),
+    ],
+)
+def test_the_other_sets_by_folder(tmp_path: Path, name: str, folder: str, domain: str, spelled: str) -> None:
+    classes = [str(d) for d in range(10)]
+    layouts.image_folders(tmp_path / folder / domain, dict.fromkeys(classes, 3))
+    found = data.load(name, data.Wanted(str(tmp_path), allow_missing=True))
+    assert [d.name for d in found.domains] == [spelled]
+    assert len(found.domains[0].train) == 24
+
+
+def test_a_run_on_your_own_folders(root: Path, tmp_path: Path) -> None:
+    keys = {"data": f"folder:{root}", "rounds": 1, "epochs": 1, "model": "small_cnn", "clients_per_domain": 2}
+    result = fedheal.run(fedheal.Experiment(**keys, device="cpu"), tmp_path / "run", progress=False)
+    assert list(result.domains) == ["photos", "sketches"]
+    assert result.summary["data_fingerprint"] == load(root).identity
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name", ["new\nline", "tab\there", "\x1b[31m", "null\u200b"])
+def test_names_that_cannot_be_shown(root: Path, name: str) -> None:
+    (root / "photos" / name).mkdir()
+    with pytest.raises(ValueError, match="a domain or class cannot be called that") as error:
+        load(root)
+    assert str(error.value).isprintable()
+
+
+def test_no_domains_no_classes_no_images(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no folders"):
+        load(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match=r"none of 'folder' is below .*<class>"):
+        load(tmp_path)
+    (tmp_path / "a" / "x").mkdir()
+    with pytest.raises(ValueError, match="none of 'folder'"):
+        load(tmp_path)
+    layouts.image_folders(tmp_path / "b", {"x": 10})
+    with pytest.raises(ValueError, match="1 class"):
+        load(tmp_path, allow_missing=True)
+
+
+def test_domains_without_a_common_class(tmp_path: Path) -> None:
+    layouts.image_folders(tmp_path / "a", {"x": 10, "y": 10})
+    layouts.image_folders(tmp_path / "b", {"z": 10, "w": 10})
+    with pytest.raises(ValueError, match=r"0 class\(es\) as their intersection"):
+        load(tmp_path)
+    assert load(tmp_path, classes="union").classes == ("w", "x", "y", "z")
+
+
+def test_a_link_to_a_folder_above_and_one_to_itself(root: Path) -> None:
+    (root / "photos" / "cat" / "loop").symlink_to(root / "photos", target_is_directory=True)
+    with pytest.raises(ValueError, match=r"loop is a link to a folder that it lies in"):
+        load(root)
+    (root / "photos" / "cat" / "loop").unlink()
+    (root / "photos" / "cat" / "self").symlink_to(root / "photos" / "cat" / "self")
+    with pytest.raises(ValueError, match="leads to itself"):
+        load(root)
+
+
+def test_a_link_that_leads_nowhere_and_a_pipe_are_unreadable_images(root: Path) -> None:
+    import os
+
+    (root / "photos" / "cat" / "gone.jpg").symlink_to(root / "nowhere.jpg")
+    os.mkfifo(root / "photos" / "cat" / "pipe.jpg")
+    (note,) = load(root).notes
+    assert "2 image(s) could not be read" in note
+
+
+def test_folders_too_deep_to_be_classes(tmp_path: Path) -> None:
+    layouts.image_folders(tmp_path / "a", {"x": 10, "y": 10})
+    (tmp_path / "a" / "x" / "/".join("d" * (folders.DEEPEST + 2))).mkdir(parents=True)
+    with pytest.raises(ValueError, match="folders deep"):
+        load(tmp_path)
+
+
+def test_a_domain_of_which_nothing_can_be_read(root: Path, cache_folder: Path) -> None:
+    for path in (root / "photos").rglob("*.jpg"):
+        path.write_bytes(b"no")
+    with pytest.raises(ValueError, match="'photos' has 0 training and 0 test images"):
+        load(root)
+    assert list(cache_folder.iterdir()) == []
+
+
+def test_there_is_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        load(tmp_path / "nowhere")

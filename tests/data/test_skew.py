@@ -1,0 +1,113 @@
+"""Label skew and class filling keep every client's size, and depend on the seed and the domain alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedheal.data import skew
+from fedheal.data.partition import Client, partition
+
+LABELS = torch.arange(1000) % 10
+
+
+def split(seed: int = 0, clients: int = 4, each: int = 50, **keys: object) -> tuple[Client, ...]:
+    return partition({"street": 1000}, {"street": clients}, {"street": each}, seed, {"street": LABELS}, **keys)
+
+
+def counts(clients: tuple[Client, ...]) -> np.ndarray:
+    return np.stack([np.bincount(LABELS[c.indices], minlength=10) for c in clients])
+
+
+def test_the_smaller_alpha_the_more_of_one_class() -> None:
+    largest = [counts(split(dirichlet=alpha)).max(axis=1).mean() / 50 for alpha in (0.05, 0.5, 5, 500)]
+    assert largest == sorted(largest, reverse=True)
+    assert largest[0] > 0.6
+    assert largest[3] < 0.2
+
+
+def test_the_shares_have_the_moments_of_the_dirichlet_distribution() -> None:
+    """Mean 1/k, variance (k-1) / (k^2 (k alpha + 1)), for k = 4."""
+    for alpha in (0.1, 1.0, 10.0):
+        shares = np.stack([skew._shares(skew._uniform(4, seed, "test", "d", 0), alpha) for seed in range(4000)])
+        assert shares.sum(axis=1) == pytest.approx(1)
+        assert shares.mean(axis=0) == pytest.approx(0.25, abs=0.025)
+        assert shares.var(axis=0) == pytest.approx(3 / 16 / (4 * alpha + 1), rel=0.1)
+
+
+def test_shares_so_skewed_that_numbers_underflow_are_still_shares() -> None:
+    for alpha in (1e-3, 1e-6):
+        shares = skew._shares(skew._uniform(10, 0, "test", "d", 0), alpha)
+        assert shares.sum() == pytest.approx(1)
+        assert shares.max() > 0.99
+
+
+def test_dirichlet_clients_are_disjoint_and_full() -> None:
+    clients = split(clients=20, each=50, dirichlet=0.1)  # all of it
+    assert [len(c.indices) for c in clients] == [50] * 20
+    assert sorted(torch.cat([c.indices for c in clients]).tolist()) == list(range(1000))
+
+
+def test_a_client_keeps_its_samples_when_clients_are_added_behind_it() -> None:
+    few, many = split(clients=3, dirichlet=0.3), split(clients=6, dirichlet=0.3)
+    assert all(torch.equal(a.indices, b.indices) for a, b in zip(few, many, strict=False))
+
+
+def test_known_samples_with_skew() -> None:
+    """Changes here would silently change every result."""
+    (client,) = partition({"street": 30}, {"street": 1}, {"street": 6}, 0, {"street": LABELS[:30]}, dirichlet=0.5)
+    (filled,) = partition({"street": 30}, {"street": 1}, {"street": 10}, 0, {"street": LABELS[:30]}, class_filling=True)
+    assert client.indices.tolist() == [6, 17, 26, 23, 16, 27]
+    assert filled.indices.tolist() == [13, 0, 4, 15, 6, 11, 28, 12, 27, 29]
+
+
+def test_another_seed_and_another_domain_are_skewed_otherwise() -> None:
+    assert (counts(split(seed=0, dirichlet=0.3)) != counts(split(seed=1, dirichlet=0.3))).any()
+    both = partition(
+        {"a": 1000, "b": 1000}, {"a": 1, "b": 1}, {"a": 50, "b": 50}, 0, {"a": LABELS, "b": LABELS}, dirichlet=0.3
+    )
+    assert (counts(both)[0] != counts(both)[1]).any()
+
+
+def test_filling_gives_every_client_every_class_at_the_same_size() -> None:
+    plain, filled = split(clients=20, each=12), split(clients=20, each=12, class_filling=True)
+    assert (counts(plain) == 0).any()
+    assert (counts(filled) >= 1).all()
+    assert [len(set(c.indices.tolist())) for c in filled] == [12] * 20
+
+
+def test_filling_changes_no_more_than_it_must() -> None:
+    """As many samples are replaced as classes are missing, when nobody came before."""
+    (plain,), (filled,) = split(clients=1, each=12), split(clients=1, each=12, class_filling=True)
+    missing = int((counts((plain,)) == 0).sum())
+    assert missing > 0
+    assert len(set(plain.indices.tolist()) - set(filled.indices.tolist())) == missing
+
+
+def test_filling_where_there_are_fewer_samples_than_classes() -> None:
+    filled = split(clients=3, each=4, class_filling=True)
+    assert (counts(filled).max(axis=1) == 1).all()
+
+
+def test_both_at_once_and_no_labels_are_refused() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        split(dirichlet=0.1, class_filling=True)
+    with pytest.raises(ValueError, match="need labels"):
+        partition({"a": 10}, {"a": 1}, {"a": 5}, 0, dirichlet=0.1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=8),
+    st.lists(st.integers(0, 30), min_size=8, max_size=8),
+    st.data(),
+)
+def test_counts_are_whole_fit_and_sum_up(shares: list[float], left: list[int], data: st.DataObject) -> None:
+    room = np.array(left[: len(shares)])
+    number = data.draw(st.integers(0, int(room.sum())))
+    found = skew._counts(np.array(shares), number, room)
+    assert found.sum() == number
+    assert ((found >= 0) & (found <= room)).all()
