@@ -83,7 +83,7 @@ def run_round(
     present = [client for client in cohort if not drops_out(federation, state.seed, number, client)]
     replies: dict[str, Trained] = {}
     updates = Updates.collect(
-        _kept(_trained(federation, state, train, present), replies), layout=federation.bench.layout
+        _kept(federation, _trained(federation, state, train, present), replies), layout=federation.bench.layout
     )
     clock.lap("train")
     out = federation.aggregator.apply(state.model, updates, state.aggregator, donate=True)
@@ -127,11 +127,12 @@ def _trained(federation: Federation, state: RunState, train: Trainer, present: S
     return train(state.model, tuple(term.shared for term in state.terms), tasks)
 
 
-def _kept(trained: Iterator[Trained], replies: dict[str, Trained]) -> Iterator[Reply]:
-    """Pass the replies on, and keep all but the update itself."""
+def _kept(federation: Federation, trained: Iterator[Trained], replies: dict[str, Trained]) -> Iterator[Reply]:
+    """Pass the replies on, and keep all but the update itself. A client of no domain is one by itself."""
     for one in trained:
-        replies[str(one.reply.client)] = replace(one, reply=one.reply._replace(delta=torch.empty(0)))
-        yield one.reply
+        client = str(one.reply.client)
+        replies[client] = replace(one, reply=one.reply._replace(delta=torch.empty(0)))
+        yield one.reply._replace(domain=federation.homes.get(client, client))
 
 
 def _absorb(

@@ -38,6 +38,8 @@ VARIANTS = [
     "fedce:mode=plus",
     "fedfv:tau=3",
     "moon+fedheal:variant=released",
+    "fedavg+fedheal:soft=true,forget=0.1,per_domain=true",
+    "scaffold+fedheal:variant=released,soft=true,forget=0.1,per_domain=true",
 ]
 NAMES = [*methods.names(), *VARIANTS]
 QUICK = [name for name in NAMES if "+" not in name or name in VARIANTS or name == "fedavg+fedheal"]

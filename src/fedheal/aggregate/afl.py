@@ -24,13 +24,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedheal.aggregate.checks import check_not_negative, check_share, check_switch
 from fedheal.aggregate.roster import enrol, uniform_start
 from fedheal.aggregate.stage import Stage, stateless
-from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns, write_columns
 from fedheal.types import Draft, Floats
 
 NEEDS = frozenset({"loss"})
@@ -45,7 +44,7 @@ class AflState(State):
     weights: Floats
 
     def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {"weights": torch.from_numpy(self.weights)}, {"clients": list(self.clients)}
+        return write_columns(self, "weights"), {"clients": list(self.clients)}
 
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> AflState:

@@ -41,7 +41,7 @@ from fedheal.aggregate.distance import redistributed, relative
 from fedheal.aggregate.gram import gram_matrix
 from fedheal.aggregate.roster import enrol, extended, uniform_start
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.state import Arrays, Json, State, expect, kind, nested, read_columns, unnested
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind, nested, read_columns, unnested, write_columns
 from fedheal.types import Draft, Floats, Integers, normalised
 
 TINY = 1e-10
@@ -59,7 +59,7 @@ class FadingState(State):
     first: float
 
     def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {name: torch.from_numpy(getattr(self, name)) for name in ("p", "dp", "warm")}, {"first": self.first}
+        return write_columns(self, "p", "dp", "warm"), {"first": self.first}
 
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> FadingState:
