@@ -30,6 +30,8 @@ from fedheal.local.proximal import Proximal
 from fedheal.local.term import Term
 from fedheal.local.validated import Gaps, LeaveOneOut
 
+PROTO_WEIGHTS = ("uniform", "count", "p")
+
 
 @dataclass(frozen=True)
 class Local:
@@ -93,17 +95,19 @@ def feddyn(
     return Local((Dynamic(alpha, eval_model, fair_controls, clip or None),), uniform=True)
 
 
-def fedproc(temperature: float = 1.0, first_round_ce: bool = True) -> Local:
+def fedproc(temperature: float = 1.0, first_round_ce: bool = True, proto_weights: str = "uniform") -> Local:
     """Mu et al. 2023: prototypical contrast that hands over to cross-entropy."""
     _above("temperature", temperature)
     check_switch("first_round_ce", first_round_ce)
-    return Local((FedProc(temperature=temperature, first_round_ce=first_round_ce),))
+    _choice("proto_weights", proto_weights, *PROTO_WEIGHTS)
+    return Local((FedProc(proto_weights, temperature=temperature, first_round_ce=first_round_ce),))
 
 
-def fedproto(lam: float = 1.0) -> Local:
+def fedproto(lam: float = 1.0, proto_weights: str = "uniform") -> Local:
     """Tan et al. 2022, with a shared model: features pulled to the global class prototypes."""
     _at_least("lam", lam, 0)
-    return Local((FedProto(lam=lam),))
+    _choice("proto_weights", proto_weights, *PROTO_WEIGHTS)
+    return Local((FedProto(proto_weights, lam=lam),))
 
 
 def ditto(lam: float = 1.0, feedback: bool = False) -> Local:

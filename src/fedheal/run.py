@@ -93,7 +93,7 @@ def run_round(
     clock.lap("aggregate")
     judged = judge(federation, model, terms) if evaluate else {}
     clock.lap("evaluate")
-    sent, received = _traffic(federation, state, replies)
+    sent, received = _traffic(federation, state, cohort, replies)
     after = RunState(
         number,
         state.seed,
@@ -101,7 +101,7 @@ def run_round(
         out.state,
         server,
         terms,
-        state.sent + sent * len(cohort),
+        state.sent + sent,
         state.received + received,
     )
     losses = updates.metrics.get("train_loss", torch.empty(0, dtype=torch.float64))
@@ -162,13 +162,23 @@ def _absorb(
     return model, tuple(made)
 
 
-def _traffic(federation: Federation, state: RunState, replies: Mapping[str, Trained]) -> tuple[int, int]:
-    """Bytes to each client, and from all of them: the model, and what the terms send along."""
-    size = sum(vector.nbytes for vector in (state.model.params, state.model.buffers, state.model.counters))
-    down = size
-    for term, kept in zip(federation.bench.terms, state.terms, strict=True):
-        down += sum(kept.shared[name].nbytes for name in term.sends if name in kept.shared)
-    up = sum(size + sum(t.nbytes for m in one.messages for t in m.values()) for one in replies.values())
+def _traffic(
+    federation: Federation, state: RunState, cohort: Sequence[str], replies: Mapping[str, Trained]
+) -> tuple[int, int]:
+    """Bytes to a cohort and back: the model, less what stays with a client that has its own; what the terms send along; and
+    8 for each number that the aggregation needs beside the examples."""
+    bench, model = federation.bench, state.model
+    size = sum(vector.nbytes for vector in (model.params, model.buffers, model.counters))
+    terms = [
+        (term, kept, term.stays(bench.module, bench.layout))
+        for term, kept in zip(bench.terms, state.terms, strict=True)
+    ]
+    down = size * len(cohort)
+    for term, kept, stays in terms:
+        down += sum(tensor.nbytes for client in cohort for tensor in term.told(client, kept.shared).values())
+        down -= sum(stays for client in cohort if client in kept.slots)
+    one = size - sum(stays for _, _, stays in terms) + 8 * len(federation.aggregator.stage.needs - {"domain"})
+    up = sum(one + sum(t.nbytes for m in reply.messages for t in m.values()) for reply in replies.values())
     return down, up
 
 
