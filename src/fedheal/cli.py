@@ -24,7 +24,7 @@ from fedheal.aggregate.stages import STAGES
 from fedheal.board import Board
 from fedheal.compare import plan, seeds_of
 from fedheal.execute import run as execute
-from fedheal.experiment import Experiment, override
+from fedheal.experiment import FREE, Experiment, overridden
 from fedheal.progress import Progress
 from fedheal.report import conclusions, rows, tables
 from fedheal.schedule import Job, run_all
@@ -82,7 +82,9 @@ def run(
         typer.Argument(metavar="[FILE.toml] [key=value ...]", help="A description and what differs from it."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; runs/<name> if not given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was stopped; --resume --out FOLDER is enough.")
+    ] = False,
     track: Track = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -98,7 +100,10 @@ def run(
     files = [word for word in given if word.endswith(".toml") or "=" not in word]
     if len(files) > 1:
         raise ValueError(f"one description at most can be run, but there are {len(files)}: {', '.join(files)}")
-    experiment = Experiment.read(files[0] if files else None, [word for word in given if word not in files])
+    changes = [word for word in given if word not in files]
+    if resume and out is not None and not files and overridden(changes).keys() <= FREE:
+        files = [str(_described(out))]
+    experiment = Experiment.read(files[0] if files else None, changes)
     folder = out or Path("runs") / experiment.folder_name
     watchers = [Progress(Console(quiet=quiet or as_json)), *_trackers(track, folder)]
     result = execute(experiment, folder, resume, watchers, progress=False)
@@ -164,7 +169,7 @@ def compare(
     Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 5 rounds=10
     """
     overrides = [word for word in words if _is_override(word)]
-    values = dict(override(word) for word in overrides)
+    values = overridden(overrides)
     if "data" in values:
         raise ValueError(f"the data set is given by --data: use --data {values['data']}")
     named = [word for word in words if not _is_override(word)]
@@ -312,6 +317,14 @@ def _processes(jobs: int) -> int:
     if jobs < 0:
         raise ValueError(f"jobs = {jobs}: use 0 for one a core, or a number of processes")
     return jobs or os.cpu_count() or 1
+
+
+def _described(folder: Path) -> Path:
+    """The description that a run left in its folder."""
+    path = folder / "experiment.toml"
+    if not path.exists():
+        raise ValueError(f"{folder} holds no run to go on with: there is no experiment.toml")
+    return path
 
 
 def _trackers(track: str | None, folder: Path) -> list[fedheal.Callback]:
