@@ -91,8 +91,8 @@ def run(
 ) -> None:
     """Run one experiment into runs/<name>/.
 
-    Fields: method, data, model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (all of them stand in
-    the experiment.toml of a run); the method's own parameters, such as tau and beta, are given the same way.
+    Fields: method, data, model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (docs/reference.md has all
+    of them); the method's own parameters, such as tau and beta, are given the same way: fedheal methods NAME lists them.
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
@@ -277,8 +277,18 @@ def report(
 
 
 @app.command()
-def methods() -> None:
-    """The methods there are, and the parameters of their parts."""
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="A method: its parameters, and the source of each default.")
+    ] = None,
+) -> None:
+    """The methods there are, and the parameters of their parts.
+
+    Example: fedheal methods fedprox+fedheal
+    """
+    if name is not None:
+        _wide().print(_explained(name))
+        return
     table = Table(
         "part",
         "what it does",
@@ -288,12 +298,24 @@ def methods() -> None:
     )
     groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
     for kind, parts in groups:
-        for name, part in parts.items():
+        for part_name, part in parts.items():
             keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
-            table.add_row(f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
-    for name, about in rows.BOUNDS.items():
-        table.add_row(f"{name} (bound)", about, "")
+            table.add_row(f"{part_name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
+    for bound, about in rows.BOUNDS.items():
+        table.add_row(f"{bound} (bound)", about, "")
     _wide().print(table)
+    typer.echo("fedheal methods NAME says what the parameters mean and where their defaults come from.")
+
+
+def _explained(name: str) -> Table:
+    table = Table("part", "parameter", "default", "what it is", "source of the default", title_justify="left")
+    table.title = method_table.get(name).name
+    for part, key, value, default, said in method_table.explained(name):
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        table.add_row(part, key, shown if value == default else f"{shown} (here {value})", said.about, said.source)
+    if not table.rows:
+        table.add_row(name, "no parameters", "", "", "")
+    return table
 
 
 @data_app.command("list")

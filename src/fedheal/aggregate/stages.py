@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 from fedheal.aggregate.afl import afl
 from fedheal.aggregate.checks import check_among, check_part, check_share, check_switch
@@ -11,6 +12,7 @@ from fedheal.aggregate.consistency import consistency
 from fedheal.aggregate.distance import by_client, cumulative, momentum
 from fedheal.aggregate.equidistant import exact
 from fedheal.aggregate.forgetting import forgetting
+from fedheal.aggregate.parameter import Parameter
 from fedheal.aggregate.per_domain import by_domain
 from fedheal.aggregate.qffl import qffl
 from fedheal.aggregate.soft import soft as softened
@@ -23,7 +25,21 @@ VARIANTS = ("paper", "released")
 FAEL = ("momentum", "exact", "exact-reg", False)
 
 
-def fphl(tau: float = 0.3, variant: str = "paper", soft: bool = False, forget: float = 0.0) -> Stage:
+Tau = Annotated[
+    float,
+    Parameter("least consistency of an entry that is kept", "Chen et al. 2024 for Digits; 0.4 for Office-Caltech"),
+]
+Beta = Annotated[float, Parameter("how fast weights follow distances", "Chen et al. 2024 for both data sets")]
+Variant = Annotated[str, Parameter("paper or released", "ours: the equations rather than the authors' code")]
+PerStep = Annotated[bool, Parameter("distances per unit of reach", "extension of ours, off")]
+Soft = Annotated[bool, Parameter("what is kept counts by its consistency", "extension of ours, off")]
+Forget = Annotated[
+    float, Parameter("share of a client's sign history that each of its rounds fades", "extension of ours, off")
+]
+PerDomain = Annotated[bool, Parameter("weight moves between domains instead of clients", "extension of ours, off")]
+
+
+def fphl(tau: Tau = 0.3, variant: Variant = "paper", soft: Soft = False, forget: Forget = 0.0) -> Stage:
     """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything.
 
     `soft`: what is kept counts by its consistency. `forget`: the share of a client's history that each of its rounds fades.
@@ -39,7 +55,9 @@ def fphl(tau: float = 0.3, variant: str = "paper", soft: bool = False, forget: f
     return softened(tau, variant) if soft else consistency(tau, variant)
 
 
-def fael(beta: float = 0.4, variant: str = "paper", per_step: bool = False, per_domain: bool = False) -> Stage:
+def fael(
+    beta: Beta = 0.4, variant: Variant = "paper", per_step: PerStep = False, per_domain: PerDomain = False
+) -> Stage:
     """More weight to clients that must move further (`per_step`: for their steps); `beta=0` of the paper: example shares.
 
     `per_domain`: more weight to domains whose clients must move further on average.
@@ -54,7 +72,11 @@ def fael(beta: float = 0.4, variant: str = "paper", per_step: bool = False, per_
     return by_domain(rule) if per_domain else by_client(rule)
 
 
-def fael_exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) -> Stage:
+def fael_exact(
+    ridge: Annotated[float, Parameter("pull towards the reference weights, which makes them unique", "ours")] = 1e-4,
+    towards: Annotated[str, Parameter("the reference: examples or uniform", "ours: FedAvg's weights")] = "examples",
+    floor: Annotated[float, Parameter("least weight, as a share of 1/K", "ours: none")] = 0.0,
+) -> Stage:
     """The weights that make the global model equally far from all clients; `floor` is a share of `1/K`."""
     if isinstance(ridge, bool) or not 0 < ridge < math.inf:
         raise ValueError(f"ridge = {ridge!r}: use a finite number above 0, which makes the weights unique")
@@ -65,15 +87,17 @@ def fael_exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.
 
 
 def fedheal(
-    tau: float = 0.3,
-    beta: float = 0.4,
-    variant: str = "paper",
-    fphl: bool = True,
-    fael: str | bool = "momentum",
-    per_step: bool = False,
-    soft: bool = False,
-    forget: float = 0.0,
-    per_domain: bool = False,
+    tau: Tau = 0.3,
+    beta: Beta = 0.4,
+    variant: Variant = "paper",
+    fphl: Annotated[bool, Parameter("whether entries are masked at all", "Chen et al. 2024")] = True,
+    fael: Annotated[
+        str | bool, Parameter("momentum, exact, exact-reg or false (example shares)", "Chen et al. 2024: momentum")
+    ] = "momentum",
+    per_step: PerStep = False,
+    soft: Soft = False,
+    forget: Forget = 0.0,
+    per_domain: PerDomain = False,
 ) -> Stage:
     """Both, with switches for each: see `fedheal.aggregate.fedheal`."""
     check_among("fael", fael, FAEL)
