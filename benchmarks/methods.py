@@ -89,8 +89,8 @@ def main(names: list[str]) -> None:
     cost("fedheal")  # compiles what there is to compile
     experiment, embedded = Experiment(method="fedavg"), datasets.load("embedded")
     print(
-        f"Per round of {sum(embedded.clients_per_domain)} clients on the embedded digits ({experiment.model}), one thread on one "
-        f"of {os.cpu_count()} cores ({platform.machine()}, no GPU, torch {torch.__version__.split('+')[0]}):\n"
+        f"Per round of {sum(embedded.clients_per_domain)} clients on the embedded digits ({experiment.model}), one thread on "
+        f"one of {os.cpu_count()} cores ({platform.machine()}, no GPU, torch {torch.__version__.split('+')[0]}):\n"
     )
     columns = [
         "method",
