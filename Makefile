@@ -30,6 +30,7 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/aggregate.py
+	$(BIN)/python benchmarks/methods.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

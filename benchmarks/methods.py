@@ -4,13 +4,20 @@
     python benchmarks/methods.py scaffold moon   only these
 
 A few rounds of one epoch with 80 examples a client: enough to see the loss fall, not to compare accuracies. *State*: what a run
-must keep from round to round, beside the model (server and clients together).
+must keep from round to round, beside the model (server and clients together). *Peak*: how far the process grew beyond what
+it held before, in a process of its own.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+import resource
 import sys
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -22,6 +29,8 @@ from fedheal.experiment import Experiment, build
 from fedheal.run import initial_state, rounds
 
 ROUNDS = 3
+EXTENSIONS = [f"fedavg+fedheal:{key}" for key in ("per_step=true", "soft=true", "forget=0.1", "per_domain=true")]
+NAMES = [*methods.names(), *EXTENSIONS]
 
 
 @dataclass(frozen=True)
@@ -58,15 +67,47 @@ def cost(name: str) -> Cost:
     )
 
 
+def cost_and_peak(name: str) -> tuple[Cost, float]:
+    """The same in a process of its own, and by how many bytes that grew."""
+    context = get_context("fork")  # which starts with everything imported and compiled
+    here, there = context.Pipe()
+    process = context.Process(target=_send, args=(name, there))
+    process.start()
+    found, grown = here.recv()
+    process.join()
+    return found, grown
+
+
+def _send(name: str, there: Connection) -> None:
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    found = cost(name)
+    there.send((found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before))
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    columns = ["method", "loss, round 1 to 3", "train s", "aggregate s", "state MB", "MB sent", "MB received"]
+    cost("fedheal")  # compiles what there is to compile
+    experiment, embedded = Experiment(method="fedavg"), datasets.load("embedded")
+    print(
+        f"Per round of {sum(embedded.clients_per_domain)} clients on the embedded digits ({experiment.model}), one thread on "
+        f"one of {os.cpu_count()} cores ({platform.machine()}, no GPU, torch {torch.__version__.split('+')[0]}):\n"
+    )
+    columns = [
+        "method",
+        "loss, round 1 to 3",
+        "train s",
+        "aggregate s",
+        "peak MB",
+        "state MB",
+        "MB sent",
+        "MB received",
+    ]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for name in names or methods.names():
-        found = cost(name)
+    for name in names or NAMES:
+        found, peak = cost_and_peak(name)
         losses = " ".join(f"{loss:.2f}" for loss in found.losses)
-        numbers = f"{found.train:.2f} | {found.aggregate:.3f} | {found.state / 1e6:.2f}"
-        print(f"| {name} | {losses} | {numbers} | {found.sent / 1e6:.2f} | {found.received / 1e6:.2f} |", flush=True)
+        numbers = f"{found.train:.2f} | {found.aggregate:.3f} | {peak / 1e6:.0f} | {found.state / 1e6:.2f}"
+        print(f"| `{name}` | {losses} | {numbers} | {found.sent / 1e6:.2f} | {found.received / 1e6:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

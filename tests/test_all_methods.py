@@ -33,7 +33,7 @@ def _one_thread():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", benchmark.NAMES)
 def test_it_learns(name):
     found = benchmark.cost(name)
     assert all(math.isfinite(loss) for loss in found.losses)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import fedheal
-from tiny_data import WORDS
+from fedheal.types import RoundRecord
+from tiny_data import WORDS, quick, words
 
 with warnings.catch_warnings():  # typer still imports names that click has deprecated
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -38,9 +39,12 @@ class Done:
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """`fedheal` with these words, in a folder of its own, as a process would end."""
 
-    def called(*words: str) -> Done:
+    def called(*given: str) -> Done:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["fedheal", *words])
+        # What a test says otherwise than WORDS takes its place: on a command line each key may stand once.
+        keys = [word.partition("=")[0] for word in given]
+        kept = [word for i, word in enumerate(given) if not (word in WORDS and keys[i] in keys[i + 1 :])]
+        monkeypatch.setattr(sys, "argv", ["fedheal", *kept])
         capfd.readouterr()
         code = 0
         try:
@@ -145,6 +149,45 @@ def test_resume_of_a_run_that_never_began_starts_it(call) -> None:
     assert call("run", *WORDS, "--resume", "--quiet", "--out", "here") == Done(0, "", "")
 
 
+def test_a_folder_is_enough_to_go_on(call, tmp_path: Path) -> None:
+    """A run stopped after round 2 of 5; what decides nothing may be said anew."""
+    whole = fedheal.run(quick(rounds=5, tau=0.4), tmp_path / "whole", progress=False)
+
+    class Stop(fedheal.Callback):
+        def round(self, record: RoundRecord) -> None:
+            if record.round == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedheal.run(quick(rounds=5, tau=0.4), tmp_path / "here", callbacks=[Stop()], progress=False)
+    assert [p.name for p in (tmp_path / "here" / "state").iterdir()] == ["00000002.safetensors"]
+    done = call("run", "--resume", "--out", "here", "save_seconds=5", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["domains"] == dict(whole.domains)
+    assert (tmp_path / "here/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    assert call("run", "--resume", "--out", "here", "--json").out == done.out  # it is finished
+
+
+def test_a_folder_without_a_run_is_not_enough(call, tmp_path: Path) -> None:
+    assert_sentence(call("run", "--resume", "--out", "nowhere"), "nowhere holds no run to go on with")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_does_not_stand_for_what_the_words_leave_out(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "--quiet", "--out", "here")
+    assert_sentence(call("run", "rounds=3", "--out", "here", "--resume"), "here", "another experiment")
+
+
+def test_a_parameter_that_only_some_methods_have_is_refused_with_what_to_write(call, tmp_path: Path) -> None:
+    done = call("compare", "fedavg", "fedheal", "fedprox+fphl", "centralised", "tau=0.4", "--seeds", "1")
+    assert_sentence(
+        done, "'fedavg', 'centralised' have no parameter 'tau'", "fedavg+fedheal:tau=0.4 fedprox+fphl:tau=0.4"
+    )
+    assert_sentence(call("compare", "fedavg", "fedprox", "tau=0.4", "--seeds", "1"), "unknown field 'tau'")
+    assert_sentence(call("compare", "fedavg", "rounds=1", "rounds=2"), "'rounds' is given twice: rounds=1 and rounds=2")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["run", "--help"], ["demo", "--help"]])
 def test_version_and_help(call, words: list[str]) -> None:
     done = call(*words)
@@ -193,6 +236,7 @@ WRONG = [
     (["samples_per_client=1000"], ["1000"]),
     (["device=toaster"], ["device", "toaster"]),
     (["device=meta"], ["device", "meta"]),
+    (["tau=0.3", "tau=0.4"], ["'tau' is given twice", "tau=0.3", "tau=0.4"]),
     (["missing.toml"], ["missing.toml", "No such file"]),
     (["one.toml", "two.toml"], ["one.toml", "two.toml"]),
     (["."], [".", "directory"]),
@@ -300,7 +344,7 @@ def test_the_module_is_a_command_and_ascii_terminals_will_do(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedheal", "run", *WORDS, "rounds=100000", "save_seconds=0", "--out", "here"]
+    command = [sys.executable, "-m", "fedheal", "run", *words("rounds=100000", "save_seconds=0"), "--out", "here"]
     process = subprocess.Popen(
         command,
         env=ENVIRONMENT,

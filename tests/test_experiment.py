@@ -109,10 +109,6 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
     assert experiment.method_name == "fedavg+fedheal:tau=0.4"
 
 
-def test_the_last_of_two_words_wins() -> None:
-    assert Experiment.read(overrides=["seed=1", "seed=2"]).seed == 2
-
-
 def test_words_change_the_method_of_a_runs_own_description(tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text(Experiment(method="fedheal").to_toml())
     assert Experiment.read(tmp_path / "e.toml", ["method=fedavg"]).method_name == "fedavg"
@@ -223,7 +219,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("keys", "said"), WRONG, ids=[f"{i} {' '.join(keys)}" for i, (keys, _) in enumerate(WRONG)])
 def test_what_is_wrong_is_one_sentence_with_field_and_value(keys: dict[str, Any], said: list[str]) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011  (looked at below)
-        Experiment.of(keys)
+        Experiment(**keys)
     sentence = str(error.value)
     assert not isinstance(error.value, ValidationError)
     assert "\n" not in sentence
@@ -233,7 +229,7 @@ def test_what_is_wrong_is_one_sentence_with_field_and_value(keys: dict[str, Any]
 
 def test_a_value_of_several_lines_is_still_one_sentence() -> None:
     with pytest.raises(ValueError, match="rounds") as error:
-        Experiment.of({"rounds": "a\nb"})
+        Experiment(rounds="a\nb")
     assert "\n" not in str(error.value)
 
 
@@ -250,6 +246,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Experiment.read(tmp_path / "none.toml")
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         Experiment.read(tmp_path)
+
+
+def test_a_key_given_twice_is_refused_with_both_values() -> None:
+    with pytest.raises(ValueError, match=r"^'tau' is given twice: tau=0\.3 and tau=0\.4$"):
+        Experiment.read(None, ["tau=0.3", "rounds=3", "tau=0.4"])
 
 
 # A value

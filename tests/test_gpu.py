@@ -26,7 +26,11 @@ def _gpu():
     needs("gpu")
 
 
-@pytest.mark.parametrize("settings", [{}, {"variant": "released"}, {"fael": "exact"}, {"fael": False}], ids=str)
+SETTINGS = [{}, {"variant": "released"}, {"fael": "exact"}, {"fael": False}]
+SETTINGS += [{"soft": True}, {"soft": True, "forget": 0.1, "variant": "released"}, {"forget": 0.1, "per_domain": True}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["reference", "cuda"])
 def test_aggregation_gives_the_same_model_and_stays_on_the_device(settings, dtype, kernel):
@@ -38,7 +42,8 @@ def test_aggregation_gives_the_same_model_and_stays_on_the_device(settings, dtyp
         for t in range(6):
             here = [str(m) for m in range(5) if (m + t) % 4]
             deltas = torch.from_numpy(rng.normal(size=(len(here), 3000))).to(device, dtype)
-            out = heal.apply(model, Updates(here, deltas, [10] * len(here)), state, donate=bool(t % 2))
+            sent = Updates(here, deltas, [10] * len(here), domains=["ab"[int(m) % 2] for m in here])
+            out = heal.apply(model, sent, state, donate=bool(t % 2))
             model, state = out.model, out.state
         assert model.device.type == device
         finals.append(model.cpu())

@@ -18,7 +18,7 @@ ORDER = [
     {"methods"},
     {"engine"},
     {"run"},
-    {"experiment", "progress"},
+    {"experiment", "progress", "interrupt"},
     {"execute", "track", "statistics", "sampling"},
     {"report"},
     {"schedule"},

@@ -54,6 +54,10 @@ SAME = [
     ("fedheal: tau = 0.4 , beta=0.1", "fedavg+fedheal:tau=0.4,beta=0.1"),
     (" fedavg + fedheal ", "fedavg+fedheal"),
     ("fedheal:fael=false", "fedavg+fedheal:fael=false"),
+    ("fedheal:soft=true", "fedavg+fedheal:soft=true"),
+    ("fphl:forget=0.1", "fedavg+fphl:forget=0.1"),
+    ("fphl:forget=0.1,soft=true+fael:per_domain=true", "fedavg+fedheal:soft=true,forget=0.1,per_domain=true"),
+    ("fedheal:per_domain=true", "fedavg+fedheal:per_domain=true"),
     ("fedheal:fael=False,fphl=TRUE", "fedavg+fedheal:fael=false"),
 ]
 
@@ -118,7 +122,7 @@ def test_parameters_are_listed_with_their_values() -> None:
     wanted = {"tau": 0.4, "beta": 0.4, "variant": "paper", "fphl": True, "fael": "momentum"}
     assert found | wanted == found
     assert methods.parameters("fedavg") == {}
-    assert methods.parameters("uniform+fphl") == {"tau": 0.3, "variant": "paper"}
+    assert methods.parameters("uniform+fphl") == {"tau": 0.3, "variant": "paper", "soft": False, "forget": 0.0}
 
 
 def test_fphl_and_fael_together_are_fedheal_to_the_bit() -> None:
@@ -140,6 +144,10 @@ def test_a_parameter_makes_a_difference() -> None:
 
 
 REFUSED = [
+    ("fedheal:soft=true,fphl=false", {}, "no mask to soften"),
+    ("fedheal:forget=1", {}, "forget = 1.0: use a number from 0 to 1, but less than 1"),
+    ("fedheal:per_domain=true,fael=exact", {}, "only fael = 'momentum' moves weight between domains"),
+    ("uniform+fphl:forget=0.1", {"per_domain": True}, "no parameter 'per_domain'"),
     ("fedhael", {}, "no method part 'fedhael'.*did you mean 'fedheal'"),
     ("zzz", {}, "no method part 'zzz'"),
     ("", {}, "no method part ''"),

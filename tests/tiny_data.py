@@ -28,6 +28,12 @@ QUICK: dict[str, Any] = {
 WORDS = [f"{key}={value}" for key, value in QUICK.items()]
 
 
+def words(*more: str) -> list[str]:
+    """WORDS, without those that `more` says otherwise, and `more`: on a command line each key may stand once."""
+    said = {word.partition("=")[0] for word in more}
+    return [word for word in WORDS if word.partition("=")[0] not in said] + list(more)
+
+
 def quick(**keys: Any) -> Experiment:
     return Experiment(**QUICK | keys)
 

@@ -24,7 +24,7 @@ from fedheal.board import Board
 from fedheal.cli_data import data_app
 from fedheal.compare import plan, seeds_of
 from fedheal.execute import run as execute
-from fedheal.experiment import Experiment, override
+from fedheal.experiment import FREE, Experiment, overridden
 from fedheal.progress import Progress
 from fedheal.report import conclusions, rows, tables
 from fedheal.schedule import Job, run_all
@@ -81,15 +81,17 @@ def run(
         typer.Argument(metavar="[FILE.toml] [key=value ...]", help="A description and what differs from it."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; runs/<name> if not given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was stopped; --resume --out FOLDER is enough.")
+    ] = False,
     track: Track = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one experiment into runs/<name>/.
 
-    Fields: method, data, model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (all of them stand in
-    the experiment.toml of a run); the method's own parameters, such as tau and beta, are given the same way.
+    Fields: method, data, model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (docs/reference.md has all
+    of them); the method's own parameters, such as tau and beta, are given the same way: fedheal methods NAME lists them.
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
@@ -97,7 +99,10 @@ def run(
     files = [word for word in given if word.endswith(".toml") or "=" not in word]
     if len(files) > 1:
         raise ValueError(f"one description at most can be run, but there are {len(files)}: {', '.join(files)}")
-    experiment = Experiment.read(files[0] if files else None, [word for word in given if word not in files])
+    changes = [word for word in given if word not in files]
+    if resume and out is not None and not files and overridden(changes).keys() <= FREE:
+        files = [str(_described(out))]
+    experiment = Experiment.read(files[0] if files else None, changes)
     folder = out or Path("runs") / experiment.folder_name
     watchers = [Progress(Console(quiet=quiet or as_json)), *_trackers(track, folder)]
     result = execute(experiment, folder, resume, watchers, progress=False)
@@ -164,7 +169,7 @@ def compare(
     Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 5 rounds=10
     """
     overrides = [word for word in words if _is_override(word)]
-    values = dict(override(word) for word in overrides)
+    values = overridden(overrides)
     if "data" in values:
         raise ValueError(f"the data set is given by --data: use --data {values['data']}")
     named = [word for word in words if not _is_override(word)]
@@ -273,8 +278,18 @@ def report(
 
 
 @app.command()
-def methods() -> None:
-    """The methods there are, and the parameters of their parts."""
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="A method: its parameters, and the source of each default.")
+    ] = None,
+) -> None:
+    """The methods there are, and the parameters of their parts.
+
+    Example: fedheal methods fedprox+fedheal
+    """
+    if name is not None:
+        _wide().print(_explained(name))
+        return
     table = Table(
         "part",
         "what it does",
@@ -284,12 +299,24 @@ def methods() -> None:
     )
     groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
     for kind, parts in groups:
-        for name, part in parts.items():
+        for part_name, part in parts.items():
             keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
-            table.add_row(f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
-    for name, about in rows.BOUNDS.items():
-        table.add_row(f"{name} (bound)", about, "")
+            table.add_row(f"{part_name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
+    for bound, about in rows.BOUNDS.items():
+        table.add_row(f"{bound} (bound)", about, "")
     _wide().print(table)
+    typer.echo("fedheal methods NAME says what the parameters mean and where their defaults come from.")
+
+
+def _explained(name: str) -> Table:
+    table = Table("part", "parameter", "default", "what it is", "source of the default", title_justify="left")
+    table.title = method_table.get(name).name
+    for part, key, value, default, said in method_table.explained(name):
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        table.add_row(part, key, shown if value == default else f"{shown} (here {value})", said.about, said.source)
+    if not table.rows:
+        table.add_row(name, "no parameters", "", "", "")
+    return table
 
 
 def _run(planned: Sequence[Job], console: Console, jobs: int, ray: str | None = None) -> None:
@@ -302,6 +329,14 @@ def _processes(jobs: int) -> int:
     if jobs < 0:
         raise ValueError(f"jobs = {jobs}: use 0 for one a core, or a number of processes")
     return jobs or os.cpu_count() or 1
+
+
+def _described(folder: Path) -> Path:
+    """The description that a run left in its folder."""
+    path = folder / "experiment.toml"
+    if not path.exists():
+        raise ValueError(f"{folder} holds no run to go on with: there is no experiment.toml")
+    return path
 
 
 def _trackers(track: str | None, folder: Path) -> list[fedheal.Callback]:

@@ -29,12 +29,12 @@ def collect(
     folder: str | None = None,
     keep: bool = False,
 ) -> Updates:
-    """Fill one `Updates` from replies `(client, delta, num_examples, buffers, counters, metrics)`, the last three optional.
+    """Fill one `Updates` from replies `(client, delta, num_examples, buffers, counters, metrics, domain)`.
 
-    `budget`: bytes of updates that may stay in memory (`None`: all); more goes to a temporary file in `folder`. Every
-    reply must have the lengths of `layout`, or else of the first good reply; updates are kept in that reply's dtype. A
-    metric that a client did not send is NaN. With `on_bad_update="skip"` replies that do not fit are left out and named in
-    `Updates.refused`. `keep=True` takes rows as they are, without a copy: nobody else may write to them then.
+    The last four are optional. `budget`: bytes of updates that may stay in memory (`None`: all); more goes to a temporary
+    file in `folder`. Every reply must have the lengths of `layout`, or else of the first good reply; updates are kept in that
+    reply's dtype. A metric that a client did not send is NaN. With `on_bad_update="skip"` replies that do not fit are left
+    out and named in `Updates.refused`. `keep=True` takes rows as they are, without a copy: nobody else may write to them then.
 
     >>> collect([("a", np.ones(3), 10), ("b", np.zeros(3), 5)], budget=0).deltas.tolist()
     [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
@@ -79,6 +79,7 @@ def collect(
             for name in sorted({n for r in taken for n in r.metrics})
         },
         refused,
+        [r.domain or "" for r in taken] if any(r.domain for r in taken) else None,
     )
 
 
@@ -98,6 +99,7 @@ def _read(reply: Reply) -> tuple[Tensor, Reply]:
         _vector("buffers", reply.buffers),
         _vector("counters", reply.counters),
         {name: _number(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
+        _name("domain", reply.domain),
     )
     return delta, rest
 
@@ -107,6 +109,12 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"its {name} = {value!r} is not a number") from None
+
+
+def _name(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"its {name} = {value!r} is not a name")
+    return value
 
 
 def _vector(name: str, value: Array | None) -> Tensor | None:

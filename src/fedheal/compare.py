@@ -13,7 +13,7 @@ from typing import Any
 
 from fedheal.data.domains import Domains
 from fedheal.experiment import Experiment, clients_of, domains_of
-from fedheal.methods import suggestion
+from fedheal.methods import get, parameters, suggestion
 from fedheal.report.rows import BOUNDS
 from fedheal.schedule import Job
 
@@ -29,6 +29,7 @@ def plan(
     for field in ("seed", "method", "name"):
         if field in values:
             raise ValueError(f"{field} is what a comparison varies: it cannot be given as {field}={values[field]}")
+    _check_parameters(methods, values)
     domains = domains_of(Experiment.of(dict(values) | {"method": "fedavg"})) if set(methods) & set(BOUNDS) else None
     jobs = [
         Job(experiment, out / experiment.folder_name, track)
@@ -41,6 +42,18 @@ def plan(
     if twice:
         raise ValueError(f"two of the methods are the same: {sorted(twice)[0]}")
     return jobs
+
+
+def _check_parameters(names: Sequence[str], values: Mapping[str, Any]) -> None:
+    """A parameter that only some of the methods have belongs into their names: the others could not be told what it means."""
+    for key in values.keys() - Experiment.model_fields.keys():
+        takes = {name: name not in BOUNDS and key in parameters(name) for name in names}
+        if any(takes.values()) and not all(takes.values()):
+            having = [name for name in names if takes[name]]
+            lacking = [f"'{name}'" for name in names if not takes[name]]
+            written = " ".join(get(name, **{key: values[key]}).name for name in having)
+            has = f"{', '.join(lacking)} {'has' if len(lacking) == 1 else 'have'}"
+            raise ValueError(f"{has} no parameter '{key}': write it with the methods that have it, {written}")
 
 
 def _experiments(method: str, values: dict[str, Any], domains: Domains | None) -> list[Experiment]:

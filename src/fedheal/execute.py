@@ -22,6 +22,7 @@ from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine import trainer
 from fedheal.engine.numerics import numerics, precision_of
 from fedheal.experiment import Experiment, build, domains_of, module_of
+from fedheal.interrupt import Interrupts
 from fedheal.metrics import fairness, last_mean
 from fedheal.progress import Progress, watched
 from fedheal.run import Callback, Federation, initial_state, judged_model, restored_state, rounds
@@ -76,18 +77,24 @@ def run(
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         ways = experiment.engine, experiment.workers, experiment.threads, experiment.lanes
         train = stack.enter_context(trainer(federation.bench, *ways))
-        saved = time.monotonic()
-        for after, record in rounds(federation, state, train, experiment.rounds, experiment.eval_every):
-            state = after
-            history.append(record)
-            if folder is not None:
-                records.append_round(folder, asdict(record))
-                if time.monotonic() - saved >= experiment.save_seconds or state.round == experiment.rounds:
-                    arrays, described = state.to_arrays()
-                    records.save_state(folder, state.round, arrays, described, experiment.identity)
-                    saved = time.monotonic()
-            for callback in watchers:
-                callback.round(record)
+        interrupts = stack.enter_context(Interrupts())
+        saver = _Saver(folder, experiment, state)
+        try:
+            for after, record in rounds(
+                federation, state, interrupts.around(train), experiment.rounds, experiment.eval_every
+            ):
+                state = after
+                history.append(record)
+                if folder is not None:
+                    records.append_round(folder, asdict(record))
+                interrupts.release()
+                saver.due(state)
+                for callback in watchers:
+                    callback.round(record)
+        except KeyboardInterrupt:
+            if not interrupts.held:  # else the state's memory is in use by the round that was under way
+                saver.save(state)
+            raise
         module = federation.bench.module
         final = judged_model(federation, state.model, state.terms, sorted(federation.homes))
         module.load_state_dict(federation.bench.layout.unpack(final))
@@ -98,6 +105,23 @@ def run(
         for callback in watchers:
             callback.finished(result.summary)
     return result
+
+
+class _Saver:
+    """Saves a run's state every so often, at its end, and when asked."""
+
+    def __init__(self, folder: Path | None, experiment: Experiment, state: RunState) -> None:
+        self.folder, self.experiment = folder, experiment
+        self.round, self.at = state.round, time.monotonic()
+
+    def due(self, state: RunState) -> None:
+        if time.monotonic() - self.at >= self.experiment.save_seconds or state.round == self.experiment.rounds:
+            self.save(state)
+
+    def save(self, state: RunState) -> None:
+        if self.folder is not None and state.round > self.round:
+            records.save_state(self.folder, state.round, *state.to_arrays(), self.experiment.identity)
+            self.round, self.at = state.round, time.monotonic()
 
 
 def load(folder: str | Path) -> nn.Module:

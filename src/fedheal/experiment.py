@@ -92,6 +92,13 @@ class Experiment(BaseModel):
     workers: int = Field(1, ge=1)
     save_seconds: float = Field(60.0, ge=0)
 
+    def __init__(self, **values: Any) -> None:
+        """A `ValueError` says what is wrong in one sentence."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError(_sentence(error)) from None
+
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
@@ -162,15 +169,12 @@ class Experiment(BaseModel):
                 raise ValueError(f"{path} cannot be read: {error.strerror}") from error
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path} is not TOML: {error}") from error
-        return Experiment.of(values | dict(override(word) for word in overrides))
+        return Experiment(**values | overridden(overrides))
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Experiment:
-        """From a dictionary; a `ValueError` says what is wrong in one sentence."""
-        try:
-            return Experiment(**values)
-        except ValidationError as error:
-            raise ValueError(_sentence(error)) from None
+        """From a dictionary."""
+        return Experiment(**values)
 
 
 def wanted_of(experiment: Experiment) -> datasets.Wanted:
@@ -387,6 +391,17 @@ def _with_parameters(method: str, rest: Mapping[str, Any]) -> Method:
                 f"unknown field '{key}'{suggestion(key, known)}; the parameters of method '{method}' are: {takes}"
             )
     return methods.get(method, **rest)
+
+
+def overridden(words: Sequence[str]) -> dict[str, Any]:
+    """What `key=value` words say; a key that is given twice is refused."""
+    given: dict[str, Any] = {}
+    for word in words:
+        key, value = override(word)
+        if key in given:
+            raise ValueError(f"'{key}' is given twice: {' and '.join(w for w in words if w.partition('=')[0] == key)}")
+        given[key] = value
+    return given
 
 
 def override(word: str) -> tuple[str, Any]:

@@ -13,12 +13,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from fedheal.aggregate import Aggregator, chain, presets
 from fedheal.aggregate import fedce as contribution
 from fedheal.aggregate import fedga as adjustment
 from fedheal.aggregate.checks import check_switch
+from fedheal.aggregate.parameter import Parameter, described
 from fedheal.aggregate.presets import reducer
 from fedheal.aggregate.stages import STAGES
 from fedheal.local.contrastive import Contrastive
@@ -29,6 +30,22 @@ from fedheal.local.prototypes import FPL, FedProc, FedProto
 from fedheal.local.proximal import Proximal
 from fedheal.local.term import Term
 from fedheal.local.validated import Gaps, LeaveOneOut
+
+PROTO_WEIGHTS = ("uniform", "count", "p")
+Preset = Annotated[
+    str,
+    Parameter("ours, or group: what the code of the FedHEAL paper's group amounts to", "ours: the method as published"),
+]
+FairControls = Annotated[
+    str, Parameter("what weighs the controls: uniform, or p, the average's weights", "the original rules")
+]
+ProtoWeights = Annotated[
+    str,
+    Parameter(
+        "what averages prototypes: uniform, count (samples of the class) or p (the average's weights)",
+        "released code of Tan et al. 2022, whose text says count; MarsFL",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -46,7 +63,13 @@ def fedavg() -> Local:
     return Local()
 
 
-def fedprox(mu: float = 0.01, preset: str = "ours") -> Local:
+def fedprox(
+    mu: Annotated[
+        float,
+        Parameter("pull towards the received model", "MarsFL and RethinkFL, nominal; Li et al. 2020 tune 0.001 to 1"),
+    ] = 0.01,
+    preset: Preset = "ours",
+) -> Local:
     """Li et al. 2020: CE + mu/2 |w - W|^2. preset=group: mu = 1e-4, the effective value of the paper's group's code."""
     _preset(preset, mu=(mu, 0.01))
     _at_least("mu", mu, 0)
@@ -54,7 +77,18 @@ def fedprox(mu: float = 0.01, preset: str = "ours") -> Local:
 
 
 def scaffold(
-    option: int = 2, eta_g: float = 1.0, fair_controls: str = "uniform", clip: float = 0.0, preset: str = "ours"
+    option: Annotated[
+        int,
+        Parameter(
+            "2: controls from the path taken; 1: from a full gradient", "Karimireddy et al. 2020; A_K for K: ours"
+        ),
+    ] = 2,
+    eta_g: Annotated[float, Parameter("the server's step", "Karimireddy et al. 2020; MarsFL: 0.25")] = 1.0,
+    fair_controls: FairControls = "uniform",
+    clip: Annotated[
+        float, Parameter("largest gradient norm; 0: none", "Karimireddy et al. 2020: none; MarsFL: 100")
+    ] = 0.0,
+    preset: Preset = "ours",
 ) -> Local:
     """Karimireddy et al. 2020: control variates, aware of momentum. preset=group: no momentum, eta_g 0.25, clip 100."""
     _choice("option", option, 1, 2)
@@ -68,7 +102,12 @@ def scaffold(
     return Local((ControlVariates(option, eta_g, fair_controls, clip or None),), uniform=True)
 
 
-def moon(mu: float = 5.0, temperature: float = 0.5) -> Local:
+def moon(
+    mu: Annotated[
+        float, Parameter("weight of the contrast", "Li, He and Song 2021, CIFAR-10 example; RethinkFL; MarsFL: 1")
+    ] = 5.0,
+    temperature: Annotated[float, Parameter("of the contrast", "Li, He and Song 2021; RethinkFL, MarsFL")] = 0.5,
+) -> Local:
     """Li, He and Song 2021: features near the global net's, far from the client's previous net's."""
     _at_least("mu", mu, 0)
     _above("temperature", temperature)
@@ -76,11 +115,16 @@ def moon(mu: float = 5.0, temperature: float = 0.5) -> Local:
 
 
 def feddyn(
-    alpha: float = 0.01,
-    eval_model: str = "average",
-    fair_controls: str = "uniform",
-    clip: float = 10.0,
-    preset: str = "ours",
+    alpha: Annotated[
+        float,
+        Parameter("strength of the dynamic regulariser", "Acar et al. 2021, CIFAR-10 example (0.001 to 0.1); MarsFL"),
+    ] = 0.01,
+    eval_model: Annotated[
+        str, Parameter("which model is judged: average or broadcast", "Acar et al. 2021, released code")
+    ] = "average",
+    fair_controls: FairControls = "uniform",
+    clip: Annotated[float, Parameter("largest gradient norm; 0: none", "Acar et al. 2021, released code")] = 10.0,
+    preset: Preset = "ours",
 ) -> Local:
     """Acar et al. 2021: dynamic regularisation. preset=group: FedAvg, to which the group's code amounts."""
     _choice("eval_model", eval_model, "average", "broadcast")
@@ -93,20 +137,42 @@ def feddyn(
     return Local((Dynamic(alpha, eval_model, fair_controls, clip or None),), uniform=True)
 
 
-def fedproc(temperature: float = 1.0, first_round_ce: bool = True) -> Local:
+def fedproc(
+    temperature: Annotated[float, Parameter("of the contrast", "MarsFL, which has none")] = 1.0,
+    first_round_ce: Annotated[
+        bool, Parameter("train on cross-entropy until there are prototypes", "ours: published, nothing is learnt then")
+    ] = True,
+    proto_weights: ProtoWeights = "uniform",
+) -> Local:
     """Mu et al. 2023: prototypical contrast that hands over to cross-entropy."""
     _above("temperature", temperature)
     check_switch("first_round_ce", first_round_ce)
-    return Local((FedProc(temperature=temperature, first_round_ce=first_round_ce),))
+    _choice("proto_weights", proto_weights, *PROTO_WEIGHTS)
+    return Local((FedProc(proto_weights, temperature=temperature, first_round_ce=first_round_ce),))
 
 
-def fedproto(lam: float = 1.0) -> Local:
+def fedproto(
+    lam: Annotated[
+        float,
+        Parameter("pull towards the prototypes", "Tan et al. 2022 for MNIST and FEMNIST; CIFAR-10: 0.1; MarsFL: 2"),
+    ] = 1.0,
+    proto_weights: ProtoWeights = "uniform",
+) -> Local:
     """Tan et al. 2022, with a shared model: features pulled to the global class prototypes."""
     _at_least("lam", lam, 0)
-    return Local((FedProto(lam=lam),))
+    _choice("proto_weights", proto_weights, *PROTO_WEIGHTS)
+    return Local((FedProto(proto_weights, lam=lam),))
 
 
-def ditto(lam: float = 1.0, feedback: bool = False) -> Local:
+def ditto(
+    lam: Annotated[
+        float, Parameter("pull of the personal model towards the received one", "Li et al. 2021, released script")
+    ] = 1.0,
+    feedback: Annotated[
+        bool,
+        Parameter("broadcast the personal models' average", "ours: W stays FedAvg's; the FedHEAL paper leaves it open"),
+    ] = False,
+) -> Local:
     """Li et al. 2021: a personal model per client; their average is judged (feedback: and broadcast)."""
     _at_least("lam", lam, 0)
     check_switch("feedback", feedback)
@@ -118,28 +184,49 @@ def fedbn() -> Local:
     return Local((LocalNorm(),))
 
 
-def fpl(temperature: float = 0.02) -> Local:
+def fpl(
+    temperature: Annotated[float, Parameter("of the contrast", "Huang et al. 2023, released code; MarsFL: 0.2")] = 0.02,
+) -> Local:
     """Huang et al. 2023: cluster prototypes by FINCH for contrast, their mean for consistency."""
     _above("temperature", temperature)
     return Local((FPL(temperature=temperature),))
 
 
-def fedga(s0: float = 0.2) -> Local:
+def fedga(
+    s0: Annotated[float, Parameter("first step of the weights; it falls linearly", "Zhang et al. 2023")] = 0.2,
+) -> Local:
     """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data."""
     return Local((Gaps(),), aggregator=Aggregator(adjustment.fedga(s0)))
 
 
-def fedce(mode: str = "times") -> Local:
+def fedce(
+    mode: Annotated[str, Parameter("times or plus: how both contributions combine", "Jiang et al. 2023")] = "times",
+) -> Local:
     """Jiang et al. 2023: weight by estimated contribution. Needs validation data."""
     return Local((LeaveOneOut(),), aggregator=Aggregator(contribution.fedce(mode)))
 
 
-def fedfv(alpha: float = 0.1, tau: int = 1) -> Local:
+def fedfv(
+    alpha: Annotated[
+        float,
+        Parameter("share of the largest losses whose updates stay as they are", "Wang et al. 2021, released code"),
+    ] = 0.1,
+    tau: Annotated[
+        int, Parameter("rounds whose absent clients' conflicts count", "Wang et al. 2021, released code")
+    ] = 1,
+) -> Local:
     """Wang et al. 2021: updates that conflict are projected off each other."""
     return Local(aggregator=presets.fedfv(alpha, tau))
 
 
-def fedpw(beta: float = 0.3, rho: float = 0.3) -> Local:
+def fedpw(
+    beta: Annotated[
+        float, Parameter("how fast weights follow loss and alignment", "Guan et al. 2025, released code")
+    ] = 0.3,
+    rho: Annotated[
+        float, Parameter("mean share of entries dropped, and stressed", "Guan et al. 2025, released code")
+    ] = 0.3,
+) -> Local:
     """Guan et al. 2025, FedHEAL's successor: weights by loss and alignment, small entries dropped, agreed ones stressed."""
     return Local(aggregator=presets.fedpw(beta, rho))
 
@@ -222,6 +309,20 @@ def get(name: str, **keys: Any) -> Method:
 def names() -> list[str]:
     """Every local method, alone and with every stage; then the methods of their own."""
     return [*(name for local in LOCAL for name in (local, *(f"{local}+{stage}" for stage in STAGES))), *WHOLE]
+
+
+def explained(name: str) -> list[tuple[str, str, Any, Any, Parameter]]:
+    """Part, parameter, value in this name, default, and what is said about it: for every parameter of a method.
+
+    >>> [(part, key, value, default) for part, key, value, default, _ in explained("fedprox:mu=0.1+uniform")]
+    [('fedprox', 'mu', 0.1, 0.01), ('fedprox', 'preset', 'ours', 'ours')]
+    """
+    parts = [_parse(part) for part in re.split(r"\+(?!\d)", get(name).spelled)]
+    return [
+        (part, key, given[key], default, about)
+        for part, given in parts
+        for key, (default, about) in described(PARTS[part]).items()
+    ]
 
 
 def parameters(name: str) -> dict[str, Any]:

@@ -83,7 +83,9 @@ def run_round(
     present = [client for client in cohort if not drops_out(federation, state.seed, number, client)]
     replies: dict[str, Trained] = {}
     updates = Updates.collect(
-        _kept(_trained(federation, state, train, present), replies), layout=federation.bench.layout, keep=True
+        _kept(federation, _trained(federation, state, train, present), replies),
+        layout=federation.bench.layout,
+        keep=True,
     )
     clock.lap("train")
     out = federation.aggregator.apply(state.model, updates, state.aggregator, donate=True)
@@ -93,7 +95,7 @@ def run_round(
     clock.lap("aggregate")
     judged = judge(federation, model, terms) if evaluate else {}
     clock.lap("evaluate")
-    sent, received = _traffic(federation, state, replies)
+    sent, received = _traffic(federation, state, cohort, replies)
     after = RunState(
         number,
         state.seed,
@@ -101,7 +103,7 @@ def run_round(
         out.state,
         server,
         terms,
-        state.sent + sent * len(cohort),
+        state.sent + sent,
         state.received + received,
     )
     losses = updates.metrics.get("train_loss", torch.empty(0, dtype=torch.float64))
@@ -127,11 +129,12 @@ def _trained(federation: Federation, state: RunState, train: Trainer, present: S
     return train(state.model, tuple(term.shared for term in state.terms), tasks)
 
 
-def _kept(trained: Iterator[Trained], replies: dict[str, Trained]) -> Iterator[Reply]:
-    """Pass the replies on, and keep all but the update itself."""
+def _kept(federation: Federation, trained: Iterator[Trained], replies: dict[str, Trained]) -> Iterator[Reply]:
+    """Pass the replies on, and keep all but the update itself. A client of no domain is one by itself."""
     for one in trained:
-        replies[str(one.reply.client)] = replace(one, reply=one.reply._replace(delta=torch.empty(0)))
-        yield one.reply
+        client = str(one.reply.client)
+        replies[client] = replace(one, reply=one.reply._replace(delta=torch.empty(0)))
+        yield one.reply._replace(domain=federation.homes.get(client, client))
 
 
 def _absorb(
@@ -161,13 +164,23 @@ def _absorb(
     return model, tuple(made)
 
 
-def _traffic(federation: Federation, state: RunState, replies: Mapping[str, Trained]) -> tuple[int, int]:
-    """Bytes to each client, and from all of them: the model, and what the terms send along."""
-    size = sum(vector.nbytes for vector in (state.model.params, state.model.buffers, state.model.counters))
-    down = size
-    for term, kept in zip(federation.bench.terms, state.terms, strict=True):
-        down += sum(kept.shared[name].nbytes for name in term.sends if name in kept.shared)
-    up = sum(size + sum(t.nbytes for m in one.messages for t in m.values()) for one in replies.values())
+def _traffic(
+    federation: Federation, state: RunState, cohort: Sequence[str], replies: Mapping[str, Trained]
+) -> tuple[int, int]:
+    """Bytes to a cohort and back: the model, less what stays with a client that has its own; what the terms send along; and
+    8 for each number that the aggregation needs beside the examples."""
+    bench, model = federation.bench, state.model
+    size = sum(vector.nbytes for vector in (model.params, model.buffers, model.counters))
+    terms = [
+        (term, kept, term.stays(bench.module, bench.layout))
+        for term, kept in zip(bench.terms, state.terms, strict=True)
+    ]
+    down = size * len(cohort)
+    for term, kept, stays in terms:
+        down += sum(tensor.nbytes for client in cohort for tensor in term.told(client, kept.shared).values())
+        down -= sum(stays for client in cohort if client in kept.slots)
+    one = size - sum(stays for _, _, stays in terms) + 8 * len(federation.aggregator.stage.needs - {"domain"})
+    up = sum(one + sum(t.nbytes for m in reply.messages for t in m.values()) for reply in replies.values())
     return down, up
 
 

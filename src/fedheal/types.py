@@ -31,6 +31,7 @@ class Reply(NamedTuple):
     buffers: Array | None = None
     counters: Array | None = None
     metrics: Mapping[str, float] = {}
+    domain: str | None = None
 
 
 @dataclass(frozen=True, init=False)
@@ -40,6 +41,7 @@ class Updates:
     `clients`: stable ids (ints become strings). `deltas [K, G]`. `num_examples [K]`. `buffers [K, B]` and
     `counters [K, C]`: the local *values*, or `None` where the model's own stay. `metrics`: name -> `[K]`, for example the
     `loss` of the received model. `refused`: clients whose reply could not even be put into the matrix, with the reason.
+    `domains`: the domain of each client, `""` where it did not say, or `None` where nobody did.
 
     >>> Updates(["a", 7], np.zeros((2, 3)), [10, 20]).clients
     ('a', '7')
@@ -52,6 +54,7 @@ class Updates:
     counters: Tensor | None
     metrics: Mapping[str, Tensor]
     refused: Mapping[str, str]
+    domains: tuple[str, ...] | None
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Updates:
         counters: Array | Sequence[Array] | None = None,
         metrics: Mapping[str, Array | Sequence[float]] | None = None,
         refused: Mapping[str, str] | None = None,
+        domains: Sequence[str] | None = None,
     ) -> None:
         ids = tuple(client_id(c) for c in clients)
         put = object.__setattr__
@@ -72,6 +76,7 @@ class Updates:
         put(self, "counters", None if counters is None else _matrix("counters", counters, ids))
         put(self, "metrics", {name: _column(f"metrics['{name}']", v, ids) for name, v in (metrics or {}).items()})
         put(self, "refused", dict(refused or {}))
+        put(self, "domains", None if domains is None else _names("domains", domains, ids))
 
     @staticmethod
     def collect(
@@ -104,8 +109,30 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Graded:
+    """Like `Kept`, for histories that fade and for entries that count by degree.
+
+    Of client i's history, which weighs `total[i]`, the part that goes the way of this round's update is `agree`: the count
+    itself if it goes up, else what is left of the total. The counts include this round; with `past` it is taken out again.
+    An entry is kept where `agree >= need[i]` and then counts for 1 or, if `soft`, for its consistency `agree / total[i]`
+    (1 where there is no history).
+    """
+
+    counts: Tensor  # [slots, G (+ B + C)], whole numbers or float32
+    slots: Integers
+    total: Floats
+    need: Floats
+    past: bool
+    sign: int
+    soft: bool
+
+
+Mask = Kept | Graded
+
+
+@dataclass(frozen=True)
 class Measured:
-    """Per client and parameter tensor: the squared norm of its kept entries and how many are kept."""
+    """Per client and parameter tensor: the squared norm of what counts of its entries, and how many count."""
 
     squares: Floats  # [k, tensors]
     kept: Integers  # [k, tensors]
@@ -127,7 +154,7 @@ class Draft:
     kernel: ModuleType
     donate: bool = False
     weights: Floats | None = None
-    kept: Kept | None = None
+    kept: Mask | None = None
     measured: Measured | None = None
     scale: float = 1.0
     step: Tensor | None = None
@@ -140,6 +167,12 @@ class Draft:
     @property
     def num_examples(self) -> Floats:
         return self.updates.num_examples.numpy()[self.rows]
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Of the accepted clients; a stage that asks for them needs `"domain"`."""
+        assert self.updates.domains is not None
+        return tuple(self.updates.domains[row] for row in self.rows)
 
     def metric(self, name: str) -> Floats:
         return self.updates.metrics[name].numpy()[self.rows]
@@ -259,6 +292,15 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
             f"{name} has shape {tuple(matrix.shape)}; {len(clients)} clients need ({len(clients)}, length)"
         )
     return matrix
+
+
+def _names(name: str, value: Sequence[str], clients: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(value)
+    if isinstance(value, str) or not all(isinstance(one, str) for one in names):
+        raise TypeError(f"{name} = {value!r}: give a list with a name a client")
+    if len(names) != len(clients):
+        raise ValueError(f"{name} has {len(names)} names for {len(clients)} clients")
+    return names
 
 
 def _column(name: str, value: Array | Sequence[float], clients: tuple[str, ...]) -> Tensor:

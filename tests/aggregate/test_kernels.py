@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fedheal import Layout, Updates
 from fedheal.aggregate import fedavg, fedheal
 from fedheal.aggregate.kernels import cpu, reference
+from fedheal.aggregate.kernels.drop import add_undropped
 from fedheal.types import Kept
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -60,6 +61,11 @@ def test_the_kernels_agree(k, tensors, dtype, counts_dtype, sign, seed):
     assert unkept_a == unkept_b
     np.testing.assert_allclose(measured_a.squares, measured_b.squares, rtol=1e-12)
     masked = reference.masked(deltas, rows, kept, 0, sum(tensors))
+    for which in (kept, None):
+        for start, stop in ((0, sum(tensors)), (sum(tensors) // 3, sum(tensors) // 2)):
+            blocks = [kernel.masked(deltas, rows, which, start, stop) for kernel in (reference, cpu)]
+            assert np.array_equal(*blocks)
+            assert blocks[1].dtype == np.float64
     share = u[:, None] * np.stack(
         [reference.mask(kept, i, deltas[r].double(), 0, sum(tensors)) for i, r in enumerate(rows)]
     )
@@ -202,3 +208,34 @@ def test_sign_counts_of_twenty_resnets_fit_in_two_hundred_megabytes():
         torch.zeros(4_903_242), Updates(range(20), deltas, [1] * 20), aggregator.init(Layout.flat(4_903_242))
     )
     assert out.state.stage.states[0].counts.nbytes <= 200e6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 9000),
+    share=st.floats(0, 1),
+    values=st.sampled_from(["float32", "ties", "zeros", "tiny", "huge"]),
+    seed=st.integers(0, 10**6),
+)
+def test_dropping_the_smallest_entries_agrees_with_sorting_them(size, share, values, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=size).astype(np.float32).astype(np.float64)
+    x = {
+        "float32": x,
+        "ties": np.round(x),
+        "zeros": np.where(rng.random(size) < 0.9, rng.choice([0.0, -0.0], size), x),
+        "tiny": x * 5e-324,
+        "huge": x * 1e300,
+    }[values]
+    number = int(share * size)
+    order = np.argsort(np.abs(x), kind="stable")  # of equal ones the first
+    left = x.copy()
+    left[order[:number]] = 0.0
+    step, z, zz = np.ones(size), np.zeros(size), np.zeros(size)
+    with np.errstate(over="ignore"):  # a norm beyond all numbers: the engine refuses such updates before
+        lost = add_undropped(x.copy(), number, 0.25, step, z, zz)
+        norm = np.sqrt((left**2).sum()) or 1.0
+    assert lost == pytest.approx(np.abs(x[order[:number]]).mean() if number else 0.0, rel=1e-9, abs=1e-300)
+    np.testing.assert_array_equal(step, 1 + 0.25 * left)
+    np.testing.assert_allclose(z, left / norm, rtol=1e-9, atol=1e-300)
+    np.testing.assert_allclose(zz, (left / norm) ** 2, rtol=1e-9, atol=1e-300)

@@ -28,6 +28,15 @@ AGGREGATORS = {
     "fael-exact": lambda **k: fedheal(fphl=False, fael="exact", **k),
     "fedheal:per_step": lambda **k: fedheal(per_step=True, **k),
     "fael:released,per_step": lambda **k: fedheal(fphl=False, variant="released", per_step=True, **k),
+    "fedheal:soft": lambda **k: fedheal(soft=True, **k),
+    "fedheal:soft,tau=0": lambda **k: fedheal(soft=True, tau=0.0, **k),
+    "fedheal:soft,released": lambda **k: fedheal(soft=True, variant="released", **k),
+    "fedheal:soft,exact": lambda **k: fedheal(soft=True, fael="exact", **k),
+    "fedheal:forget": lambda **k: fedheal(forget=0.1, **k),
+    "fphl:forget,released": lambda **k: fedheal(forget=0.5, variant="released", fael=False, **k),
+    "fedheal:per_domain": lambda **k: fedheal(per_domain=True, **k),
+    "fael:per_domain,released": lambda **k: fedheal(per_domain=True, fphl=False, variant="released", **k),
+    "fedheal:everything": lambda **k: fedheal(soft=True, forget=0.2, per_domain=True, per_step=True, **k),
     "afl": afl,
     "afl:gamma=1": lambda **k: afl(gamma=1.0, **k),
     "afl:reset": lambda **k: afl(reset=True, **k),
@@ -59,7 +68,12 @@ def cohort(clients, seed, dtype=torch.float32):
 
     counters = torch.from_numpy(rng.integers(seed, seed + 9, (k, SIZES.counters)))
     columns = floats(SIZES.params), rng.integers(1, 99, k), floats(SIZES.buffers).abs(), counters
-    return Updates(clients, *columns, metrics(k, rng))
+    return Updates(clients, *columns, metrics(k, rng), domains=homes(clients))
+
+
+def homes(clients):
+    """Two domains, whoever comes."""
+    return ["vowels" if client in "ae" else "consonants" for client in clients]
 
 
 def metrics(k, rng):
@@ -68,7 +82,7 @@ def metrics(k, rng):
 
 def without(sent, *names):
     """The same cohort with these fields left out."""
-    fields = ("clients", "deltas", "num_examples", "buffers", "counters", "metrics")
+    fields = ("clients", "deltas", "num_examples", "buffers", "counters", "metrics", "domains")
     return Updates(**{name: getattr(sent, name) for name in fields if name not in names})
 
 
@@ -103,6 +117,7 @@ def test_order_of_clients_is_irrelevant(name):
             u.clients[::-1],
             *(matrix.flip(0) for matrix in (u.deltas, u.num_examples, u.buffers, u.counters)),
             {name: column.flip(0) for name, column in u.metrics.items()},
+            domains=u.domains[::-1],
         )
         for u in ROUNDS
     ]
@@ -195,7 +210,7 @@ def test_equal_updates_move_the_model_by_that_update(name):
     model, state = global_model(torch.float64), aggregator.init(LAYOUT)
     rng = np.random.default_rng(7)
     for _ in range(5):
-        sent = Updates("abc", step.expand(3, -1), [1, 5, 50], metrics=metrics(3, rng))
+        sent = Updates("abc", step.expand(3, -1), [1, 5, 50], metrics=metrics(3, rng), domains=homes("abc"))
         out = aggregator.apply(model, sent, state)
         torch.testing.assert_close(out.model.params, model.params + step, rtol=0, atol=1e-12)
         model, state = out.model, out.state

@@ -19,7 +19,7 @@ from fedheal import methods
 from fedheal.engine import serial
 from fedheal.engine.serial import Trained
 from fedheal.experiment import build
-from fedheal.run import Federation, initial_state, restored_state, run_round
+from fedheal.run import Federation, initial_state, restored_state, run_round, sample
 from fedheal.types import RunState
 from tiny_data import load, quick
 
@@ -34,10 +34,14 @@ VARIANTS = [
     "feddyn:eval_model=broadcast",
     "feddyn:preset=group",
     "fedproc:first_round_ce=false",
+    "fedproc:proto_weights=count",
+    "fedproto:proto_weights=p+fedheal",
     "ditto:feedback=true",
     "fedce:mode=plus",
     "fedfv:tau=3",
     "moon+fedheal:variant=released",
+    "fedavg+fedheal:soft=true,forget=0.1,per_domain=true",
+    "scaffold+fedheal:variant=released,soft=true,forget=0.1,per_domain=true",
 ]
 NAMES = [*methods.names(), *VARIANTS]
 QUICK = [name for name in NAMES if "+" not in name or name in VARIANTS or name == "fedavg+fedheal"]
@@ -275,6 +279,15 @@ ALONG = {
     "fedproc": (PROTOTYPES + 4 * CLASSES, 0, PROTOTYPES + 8 * CLASSES),
     "fedproto": (PROTOTYPES + 4 * CLASSES, 0, PROTOTYPES + 8 * CLASSES),
     "ditto": (SIZE, 0, 0),
+    "fedavg+afl": (8, 0, 0),  # a loss
+    "fedavg+qffl:mode=qfedavg_eff": (16, 0, 0),  # and how far the client's steps reach
+    "fedpw": (8, 0, 0),
+    "fedga": (24, 0, 0),
+    "fedce": (8, 0, 8),  # the accuracy without a client; the weight that its model had
+    "fedavg+fedheal:per_domain=true": (0, 0, 0),
+    # Less a batch normalisation of 4 channels: weight, bias, mean and variance, and its counter, which a client has to be given
+    # once.
+    "fedbn": (-(4 * 16 + 8), 0, -(4 * 16 + 8)),
 }
 
 
@@ -289,6 +302,20 @@ def test_bytes_are_those_of_the_model_and_what_goes_along(name: str) -> None:
     assert two.received - one.received == clients * (SIZE + up)
     assert one.sent == clients * (SIZE + first)
     assert two.sent - one.sent == clients * (SIZE + second)
+
+
+def test_fedbn_under_partial_participation_gives_each_client_its_first_layers() -> None:
+    """Whoever has not taken part yet is sent the whole model."""
+    fed = federation("fedbn", participation=0.5)
+    state, known, norm = initial_state(fed), set(), 4 * 16 + 8
+    for number in range(1, 5):
+        cohort = sample(fed, state.seed, number)
+        now = step(fed, copy.copy(state))
+        assert now.sent - state.sent == sum(SIZE - norm * (client in known) for client in cohort)
+        assert now.received - state.received == len(cohort) * (SIZE - norm)
+        known |= set(cohort)
+        state = now
+    assert len(known) > len(cohort)
 
 
 def test_scaffold_sends_every_parameter_twice() -> None:

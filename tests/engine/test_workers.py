@@ -18,7 +18,7 @@ from fedheal.engine.serial import Task
 from fedheal.engine.workers import trainer
 from fedheal.experiment import build
 from fedheal.run import initial_state
-from tiny_data import WORDS, load, quick
+from tiny_data import load, quick, words
 
 TESTS = Path(__file__).parents[1]
 
@@ -90,7 +90,7 @@ def alive(process: int) -> bool:
 
 @pytest.mark.slow
 def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedheal", "run", *WORDS, "rounds=100000", "workers=2", "--quiet"]
+    command = [sys.executable, "-m", "fedheal", "run", *words("rounds=100000", "workers=2"), "--quiet"]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
     process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], env=environment)
     deadline = time.monotonic() + 90

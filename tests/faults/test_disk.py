@@ -13,7 +13,7 @@ import pytest
 import fedheal
 from fedheal import records
 from needs import missing, needs
-from tiny_data import WORDS, quick
+from tiny_data import quick, words
 
 TESTS = Path(__file__).parents[1]
 KEYS = ["rounds=30", "save_seconds=0", "participation=0.6", "server_momentum=0.5"]
@@ -47,8 +47,8 @@ def fill(disk: Path, leaving: int) -> Path:
     return ballast
 
 
-def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fedheal", "run", *WORDS, *KEYS, "--out", str(folder), "--quiet", *words]
+def call(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedheal", "run", *words(*KEYS), "--out", str(folder), "--quiet", *more]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import fedheal
-from tiny_data import WORDS, quick
+from tiny_data import quick, words
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS)}
@@ -51,7 +51,7 @@ def test_a_run_killed_twenty_times_ends_like_one_never_stopped(tmp_path: Path) -
     rounds = 300
     keys: dict[str, Any] = {"rounds": rounds, "participation": 0.6, "server_momentum": 0.5, "model": "tiny_data:normed"}
     fedheal.run(quick(**keys), tmp_path / "whole", progress=False)
-    command = [sys.executable, "-m", "fedheal", "run", *WORDS, *(f"{k}={v}" for k, v in keys.items())]
+    command = [sys.executable, "-m", "fedheal", "run", *words(*(f"{k}={v}" for k, v in keys.items()))]
     command += ["save_seconds=0", "--out", str(tmp_path / "killed"), "--resume", "--quiet"]
     chance = random.Random(0)
     kills = 0

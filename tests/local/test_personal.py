@@ -125,23 +125,18 @@ class Block(nn.Module):
 def test_layers_are_chosen_by_type() -> None:
     module = Block()
     layout = Layout.of(module)
-    params, buffers = norm_masks(module, layout)
-    held = {
-        e.name
-        for e in layout.entries
-        if e.kind != "counter" and bool({"param": params, "buffer": buffers}[e.kind][e.start : e.stop].all())
-    }
-    wanted = {"group.weight", "group.bias", "layer.weight", "layer.bias"}
+    masks = norm_masks(module, layout)
+    held = {e.name for e in layout.entries if bool(masks[f"{e.kind}s"][e.start : e.stop].all())}
+    wanted = {"group.weight", "group.bias", "layer.weight", "layer.bias", "shortcut.1.num_batches_tracked"}
     wanted |= {f"shortcut.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
     assert held == wanted
-    assert int(params.sum()) == 3 * 8
-    assert int(buffers.sum()) == 8
+    assert {name: int(mask.sum()) for name, mask in masks.items()} == {"params": 3 * 8, "buffers": 8, "counters": 1}
 
 
 def test_a_resnets_shortcut_layers_are_among_them() -> None:
     module = models.build("resnet10", 10, width=4)
     layout = Layout.of(module)
-    params, buffers = norm_masks(module, layout)
+    params, buffers, _ = norm_masks(module, layout).values()
     kinds = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d)]
     unnamed = [n for n, part in module.named_modules() if isinstance(part, nn.BatchNorm2d) and "bn" not in n]
     assert unnamed  # else this test would show nothing
@@ -154,22 +149,25 @@ def test_fedbn_by_hand() -> None:
     module = normed(3)
     layout = Layout.of(module)
     received = layout.pack(module.state_dict())
-    params, buffers = norm_masks(module, layout)
-    mine = {"params": torch.full((8,), 7.0), "buffers": torch.full((8,), 9.0)}
+    params, buffers, counters = norm_masks(module, layout).values()
+    mine = {"params": torch.full((8,), 7.0), "buffers": torch.full((8,), 9.0), "counters": torch.tensor([40])}
     term = LocalNorm()
     ctx = context(term, received, module=module, slot=mine)
     start = term.prepare(ctx, received)
     assert start.params[params].tolist() == [7.0] * 8
     assert start.buffers[buffers].tolist() == [9.0] * 8
+    assert start.counters[counters].tolist() == [40]
     assert torch.equal(start.params[~params], received.params[~params])
     local = Packed(start.params + 1, start.buffers + 1, start.counters + 3)
     slot, message = term.finish(ctx, local)
     assert slot["params"].tolist() == [8.0] * 8
     assert slot["buffers"].tolist() == [10.0] * 8
+    assert slot["counters"].tolist() == [43]
     assert message == {}
     sent = term.sent(ctx, local)
     assert torch.equal(sent.params[params], received.params[params])
     assert torch.equal(sent.buffers, received.buffers)
+    assert torch.equal(sent.counters, received.counters)
     assert torch.equal(sent.params[~params], local.params[~params])
     assert term.prepare(context(term, received, module=module), received) is received
 
@@ -178,7 +176,7 @@ def test_the_global_models_normalisation_never_moves() -> None:
     fed = made(method="fedbn")
     state = after(fed, 4)
     first = initial_state(made(method="fedbn")).model
-    params, buffers = norm_masks(fed.bench.module, fed.bench.layout)
+    params, buffers, _ = norm_masks(fed.bench.module, fed.bench.layout).values()
     assert torch.equal(state.model.params[params], first.params[params])
     assert torch.equal(state.model.buffers[buffers], first.buffers[buffers])
     assert not torch.equal(state.model.params[~params], first.params[~params])
@@ -190,7 +188,7 @@ def test_the_global_models_normalisation_never_moves() -> None:
 def test_a_domain_is_judged_with_the_mean_of_its_clients_layers() -> None:
     fed = made(method="fedbn")
     state = after(fed, 3)
-    params, buffers = norm_masks(fed.bench.module, fed.bench.layout)
+    params, buffers, _ = norm_masks(fed.bench.module, fed.bench.layout).values()
     slots = state.terms[0].slots
     for residents in (["plain-0", "plain-1"], ["dark-0"]):
         judged = judged_model(fed, state.model, state.terms, residents)
@@ -220,5 +218,5 @@ def test_a_model_without_normalisation_is_fedavg() -> None:
 def test_features_and_norms_together() -> None:
     """The body's layer is found where it is nested."""
     module = featured(3)
-    params, _ = norm_masks(module, Layout.of(module))
+    params = norm_masks(module, Layout.of(module))["params"]
     assert int(params.sum()) == 8

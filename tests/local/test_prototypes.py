@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedheal import methods
 from fedheal.data.augment import normalised
 from fedheal.engine import serial
 from fedheal.experiment import build
@@ -95,6 +96,45 @@ def test_the_servers_mean_is_plain_and_over_the_clients_that_have_the_class(term
     shared = served(term, [a, b], {}, [0.9, 0.1])
     assert shared["prototypes"].tolist() == [[2.0, 3.0], [2.0, 2.0], [0.0, 0.0]]
     assert shared["known"].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("by", "first"),
+    [
+        ("uniform", [2.0, 3.0]),
+        # 5 samples at (1, 1) and 15 at (3, 5): 1/4 and 3/4
+        ("count", [2.5, 4.0]),
+        # weights 0.3 and 0.1 of the two that have the class, not of all three: 3/4 and 1/4
+        ("p", [1.5, 2.0]),
+    ],
+)
+@pytest.mark.parametrize("kind", [FedProc, FedProto])
+def test_which_weights_average_the_prototypes(kind: type[Prototypes], by: str, first: list[float]) -> None:
+    """Class 0: a and b have it. Class 1: c alone, whatever the weights. Class 2: nobody."""
+    none = ([0.0, 0.0], 0.0)
+    messages = [
+        told(([1.0, 1.0], 5), none, none),
+        told(([3.0, 5.0], 15), none, none),
+        told(none, ([2.0, 2.0], 1), none),
+    ]
+    shared = served(kind(proto_weights=by), messages, {}, [0.3, 0.1, 0.6])
+    assert shared["prototypes"].flatten().tolist() == pytest.approx([*first, 2.0, 2.0, 0.0, 0.0], rel=1e-6)
+    assert shared["known"].tolist() == [1, 1, 0]
+
+
+def test_a_class_that_only_clients_without_weight_have_keeps_its_prototype() -> None:
+    """Under `p`: client a has no weight, so its class 0 counts as nobody's."""
+    messages = [told(([5.0, 5.0], 2), ([0.0, 0.0], 0)), told(([0.0, 0.0], 0), ([7.0, 7.0], 1))]
+    before = {"prototypes": torch.tensor([[1.0, 0.0], [0.0, 1.0]]), "known": torch.tensor([1, 0])}
+    shared = served(FedProto("p"), messages, before, [0.0, 1.0])
+    assert shared["prototypes"].tolist() == [[1.0, 0.0], [7.0, 7.0]]
+    assert shared["known"].tolist() == [1, 1]
+
+
+def test_the_weights_of_prototypes_reach_the_term_by_name() -> None:
+    assert methods.get("fedproto:proto_weights=count").local == (FedProto("count"),)
+    assert methods.get("fedproc:proto_weights=p+fedheal").local == (FedProc("p"),)
+    assert methods.get("fedproc").local == (FedProc("uniform"),)
 
 
 def test_a_class_nobody_has_this_round_keeps_its_prototype() -> None:
@@ -201,7 +241,7 @@ def test_fpl_by_hand() -> None:
     CPCL = log(e + 1 + 1/e) - log(e + 1) = 0.094348; UPCR = (0.5^2 + 0.5^2) / 2 = 0.25.
     """
     b = batch([[1.0, 0.0]], [0])
-    added = FPL(temperature=1.0).pulled(b, b.features, ctx_of(CLUSTERS))
+    added = FPL(temperature=1.0).pulled(b, b.features, ctx_of(CLUSTERS, FPL()))
     contrast = math.log(math.e + 1 + 1 / math.e) - math.log(math.e + 1)
     assert added.item() == pytest.approx(contrast + 0.25, rel=1e-6)
 
@@ -242,6 +282,20 @@ def test_fpls_server_by_hand() -> None:
     assert shared["clusters"].flatten().tolist() == pytest.approx([1.0, 0.1, 0.1, 1.0, 3.0, 4.0], rel=1e-6)
     assert shared["prototypes"].flatten().tolist() == pytest.approx([0.55, 0.55, 3.0, 4.0, 0.0, 0.0], rel=1e-6)
     assert shared["known"].tolist() == [1, 1, 0]
+
+
+def test_fpl_keeps_the_clusters_of_a_class_that_nobody_has_this_round() -> None:
+    """Class 0 had two clusters and class 1 one; now one client comes, with classes 1 and 2."""
+    none = ([0.0, 0.0], 0.0)
+    message = told(none, ([5.0, 5.0], 3), ([7.0, 0.0], 1))
+    shared = served(FPL(), [message], CLUSTERS, [1.0])
+    assert shared["owner"].tolist() == [0, 0, 1, 2]
+    assert shared["clusters"].tolist() == [[1.0, 0.0], [0.0, 1.0], [5.0, 5.0], [7.0, 0.0]]
+    assert shared["prototypes"].tolist() == [[0.5, 0.5], [5.0, 5.0], [7.0, 0.0]]
+    assert shared["known"].tolist() == [1, 1, 1]
+    assert CLUSTERS["owner"].tolist() == [0, 0, 1]
+    nothing = served(FPL(), [told(none, none, none)], CLUSTERS, [1.0])
+    assert all(torch.equal(nothing[name], CLUSTERS[name]) for name in CLUSTERS)
 
 
 def test_prototypes_do_not_depend_on_the_averages_weights() -> None:

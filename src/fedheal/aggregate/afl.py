@@ -21,16 +21,16 @@ the cohort. That code takes the loss of the local model on *test* data; this one
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedheal.aggregate.checks import check_not_negative, check_share, check_switch
+from fedheal.aggregate.parameter import Parameter
 from fedheal.aggregate.roster import enrol, uniform_start
 from fedheal.aggregate.stage import Stage, stateless
-from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns, write_columns
 from fedheal.types import Draft, Floats
 
 NEEDS = frozenset({"loss"})
@@ -45,7 +45,7 @@ class AflState(State):
     weights: Floats
 
     def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {"weights": torch.from_numpy(self.weights)}, {"clients": list(self.clients)}
+        return write_columns(self, "weights"), {"clients": list(self.clients)}
 
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> AflState:
@@ -53,7 +53,17 @@ class AflState(State):
         return cls(clients, *read_columns(arrays, len(clients), "weights"))
 
 
-def afl(gamma: float = 0.01, floor: float = 1e-3, reset: bool = False) -> Stage:
+def afl(
+    gamma: Annotated[
+        float, Parameter("how fast weights climb towards larger losses", "released scripts (0.01 to 0.1); MarsFL")
+    ] = 0.01,
+    floor: Annotated[
+        float, Parameter("least weight, as a share of 1/M", "ours: so that no cohort is without weight")
+    ] = 1e-3,
+    reset: Annotated[
+        bool, Parameter("start from equal weights every round", "Mohri et al. 2019; MarsFL: true")
+    ] = False,
+) -> Stage:
     """More weight to larger losses; `floor` is a share of `1/M`, `gamma=0` is uniform averaging, `reset` forgets."""
     check_not_negative("gamma", gamma)
     check_share("floor", floor)

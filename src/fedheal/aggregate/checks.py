@@ -10,6 +10,11 @@ def check_share(name: str, value: float) -> None:
         raise ValueError(f"{name} = {value!r}: use a number from 0 to 1")
 
 
+def check_part(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"{name} = {value!r}: use a number from 0 to 1, but less than 1")
+
+
 def check_not_negative(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name} = {value!r}: use a finite number that is not negative")

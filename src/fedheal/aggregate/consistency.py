@@ -26,7 +26,7 @@ from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind
 from fedheal.layout import Layout, Sizes
-from fedheal.types import Draft, Integers, Kept, Measured
+from fedheal.types import Draft, Integers, Kept, Mask, Measured
 
 WIDTHS = (torch.uint8, torch.uint16, torch.uint32)
 
@@ -62,7 +62,7 @@ def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
     thresholds, sign = _RULES[variant]
 
     def init(layout: Layout) -> State:
-        counts = torch.zeros(0, _width(layout.sizes(), variant), dtype=WIDTHS[0])
+        counts = torch.zeros(0, width_of(layout.sizes(), variant), dtype=WIDTHS[0])
         return ConsistencyState((), np.zeros(0, np.int64), counts, sign)
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
@@ -71,22 +71,23 @@ def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
             raise ValueError(
                 "this state counts signs by the rule of the other variant: it was made by another aggregator"
             )
-        if before.counts.shape[1] != _width(draft.sizes, variant):
+        if before.counts.shape[1] != width_of(draft.sizes, variant):
             raise ValueError(
                 f"this state has sign counts for {before.counts.shape[1]} entries, the model has "
-                f"{_width(draft.sizes, variant)}: it was made for another one"
+                f"{width_of(draft.sizes, variant)}: it was made for another one"
             )
         clients, slots = enrol(before.clients, draft.clients)
         n = extended(before.n, len(clients))
         n[slots] += 1
-        counts = _room(before.counts, len(before.clients), len(clients), int(n[slots].max()), draft)
+        dtype = wide_enough(before.counts.dtype, int(n[slots].max()))
+        counts = room(before.counts, len(before.clients), len(clients), dtype, draft)
         at_least, below = np.array([thresholds(limit, int(m)) for m in n[slots]], np.int64).T
         kept = Kept(counts, slots, at_least, below, sign)
         tensors = [length for _, length in draft.sizes.tensors]
         measured = draft.kernel.observe(draft.updates.deltas, draft.rows, tensors, counts, slots, at_least, below, sign)
         if variant == "released":
-            _observe_extras(draft, kept)
-        report = dict(draft.report) | _report(draft, measured)
+            observe_extras(draft, kept)
+        report = dict(draft.report) | kept_fractions(draft, measured)
         return (
             replace(draft, kept=kept, measured=measured, report=report),
             ConsistencyState(clients, n, counts, sign),
@@ -95,7 +96,7 @@ def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
     return Stage(init, apply, gives=frozenset({"mask"}))
 
 
-def _width(sizes: Sizes, variant: str) -> int:
+def width_of(sizes: Sizes, variant: str) -> int:
     return sizes.params + (sizes.buffers + sizes.counters if variant == "released" else 0)
 
 
@@ -125,11 +126,15 @@ _RULES: dict[str, tuple[Callable[[Fraction, int], tuple[int, int]], int]] = {
 }
 
 
-def _room(counts: Tensor, used: int, needed: int, most: int, draft: Draft) -> Tensor:
-    """The slab with room for all clients and for counts up to `most`; the old one itself only if it may be reused."""
-    dtype = next(
-        width for width in WIDTHS if torch.iinfo(width).bits >= torch.iinfo(counts.dtype).bits and most < _top(width)
+def wide_enough(now: torch.dtype, most: int) -> torch.dtype:
+    """The narrowest type for counts up to `most`, but never narrower than now."""
+    return next(
+        width for width in WIDTHS if torch.iinfo(width).bits >= torch.iinfo(now).bits and most < torch.iinfo(width).max
     )
+
+
+def room(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draft: Draft) -> Tensor:
+    """The slab with room for all clients, in this type; the old one itself only if it may be reused."""
     device = draft.updates.deltas.device
     if draft.donate and needed <= len(counts) and (dtype, device) == (counts.dtype, counts.device):
         return counts
@@ -144,15 +149,14 @@ def _room(counts: Tensor, used: int, needed: int, most: int, draft: Draft) -> Te
     return made
 
 
-_NUMPY = {torch.uint8: np.uint8, torch.uint16: np.uint16, torch.uint32: np.uint32}
+_NUMPY = {torch.uint8: np.uint8, torch.uint16: np.uint16, torch.uint32: np.uint32, torch.float32: np.float32}
 
 
-def _top(width: torch.dtype) -> int:
-    return int(torch.iinfo(width).max)
+def observe_extras(draft: Draft, kept: Mask, left: float | None = None) -> None:
+    """Count the signs of buffers and counters, which stand behind the parameters in the slab.
 
-
-def _observe_extras(draft: Draft, kept: Kept) -> None:
-    """Count the signs of buffers and counters, which stand behind the parameters in the slab."""
+    `left`: of counts that fade, the share that stays.
+    """
     start = draft.sizes.params
     for before, local in (
         (draft.model.buffers, draft.updates.buffers),
@@ -162,11 +166,11 @@ def _observe_extras(draft: Draft, kept: Kept) -> None:
             for row, slot in zip(draft.rows, kept.slots, strict=True):
                 up = kept.sign * (local[row].to(torch.float64) - before.to(torch.float64)) >= 0
                 here = kept.counts[slot, start : start + len(before)]
-                here.copy_(here.to(torch.int64) + up)
+                here.copy_(here.to(torch.int64) + up if left is None else left * here + up)
         start += len(before)
 
 
-def _report(draft: Draft, measured: Measured) -> dict[str, Any]:
+def kept_fractions(draft: Draft, measured: Measured) -> dict[str, Any]:
     """Kept fractions by client, and by parameter tensor over the cohort."""
     lengths = np.array([length for _, length in draft.sizes.tensors], np.float64)
     by_client = measured.kept.sum(axis=1) / max(lengths.sum(), 1)

@@ -10,32 +10,51 @@ data in by the back door; it is divided by the square of `reach`, how far the cl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns, write_columns
 from fedheal.types import Draft, Floats, Integers, Measured, normalised
+
+
+@dataclass(frozen=True)
+class Followed(State):
+    """What a rule remembers of every unit ever seen."""
+
+    clients: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How weights follow distances, over units that are clients or, in `per_domain.py`, whole domains.
+
+    `follow(state, units, joined, d) -> weights [k], state`: `joined [k]` are the examples that newcomers bring to each unit.
+    """
+
+    start: Followed
+    follow: Callable[[State, tuple[str, ...], Floats, Floats], tuple[Floats, Followed]]
+    distance: Callable[[Draft], Floats]
+    needs: frozenset[str]
 
 
 @kind("momentum")
 @dataclass(frozen=True)
-class MomentumState(State):
+class MomentumState(Followed):
     """Per client ever seen: participations, examples when first seen, weight `p` (they sum to 1), momentum `dp`."""
 
-    clients: tuple[str, ...]
     n: Integers
     examples: Floats
     p: Floats
     dp: Floats
 
     def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return _columns(n=self.n, examples=self.examples, p=self.p, dp=self.dp), {"clients": list(self.clients)}
+        return write_columns(self, "n", "examples", "p", "dp"), {"clients": list(self.clients)}
 
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> MomentumState:
@@ -45,16 +64,15 @@ class MomentumState(State):
 
 @kind("cumulative")
 @dataclass(frozen=True)
-class CumulativeState(State):
+class CumulativeState(Followed):
     """Per client ever seen: participations, weight `w` that only grows, momentum `dp`."""
 
-    clients: tuple[str, ...]
     n: Integers
     w: Floats
     dp: Floats
 
     def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return _columns(n=self.n, w=self.w, dp=self.dp), {"clients": list(self.clients)}
+        return write_columns(self, "n", "w", "dp"), {"clients": list(self.clients)}
 
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> CumulativeState:
@@ -62,31 +80,41 @@ class CumulativeState(State):
         return cls(clients, *read_columns(arrays, len(clients), "n", "w", "dp"))
 
 
-def momentum(beta: float = 0.4, per_step: bool = False) -> Stage:
-    """The paper's rule."""
+def by_client(rule: Rule) -> Stage:
+    """The rule over clients."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
+        before = expect(state, type(rule.start))
+        new = [client not in before.clients for client in draft.clients]
+        d = rule.distance(draft)
+        weights, after = rule.follow(before, draft.clients, np.where(new, draft.num_examples, 0.0), d)
+        return replace(draft, weights=weights, report=dict(draft.report) | told(draft, d)), after
+
+    return Stage(lambda layout: rule.start, apply, rule.needs)
+
+
+def momentum(beta: float = 0.4, per_step: bool = False) -> Rule:
+    """The paper's rule."""
+
+    def follow(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, Followed]:
         before = expect(state, MomentumState)
-        clients, slots = enrol(before.clients, draft.clients)
+        clients, slots = enrol(before.clients, units)
         n, examples = extended(before.n, len(clients)), extended(before.examples, len(clients))
         p, dp = extended(before.p, len(clients)), extended(before.dp, len(clients))
-        new = slots >= len(before.clients)
-        examples[slots[new]] = draft.num_examples[new]
-        shares = normalised(examples)[len(before.clients) :]
-        p[: len(before.clients)] *= 1 - shares.sum()
-        p[len(before.clients) :] = shares
-
-        d = measured_distance(measured(draft), "paper")
-        if per_step:
-            d = d / draft.metric("reach") ** 2
+        examples[slots] += joined
+        shares = normalised(examples)[slots] * (joined / examples[slots])
+        p *= 1 - shares.sum()
+        p[slots] += shares
         n[slots] += 1
         dp[slots] = (1 - beta) * dp[slots] + beta * relative(d)
-        warm = _warmth(beta, n[slots])
-        p[slots] = redistributed(p[slots], dp[slots], warm)
-        draft = replace(draft, weights=p[slots], report=dict(draft.report) | _told(draft, d))
-        return draft, MomentumState(clients, n, examples, p, dp)
+        p[slots] = redistributed(p[slots], dp[slots], _warmth(beta, n[slots]))
+        return p[slots], MomentumState(clients, n, examples, p, dp)
 
-    return Stage(lambda layout: MomentumState((), *_empty(4)), apply, _needs(per_step))
+    def distance(draft: Draft) -> Floats:
+        d = measured_distance(measured(draft), "paper")
+        return d / draft.metric("reach") ** 2 if per_step else d
+
+    return Rule(MomentumState((), *_empty(4)), follow, distance, _needs(per_step))
 
 
 def redistributed(p: Floats, dp: Floats, warm: Floats) -> Floats:
@@ -98,26 +126,26 @@ def redistributed(p: Floats, dp: Floats, warm: Floats) -> Floats:
     return np.asarray(mass * v / v.sum())
 
 
-def cumulative(beta: float = 0.4, per_step: bool = False) -> Stage:
-    """The rule of the released code."""
+def cumulative(beta: float = 0.4, per_step: bool = False) -> Rule:
+    """The rule of the released code. Newcomers start at 1, whatever their examples."""
 
-    def apply(draft: Draft, state: State) -> tuple[Draft, State]:
+    def follow(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, Followed]:
         before = expect(state, CumulativeState)
-        clients, slots = enrol(before.clients, draft.clients)
+        clients, slots = enrol(before.clients, units)
         n, dp = extended(before.n, len(clients)), extended(before.dp, len(clients))
         w = extended(before.w, len(clients), 1)
-        d = measured_distance(measured(draft), "released")
-        if per_step:  # these are lengths, not squares
-            d = d / draft.metric("reach")
         n[slots] += 1
         dp[slots] = (1 - beta) * dp[slots] + beta * relative(d)
         w[slots] += dp[slots]
         # What an average client would hold after as many participations: 1 + sum_{k=1..n} (1 - (1-beta)^k).
         past = n[slots] - (1 - beta) * _warmth(beta, n[slots]) / beta if beta > 0 else np.zeros(len(slots))
-        draft = replace(draft, weights=w[slots] / (1 + past), report=dict(draft.report) | _told(draft, d))
-        return draft, CumulativeState(clients, n, w, dp)
+        return w[slots] / (1 + past), CumulativeState(clients, n, w, dp)
 
-    return Stage(lambda layout: CumulativeState((), *_empty(3)), apply, _needs(per_step))
+    def distance(draft: Draft) -> Floats:
+        d = measured_distance(measured(draft), "released")
+        return d / draft.metric("reach") if per_step else d  # these are lengths, not squares
+
+    return Rule(CumulativeState((), *_empty(3)), follow, distance, _needs(per_step))
 
 
 def measured_distance(measured: Measured, variant: str) -> Floats:
@@ -148,13 +176,9 @@ def _needs(per_step: bool) -> frozenset[str]:
     return frozenset({"reach"}) if per_step else frozenset()
 
 
-def _told(draft: Draft, d: Floats) -> dict[str, Any]:
+def told(draft: Draft, d: Floats) -> dict[str, Any]:
     return {"distance": dict(zip(draft.clients, d.tolist(), strict=True))}
 
 
 def _empty(columns: int) -> list[Any]:
     return [np.zeros(0, np.int64), *(np.zeros(0) for _ in range(columns - 1))]
-
-
-def _columns(**columns: Floats | Integers) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(column) for name, column in columns.items()}

@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedheal.aggregate.gram import gram_matrix
 from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.state import Arrays, Json, State, expect, kind
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns, write_columns
 from fedheal.types import Draft, Floats, Integers, normalised
 
 FLOOR = 1e-3
@@ -38,13 +37,12 @@ class FedCEState(State):
     e: Floats
 
     def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        columns = {name: torch.from_numpy(getattr(self, name)) for name in ("n", "cosines", "accuracies", "e")}
-        return columns, {"clients": list(self.clients)}
+        return write_columns(self, "n", "cosines", "accuracies", "e"), {"clients": list(self.clients)}
 
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> FedCEState:
-        columns = (arrays[name].numpy() for name in ("n", "cosines", "accuracies", "e"))
-        return cls(tuple(json["clients"]), *columns)
+        clients = tuple(json["clients"])
+        return cls(clients, *read_columns(arrays, len(clients), "n", "cosines", "accuracies", "e"))
 
 
 def fedce(mode: str = "times") -> Stage:

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedheal.aggregate.checks import check_share
 from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.state import Arrays, Json, State, expect, kind
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns, write_columns
 from fedheal.types import Draft, Floats
 
 
@@ -35,11 +34,12 @@ class FedGAState(State):
     sent: Floats
 
     def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {"a": torch.from_numpy(self.a), "sent": torch.from_numpy(self.sent)}, {"clients": list(self.clients)}
+        return write_columns(self, "a", "sent"), {"clients": list(self.clients)}
 
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> FedGAState:
-        return cls(tuple(json["clients"]), arrays["a"].numpy(), arrays["sent"].numpy())
+        clients = tuple(json["clients"])
+        return cls(clients, *read_columns(arrays, len(clients), "a", "sent"))
 
 
 def fedga(s0: float = 0.2) -> Stage:

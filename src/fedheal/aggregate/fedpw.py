@@ -39,9 +39,10 @@ from torch import Tensor
 from fedheal.aggregate.checks import check_share
 from fedheal.aggregate.distance import redistributed, relative
 from fedheal.aggregate.gram import gram_matrix
+from fedheal.aggregate.kernels.drop import add_undropped
 from fedheal.aggregate.roster import enrol, extended, uniform_start
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.state import Arrays, Json, State, expect, kind, nested, read_columns, unnested
+from fedheal.aggregate.state import Arrays, Json, State, expect, kind, nested, read_columns, unnested, write_columns
 from fedheal.types import Draft, Floats, Integers, normalised
 
 TINY = 1e-10
@@ -59,7 +60,7 @@ class FadingState(State):
     first: float
 
     def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {name: torch.from_numpy(getattr(self, name)) for name in ("p", "dp", "warm")}, {"first": self.first}
+        return write_columns(self, "p", "dp", "warm"), {"first": self.first}
 
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> FadingState:
@@ -156,14 +157,10 @@ def stressed(draft: Draft, columns: slice, weights: Floats, rates: Floats, rho: 
     lost = []
     for i in range(len(draft.rows)):
         (delta,) = draft.kernel.masked(draft.updates.deltas, draft.rows[i : i + 1], None, columns.start, columns.stop)
-        drop = smallest(np.abs(delta), _number(rates[i], size))
-        if drop.any():
-            lost.append(float(np.abs(delta[drop]).mean()))
-            delta = np.where(drop, 0.0, delta)
-        step += weights[i] * delta
-        unit = delta / (np.linalg.norm(delta) or 1.0)
-        z += unit
-        zz += unit * unit
+        number = _number(rates[i], size)
+        dropped = add_undropped(delta, number, weights[i], step, z, zz)
+        if number:
+            lost.append(dropped)
     if not lost or len(draft.rows) == 1:
         return step
     # Entries that nobody has left are last in line.

@@ -33,7 +33,9 @@ def flaws(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, st
     """Row -> what is wrong with it. A metric that no client sent is a mistake of the caller's, not of a client."""
     if not updates.clients:
         return {}
-    missing = sorted(needs - set(updates.metrics))
+    if "domain" in needs and updates.domains is None:
+        raise ValueError("this aggregator needs the domain of each client: give Updates(..., domains=[...])")
+    missing = sorted(needs - set(updates.metrics) - {"domain"})
     if missing:
         raise ValueError(
             f"this aggregator needs the client metric '{missing[0]}'; the updates have {sorted(updates.metrics)}"
@@ -49,7 +51,11 @@ def flaws(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, st
             found[row] = f"its id stands {times[client]} times in this cohort"
         elif not 0 < examples < float("inf"):
             found[row] = f"num_examples = {examples:g}; a positive number is needed"
-    for name in sorted(needs):
+    if "domain" in needs:
+        for row, domain in enumerate(updates.domains or ()):
+            if not domain:
+                found.setdefault(row, "it does not say which domain it belongs to")
+    for name in sorted(needs - {"domain"}):
         for row, value in enumerate(updates.metrics[name].tolist()):
             if not math.isfinite(value):
                 found.setdefault(row, f"its metric '{name}' is {value}")

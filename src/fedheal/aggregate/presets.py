@@ -61,6 +61,9 @@ def fedheal(
     fphl: bool = True,
     fael: str | bool = "momentum",
     per_step: bool = False,
+    soft: bool = False,
+    forget: float = 0.0,
+    per_domain: bool = False,
     *,
     on_bad_update: str = "raise",
     kernel: str = "auto",
@@ -70,7 +73,10 @@ def fedheal(
     `tau`: the least consistency of an entry that is kept. `beta`: how fast weights follow distances. `variant`: `"paper"`
     or `"released"` (the authors' code). `fphl=False`: everything is kept. `fael`: `"momentum"`, `"exact"` (the paper's
     objective itself, no momentum), `"exact-reg"` (the same held towards uniform weights) or `False` (example shares).
-    `per_step`: an extension; distances are taken per unit of `reach`, so that more local steps do not mean more weight.
+
+    Extensions, off by default. `per_step`: distances are taken per unit of `reach`, so that more local steps do not mean more
+    weight. `soft`: what is kept counts by its consistency (`soft.py`). `forget`: sign counts fade by this share with each of
+    a client's rounds (`forgetting.py`). `per_domain`: weight moves between domains instead of clients (`per_domain.py`).
 
     >>> import torch
     >>> from fedheal import Layout, Updates
@@ -80,7 +86,7 @@ def fedheal(
     >>> [round(w, 4) for w in out.weights.tolist()]  # distances 2 and 10: 3/4 + 2/12 * 0.4 to 1/4 + 10/12 * 0.4, over 1.4
     [0.5833, 0.4167]
     """
-    stage = stages.fedheal(tau, beta, variant, fphl, fael, per_step)
+    stage = stages.fedheal(tau, beta, variant, fphl, fael, per_step, soft, forget, per_domain)
     return Aggregator(stage, reducer(variant), on_bad_update, kernel)
 
 

@@ -21,11 +21,13 @@ With FPHL the weights go into its masked mean and `|D_m|^2` is that of the kept 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
 
 from fedheal.aggregate.checks import check_among, check_not_negative
 from fedheal.aggregate.distance import measured, measured_distance
+from fedheal.aggregate.parameter import Parameter
 from fedheal.aggregate.stage import Stage, stateless
 from fedheal.types import Draft, Floats, normalised
 
@@ -33,7 +35,15 @@ TINY = 1e-10
 STEP = {"reweight": None, "qfedavg_eff": "reach", "qfedavg": "lr"}  # mode -> the metric that is 1/L
 
 
-def qffl(q: float = 1.0, mode: str = "reweight") -> Stage:
+def qffl(
+    q: Annotated[
+        float, Parameter("the power of the loss; 0 is uniform", "MarsFL; Li et al. 2020 use 0.001 to 5")
+    ] = 1.0,
+    mode: Annotated[
+        str,
+        Parameter("reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what", "ours: qfedavg stalls"),
+    ] = "reweight",
+) -> Stage:
     """Weights in proportion to `loss^q`; `q=0` is uniform averaging. Other modes also shrink the step."""
     check_not_negative("q", q)
     check_among("mode", mode, tuple(STEP))

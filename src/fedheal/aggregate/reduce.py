@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedheal.aggregate.kernels import reference
 from fedheal.layout import Packed
-from fedheal.types import Draft, Floats, Kept
+from fedheal.types import Draft, Floats, Mask
 
 
 def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
@@ -86,15 +87,7 @@ def _truncated(mean: Tensor) -> Tensor:
     return torch.where((mean - nearest).abs() < 1e-6, nearest, mean.trunc())
 
 
-def mask(kept: Kept | None, delta: Tensor, offset: int) -> Tensor:
-    """Which entries of a small matrix are kept, from the counts that start at column `offset`."""
-    if kept is None:
-        return torch.ones_like(delta)
-    columns = slice(offset, offset + delta.shape[1])
-    counts = torch.stack([kept.counts[slot, columns].to(torch.int64) for slot in kept.slots])
-
-    def column(values: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-        return torch.from_numpy(values).to(delta.device)[:, None]
-
-    up = kept.sign * delta >= 0
-    return torch.where(up, counts >= column(kept.at_least), counts < column(kept.below)).to(delta.dtype)
+def mask(kept: Mask | None, delta: Tensor, offset: int) -> Tensor:
+    """How much the entries of a small matrix count, from the counts that start at column `offset`."""
+    columns = offset, offset + delta.shape[1]
+    return torch.stack([reference.mask(kept, i, row, *columns) for i, row in enumerate(delta)]).to(delta.dtype)

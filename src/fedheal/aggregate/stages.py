@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 from fedheal.aggregate.afl import afl
-from fedheal.aggregate.checks import check_among, check_share, check_switch
+from fedheal.aggregate.checks import check_among, check_part, check_share, check_switch
 from fedheal.aggregate.consistency import consistency
-from fedheal.aggregate.distance import cumulative, momentum
+from fedheal.aggregate.distance import by_client, cumulative, momentum
 from fedheal.aggregate.equidistant import exact
+from fedheal.aggregate.forgetting import forgetting
+from fedheal.aggregate.parameter import Parameter
+from fedheal.aggregate.per_domain import by_domain
 from fedheal.aggregate.qffl import qffl
+from fedheal.aggregate.soft import soft as softened
 from fedheal.aggregate.stage import Stage, chain
 from fedheal.aggregate.weights import uniform
 
@@ -20,24 +25,58 @@ VARIANTS = ("paper", "released")
 FAEL = ("momentum", "exact", "exact-reg", False)
 
 
-def fphl(tau: float = 0.3, variant: str = "paper") -> Stage:
-    """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything."""
+Tau = Annotated[
+    float,
+    Parameter("least consistency of an entry that is kept", "Chen et al. 2024 for Digits; 0.4 for Office-Caltech"),
+]
+Beta = Annotated[float, Parameter("how fast weights follow distances", "Chen et al. 2024 for both data sets")]
+Variant = Annotated[str, Parameter("paper or released", "ours: the equations rather than the authors' code")]
+PerStep = Annotated[bool, Parameter("distances per unit of reach", "extension of ours, off")]
+Soft = Annotated[bool, Parameter("what is kept counts by its consistency", "extension of ours, off")]
+Forget = Annotated[
+    float, Parameter("share of a client's sign history that each of its rounds fades", "extension of ours, off")
+]
+PerDomain = Annotated[bool, Parameter("weight moves between domains instead of clients", "extension of ours, off")]
+
+
+def fphl(tau: Tau = 0.3, variant: Variant = "paper", soft: Soft = False, forget: Forget = 0.0) -> Stage:
+    """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything.
+
+    `soft`: what is kept counts by its consistency. `forget`: the share of a client's history that each of its rounds fades.
+    """
     check_share("tau", tau)
     check_variant(variant)
-    return chain() if variant == "paper" and tau == 0 else consistency(tau, variant)
+    check_switch("soft", soft)
+    check_part("forget", forget)
+    if variant == "paper" and tau == 0 and not soft:
+        return chain()
+    if forget > 0:
+        return forgetting(forget, tau, variant, soft)
+    return softened(tau, variant) if soft else consistency(tau, variant)
 
 
-def fael(beta: float = 0.4, variant: str = "paper", per_step: bool = False) -> Stage:
-    """More weight to clients that must move further (`per_step`: for their steps); `beta=0` of the paper: example shares."""
+def fael(
+    beta: Beta = 0.4, variant: Variant = "paper", per_step: PerStep = False, per_domain: PerDomain = False
+) -> Stage:
+    """More weight to clients that must move further (`per_step`: for their steps); `beta=0` of the paper: example shares.
+
+    `per_domain`: more weight to domains whose clients must move further on average.
+    """
     check_share("beta", beta)
     check_switch("per_step", per_step)
+    check_switch("per_domain", per_domain)
     check_variant(variant)
-    if variant == "released":
-        return cumulative(beta, per_step)
-    return momentum(beta, per_step) if beta > 0 else chain()
+    if variant == "paper" and beta == 0:
+        return chain()
+    rule = (cumulative if variant == "released" else momentum)(beta, per_step)
+    return by_domain(rule) if per_domain else by_client(rule)
 
 
-def fael_exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) -> Stage:
+def fael_exact(
+    ridge: Annotated[float, Parameter("pull towards the reference weights, which makes them unique", "ours")] = 1e-4,
+    towards: Annotated[str, Parameter("the reference: examples or uniform", "ours: FedAvg's weights")] = "examples",
+    floor: Annotated[float, Parameter("least weight, as a share of 1/K", "ours: none")] = 0.0,
+) -> Stage:
     """The weights that make the global model equally far from all clients; `floor` is a share of `1/K`."""
     if isinstance(ridge, bool) or not 0 < ridge < math.inf:
         raise ValueError(f"ridge = {ridge!r}: use a finite number above 0, which makes the weights unique")
@@ -48,19 +87,37 @@ def fael_exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.
 
 
 def fedheal(
-    tau: float = 0.3,
-    beta: float = 0.4,
-    variant: str = "paper",
-    fphl: bool = True,
-    fael: str | bool = "momentum",
-    per_step: bool = False,
+    tau: Tau = 0.3,
+    beta: Beta = 0.4,
+    variant: Variant = "paper",
+    fphl: Annotated[bool, Parameter("whether entries are masked at all", "Chen et al. 2024")] = True,
+    fael: Annotated[
+        str | bool, Parameter("momentum, exact, exact-reg or false (example shares)", "Chen et al. 2024: momentum")
+    ] = "momentum",
+    per_step: PerStep = False,
+    soft: Soft = False,
+    forget: Forget = 0.0,
+    per_domain: PerDomain = False,
 ) -> Stage:
     """Both, with switches for each: see `fedheal.aggregate.fedheal`."""
     check_among("fael", fael, FAEL)
     check_switch("fphl", fphl)
-    mask, by_distance = STAGES["fphl"](tau, variant), STAGES["fael"](beta, variant, per_step)
-    if per_step and fael != "momentum":
-        raise ValueError(f"per_step = True with fael = {fael!r}: only fael = 'momentum' measures distances per step")
+    mask = STAGES["fphl"](tau, variant, soft, forget)
+    by_distance = STAGES["fael"](beta, variant, per_step, per_domain)
+    if fael != "momentum":
+        if per_step:
+            raise ValueError(
+                f"per_step = True with fael = {fael!r}: only fael = 'momentum' measures distances per step"
+            )
+        if per_domain:
+            raise ValueError(
+                f"per_domain = True with fael = {fael!r}: only fael = 'momentum' moves weight between domains"
+            )
+    if not fphl:
+        if soft:
+            raise ValueError("soft = True with fphl = False: there is no mask to soften")
+        if forget:
+            raise ValueError(f"forget = {forget} with fphl = False: there are no sign counts to forget")
     weights = {
         "momentum": by_distance,
         "exact": fael_exact(),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 Arrays = Mapping[str, Tensor]
@@ -89,6 +90,11 @@ def unnested(name: str, arrays: Arrays, json: Json) -> Any:
     prefix = f"{name}."
     inner = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
     return State.from_arrays(inner, json[name])
+
+
+def write_columns(state: State, *names: str) -> dict[str, Tensor]:
+    """These numpy columns of a state, one number a client, as arrays."""
+    return {name: torch.from_numpy(getattr(state, name)) for name in names}
 
 
 def read_columns(arrays: Arrays, length: int, *names: str) -> list[Any]:

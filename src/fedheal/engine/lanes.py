@@ -38,8 +38,9 @@ from fedheal.rng import generator
 log = logging.getLogger("fedheal")
 
 WARM = 2  # steps of a kind that run before it is captured
-PIXELS = 1 << 20  # in the batches of all lanes together: about where an H200 is full
-MOST = 12
+PIXELS = 1 << 22  # in the batches of all lanes together: where an H200 is full
+MOST = 8
+BOOKS = 8
 
 Fit = Generator[None, None, tuple[Packed, Tensor]]
 
@@ -228,6 +229,8 @@ class Lane:
         """The book for what these contexts hold, refilled from them."""
         key = (_identity(bench.terms), tuple(_shape(ctx.scratch) for ctx in contexts))
         if key not in self.books:
+            while len(self.books) >= BOOKS:  # the oldest goes, with its graphs
+                del self.books[next(iter(self.books))]
             self.books[key] = _Book([_static(ctx) for ctx in contexts])
         book = self.books[key]
         for fixed, ctx in zip(book.contexts, contexts, strict=True):
@@ -376,9 +379,9 @@ def _finished(work: Fit) -> tuple[Packed, Tensor]:
 
 
 def _most(bench: Bench) -> int:
-    """As many lanes as fill the device: more for small images than for large ones."""
+    """As many lanes as fill the device, which large images do sooner; more give nothing and take memory."""
     height, width = next(iter(bench.examples.values())).images.shape[-2:]
-    return max(2, min(MOST, PIXELS // (bench.training.batch_size * height * width)))
+    return max(4, min(MOST, PIXELS // (bench.training.batch_size * height * width)))
 
 
 def _shared_out(steps: Sequence[int], most: int) -> list[list[int]]:

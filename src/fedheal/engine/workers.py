@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -37,19 +38,31 @@ def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
     context = get_context("spawn")
     # torch moves the tensors of what it sends into shared memory: the module must be a copy, or all would train in one.
     sent = replace(bench, module=copy.deepcopy(bench.module))
-    with ProcessPoolExecutor(workers, context, _start, (sent, threads)) as pool:
+    pool = ProcessPoolExecutor(workers, context, _start, (sent, threads))
 
-        def train(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
-            # Longest first onto whoever is free; replies in the order that was asked for.
-            longest = sorted(tasks, key=lambda task: -len(bench.examples[task.client]))
-            asked = {task.client: pool.submit(_train, model, shared, task) for task in longest}
-            return (asked[task.client].result() for task in tasks)
+    def train(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
+        # Longest first onto whoever is free; replies in the order that was asked for.
+        longest = sorted(tasks, key=lambda task: -len(bench.examples[task.client]))
+        asked = {task.client: pool.submit(_train, model, shared, task) for task in longest}
+        return (asked[task.client].result() for task in tasks)
 
+    try:
         yield train
+    except BaseException:  # nobody waits for what the workers are at
+        started = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in started:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start(bench: Bench, threads: int) -> None:
     global _bench  # noqa: PLW0603  (a worker has nowhere else to keep what it was started with)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches every process of a terminal: the run's own ends the others
     torch.set_num_threads(threads)
     _bench = replace(bench, module=copy.deepcopy(bench.module))
     threading.Thread(target=_end_with_parent, daemon=True).start()

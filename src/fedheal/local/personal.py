@@ -62,45 +62,53 @@ class LocalNorm(Term):
 
     personalised: bool = True
 
+    def stays(self, module: nn.Module, layout: Layout) -> int:
+        own = _own(layout.pack(module.state_dict()), norm_masks(module, layout))
+        return sum(vector.nbytes for vector in own.values())
+
     def prepare(self, ctx: Context, start: Packed) -> Packed:
-        return _with_own(start, ctx.slot, *norm_masks(ctx.module, ctx.layout)) if ctx.slot else start
+        return _with_own(start, ctx.slot, norm_masks(ctx.module, ctx.layout)) if ctx.slot else start
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
-        params, buffers = norm_masks(ctx.module, ctx.layout)
-        own = {"params": local.params[params], "buffers": local.buffers[buffers]}
-        return own | {"where_params": params.to(torch.uint8), "where_buffers": buffers.to(torch.uint8)}, {}
+        masks = norm_masks(ctx.module, ctx.layout)
+        return _own(local, masks) | {f"where_{name}": mask.to(torch.uint8) for name, mask in masks.items()}, {}
 
     def sent(self, ctx: Context, local: Packed) -> Packed:
-        params, buffers = norm_masks(ctx.module, ctx.layout)
-        theirs = {"params": ctx.received.params[params], "buffers": ctx.received.buffers[buffers]}
-        return _with_own(local, theirs, params, buffers)
+        masks = norm_masks(ctx.module, ctx.layout)
+        return _with_own(local, _own(ctx.received, masks), masks)
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
         held = [slot for slot in slots.values() if slot]
         if not held:
             return model
-        mean = {name: torch.stack([slot[name] for slot in held]).mean(dim=0) for name in ("params", "buffers")}
-        return _with_own(model, mean, held[0]["where_params"].bool(), held[0]["where_buffers"].bool())
+        stacked = {name: torch.stack([slot[name] for slot in held]) for name in VECTORS}
+        mean = {name: stacked[name].mean(dim=0) for name in ("params", "buffers")}
+        masks = {name: held[0][f"where_{name}"].bool() for name in VECTORS}
+        return _with_own(model, mean | {"counters": stacked["counters"].amax(dim=0)}, masks)
 
 
-def norm_masks(module: nn.Module, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which entries of the parameters and of the buffers belong to normalisation layers."""
+VECTORS = ("params", "buffers", "counters")
+
+
+def norm_masks(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+    """Which entries of a model's three vectors belong to normalisation layers."""
     kinds = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
     prefixes = [f"{name}." for name, part in module.named_modules() if isinstance(part, kinds)]
     sizes = layout.sizes()
     device = next(module.parameters()).device
-    masks = {
-        "param": torch.zeros(sizes.params, dtype=torch.bool, device=device),
-        "buffer": torch.zeros(sizes.buffers, dtype=torch.bool, device=device),
-    }
+    masks = {name: torch.zeros(getattr(sizes, name), dtype=torch.bool, device=device) for name in VECTORS}
     for entry in layout.entries:
-        if entry.kind in masks and any(entry.name.startswith(prefix) for prefix in prefixes):
-            masks[entry.kind][entry.start : entry.stop] = True
-    return masks["param"], masks["buffer"]
+        if any(entry.name.startswith(prefix) for prefix in prefixes):
+            masks[f"{entry.kind}s"][entry.start : entry.stop] = True
+    return masks
 
 
-def _with_own(model: Packed, own: Arrays, params: torch.Tensor, buffers: torch.Tensor) -> Packed:
-    changed = model.params.clone(), model.buffers.clone()
-    changed[0][params] = own["params"].to(model.params)
-    changed[1][buffers] = own["buffers"].to(model.buffers)
-    return replace(model, params=changed[0], buffers=changed[1])
+def _own(model: Packed, masks: Arrays) -> dict[str, torch.Tensor]:
+    return {name: getattr(model, name)[mask] for name, mask in masks.items()}
+
+
+def _with_own(model: Packed, own: Arrays, masks: Arrays) -> Packed:
+    changed = {name: getattr(model, name).clone() for name in VECTORS}
+    for name, mask in masks.items():
+        changed[name][mask] = own[name].to(changed[name])
+    return replace(model, **changed)

@@ -1,7 +1,9 @@
 """Methods that exchange class prototypes: FedProc, FedProto (with a shared model) and FPL.
 
 A client's prototype of a class is the mean feature vector of its samples of that class, collected while it trains its last
-epoch; the server averages the clients' prototypes per class, unweighted, over the clients that have the class.
+epoch; the server averages the clients' prototypes per class over the clients that have the class: all alike, by how many
+samples of it each has (`count`), or by the weights of the model's average (`p`). A class that nobody has in a round keeps
+what it had.
 
 FedProc (Mu et al., FGCS 2023): `alpha_t L_con + (1 - alpha_t) CE`, `alpha_t = 1 - t/(T-1)`, `L_con` the cross-entropy of the
 cosine similarities to the global prototypes. Without prototypes (the first round) the loss would be 0: `first_round_ce`
@@ -29,6 +31,7 @@ from fedheal.local.term import Arrays, Batch, Context, ServerContext, Term
 class Prototypes(Term):
     """Collecting and averaging prototypes; what they are used for is a subclass's `pulled`."""
 
+    proto_weights: str = "uniform"
     features: bool = True
     sends: tuple[str, ...] = ("prototypes", "known", "clusters", "owner")
 
@@ -52,7 +55,7 @@ class Prototypes(Term):
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
-        return aggregated, _averaged(messages, shared)
+        return aggregated, _averaged(messages, shared, self.proto_weights, ctx) if messages else shared
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,25 @@ class FPL(Prototypes):
 
     temperature: float = 0.02
 
+    def prepare(self, ctx: Context, start: Packed) -> Packed:
+        super().prepare(ctx, start)
+        if (
+            "clusters" in ctx.scratch
+        ):  # filled up to a power of two: steps of few shapes can be captured once for many rounds
+            owner, clusters = ctx.scratch["owner"], ctx.scratch["clusters"]
+            more = (1 << (len(owner) - 1).bit_length()) - len(owner)
+            ctx.scratch["owner"] = functional.pad(owner, (0, more), value=-1)
+            ctx.scratch["clusters"] = functional.pad(clusters, (0, 0, 0, more))
+        return start
+
     def pulled(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
         known = _known(ctx)
         if known is None:
             return None
-        similar = _cosines(z, ctx.scratch["clusters"]) / self.temperature
+        owner = ctx.scratch["owner"]
+        similar = (_cosines(z, ctx.scratch["clusters"]) / self.temperature).masked_fill(owner < 0, -torch.inf)
         here = known[batch.y]
-        mine = (ctx.scratch["owner"][None, :] == batch.y[:, None]) | ~here[:, None]  # without clusters: a contrast of 0
+        mine = (owner[None, :] == batch.y[:, None]) | ~here[:, None]  # without clusters: a contrast of 0
         own = similar.masked_fill(~mine, -torch.inf).logsumexp(dim=1)
         contrast = (similar.logsumexp(dim=1) - own).sum() / len(z)
         gap: Tensor = (z - ctx.scratch["prototypes"][batch.y]) * here[:, None]
@@ -116,18 +131,22 @@ class FPL(Prototypes):
     ) -> tuple[Packed, Arrays]:
         if not messages:
             return aggregated, shared
-        clusters, owner, unbiased = [], [], torch.zeros_like(messages[0]["prototypes"])
-        known = torch.zeros(len(unbiased), dtype=torch.int64, device=unbiased.device)
-        for y in range(len(unbiased)):
+        sets: dict[int, Tensor] = {}  # class -> its clusters' means
+        if "owner" in shared:
+            sets = {y: shared["clusters"][shared["owner"] == y] for y in set(shared["owner"].tolist())}
+        for y in range(len(messages[0]["count"])):
             held = [message["prototypes"][y] for message in messages if message["count"][y] > 0]
             if held:
-                means = _cluster_means(torch.stack(held))
-                clusters.append(means)
-                owner += [y] * len(means)
-                unbiased[y], known[y] = means.mean(dim=0), 1
-        if not clusters:
+                sets[y] = _cluster_means(torch.stack(held))
+        if not sets:
             return aggregated, shared
-        made = {"clusters": torch.cat(clusters), "owner": torch.tensor(owner, device=unbiased.device)}
+        unbiased = torch.zeros_like(messages[0]["prototypes"])
+        known = torch.zeros(len(unbiased), dtype=torch.int64, device=unbiased.device)
+        for y, means in sets.items():
+            unbiased[y], known[y] = means.mean(dim=0), 1
+        ordered = sorted(sets)
+        owner = [y for y in ordered for _ in sets[y]]
+        made = {"clusters": torch.cat([sets[y] for y in ordered]), "owner": torch.tensor(owner, device=unbiased.device)}
         return aggregated, {"prototypes": unbiased, "known": known, **made}
 
 
@@ -139,15 +158,18 @@ def _collect(z: Tensor, y: Tensor, ctx: Context) -> None:
     ctx.scratch["count"].index_add_(0, y, torch.ones_like(y, dtype=torch.float32))
 
 
-def _averaged(messages: Sequence[Arrays], shared: Arrays) -> Arrays:
-    """Per class the plain mean over the clients that have it; a class nobody has now keeps its old prototype."""
-    if not messages:
-        return shared
-    held = torch.stack([message["count"] > 0 for message in messages])
-    total = sum(message["prototypes"] * has[:, None] for message, has in zip(messages, held, strict=True))
-    number = held.sum(dim=0)
-    mean = torch.as_tensor(total) / number.clamp(min=1)[:, None]
-    known = number > 0
+def _averaged(messages: Sequence[Arrays], shared: Arrays, by: str, ctx: ServerContext) -> Arrays:
+    """Per class the mean over the clients that have it; a class nobody has now keeps its old prototype."""
+    prototypes = torch.stack([message["prototypes"] for message in messages])
+    count = torch.stack([message["count"] for message in messages])  # [k, classes]
+    shares = (count > 0).to(prototypes)
+    if by == "count":
+        shares = count.to(prototypes)
+    elif by == "p":
+        shares = shares * ctx.weights.to(prototypes)[:, None]
+    total = shares.sum(dim=0)
+    known = total > 0
+    mean = (shares[:, :, None] * prototypes).sum(dim=0) / total.where(known, 1.0)[:, None]
     if "prototypes" in shared:
         mean = torch.where(known[:, None], mean, shared["prototypes"].to(mean))
         known = known | shared["known"].to(known)

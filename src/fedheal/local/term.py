@@ -100,11 +100,19 @@ class Term:
     clip: float | None = None
     personalised: bool = False
     validates: bool = False  # needs examples held out of the client's training data
-    sends: tuple[str, ...] = ()  # which of the shared values travel to clients
+    sends: tuple[str, ...] = ()  # which of the shared values travel to every client
 
     def init(self, layout: Layout) -> Arrays:
         """What is shared before the first round."""
         return {}
+
+    def told(self, client: str, shared: Arrays) -> Arrays:
+        """Which of the shared values travel to this client."""
+        return {name: shared[name] for name in self.sends if name in shared}
+
+    def stays(self, module: nn.Module, layout: Layout) -> int:
+        """How many bytes of the model do not travel, once a client has its own."""
+        return 0
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         """The model the client starts from."""

@@ -33,6 +33,9 @@ class LeaveOneOut(Term):
 
     validates: bool = True
 
+    def told(self, client: str, shared: Arrays) -> Arrays:
+        return {name: shared[name] for name in (f"e.{client}",) if name in shared}
+
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
         told = ctx.shared.get(f"e.{ctx.client}")
         if "params" not in ctx.slot or told is None or not float(told) < 1:

@@ -27,8 +27,6 @@ PASS_TWO = 4096  # columns: both float64 accumulators stay in a near cache
 CONVERT = 1 << 18  # columns turned into float32 at a time where numba cannot read the dtype
 REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets sums use vector registers; NaN and infinity keep their meaning
 
-masked = reference.masked
-
 
 def observe(
     deltas: Tensor,
@@ -66,12 +64,7 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
     after = np.empty_like(before)
     edges, _ = _edges(deltas.shape[1], [deltas.shape[1]], PASS_TWO)
     unkept = np.zeros(len(edges) - 1, np.int64)
-    if kept is None:  # counts of zero and thresholds of zero keep everything
-        none = np.zeros(len(rows), np.uint8)
-        table, slots, low, high, sign = np.zeros((1, 1), np.uint8), np.zeros(len(rows), np.int64), none, none, 0
-    else:
-        table, slots, sign = kept.counts.numpy(), kept.slots, kept.sign
-        low, high = kept.at_least.astype(table.dtype), kept.below.astype(table.dtype)
+    table, slots, low, high, sign = _rule(rows, kept)
     for first, matrix in _chunks(deltas, edges):
 
         def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
@@ -80,6 +73,24 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
 
         _spread(work, *_within(edges, first, matrix.shape[1]), cost=len(rows) * PASS_TWO)
     return torch.from_numpy(after).to(params.dtype), int(unkept.sum())
+
+
+def masked(deltas: Tensor, rows: Integers, kept: Kept | None, start: int, stop: int) -> Floats:
+    if deltas.dtype not in (torch.float32, torch.float64) or not deltas.is_contiguous():
+        return reference.masked(deltas, rows, kept, start, stop)
+    block = np.empty((len(rows), stop - start))
+    table, slots, low, high, sign = _rule(rows, kept)
+    _fill_masked(deltas.numpy(), rows, table, slots, low, high, sign, start, stop, block)
+    return block
+
+
+def _rule(rows: Integers, kept: Kept | None) -> tuple[NDArray[Any], Integers, NDArray[Any], NDArray[Any], int]:
+    """Counts, slots, thresholds and sign; sign 0 where there are no counts and everything is kept."""
+    if kept is None:
+        none = np.zeros(len(rows), np.uint8)
+        return np.zeros((1, 1), np.uint8), np.zeros(len(rows), np.int64), none, none, 0
+    table = kept.counts.numpy()
+    return table, kept.slots, kept.at_least.astype(table.dtype), kept.below.astype(table.dtype), kept.sign
 
 
 def _scan(
@@ -288,3 +299,18 @@ def _mean_blocks(matrix, rows, weights, table, slots, low, high, sign, first, ed
                 after[start + j] = before[start + j]
                 none += 1
         unkept[b] = none
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill_masked(matrix, rows, table, slots, low, high, sign, start, stop, block):  # type: ignore[no-untyped-def]
+    s = matrix.dtype.type(sign)
+    for i in range(rows.size):
+        x, y = matrix[rows[i], start:stop], block[i]
+        if sign == 0:
+            for j in range(x.size):
+                y[j] = x[j]
+        else:
+            counts, least, most = table[slots[i], start:stop], low[i], high[i]
+            for j in range(x.size):
+                keep = (counts[j] >= least) if s * x[j] >= 0 else (counts[j] < most)
+                y[j] = x[j] if keep else matrix.dtype.type(0)

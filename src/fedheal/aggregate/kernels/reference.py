@@ -1,4 +1,7 @@
-"""The obvious twin: plain torch on any device, written to be compared with the equations, not to be fast."""
+"""The obvious twin: plain torch on any device, written to be compared with the equations, not to be fast.
+
+It is also the one kernel that knows `Graded` masks; the stages that give them choose it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.types import Floats, Integers, Kept, Measured
+from fedheal.types import Floats, Graded, Integers, Kept, Mask, Measured
 
 BLOCK = 1 << 18
 
@@ -38,15 +41,24 @@ def observe(
         for start, stop in _blocks(0, deltas.shape[1]):
             up = sign * deltas[row, start:stop] >= 0
             counts[slot, start:stop] = (counts[slot, start:stop].to(torch.int64) + up).to(counts.dtype)
-    return _measure(deltas, rows, tensors, kept)
+    return measured(deltas, rows, tensors, kept)
 
 
 def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
     check_finite(deltas, rows)
-    return _measure(deltas, rows, tensors, None)
+    return measured(deltas, rows, tensors, None)
 
 
-def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
+def fade(deltas: Tensor, rows: Integers, counts: Tensor, slots: Integers, left: float, sign: int) -> None:
+    """Keep a share `left` of the counts of float32 and add this round's signs, in place; `NonFinite` before any is touched."""
+    check_finite(deltas, rows)
+    for row, slot in zip(rows, slots, strict=True):
+        for start, stop in _blocks(0, deltas.shape[1]):
+            here = counts[slot, start:stop]
+            here.mul_(left).add_(sign * deltas[row, start:stop] >= 0)
+
+
+def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kept: Mask | None) -> tuple[Tensor, int]:
     after = params.clone()
     unkept = 0
     for start, stop in _blocks(0, deltas.shape[1]):
@@ -64,12 +76,13 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
     return after, unkept
 
 
-def masked(deltas: Tensor, rows: Integers, kept: Kept | None, start: int, stop: int) -> Floats:
+def masked(deltas: Tensor, rows: Integers, kept: Mask | None, start: int, stop: int) -> Floats:
     block = [deltas[row, start:stop].to(torch.float64) for row in rows]
     return torch.stack([d * mask(kept, i, d, start, stop) for i, d in enumerate(block)]).cpu().numpy()
 
 
-def _measure(deltas: Tensor, rows: Integers, tensors: Sequence[int], kept: Kept | None) -> Measured:
+def measured(deltas: Tensor, rows: Integers, tensors: Sequence[int], kept: Mask | None) -> Measured:
+    """What a mask leaves of updates that are known to be finite."""
     squares = np.zeros((len(rows), len(tensors)))
     number = np.zeros((len(rows), len(tensors)), np.int64)
     for i, row in enumerate(rows):
@@ -78,18 +91,33 @@ def _measure(deltas: Tensor, rows: Integers, tensors: Sequence[int], kept: Kept 
             for start, stop in _blocks(begin, begin + length):
                 delta = deltas[row, start:stop].to(torch.float64)
                 where = mask(kept, i, delta, start, stop)
-                squares[i, t] += float((delta[where] ** 2).sum())
-                number[i, t] += int(where.sum())
+                squares[i, t] += float(((where * delta) ** 2).sum())
+                number[i, t] += int((where > 0).sum())
             begin += length
     return Measured(squares, number)
 
 
-def mask(kept: Kept | None, i: int, delta: Tensor, start: int, stop: int) -> Tensor:
-    """Which of client i's entries `start:stop` are kept."""
+def mask(kept: Mask | None, i: int, delta: Tensor, start: int, stop: int) -> Tensor:
+    """Which of client i's entries `start:stop` are kept or, for a `Graded` mask, how much each counts."""
     if kept is None:
         return torch.ones_like(delta, dtype=torch.bool)
+    if isinstance(kept, Graded):
+        return _degree(kept, i, delta, start, stop)
     counts = kept.counts[kept.slots[i], start:stop].to(torch.int64)
     return torch.where(kept.sign * delta >= 0, counts >= int(kept.at_least[i]), counts < int(kept.below[i]))
+
+
+def _degree(kept: Graded, i: int, delta: Tensor, start: int, stop: int) -> Tensor:
+    up = kept.sign * delta >= 0
+    total = float(kept.total[i])
+    history = kept.counts[kept.slots[i], start:stop].to(torch.float64)
+    if kept.past:
+        history = history - up.to(torch.float64)
+    agree = torch.where(up, history, total - history).clamp(0, total)  # float32 counts may be a rounding beyond
+    here = agree >= float(kept.need[i])
+    if not kept.soft or total == 0:
+        return here.to(torch.float64)
+    return agree / total * here
 
 
 def check_finite(deltas: Tensor, rows: Integers) -> None:

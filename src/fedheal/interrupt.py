@@ -1,0 +1,56 @@
+"""Ctrl-C where it does no harm: at once while clients train, after the round once their updates are being aggregated.
+
+A round reuses the memory of the state it starts from as soon as aggregation begins, so from there until the round is over there
+is no whole state to save. That is short; a second Ctrl-C does not wait.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, Self
+
+from fedheal.engine.serial import Task, Trained
+from fedheal.engine.workers import Shared, Trainer
+from fedheal.layout import Packed
+
+
+class Interrupts:
+    """While entered, Ctrl-C waits where it is `held`. Does nothing outside the main thread, or where it is ignored."""
+
+    def __init__(self) -> None:
+        self.held = self.pending = False
+        self.before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+            self.before = signal.signal(signal.SIGINT, self._came)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self.before)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if self.held and not self.pending:
+            self.pending = True
+        else:
+            self.before(number, frame)
+
+    def release(self) -> None:
+        """Let it come; `KeyboardInterrupt` now if it came meanwhile."""
+        self.held = False
+        if self.pending:
+            self.pending = False
+            raise KeyboardInterrupt
+
+    def around(self, train: Trainer) -> Trainer:
+        """Training that can be interrupted, and what follows it cannot be until `release`."""
+
+        def guarded(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
+            yield from train(model, shared, tasks)
+            self.held = True
+
+        return guarded

@@ -1,0 +1,118 @@
+"""Writes docs/reference.md: every field of an experiment and every parameter of a method, from the code that reads them.
+
+python tools/reference.py > docs/reference.md
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from fedheal import methods
+from fedheal.aggregate.parameter import described
+from fedheal.experiment import FREE, Experiment
+
+FIELDS = {
+    "name": "the run folder's name; made of method, data and seed if empty",
+    "method": "a method's name, or in Python a `Method`; its own parameters may stand beside the fields",
+    "data": "a data set's name (`fedheal data list`), or your own as `package.module:function`",
+    "model": "a model's name, or your own as `package.module:factory`",
+    "width": "the model's width, where it has one; its own default if not given",
+    "rounds": "communication rounds",
+    "seed": "of the split, the cohorts, the batches and the initial model",
+    "clients_per_domain": "how many clients each domain has; the data set's protocol if not given",
+    "samples_per_client": "training examples a client; the data set's protocol if not given",
+    "only": "domains or clients that train, no others; all if empty",
+    "without": "domains or clients that do not train; the model is judged on their domains all the same",
+    "pool": "one machine that holds the data of all who train",
+    "validation": "share of each client's training data that it only judges with",
+    "participation": "share of the clients that are asked each round",
+    "dropout": "probability that a client which was asked does not reply",
+    "epochs": "passes over its data that a client makes each round",
+    "steps": "steps that a client takes each round, instead of epochs",
+    "batch_size": "examples a step; the last, smaller batch of an epoch counts",
+    "lr": "the clients' learning rate (SGD)",
+    "momentum": "the clients' momentum; started afresh each round",
+    "weight_decay": "the clients' weight decay",
+    "augment": "what is done to training images",
+    "server_optimizer": "how the global model follows the aggregated one",
+    "server_lr": "the server's learning rate; 1 is the aggregated model itself",
+    "server_momentum": "the server's momentum",
+    "eval_every": "rounds from one evaluation to the next; the last round is always evaluated",
+    "on_bad_update": "an error, or count the client as absent",
+    "device": "`auto` (a GPU where there is one), `cpu`, `cuda`, `cuda:1`, ...",
+    "threads": "threads a process; a part of the experiment, since it changes sums",
+    "workers": "processes that train clients; changes no result",
+    "save_seconds": "how often the state is saved; 0 is every round",
+}
+
+
+def page() -> str:
+    """The page as Markdown."""
+    return "\n".join([*_fields(), "", *_parameters(), ""])
+
+
+def _fields() -> list[str]:
+    lines = [
+        "# Reference",
+        "",
+        "Written by `tools/reference.py` from the code; a test says when it is out of date.",
+        "",
+        "## Fields of an experiment",
+        "",
+        "For `fedheal run key=value`, a TOML file and `fedheal.Experiment(...)`. A data set's protocol may have other",
+        "defaults (`fedheal data list`). A run's `experiment.toml` has all of them that are set. Those marked * may differ",
+        "between a run and its resumption.",
+        "",
+        "| field | default | values | what it is |",
+        "|---|---|---|---|",
+    ]
+    for name, field in Experiment.model_fields.items():
+        mark = "*" if name in FREE else ""
+        lines.append(f"| `{name}`{mark} | {_shown(field.default)} | {_values(field)} | {FIELDS[name]} |")
+    return lines
+
+
+def _parameters() -> list[str]:
+    lines = [
+        "## Parameters of methods",
+        "",
+        "Also shown by `fedheal methods NAME`. MarsFL and RethinkFL are public code of the research group behind the FedHEAL",
+        "paper, which itself does not give the parameters of the methods it compares with. [methods.md](methods.md) says more.",
+        "",
+        "| part | parameter | default | what it is | source of the default |",
+        "|---|---|---|---|---|",
+    ]
+    for part, function in methods.PARTS.items():
+        for name, (default, said) in described(function).items():
+            lines.append(f"| `{part}` | `{name}` | {_shown(default)} | {said.about} | {said.source} |")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    if value is None or value in ("", ()):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _values(field: FieldInfo) -> str:
+    """What the validation lets pass, in words."""
+    kind = field.annotation
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(kind))
+    kinds = [one for one in typing.get_args(kind) or (kind,) if one is not type(None) and one is not Ellipsis]
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+    words = "list" if typing.get_origin(kind) is tuple else names.get(kinds[0], "")
+    for bound in field.metadata:
+        for sign, limit in ((">=", Ge), (">", Gt), ("<=", Le), ("<", Lt)):
+            if isinstance(bound, limit):
+                value = getattr(bound, limit.__name__.lower())
+                words += f" {sign} {'2^63' if value == 2**63 else value}"
+    return words
+
+
+if __name__ == "__main__":
+    print(page(), end="")
