@@ -40,9 +40,10 @@ def share(fraction: float, whole: int) -> int:
 
 def own_folder(name: str) -> Description:
     """The description of `folder:PATH`: every folder in it is a domain."""
-    path = Path(name.removeprefix(FOLDER)).expanduser()
-    if not path.is_dir():
-        raise ValueError(f"data = {name!r}: there is no folder {str(path)!r}")
+    said = name.removeprefix(FOLDER)
+    path = Path(said).expanduser()
+    if not said or not path.is_dir():
+        raise ValueError(f"data = {name!r}: there is no folder {said!r}")
     domains = subfolders(path)
     if not domains:
         raise ValueError(f"data = {name!r}: {path} has no folders; <domain>/<class>/... is needed")
