@@ -54,7 +54,8 @@ def check(
     worst = 0
     for name in [data] if data else list(datasets.DESCRIPTIONS):
         described, wanted = datasets.description(name, datasets.Wanted(data_root))
-        packed = archive.found(root_of(wanted.root), described.name)
+        root = root_of(wanted.root)
+        packed = real.export_of(described, located(described, root), root)
         if packed is not None:
             worst = max(worst, _say_export(packed))
             continue

@@ -287,10 +287,14 @@ def clients_of(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
     """All clients of the experiment's split, whether they train or not."""
     names = [d.name for d in domains.domains]
     usual = dict(zip(names, domains.clients_per_domain, strict=True))
-    samples = dict(zip(names, domains.samples_per_client, strict=True))
+    sizes = {d.name: len(d.labels) for d in domains.domains}
     numbers = _chosen("clients_per_domain", experiment.clients_per_domain, usual)
+    samples = {
+        name: number or sizes[name] // numbers[name]
+        for name, number in zip(names, domains.samples_per_client, strict=True)
+    }
     clients = partition(
-        {d.name: len(d.labels) for d in domains.domains},
+        sizes,
         numbers,
         _chosen("samples_per_client", experiment.samples_per_client, _shares(experiment, domains, samples)),
         experiment.seed,
@@ -352,7 +356,7 @@ def per_domain(field: str, said: Any, kind: type[int] | type[float]) -> Any:
         said = {name: override(f"x={value}")[1] for name, _, value in pairs} if pairs else said
     for number in said.values() if isinstance(said, dict) else [said]:
         fits = isinstance(number, int) if kind is int else isinstance(number, (int, float))
-        if not fits or isinstance(number, bool) or not 0 < number < (2**63 if kind is int else 1 + 1e-12):
+        if not fits or isinstance(number, bool) or not 0 < number <= (2**62 if kind is int else 1):
             wanted = "a number of 1 or more" if kind is int else "a fraction of at most 1"
             raise ValueError(f"{field} = {said!r}: {wanted} is needed, or such for domains, as 'mnist=5 usps=3'")
     return said

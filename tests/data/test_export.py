@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -73,6 +76,17 @@ def test_a_run_there_is_the_run_here(digits: Path, tmp_path: Path) -> None:
     assert one.summary["data_fingerprint"] == two.summary["data_fingerprint"]
     assert one.domains == two.domains
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
+
+
+def test_it_needs_no_library_of_the_extras(digits: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('pyarrow', 'huggingface_hub', 'matplotlib', 'torchvision'): sys.modules[name] = None\n"
+        "from fedheal import data\n"
+        f"print(data.load('digits', data.Wanted({str(digits)!r})).identity)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == data.load("digits", data.Wanted(str(digits))).identity, done.stderr
 
 
 @pytest.mark.parametrize("keys", [{"seed": 2}, {"samples_per_client": 5}, {"dirichlet": 0.1}])
@@ -153,6 +167,14 @@ def test_an_export_of_another_set_and_several_of_one(digits: Path) -> None:
     (digits.parent / "more.export").write_bytes(digits.read_bytes())
     with pytest.raises(ValueError, match=r"several exports of 'digits'.*digits\.export, more\.export"):
         data.load("digits", data.Wanted(str(digits.parent)))
+
+
+def test_the_files_themselves_are_preferred_unless_they_are_fewer(digits: Path, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    (root / "digits.export").write_bytes(digits.read_bytes())
+    assert data.load("digits", data.Wanted(str(root)))["mnist"].excerpt is None
+    shutil.rmtree(root / "digits" / "svhn")
+    assert data.load("digits", data.Wanted(str(root)))["mnist"].excerpt is not None
 
 
 def test_an_export_cannot_be_exported(digits: Path, call) -> None:

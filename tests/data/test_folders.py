@@ -13,6 +13,7 @@ import fedheal
 import layouts
 from fedheal import data
 from fedheal.data import folders
+from fedheal.experiment import clients_of, domains_of
 
 
 def load(root: Path, **keys: object) -> data.Domains:
@@ -36,10 +37,14 @@ def test_classes_in_common_and_all_classes(root: Path) -> None:
     assert sorted(set(all_["sketches"].train.labels.tolist())) == [1, 2, 3]
 
 
-def test_everything_is_shared_out_unless_said_otherwise(root: Path) -> None:
-    found = load(root)
-    assert found.clients_per_domain == (5, 5)
-    assert found.samples_per_client == tuple(len(domain.train) // 5 for domain in found.domains)
+@pytest.mark.parametrize("number", [None, 2, 7])
+def test_everything_is_shared_out_unless_said_otherwise(root: Path, number: int | None) -> None:
+    experiment = fedheal.Experiment(data=f"folder:{root}", clients_per_domain=number)
+    found = domains_of(experiment)
+    clients = clients_of(experiment, found)
+    for domain in found.domains:
+        sizes = [len(client.indices) for client in clients if client.domain == domain.name]
+        assert sizes == [len(domain.train) // (number or 5)] * (number or 5)
 
 
 def test_training_and_test_folders_are_kept(tmp_path: Path) -> None:

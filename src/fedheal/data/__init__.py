@@ -58,7 +58,8 @@ def load(name: str, wanted: Wanted | None = None) -> Domains:
     if ":" not in name:
         if name not in DATASETS:
             raise ValueError(
-                f"there is no data set {name!r}; choose one of {', '.join(DATASETS)}, or name your own function "
+                f"there is no data set {name!r}; choose one of {', '.join(DATASETS)}, name your own image folders as "
+                f"'{FOLDER}PATH', or your own function "
                 'by import path as "package.module:function"'
             )
         return DATASETS[name].load(wanted)

@@ -1,7 +1,8 @@
 """Images decoded once: resized bytes in files that are mapped into memory, with a fingerprint.
 
 The name of a prepared set hashes everything that decides its bytes: the files it was made from (their names, sizes and times
-of change), the size, the choice of classes, Pillow's version. A set appears whole, by one rename, or not at all.
+of change), the size, the choice of classes, the versions of fedheal and Pillow. A set appears whole, by one rename, or not
+at all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -27,6 +28,7 @@ import torch
 from fedheal.data import images
 from fedheal.data.domains import Domain, Domains, Excerpt, Split, fingerprint
 from fedheal.data.raw import Raw, RawDomain
+from fedheal.version import __version__
 
 FORMAT = "fedheal-prepared-1"
 VARIABLE = "FEDHEAL_CACHE"
@@ -49,7 +51,7 @@ class Recipe:
         listed = {
             domain: [(str(path), *_stamp(path)) for path in sorted(paths)] for domain, paths in self.files.items()
         }
-        said = [FORMAT, PIL.__version__, self.name, self.size, self.choice, listed]
+        said = [FORMAT, __version__, PIL.__version__, self.name, self.size, self.choice, listed]
         return hashlib.sha256(json.dumps(said).encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -201,8 +203,9 @@ def _appearing(folder: Path) -> Iterator[Path]:
 def _tidy(folder: Path) -> None:
     """Remove what processes that were killed have left."""
     for left in folder.glob(f"{UNFINISHED}*"):
-        if time.time() - left.stat().st_mtime > A_DAY:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its process may finish just now
+            if time.time() - left.stat().st_mtime > A_DAY:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -144,7 +144,7 @@ class Description:
     sources: tuple[Source, ...]
     size: int  # images are resized to size x size
     clients: int  # per domain
-    fraction: float  # of the whole training split, that each client holds
+    fraction: float  # of the whole training split, that each client holds; 0: its share of all there is
     classes: tuple[str, ...] = ()  # empty: the names of the folders
     protocol: Mapping[str, Any] = field(default_factory=dict)
 

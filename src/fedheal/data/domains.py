@@ -68,7 +68,7 @@ class Domains:
     classes: tuple[str, ...]
     domains: tuple[Domain, ...]
     clients_per_domain: tuple[int, ...]  # one entry per domain
-    samples_per_client: tuple[int, ...]  # one entry per domain: every client of it holds this many
+    samples_per_client: tuple[int, ...]  # one entry per domain: every client of it holds this many; 0: its share of all
     identity: str = ""  # the fingerprint, where it is known without reading everything
     notes: tuple[str, ...] = ()  # what whoever reads a result should know, e.g. that a domain is missing
 

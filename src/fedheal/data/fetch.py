@@ -55,7 +55,7 @@ def from_web(web: Web, folder: Path, progress: Progress) -> Fetched:
     if address.scheme not in ("http", "https") or not name:
         raise ValueError(f"{web.url!r} is not the address of a file")
     path, recorded = folder / name, folder / f"{name}.sha256"
-    known = web.sha256 or (recorded.read_text(encoding="utf-8").split()[0] if recorded.is_file() else "")
+    known = web.sha256 or (recorded.read_text(encoding="utf-8")[:64].strip() if recorded.is_file() else "")
     folder.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
         part = folder / f"{name}.part"
@@ -135,6 +135,8 @@ def _go_on(url: str, part: Path, progress: Progress) -> None:
         headers |= {"Range": f"bytes={have}-", "If-Range": mark.read_text(encoding="utf-8")}
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as reply:
         goes_on = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+        if reply.status == 206 and not goes_on:
+            raise ConnectionError("another part came than the one that was asked for")
         have = have if goes_on else 0
         total = have + int(reply.headers.get("Content-Length") or 0)
         version = reply.headers.get("ETag") or reply.headers.get("Last-Modified")

@@ -7,6 +7,7 @@ Pillow images, and so what the paper's pipeline saw. Grey images are resized as 
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,8 @@ from PIL import Image, UnidentifiedImageError
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".webp")
 MOST_PIXELS = 64_000_000  # of one image; a file of some kilobytes may claim to be far more
-BATCH = 256
+BATCH = 256  # images at a time, or fewer:
+BATCH_BYTES = 1 << 26
 
 
 class Unreadable(ValueError):
@@ -67,9 +69,10 @@ def batches(
         except Unreadable as trouble:
             return trouble
 
-    with calm(), ThreadPoolExecutor() as pool:
-        for start in range(0, number, BATCH):
-            yield list(pool.map(one, range(start, min(number, start + BATCH))))
+    step = max(1, min(BATCH, BATCH_BYTES // (3 * size * size)))
+    with calm(), ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes and resizes without holding the lock
+        for start in range(0, number, step):
+            yield list(pool.map(one, range(start, min(number, start + step))))
 
 
 @contextmanager

@@ -40,15 +40,16 @@ def share(fraction: float, whole: int) -> int:
 
 def own_folder(name: str) -> Description:
     """The description of `folder:PATH`: every folder in it is a domain."""
-    path = Path(name.removeprefix(FOLDER)).expanduser()
-    if not path.is_dir():
-        raise ValueError(f"data = {name!r}: there is no folder {str(path)!r}")
+    said = name.removeprefix(FOLDER)
+    path = Path(said).expanduser()
+    if not said or not path.is_dir():
+        raise ValueError(f"data = {name!r}: there is no folder {said!r}")
     domains = subfolders(path)
     if not domains:
         raise ValueError(f"data = {name!r}: {path} has no folders; <domain>/<class>/... is needed")
     layout = (FolderLayout(),)
     sources = tuple(Source(n, 0, 0, (n,), layout, home="") for n in domains)
-    return Description("folder", "your own image folders", sources, FOLDER_SIZE, clients=5, fraction=0)
+    return Description("folder", "your own image folders", sources, FOLDER_SIZE, clients=5, fraction=0.0)
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,12 @@ def opened(description: Description, wanted: Wanted) -> Opened:
     """Find a data set on disk; nothing is read yet."""
     root = root_of(wanted.root)
     size = wanted.size or description.size
-    packed = archive.found(root, description.name)
+    places = located(description, root)
+    packed = export_of(description, places, root)
     if packed is not None:
         _refuse_lacking(description, packed, wanted)
         recipe = cache.Recipe(description.name, size, "export", {"": [packed]}, lambda: archive.read(packed))
         return Opened(description, recipe, (), packed)
-    places = located(description, root)
     _refuse_missing(description, places, root, wanted)
     here = [place.found for place in places if place.found]
 
@@ -81,6 +82,15 @@ def opened(description: Description, wanted: Wanted) -> Opened:
 
     files = {found.name: found.files for found in here}
     return Opened(description, cache.Recipe(description.name, size, wanted.classes, files, read), places)
+
+
+def export_of(description: Description, places: Sequence[Place], root: Path) -> Path | None:
+    """The export to read instead, if there is one with more domains than there are in their own files."""
+    here = {place.name for place in places if place.found}
+    if len(here) == len(places):
+        return None
+    packed = archive.found(root, description.name)
+    return packed if packed and not {d.name for d in archive.manifest(packed).domains} <= here else None
 
 
 def load(description: Description, wanted: Wanted) -> Domains:
@@ -101,7 +111,7 @@ def domains_of(found: Opened, prepared: cache.Prepared) -> Domains:
         tuple(prepared.manifest["classes"]),
         domains,
         (description.clients,) * len(domains),
-        tuple(share(description.fraction, d.nominal) or len(d.labels) // description.clients for d in domains),
+        tuple(share(description.fraction, d.nominal) for d in domains),
         identity,
         tuple(notes),
     )
