@@ -4,7 +4,8 @@
     python benchmarks/methods.py scaffold moon   only these
 
 A few rounds of one epoch with 80 examples a client: enough to see the loss fall, not to compare accuracies. *State*: what a run
-must keep from round to round, beside the model (server and clients together). *Peak*: how far the process grew beyond what
+must keep from round to round, beside the model (server and clients together). Seconds are those of the processor in one thread,
+which other work on the machine hardly changes. *Peak*: how far the process grew beyond what
 it held before, in a process of its own.
 """
 
@@ -14,6 +15,8 @@ import os
 import platform
 import resource
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -23,9 +26,11 @@ import torch
 
 from fedheal import data as datasets
 from fedheal import methods
-from fedheal.engine.workers import trainer
+from fedheal.engine.serial import Task, Trained
+from fedheal.engine.workers import Shared, trainer
 from fedheal.execute import device_of
 from fedheal.experiment import Experiment, build
+from fedheal.layout import Packed
 from fedheal.run import initial_state, rounds
 
 ROUNDS = 3
@@ -51,16 +56,26 @@ def cost(name: str) -> Cost:
     validation = {"validation": 0.2} if name in ("fedce", "fedga") else {}
     experiment = Experiment(method=name, rounds=ROUNDS, epochs=1, samples_per_client=80, **validation)
     federation = build(experiment, datasets.load("embedded"), device_of("cpu"))
+    spans, ends, done = [], [], []
     with trainer(federation.bench, 1, 1) as train:
-        done = list(rounds(federation, initial_state(federation), train, ROUNDS, every=ROUNDS))
+
+        def timed(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
+            start = time.process_time()
+            yield from train(model, shared, tasks)
+            spans.append((start, time.process_time()))
+
+        for after in rounds(federation, initial_state(federation), timed, ROUNDS, every=ROUNDS):
+            ends.append(time.process_time())
+            done.append(after)
     state, history = done[-1][0], [record for _, record in done]
     arrays, _ = state.to_arrays()
     kept = sum(tensor.nbytes for key, tensor in arrays.items() if not key.startswith("model."))
     return Cost(
         tuple(record.train_loss or float("nan") for record in history),
         dict(history[-1].domains or {}),
-        sum(record.seconds["train"] for record in history) / ROUNDS,
-        sum(record.seconds["aggregate"] for record in history) / ROUNDS,
+        sum(stop - start for start, stop in spans) / ROUNDS,
+        # The last round also evaluates.
+        sum(end - stop for end, (_, stop) in zip(ends[:-1], spans[:-1], strict=True)) / (ROUNDS - 1),
         kept,
         state.sent / ROUNDS,
         state.received / ROUNDS,
@@ -89,8 +104,9 @@ def main(names: list[str]) -> None:
     cost("fedheal")  # compiles what there is to compile
     experiment, embedded = Experiment(method="fedavg"), datasets.load("embedded")
     print(
-        f"Per round of {sum(embedded.clients_per_domain)} clients on the embedded digits ({experiment.model}), one thread on "
-        f"one of {os.cpu_count()} cores ({platform.machine()}, no GPU, torch {torch.__version__.split('+')[0]}):\n"
+        f"Per round of {sum(embedded.clients_per_domain)} clients on the embedded digits ({experiment.model}, 80 examples a "
+        f"client, one epoch), in processor seconds of one thread\non a machine of {os.cpu_count()} cores without a GPU "
+        f"({platform.machine()}, torch {torch.__version__.split('+')[0]}):\n"
     )
     columns = [
         "method",

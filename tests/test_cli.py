@@ -179,9 +179,9 @@ def test_a_folder_does_not_stand_for_what_the_words_leave_out(call, tmp_path: Pa
 
 
 def test_a_parameter_that_only_some_methods_have_is_refused_with_what_to_write(call, tmp_path: Path) -> None:
-    done = call("compare", "fedavg", "fedheal", "fedprox+fphl", "centralised", "tau=0.4", "--seeds", "1")
+    done = call("compare", "fedavg", "fedheal", "fedprox:mu=1+fphl", "centralised", "tau=0.3", "--seeds", "1")
     assert_sentence(
-        done, "'fedavg', 'centralised' have no parameter 'tau'", "fedavg+fedheal:tau=0.4 fedprox+fphl:tau=0.4"
+        done, "'fedavg', 'centralised' have no parameter 'tau'", "fedheal:tau=0.3 fedprox:mu=1+fphl:tau=0.3"
     )
     assert_sentence(call("compare", "fedavg", "fedprox", "tau=0.4", "--seeds", "1"), "unknown field 'tau'")
     assert_sentence(call("compare", "fedavg", "rounds=1", "rounds=2"), "'rounds' is given twice: rounds=1 and rounds=2")

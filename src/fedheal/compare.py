@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedheal.aggregate.parameter import described
 from fedheal.data.domains import Domains
 from fedheal.experiment import Experiment, clients_of, domains_of
-from fedheal.methods import get, parameters, suggestion
+from fedheal.methods import PARTS, parameters, suggestion
 from fedheal.report.rows import BOUNDS
 from fedheal.schedule import Job
 
@@ -51,9 +52,19 @@ def _check_parameters(names: Sequence[str], values: Mapping[str, Any]) -> None:
         if any(takes.values()) and not all(takes.values()):
             having = [name for name in names if takes[name]]
             lacking = [f"'{name}'" for name in names if not takes[name]]
-            written = " ".join(get(name, **{key: values[key]}).name for name in having)
+            written = " ".join(_written(name, key, values[key]) for name in having)
             has = f"{', '.join(lacking)} {'has' if len(lacking) == 1 else 'have'}"
             raise ValueError(f"{has} no parameter '{key}': write it with the methods that have it, {written}")
+
+
+def _written(name: str, key: str, value: Any) -> str:
+    """A method's name with a parameter behind the part that has it."""
+    parts = name.split("+")
+    for i, part in enumerate(parts):
+        kind, colon, _ = part.partition(":")
+        if kind.strip() in PARTS and key in described(PARTS[kind.strip()]):
+            parts[i] = f"{part}{',' if colon else ':'}{key}={value}"
+    return "+".join(parts)
 
 
 def _experiments(method: str, values: dict[str, Any], domains: Domains | None) -> list[Experiment]:
