@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedheal import data as datasets
 from fedheal import records
+from fedheal.aggregate.directions import spread
 from fedheal.data.domains import Domains, fingerprint
 from fedheal.engine.workers import trainer
 from fedheal.experiment import Experiment, build, module_of
@@ -176,6 +177,7 @@ def _result(
         "data_fingerprint": fingerprint(domains),
         "bytes_sent": state.sent,
         "bytes_received": state.received,
+        "consistency": spread(state.aggregator),
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
         "versions": _versions(),
     }

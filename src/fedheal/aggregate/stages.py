@@ -8,13 +8,14 @@ from collections.abc import Callable
 from fedheal.aggregate.afl import afl
 from fedheal.aggregate.checks import check_among, check_share, check_switch
 from fedheal.aggregate.consistency import consistency
+from fedheal.aggregate.directions import directions
 from fedheal.aggregate.distance import cumulative, momentum
 from fedheal.aggregate.equidistant import exact
 from fedheal.aggregate.qffl import qffl
 from fedheal.aggregate.stage import Stage, chain
 from fedheal.aggregate.weights import uniform
 
-__all__ = ["STAGES", "Stage", "afl", "chain", "fael", "fael_exact", "fedheal", "fphl", "qffl", "uniform"]
+__all__ = ["STAGES", "Stage", "afl", "chain", "directions", "fael", "fael_exact", "fedheal", "fphl", "qffl", "uniform"]
 
 VARIANTS = ("paper", "released")
 FAEL = ("momentum", "exact", "exact-reg", False)
@@ -78,6 +79,7 @@ STAGES: dict[str, Callable[..., Stage]] = {
     "fphl": fphl,
     "fael": fael,
     "fael-exact": fael_exact,
+    "directions": directions,
 }
 
 
