@@ -23,7 +23,7 @@ from fedheal.aggregate.directions import spread
 from fedheal.data.domains import Domains, fingerprint
 from fedheal.engine.workers import trainer
 from fedheal.experiment import Experiment, build, module_of
-from fedheal.metrics import fairness, last_mean
+from fedheal.metrics import LAST, fairness, last_mean
 from fedheal.progress import Progress, watched
 from fedheal.run import Callback, Federation, initial_state, judged_model, restored_state, rounds
 from fedheal.types import RoundRecord, RunState
@@ -162,6 +162,7 @@ def _result(
         "data": experiment.data,
         "seed": experiment.seed,
         "rounds": experiment.rounds,
+        "averaged": min(LAST, len(judged)),  # rounds that the accuracies are means of
         "domains": accuracy,
         **evenness,
         "clients": last_mean([record.clients or {} for record in judged]),
