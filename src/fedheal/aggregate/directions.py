@@ -10,7 +10,7 @@ As in FPHL an update of exactly zero counts as going up, so entries that never m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,9 @@ def directions(block: int = 10, long: int = 100) -> Stage:
             raise ValueError(f"{name} = {number!r}: use 2 rounds or more")
 
     def init(layout: Layout) -> State:
-        return DirectionsState((), np.zeros((0, 2), np.int64), torch.zeros(0, 2, layout.sizes().params, dtype=torch.int32))
+        return DirectionsState(
+            (), np.zeros((0, 2), np.int64), torch.zeros(0, 2, layout.sizes().params, dtype=torch.int32)
+        )
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, DirectionsState)
@@ -123,8 +125,7 @@ def _binned(state: ConsistencyState, slot: int) -> list[float]:
 
 def _parts(state: State) -> Iterator[State]:
     yield state
-    for field in fields(state) if hasattr(state, "__dataclass_fields__") else ():
-        value = getattr(state, field.name)
+    for value in vars(state).values():
         for inner in value if isinstance(value, tuple) else (value,):
             if isinstance(inner, State):
                 yield from _parts(inner)

@@ -206,7 +206,7 @@ def _described(summary: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(rows: Sequence[Row]) -> dict[str, str]:
     """Where and with what the runs were made."""
     summaries = [summary for row in rows for summary in row.summaries]
-    facts = {
+    facts: dict[str, list[Any]] = {
         "data fingerprint": [summary.get("data_fingerprint") for summary in summaries],
         "device": [summary.get("device") for summary in summaries],
         "precision": [summary.get("precision") for summary in summaries],
