@@ -26,6 +26,9 @@ from fedheal.compare import plan, seeds_of
 from fedheal.execute import run as execute
 from fedheal.experiment import Experiment, override
 from fedheal.progress import Progress
+from fedheal.recipes import RECIPES, Options, suffix
+from fedheal.recipes import planned as planned_runs
+from fedheal.recipes.reproduce import reproduced
 from fedheal.report import conclusions, rows, tables
 from fedheal.report import diagnose as diagnosis
 from fedheal.report import figures as drawing
@@ -302,6 +305,59 @@ def report(
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         records.write_text(out, text + "\n")
+
+
+@app.command()
+def reproduce(
+    result: Annotated[str, typer.Argument(metavar="RESULT", help=f"One of {', '.join(RECIPES)}.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value ...]", help="What differs from the paper's protocol.")
+    ] = None,
+    seeds: Seeds = "1",
+    rows_: Annotated[
+        str, typer.Option("--rows", help="Only these rows: names or patterns, such as 'fedavg*,moon+fedheal'.")
+    ] = "",
+    data: Annotated[str, typer.Option(help="Only these data sets: digits, office-caltech, or any other.")] = "",
+    rounds: Annotated[int | None, typer.Option(help="Fewer rounds than the protocol.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
+    smoke: Annotated[
+        bool,
+        typer.Option("--smoke", help="On the embedded data, a few rounds: minutes on a CPU, numbers without meaning."),
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Where the runs and the results go.")] = Path("runs/reproduce"),
+    jobs: Jobs = 0,
+    ray: Ray = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """A result of the paper beside ours: table1, table2, ablation, beta, tau, consistency or convergence.
+
+    Finished runs are not run again (results share them) and stopped ones go on, so the same command may be repeated.
+
+    Example: fedheal reproduce table1 --smoke
+    """
+    if result not in RECIPES:
+        raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
+    said = {"rounds": rounds, "device": device}
+    values = {key: value for key, value in said.items() if value is not None} | dict(map(override, words or []))
+    options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
+    parts = planned_runs(RECIPES[result], options, out)
+    wanted = list({job.folder: job for part in parts for job in part.jobs}.values())
+    console = Console(quiet=quiet or as_json)
+    console.print(f"{len(wanted)} runs into {out}, {_processes(jobs)} at a time:", highlight=False, soft_wrap=True)
+    _run(wanted, console, jobs, ray)
+    made = reproduced(result, RECIPES[result], parts, out / f"{result}{suffix(options)}")
+    title = f"{RECIPES[result].title}{' (a smoke run)' if smoke else ''}"
+    written = _write_page(made.rows, out / f"{result}{suffix(options)}.html", title, extras=made.extras)
+    if as_json:
+        typer.echo(json.dumps(made.tidy, indent=2))
+    elif not quiet:
+        typer.echo("\n\n".join(made.texts))
+        typer.echo("\n".join(["", *map(str, made.files), written]))
+
+
+def _listed(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 @app.command()
