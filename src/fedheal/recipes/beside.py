@@ -88,10 +88,11 @@ def _printed(entry: Entry, domains: Sequence[str]) -> dict[str, float]:
 def _about(planned: Planned, rounds: frozenset[int], theirs: Sequence[str], same: bool) -> list[str]:
     seeds = len(planned.rows[0][1])
     spread = f", {seeds} seeds, ± standard deviation over them" if seeds > 1 else ", one seed"
-    said = [f"Accuracy in percent, {over_rounds(rounds)}{spread}."]
+    said = ["A smoke run: it shows that everything works, and its numbers mean nothing."] if planned.smoke else []
+    said.append(f"Accuracy in percent, {over_rounds(rounds)}{spread}.")
     if not same:
         said.append(
-            f"The paper has no {planned.data}: its numbers on other data stand beside, and nothing is subtracted."
+            f"The paper has no {planned.data} data: its numbers on other data stand beside, and nothing is subtracted."
         )
     elif theirs:
         said.append(

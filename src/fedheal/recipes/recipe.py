@@ -67,6 +67,7 @@ class Planned:
 
     data: str
     rows: Sequence[tuple[Entry, Sequence[Job]]]
+    smoke: bool = False
 
     @property
     def jobs(self) -> list[Job]:
@@ -101,7 +102,7 @@ def _on(recipe: Recipe, data: str, options: Options, out: Path) -> Planned:
     for entry in entries:
         experiments = [Experiment.of(given | fixed | {"method": entry.method, "seed": seed}) for seed in options.seeds]
         rows.append((entry, [Job(experiment, folder / experiment.folder_name) for experiment in experiments]))
-    return Planned(data, rows)
+    return Planned(data, rows, options.smoke)
 
 
 def _chosen(entries: list[Entry], patterns: Sequence[str]) -> list[Entry]:

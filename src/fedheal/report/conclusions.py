@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fedheal.metrics import fairness
 from fedheal.report.rows import BOUNDS, Row
 from fedheal.sampling import note_on_test_sets
 from fedheal.statistics import Comparison, compare_metrics, seeds_needed, verdict
@@ -34,6 +35,39 @@ def chosen_reference(found: Sequence[Row], reference: str | None = None) -> str:
     if reference is not None and reference not in methods:
         raise ValueError(f"reference = {reference}: the methods are {', '.join(methods)}")
     return reference or ("fedavg" if "fedavg" in methods else next(iter(methods), ""))
+
+
+def headline(found: Sequence[Row], reference: str | None = None) -> list[str]:
+    """The reference's worst-served domain, and which method is ahead in what; means over seeds, no claim beyond them."""
+    methods = _by_method(found)
+    if not methods:
+        return []
+    first = chosen_reference(found, reference)
+    by_domain = _means(methods[first])
+    worst = min(by_domain, key=lambda d: by_domain[d])
+    average = float(np.mean(list(by_domain.values())))
+    said = [
+        f"With {first}, {worst} is served worst: {by_domain[worst]:.1f} %, {average - by_domain[worst]:.1f} points below the "
+        f"mean over domains."
+    ]
+    if len(methods) > 1:
+        measured = {name: fairness(_means(seeds)) for name, seeds in methods.items()}
+        ahead = [
+            (words, pick(measured, key=lambda name: measured[name][key]), key, unit)
+            for words, key, pick, unit in (
+                ("highest AVG", "avg", max, " %"),
+                ("lowest STD", "std", min, " points"),
+                ("best worst domain", "worst", max, " %"),
+            )
+        ]
+        listed = ", ".join(f"{words} {name} ({measured[name][key]:.1f}{unit})" for words, name, key, unit in ahead)
+        said.append(f"Ahead, as far as these runs show: {listed}.")
+    return said
+
+
+def _means(seeds: dict[int, dict[str, float]]) -> dict[str, float]:
+    domains = next(iter(seeds.values()))
+    return {domain: float(np.mean([accuracy[domain] for accuracy in seeds.values()])) for domain in domains}
 
 
 def gains(found: Sequence[Row], reference: str | None = None) -> list[str]:

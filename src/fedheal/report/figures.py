@@ -325,7 +325,9 @@ def _shared_legend(figure: Figure | None, shown: Shown) -> Figure | None:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
+    """Below the axes, with room of its own."""
     handles, labels = axes.get_legend_handles_labels()
-    wide = figure.get_figwidth() > COLUMN
-    longest = max(map(len, labels))
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, int((105 if wide else 50) / (longest + 6))))
+    letters = 105 if figure.get_figwidth() > COLUMN else 50
+    columns = max(1, letters // (max(map(len, labels)) + 6))
+    figure.set_figheight(figure.get_figheight() + 0.14 * (-(-len(labels) // columns) - 1))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)

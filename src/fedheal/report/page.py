@@ -28,6 +28,8 @@ from fedheal.version import __version__
 
 MOST_ROUNDS = 200  # points of a curve
 MOST_COLUMNS = 50  # rounds of the heat map
+MOST_SENTENCES = 5  # of one kind, before the rest is folded away
+MOST_LETTERS = 400
 APART = frozenset({"name", "seed", "method"})  # settings that a table names already
 
 
@@ -102,8 +104,9 @@ def _set(table: tables.Table, rows: Sequence[Row], reference: str | None) -> dic
     return {
         "data": table.data,
         "about": table.about,
-        "gains": conclusions.gains(rows, reference),
-        "sentences": conclusions.sentences(rows, reference),
+        "headline": conclusions.headline(rows, reference),
+        "gains": _folded(conclusions.gains(rows, reference)),
+        "sentences": _folded(conclusions.sentences(rows, reference)),
         "columns": table.columns,
         "rows": [
             {
@@ -119,6 +122,12 @@ def _set(table: tables.Table, rows: Sequence[Row], reference: str | None) -> dic
         "facts": _facts(rows),
         "figures": _figures(table, rows, conclusions.chosen_reference(rows, reference)),
     }
+
+
+def _folded(sentences: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is shown at once, and what only those who ask for it see: the list goes on, or a sentence is long."""
+    short = [sentence for sentence in sentences if len(sentence) <= MOST_LETTERS][:MOST_SENTENCES]
+    return short, [sentence for sentence in sentences if sentence not in short]
 
 
 def _figures(table: tables.Table, rows: Sequence[Row], reference: str) -> dict[str, Any]:

@@ -120,7 +120,7 @@ const draw = {
     const front = set.front.map((name) => rows.find((row) => row.method === name));
     const traces = [{
       type: "scatter", mode: "lines", x: front.map((r) => r.mean[std]), y: front.map((r) => r.mean[avg]), hoverinfo: "skip",
-      line: { color: colour("--line"), width: 2, dash: "dot" }, showlegend: false,
+      line: { color: colour("--soft"), width: 1.5, dash: "dot" }, showlegend: false,
     }].concat(rows.map((row, i) => ({
       type: "scatter", mode: "markers", name: row.method, x: [row.mean[std]], y: [row.mean[avg]], cliponaxis: false,
       error_x: { type: "data", array: [row.sd[std]], thickness: 1, width: 0, color: methodColour(i) },
@@ -136,7 +136,7 @@ const draw = {
       visible: set.methods.length <= 10 || few.has(m.name) ? true : "legendonly",
       line: m.name === set.reference ? { dash: "dash" } : {},
     }) : []));
-    return traces.length ? [traces, layout({ xaxis: rounds, yaxis: { title: pick.measure + (pick.measure === "STD" ? ", points" : ", %") }, hovermode: "x", legend: { ...below(0.2), maxheight: 0.4 } })] : null;
+    return traces.length ? [traces, layout({ xaxis: rounds, yaxis: { title: pick.measure + (pick.measure === "STD" ? ", points" : ", %") }, hovermode: "x", ...(set.methods.length > 10 ? { height: 440, legend: { ...below(0.15), maxheight: 0.4 } } : {}) })] : null;
   },
   curves(set, pick) {
     const m = method(set, pick);
@@ -223,7 +223,9 @@ for (const area of document.querySelectorAll(".figures")) {
 
 async function unpackPlotly() {
   try {
-    const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+    const letters = atob(document.getElementById("plotly").textContent);
+    const packed = new Uint8Array(letters.length);
+    for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i);
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
     const code = document.createElement("script");
     code.textContent = await new Response(stream).text();
