@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import sys
@@ -61,6 +62,9 @@ def main() -> None:
     """The entry point: errors that a user can mend become a sentence."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own models and data are found where the command is given
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± is no reason to fail
     with _sentences():
         try:
             code = app(standalone_mode=False)
@@ -343,8 +347,9 @@ def reproduce(
     options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
     parts = planned_runs(RECIPES[result], options, out)
     wanted = list({job.folder: job for part in parts for job in part.jobs}.values())
+    processes = _processes(jobs)
     console = Console(quiet=quiet or as_json)
-    console.print(f"{len(wanted)} runs into {out}, {_processes(jobs)} at a time:", highlight=False, soft_wrap=True)
+    console.print(f"{len(wanted)} runs into {out}, {processes} at a time:", highlight=False, soft_wrap=True)
     _run(wanted, console, jobs, ray)
     made = reproduced(result, RECIPES[result], parts, out / f"{result}{suffix(options)}")
     title = f"{RECIPES[result].title}{' (a smoke run)' if smoke else ''}"
