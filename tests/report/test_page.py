@@ -82,6 +82,18 @@ def test_a_run_that_recorded_little_still_has_a_page(tmp_path):
     assert "mean of the last five rounds" in page(found(tmp_path))
 
 
+def test_domains_may_come_and_go(tmp_path):
+    folder = run_folder(tmp_path / "a", "fedavg+fedheal")
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for record in lines[::2]:
+        del record["domains"]["usps"]
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
+    (drawn,) = numbers(page(found(tmp_path)))["sets"]
+    usps = drawn["methods"][0]["curves"]["usps"][0]
+    assert [x is None for x in usps[:4]] == [True, False, True, False]
+    assert None not in drawn["methods"][0]["curves"]["AVG"][0]
+
+
 def test_the_page_of_56_runs_is_under_6_megabytes(table1):
     text = page(found(table1))
     assert len(text.encode()) < 6_000_000

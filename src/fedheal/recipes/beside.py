@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ def beside(recipe: Recipe, planned: Planned) -> Beside:
         planned.data,
         (*ours, *theirs, *EVENNESS),
         tuple(lines),
-        (*_about(planned, rounds, theirs, same), *_misprints(lines), *recipe.notes),
+        (*_about(planned, rounds, theirs, same), *_data_notes(results.values()), *_misprints(lines), *recipe.notes),
         same,
     )
 
@@ -99,6 +99,12 @@ def _about(planned: Planned, rounds: frozenset[int], theirs: Sequence[str], same
             f"Our data has no {', '.join(theirs)}: AVG and STD are over other domains than the paper's, and are not subtracted."
         )
     return said
+
+
+def _data_notes(found: Iterable[Row]) -> list[str]:
+    """What is special about the data, such as a stand-in for a domain that cannot be had."""
+    notes = dict.fromkeys(note for row in found for note in row.summaries[0].get("data_notes", ()))
+    return [f"About the data: {note}." for note in notes]
 
 
 def _misprints(lines: Sequence[Line]) -> list[str]:

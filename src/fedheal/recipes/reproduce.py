@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ def reproduced(name: str, recipe: Recipe, parts: list[Planned], stem: Path) -> R
     for part in parts:
         table = beside.beside(recipe, part)
         said = beside.claims(recipe, table)
-        where = stem.with_name(f"{stem.name}-{part.jobs[0].folder.parent.name}")
+        where = stem.with_name(f"{stem.name}-{_slug(part.data)}")
         texts.append("\n".join([beside.text(table), *said]))
         marked.append("\n".join([beside.markdown(table), *(f"- {sentence}" for sentence in said)]))
         extras.append(beside.extra(table, said))
@@ -45,9 +46,12 @@ def reproduced(name: str, recipe: Recipe, parts: list[Planned], stem: Path) -> R
         elif recipe.kind == "consistency":
             for entry, jobs in part.rows:
                 windows = watched.windows(jobs[0].folder)
-                files += saved(where.with_name(f"{where.name}-{entry.method}"), partial(watched.picture, windows))[-1:]
+                file = where.with_name(f"{where.name}-{_slug(entry.label)}")
+                files += saved(file, partial(watched.picture, windows))[-1:]
                 extras.append(watched.extra(f"{part.data}, {entry.label}", windows, recipe.notes))
-                texts.append(_aligned(f"{entry.label}, seed {jobs[0].experiment.seed}", watched.cells(windows)))
+                counted = _aligned(f"{entry.label}, seed {jobs[0].experiment.seed}", watched.cells(windows))
+                texts.append(counted)
+                marked.append(f"```\n{counted}\n```")
                 tidy[-1].setdefault("directions", {})[entry.method] = watched.cells(windows)
     stem.parent.mkdir(parents=True, exist_ok=True)
     written = {".md": "\n\n".join(marked) + "\n", ".json": json.dumps(tidy, indent=2) + "\n"}
@@ -56,6 +60,10 @@ def reproduced(name: str, recipe: Recipe, parts: list[Planned], stem: Path) -> R
         records.write_text(path, text)
         files.append(path)
     return Reproduced(texts, tidy, [row for part in parts for row in beside.found(part)], extras, files)
+
+
+def _slug(words: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def _aligned(title: str, cells: list[list[str]]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fedheal.records import read_rounds
+from fedheal.records import read_json, read_rounds
 from fedheal.report import palette
 from fedheal.report.figures import PAGE
 from fedheal.report.page import Extra
@@ -51,17 +51,19 @@ def windows(folder: Path) -> list[Window]:
     long = [(number, report["long"]) for number, report in told if "long" in report]
     if not blocks or not long:
         raise ValueError(f"{folder} has too few rounds for its windows")
-    length = blocks[0][0]
-    last, ended = blocks[-1][1], blocks[-1][0]
-    made = [
-        Window(f"first {length} rounds", length, _arrays(blocks[0][1])),
-        Window(f"first {long[0][0]} rounds", long[0][0], _arrays(long[0][1])),
+    summary = read_json(folder / "result.json")
+    order = list(summary["domains"])  # so that colours are those of the domains in other figures
+    clients = sorted(summary["trained"], key=lambda client: order.index(summary["trained"][client]))
+    length, ended = blocks[0][0], blocks[-1][0]
+    return [
+        Window(f"first {length} rounds", length, _arrays(blocks[0][1], clients)),
+        Window(f"first {long[0][0]} rounds", long[0][0], _arrays(long[0][1], clients)),
+        Window(f"rounds {ended - length + 1} to {ended}", length, _arrays(blocks[-1][1], clients)),
     ]
-    return [*made, Window(f"rounds {ended - length + 1} to {ended}", length, _arrays(last))]
 
 
-def _arrays(told: Mapping[str, Mapping[str, Sequence[int]]]) -> dict[str, dict[str, Floats]]:
-    return {c: {layer: np.array(n, np.float64) for layer, n in layers.items()} for c, layers in told.items()}
+def _arrays(told: Mapping[str, Mapping[str, Sequence[int]]], clients: Sequence[str]) -> dict[str, dict[str, Floats]]:
+    return {c: {layer: np.array(n, np.float64) for layer, n in told[c].items()} for c in clients if c in told}
 
 
 def cells(found: Sequence[Window]) -> list[list[str]]:

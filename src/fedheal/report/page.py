@@ -206,16 +206,18 @@ def _settings(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _described(summary: Mapping[str, Any]) -> dict[str, Any]:
-    path = Path(str(summary.get("folder", ""))) / "experiment.toml"
-    if not path.is_file():  # a federation's folder need not hold one
-        return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    for name in ("experiment.toml", "federation.toml"):  # of a simulation, of a federation
+        path = Path(str(summary.get("folder", ""))) / name
+        if path.is_file():
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+    return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}
 
 
 def _facts(rows: Sequence[Row]) -> dict[str, str]:
     """Where and with what the runs were made."""
     summaries = [summary for row in rows for summary in row.summaries]
     facts: dict[str, list[Any]] = {
+        "about the data": [note for summary in summaries for note in summary.get("data_notes", ())],
         "data fingerprint": [summary.get("data_fingerprint") for summary in summaries],
         "device": [summary.get("device") for summary in summaries],
         "precision": [summary.get("precision") for summary in summaries],

@@ -78,7 +78,8 @@ def _series(method: str, group: Sequence[Row]) -> Series:
 
 
 def _curves(judged: Sequence[Sequence[Mapping[str, Any]]], domains: Sequence[str]) -> dict[str, Band]:
-    by_domain = np.array([[[record["domains"][d] for d in domains] for record in run] for run in judged])
+    # In a federation not every domain is judged in every round.
+    by_domain = np.array([[[record["domains"].get(d, np.nan) for d in domains] for record in run] for run in judged])
     found = {domain: _band(by_domain[:, :, i]) for i, domain in enumerate(domains)}
     measured = [[fairness(record["domains"]) for record in run] for run in judged]
     for name, key in EVENNESS.items():

@@ -77,7 +77,9 @@ function layout(extra) {
 const below = (y) => ({ orientation: "h", y: -y, yanchor: "top", x: 0, font: { size: 12 } });
 const title = (axis) => ({ text: (axis || {}).title || "", font: { size: 12.5, color: colour("--soft") }, standoff: 8 });
 
-function band(x, [mean, sd], name, shade, more = {}) {
+function band(rounds, [means, sds], name, shade, more = {}) {
+  const there = [...means.keys()].filter((i) => means[i] !== null);  // not every domain is judged in every round
+  const [x, mean, sd] = [rounds, means, sds].map((list) => (list.length ? there.map((i) => list[i]) : list));
   const line = { type: "scatter", mode: "lines", x, y: mean, name, line: { color: shade, width: 2, ...more.line }, legendgroup: name,
                  hovertemplate: "%{y:.1f}<extra>" + name + "</extra>", visible: more.visible };
   if (!sd.length) return [line];
