@@ -15,6 +15,7 @@ from typing import Any
 from matplotlib import mathtext
 from matplotlib.font_manager import FontProperties
 
+BIGGER = 1.12  # than the text around it, whose letters are larger than these for the same size
 SIZE = 60  # of the type; large, since matplotlib rounds a formula's size to whole points
 CODE = re.compile(r"(```.*?```|~~~.*?~~~|`[^`\n]+`)", re.S)
 BLOCK = re.compile(r"^\$\$(.+?)\$\$\s*$", re.S | re.M)
@@ -50,7 +51,8 @@ def picture(formula: str) -> str:
     # Pictures of one page would share names of glyphs: each formula gets its own.
     drawn = re.sub(r'(id="|href="#)', rf"\g<1>m{zlib.crc32(formula.encode())}-", drawn).replace("xlink:href", "href")
     drawn = re.sub(r"\s+", " ", drawn)
-    style = f"height:{height / SIZE:.3f}em;width:{width / SIZE:.3f}em;vertical-align:{-depth / SIZE:.3f}em"
+    size = SIZE / BIGGER
+    style = f"height:{height / size:.3f}em;width:{width / size:.3f}em;vertical-align:{-depth / size:.3f}em"
     label = html.escape(formula).replace("_", "&#95;").replace("*", "&#42;")
     return (
         f'<svg role="img" aria-label="{label}" style="{style}" viewBox="0 0 {width:g} {height:g}" fill="currentColor" '
