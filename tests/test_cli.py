@@ -321,6 +321,7 @@ def test_a_diagnosis_is_a_table_sentences_and_a_picture(call, tmp_path: Path) ->
     assert call("report", "run", "--diagnose", "--by", "client", "--figures", "drawn").code == 0
     assert (tmp_path / "drawn" / "diagnosis-client.svg").exists()
     assert_sentence(call("report", "run", "run", "--diagnose"), "one run")
+    assert_sentence(call("report", "run", "--by", "client"), "by = client", "--diagnose")
     assert_sentence(call("report", "elsewhere", "--diagnose"), "elsewhere", "holds no rounds")
 
 

@@ -281,6 +281,8 @@ def report(
     if diagnose:
         _diagnose(runs, by, figures)
         return
+    if by is not None:
+        raise ValueError(f"by = {by}: it says whom --diagnose looks at; give both")
     found = sorted(rows.rows(rows.find(runs)), key=lambda row: (row.method, row.seed))
     if not found:
         raise ValueError(f"there is no finished run in {', '.join(map(str, runs))}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 
 import pytest
 
 from fedheal.report.page import page
-from made_up import found
+from made_up import found, run_folder
 from needs import needs
 
 PLOTS = ("domains", "scatter", "measure", "curves", "weights", "layers", "consistency", "seconds")
@@ -71,6 +72,16 @@ def test_every_figure_is_drawn_and_nothing_overflows(opened, few, width, theme):
     ink, paper = (tab.evaluate(f"getComputedStyle(document.body).{p}") for p in ("color", "backgroundColor"))
     brightness = [sum(map(int, c[4:-1].split(","))) for c in (ink, paper)]
     assert (brightness[0] < brightness[1]) == (theme == "light")
+
+
+def test_bounds_alone_leave_figures_empty_without_an_error(opened, tmp_path):
+    folder = run_folder(tmp_path / "pooled", "fedavg")
+    summary = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(summary | {"pool": True}))
+    tab = opened(found(tmp_path))
+    scroll(tab)
+    assert tab.inner_text("[data-plot=curves]") == "Not recorded by these runs."
+    assert traces(tab, "domains")
 
 
 def test_figures_wait_until_they_are_in_view(opened, few):

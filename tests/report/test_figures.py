@@ -34,6 +34,7 @@ def test_every_figure_in_three_formats(few, tmp_path):
                 assert len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)) > 20  # not blank
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_files(few, tmp_path):
     once, twice = (figures.write(found(few), tmp_path / name) for name in ("a", "b"))
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(once, twice, strict=True))
@@ -45,6 +46,7 @@ def test_what_was_not_recorded_is_not_drawn(tmp_path):
     assert {path.stem for path in written} == EVERY - {"spread", "kept", "consistency"}
 
 
+@pytest.mark.slow
 def test_several_data_sets_have_files_of_their_own(tmp_path):
     for data in ("digits", "office-caltech"):
         run_folder(tmp_path / "runs" / data, "fedavg", data, rounds=3)

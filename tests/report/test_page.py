@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from fedheal.records import read_rounds
 from fedheal.report.page import Extra, page
 from made_up import found, run_folder
@@ -82,6 +84,20 @@ def test_a_run_that_recorded_little_still_has_a_page(tmp_path):
     assert "mean of the last five rounds" in page(found(tmp_path))
 
 
+def test_bounds_are_rows_and_bars_but_have_no_curves(tmp_path):
+    folder = run_folder(tmp_path / "pooled", "fedavg")
+    summary = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(summary | {"pool": True}))
+    (alone,) = numbers(page(found(tmp_path)))["sets"]
+    assert (alone["methods"], alone["front"]) == ([], [])
+    run_folder(tmp_path / "fedavg", "fedavg")
+    text = page(found(tmp_path))
+    (both,) = numbers(text)["sets"]
+    assert [one["name"] for one in both["methods"]] == ["fedavg"]
+    assert [bar["method"] for bar in both["bars"]] == ["fedavg", "centralised"]
+    assert 'title="one model of all clients' in text
+
+
 def test_domains_may_come_and_go(tmp_path):
     folder = run_folder(tmp_path / "a", "fedavg+fedheal")
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
@@ -94,6 +110,7 @@ def test_domains_may_come_and_go(tmp_path):
     assert None not in drawn["methods"][0]["curves"]["AVG"][0]
 
 
+@pytest.mark.slow
 def test_the_page_of_56_runs_is_under_6_megabytes(table1):
     text = page(found(table1))
     assert len(text.encode()) < 6_000_000
