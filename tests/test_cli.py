@@ -25,7 +25,7 @@ with warnings.catch_warnings():  # typer still imports names that click has depr
     from fedheal import cli
 
 TESTS = Path(__file__).parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS)}
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
@@ -390,6 +390,28 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "Traceback" not in said
     assert "--resume" in said
+
+
+@pytest.mark.slow
+def test_a_result_killed_half_way_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    words = [word for word in WORDS if not word.startswith(("data=", "rounds="))]
+    command = [sys.executable, "-m", "fedheal", "reproduce", "ablation", *words, "rounds=150", "save_seconds=0"]
+    command += ["--data", "tiny_data:load", "--out", "here", "--jobs", "1"]
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.rglob("result.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait(timeout=60)
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    assert 2 <= len(done) < 6
+    again = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert len(list(tmp_path.rglob("result.json"))) == 6
+    assert all(path.stat().st_mtime_ns == written for path, written in done.items())
+    assert len(list((tmp_path / "here").glob("ablation*.html"))) == 1
 
 
 @pytest.mark.slow
