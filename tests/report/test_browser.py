@@ -68,6 +68,9 @@ def test_every_figure_is_drawn_and_nothing_overflows(opened, few, width, theme):
     scroll(tab)
     for plot in PLOTS:
         assert traces(tab, plot), plot
+        box = tab.query_selector(f"[data-plot={plot}]").bounding_box()
+        drawn = tab.query_selector(f"[data-plot={plot}] .main-svg").bounding_box()
+        assert abs(box["height"] - drawn["height"]) < 2, plot  # nothing runs into the next figure
     assert tab.evaluate("document.documentElement.scrollWidth") == width
     ink, paper = (tab.evaluate(f"getComputedStyle(document.body).{p}") for p in ("color", "backgroundColor"))
     brightness = [sum(map(int, c[4:-1].split(","))) for c in (ink, paper)]

@@ -246,4 +246,4 @@ def _shown(value: Any) -> str:
         return "not set"
     if isinstance(value, bool):
         return str(value).lower()
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return (", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)) or "none"

@@ -170,7 +170,7 @@ const draw = {
     const label = [...Array(bins).keys()].map((i) => `${50 + (50 / bins) * i}–${50 + (50 / bins) * (i + 1)}`);
     const traces = set.domains.flatMap((d, i) => (m.consistency[d] ? [{ type: "bar", name: d, x: label, y: m.consistency[d], marker: { color: domainColour(i) },
       hovertemplate: "%{y:.1%}<extra>" + d + "</extra>" }] : []));
-    return [traces, layout({ barmode: "group", bargap: 0.2, xaxis: { title: "same direction in % of the rounds", type: "category", tickangle: narrow() ? -60 : 0, tickfont: { size: 11 } }, yaxis: { title: "share of parameters", tickformat: ".0%" }, hovermode: "x", legend: below(narrow() ? 0.42 : 0.24) })];
+    return [traces, layout({ barmode: "group", bargap: 0.2, xaxis: { title: "same direction in % of the rounds", type: "category", tickangle: narrow() || printing ? -60 : "auto", tickfont: { size: 11 } }, yaxis: { title: "share of parameters", tickformat: ".0%" }, hovermode: "x", legend: below(narrow() || printing ? 0.42 : 0.26) })];
   },
   seconds(set) {
     if (!set.methods.length) return null;
@@ -189,6 +189,7 @@ function show(node) {
   if (typeof Plotly === "undefined") return;
   const made = draw[node.dataset.plot](sets[number(node)], chosen[number(node)]);
   node.classList.toggle("none", !made);
+  node.style.height = made ? `${made[1].height}px` : "";  // the page does not move while a figure is being drawn
   if (!made) {
     Plotly.purge(node);
     node.textContent = NOTHING[node.dataset.plot] || "Not recorded by these runs.";
