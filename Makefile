@@ -3,6 +3,8 @@
 # make check  the quick part of the tests
 # make lint   ruff and mypy
 # make bench  the benchmarks
+# make docs   the documentation as a site, into site/
+# make pictures   the documentation's pictures anew, from runs of this version
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 
-.PHONY: run test check lint bench clean
+.PHONY: run test check lint bench docs pictures clean
 
 run: $(VENV)/.run
 	@$(BIN)/fedheal demo
@@ -32,8 +34,15 @@ bench: $(VENV)/.run
 	$(BIN)/python benchmarks/aggregate.py
 	$(BIN)/python benchmarks/methods.py
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+pictures: $(VENV)/.test
+	$(BIN)/python tools/pictures.py
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -45,6 +54,10 @@ $(BIN)/python:
 $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing fedheal into $(VENV) (once; PyTorch is large) ..."
 	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.run
+	@$(INSTALL) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 import fedheal
+from fedheal import methods
 from fedheal.types import RoundRecord
+from made_up import run_folder
 from tiny_data import WORDS, quick, words
 
 with warnings.catch_warnings():  # typer still imports names that click has deprecated
@@ -24,7 +26,7 @@ with warnings.catch_warnings():  # typer still imports names that click has depr
     from fedheal import cli
 
 TESTS = Path(__file__).parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS)}
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
@@ -329,6 +331,76 @@ def test_wrong_options_of_the_demo_are_a_sentence(call, tmp_path: Path, words: l
     assert list(tmp_path.iterdir()) == []
 
 
+# Reports
+
+
+def test_reports_as_a_page_and_as_figures(call, tmp_path: Path) -> None:
+    for method in ("fedavg", "fedheal"):
+        run_folder(tmp_path / "runs" / method, methods.get(method).name, rounds=4)
+    done = call("report", "runs", "--html", "--reference", "fedheal")
+    assert (done.code, done.out, done.err) == (0, "runs/report.html\n", "")
+    assert "fedavg against fedavg+fedheal" in (tmp_path / "runs" / "report.html").read_text()
+    assert call("report", "runs", "--html", "--out", "new/page.html").out == "new/page.html\n"
+    assert call("report", "runs", "--figures", "drawn").out == "24 files in drawn\n"
+    assert len(list((tmp_path / "drawn").iterdir())) == 24
+    assert_sentence(call("report", "runs", "--html", "--reference", "bogus"), "reference = bogus")
+
+
+def test_the_text_report_says_what_its_marks_and_numbers_are(call, tmp_path: Path) -> None:
+    for method in ("fedavg", "fedheal"):
+        run_folder(tmp_path / "runs" / method, methods.get(method).name, rounds=2)
+    done = call("report", "runs", "--reference", "fedheal")
+    assert "mean of the last 2 rounds" in done.out
+    assert "* best of its column" in done.out
+    assert "Observed against fedavg+fedheal" in done.out
+
+
+def test_a_diagnosis_is_a_table_sentences_and_a_picture(call, tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", rounds=6)
+    done = call("report", "run", "--diagnose")
+    assert (done.code, done.err) == (0, "")
+    assert "under-served since" in done.out
+    assert "syn is" in done.out
+    assert done.out.splitlines()[-1] == "run/diagnosis-domain.png"
+    assert call("report", "run", "--diagnose", "--by", "client", "--figures", "drawn").code == 0
+    assert (tmp_path / "drawn" / "diagnosis-client.svg").exists()
+    assert_sentence(call("report", "run", "run", "--diagnose"), "one run")
+    assert_sentence(call("report", "run", "--by", "client"), "by = client", "--diagnose")
+    assert_sentence(call("report", "elsewhere", "--diagnose"), "elsewhere", "holds no rounds")
+
+
+def test_a_result_of_the_paper_beside_ours(call, tmp_path: Path) -> None:
+    words = [word for word in WORDS if not word.startswith("data=")]
+    command = ["reproduce", "table2", *words, "--data", "tiny_data:load", "--rows", "fedfv,uniform*", "--jobs", "1"]
+    done = call(*command)
+    assert (done.code, done.err) == (0, "")
+    for said in ("2 runs into runs/reproduce", "FedFV", "uniform weights", "our control"):
+        assert said in done.out
+    page = tmp_path / done.out.splitlines()[-1]
+    assert "beside the paper" in page.read_text()
+    models = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
+    assert len(models) == 2
+    assert json.loads(call(*command, "--json").out)[0]["rows"][0]["label"] == "FedFV"
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")} == models
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["table9"], "there is no result 'table9'; choose one of table1"),
+        (["table1", "--smoke", "--rows", "bogus"], "rows = bogus"),
+        (["table1", "--smoke", "--rounds", "0"], "rounds = 0"),
+        (["table1", "--smoke", "--seeds", "x"], "seeds = x"),
+        (["table1", "--smoke", "method=fedavg"], "method is what a recipe sets"),
+        (["table1", "--smoke", "nonsense"], "'nonsense' should be key=value"),
+        (["table1", "--smoke", "--jobs", "-1"], "jobs = -1"),
+    ],
+)
+def test_what_cannot_be_reproduced_is_a_sentence(call, tmp_path: Path, words: list[str], said: str) -> None:
+    assert_sentence(call("reproduce", *words), said)
+    assert list(tmp_path.iterdir()) == []
+
+
 # As a process
 
 
@@ -365,6 +437,28 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_result_killed_half_way_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    words = [word for word in WORDS if not word.startswith(("data=", "rounds="))]
+    command = [sys.executable, "-m", "fedheal", "reproduce", "ablation", *words, "rounds=150", "save_seconds=0"]
+    command += ["--data", "tiny_data:load", "--out", "here", "--jobs", "1"]
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.rglob("result.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait(timeout=60)
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    assert 2 <= len(done) < 6
+    again = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert len(list(tmp_path.rglob("result.json"))) == 6
+    assert all(path.stat().st_mtime_ns == written for path, written in done.items())
+    assert len(list((tmp_path / "here").glob("ablation*.html"))) == 1
+
+
+@pytest.mark.slow
 def test_the_demo_gives_the_same_bits_twice_and_a_table(tmp_path: Path) -> None:
     said = []
     for name in ("one", "two"):
@@ -374,6 +468,9 @@ def test_the_demo_gives_the_same_bits_twice_and_a_table(tmp_path: Path) -> None:
         assert CONTROL.search(done.stdout) is None
         said.append(done.stdout)
     one, two = files(tmp_path / "one"), files(tmp_path / "two")
+    assert "one/report.html (open it in a browser)" in said[0]
+    assert b"Accuracy by domain" in one["report.html"]
+    assert "mean of the last 2 rounds" in said[0].replace("Mean", "mean")
     models = [name for name in one if name.endswith("model.safetensors")]
     assert len(models) == 4
     assert all(one[name] == two[name] for name in models)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import sys
@@ -26,7 +27,13 @@ from fedheal.compare import plan, seeds_of
 from fedheal.execute import run as execute
 from fedheal.experiment import FREE, Experiment, overridden
 from fedheal.progress import Progress
+from fedheal.recipes import RECIPES, Options, suffix
+from fedheal.recipes import planned as planned_runs
+from fedheal.recipes.reproduce import reproduced
 from fedheal.report import conclusions, rows, tables
+from fedheal.report import diagnose as diagnosis
+from fedheal.report import figures as drawing
+from fedheal.report.page import Extra, page
 from fedheal.schedule import Job, run_all
 
 app = typer.Typer(
@@ -54,6 +61,9 @@ def main() -> None:
     """The entry point: errors that a user can mend become a sentence."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own models and data are found where the command is given
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± is no reason to fail
     with _sentences():
         try:
             code = app(standalone_mode=False)
@@ -134,12 +144,16 @@ def demo(
     )
     _run(planned, console, jobs)
     summaries = [records.read_json(job.folder / "result.json") for job in planned]
+    found = rows.rows(s | {"folder": str(job.folder)} for s, job in zip(summaries, planned, strict=True))
+    written = _write_page(found, out / "report.html", "FedHEAL on four domains of digits")
     if as_json:
         typer.echo(json.dumps(summaries, indent=2))
     elif not quiet:
         _show(summaries)
+        about = tables.tables(found)[0].about
         typer.echo(
-            "Accuracy in percent, mean of the last five rounds. One seed: differences of a point or two are noise.\n"
+            f"{about[0].upper()}{about[1:]}. One seed: differences of a point or two are noise.\n"
+            f"Figures, and everything else: {written} (open it in a browser).\n"
             f"The runs are in {out}/; try: fedheal compare fedavg fedavg+uniform fedheal --seeds 5"
         )
 
@@ -251,13 +265,41 @@ def report(
     form: Annotated[str, typer.Option("--format", "-f", help="text, markdown, latex, csv or parquet.")] = "text",
     out: Annotated[Path | None, typer.Option(help="A file to write to instead of the screen.")] = None,
     reference: Annotated[
-        str | None, typer.Option(help="The method the others are compared with; the first if not given.")
+        str | None, typer.Option(help="The method the others are compared with; FedAvg or the first if not given.")
     ] = None,
+    html: Annotated[
+        bool,
+        typer.Option("--html", help="One page with tables and figures: --out, or report.html in the first folder."),
+    ] = False,
+    figures: Annotated[
+        Path | None, typer.Option(help="A folder for the figures as SVG, PDF and PNG, fit for a paper.")
+    ] = None,
+    diagnose: Annotated[
+        bool,
+        typer.Option("--diagnose", help="Who is under-served in one run, since when, its weight and what was kept."),
+    ] = False,
+    by: Annotated[str | None, typer.Option(help="With --diagnose: domain or client.")] = None,
 ) -> None:
-    """Tables of finished runs: mean and spread over seeds, the best of each column marked, and what may be concluded."""
+    """Tables of finished runs: mean and spread over seeds, the best of each column marked, and what may be concluded.
+
+    Example: fedheal report runs/compare-embedded --html
+    """
+    if diagnose:
+        _diagnose(runs, by, figures)
+        return
+    if by is not None:
+        raise ValueError(f"by = {by}: it says whom --diagnose looks at; give both")
     found = sorted(rows.rows(rows.find(runs)), key=lambda row: (row.method, row.seed))
     if not found:
         raise ValueError(f"there is no finished run in {', '.join(map(str, runs))}")
+    reference = _canonical(reference)
+    if html or figures is not None:
+        if html:
+            typer.echo(_write_page(found, out or _folder(runs[0]) / "report.html", reference=reference))
+        if figures is not None:
+            written = drawing.write(found, figures, reference)
+            typer.echo(f"{len(written)} files in {figures}")
+        return
     if form == "parquet":
         if out is None:
             raise ValueError("Parquet is not for the screen: name a file with --out")
@@ -275,6 +317,60 @@ def report(
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         records.write_text(out, text + "\n")
+
+
+@app.command()
+def reproduce(
+    result: Annotated[str, typer.Argument(metavar="RESULT", help=f"One of {', '.join(RECIPES)}.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value ...]", help="What differs from the paper's protocol.")
+    ] = None,
+    seeds: Seeds = "1",
+    rows_: Annotated[
+        str, typer.Option("--rows", help="Only these rows: names or patterns, such as 'fedavg*,moon+fedheal'.")
+    ] = "",
+    data: Annotated[str, typer.Option(help="Only these data sets: digits, office-caltech, or any other.")] = "",
+    rounds: Annotated[int | None, typer.Option(help="Fewer rounds than the protocol.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
+    smoke: Annotated[
+        bool,
+        typer.Option("--smoke", help="On the embedded data, a few rounds: minutes on a CPU, numbers without meaning."),
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Where the runs and the results go.")] = Path("runs/reproduce"),
+    jobs: Jobs = 0,
+    ray: Ray = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """A result of the paper beside ours: table1, table2, ablation, beta, tau, consistency or convergence.
+
+    Finished runs are not run again (results share them) and stopped ones go on, so the same command may be repeated.
+
+    Example: fedheal reproduce table1 --smoke
+    """
+    if result not in RECIPES:
+        raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
+    said = {"rounds": rounds, "device": device}
+    values = {key: value for key, value in said.items() if value is not None} | overridden(words or [])
+    options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
+    parts = planned_runs(RECIPES[result], options, out)
+    wanted = list({job.folder: job for part in parts for job in part.jobs}.values())
+    processes = _processes(jobs)
+    console = Console(quiet=quiet or as_json)
+    console.print(f"{len(wanted)} runs into {out}, {processes} at a time:", highlight=False, soft_wrap=True)
+    _run(wanted, console, jobs, ray)
+    made = reproduced(result, RECIPES[result], parts, out / f"{result}{suffix(options)}")
+    title = f"{RECIPES[result].title}{' (a smoke run)' if smoke else ''}"
+    written = _write_page(made.rows, out / f"{result}{suffix(options)}.html", title, extras=made.extras)
+    if as_json:
+        typer.echo(json.dumps(made.tidy, indent=2))
+    elif not quiet:
+        typer.echo("\n\n".join(made.texts))
+        typer.echo("\n".join(["", *map(str, made.files), written]))
+
+
+def _listed(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 @app.command()
@@ -319,6 +415,49 @@ def _explained(name: str) -> Table:
     return table
 
 
+def _canonical(method: str | None) -> str | None:
+    """A method as runs name it: `fedheal` is `fedavg+fedheal`; what is no method is left for the report to refuse."""
+    try:
+        return None if method is None else method_table.get(method).name
+    except ValueError:
+        return method
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _write_page(
+    found: Sequence[rows.Row],
+    path: Path,
+    title: str = "",
+    reference: str | None = None,
+    extras: Sequence[Extra] = (),
+) -> str:
+    """Write the HTML page and say where it is."""
+    text = page(found, title, reference, extras)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records.write_text(path, text)
+    return str(path)
+
+
+def _diagnose(runs: Sequence[Path], by: str | None, figures: Path | None) -> None:
+    if len(runs) != 1:
+        raise ValueError(f"--diagnose looks at one run, but there are {len(runs)} folders: name one")
+    found = diagnosis.diagnose(runs[0], by)
+    head, *body = diagnosis.lines(found)
+    table = Table()
+    for i, word in enumerate(head):
+        table.add_column(word, justify="right" if i else "left")
+    for line in body:
+        table.add_row(*line)
+    _wide().print(table)
+    typer.echo("\n".join(diagnosis.sentences(found)))
+    written = diagnosis.write_picture(found, (figures or runs[0]) / f"diagnosis-{found.what}")
+    if written:
+        typer.echo(str(written[-1]))
+
+
 def _run(planned: Sequence[Job], console: Console, jobs: int, ray: str | None = None) -> None:
     with Board(console, planned) as board:
         for job in run_all(planned, _processes(jobs), ray):
@@ -360,9 +499,7 @@ def _report(found: Sequence[rows.Row], form: str, reference: str | None = None) 
 def _reported(found: Sequence[rows.Row], form: str, reference: str | None) -> str:
     parts = []
     for table in tables.tables(found):
-        parts.append(
-            f"{table.data}: accuracy in percent, mean of the last five rounds, ± standard deviation over seeds"
-        )
+        parts.append(f"{table.data}: {table.about}")
         parts.append(tables.FORMATS[form](table))
         own = [row for row in found if str(row.summaries[0]["data"]) == table.data]
         said = conclusions.sentences(own, reference)
@@ -436,7 +573,7 @@ def _sentences() -> Iterator[None]:
         typer.echo(f"fedheal: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", err=True)
     except KeyboardInterrupt:
         typer.echo(
-            "fedheal: stopped; the same command with --resume (for compare and sweep, the same command) goes on",
+            "fedheal: stopped; the same command with --resume (for compare, sweep and reproduce, the same command) goes on",
             err=True,
         )
         sys.exit(INTERRUPTED)

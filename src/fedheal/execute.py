@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from fedheal import records
+from fedheal.aggregate.directions import spread
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine import trainer
 from fedheal.engine.numerics import numerics, precision_of
 from fedheal.experiment import Experiment, build, domains_of, module_of
 from fedheal.interrupt import Interrupts
-from fedheal.metrics import fairness, last_mean
+from fedheal.metrics import LAST, fairness, last_mean
 from fedheal.progress import Progress, watched
 from fedheal.run import Callback, Federation, initial_state, judged_model, restored_state, rounds
 from fedheal.types import RoundRecord, RunState
@@ -188,6 +189,7 @@ def _result(
         "data": experiment.data,
         "seed": experiment.seed,
         "rounds": experiment.rounds,
+        "averaged": min(LAST, len(judged)),  # rounds that the accuracies are means of
         "domains": accuracy,
         **evenness,
         "clients": last_mean([record.clients or {} for record in judged]),
@@ -205,6 +207,7 @@ def _result(
         "data_notes": list(domains.notes),
         "bytes_sent": state.sent,
         "bytes_received": state.received,
+        "consistency": spread(state.aggregator),
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
         "versions": _versions(),
     }

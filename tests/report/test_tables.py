@@ -50,9 +50,49 @@ def test_markdown_latex_and_text():
     assert r"fedavg & \textbf{82.00} {\scriptsize$\pm$2.83} & 60.00 {\scriptsize$\pm$0.00}" in made
     assert r"line\_art" in made
     assert made.count(r"\midrule") == 2  # the bounds stand below a rule of their own
-    lines = text(table).splitlines()
+    *lines, legend = text(table).splitlines()
     assert len({len(line) for line in lines}) == 1
+    assert legend == "* best of its column (STD: the lowest)"
+    assert "*" not in text(tables(ROWS[:2])[0])  # one method alone is not the best of anything, and has no legend
     assert "82.00* ± 2.83" in lines[2]
+
+
+def test_what_the_numbers_are_is_not_said_of_rounds_there_were_not():
+    def about(rounds, seeds=(0,)):
+        found = [row("fedavg", seed, 80.0, 60.0) for seed in seeds]
+        for one in found:
+            one.summaries[0]["averaged"] = rounds
+        return tables(found)[0].about
+
+    assert about(5) == "accuracy in percent, mean of the last five rounds"
+    assert about(2, (0, 1)) == "accuracy in percent, mean of the last 2 rounds, ± standard deviation over seeds"
+    assert about(1) == "accuracy in percent, in the last round"
+    earlier = row("fedavg", 0, 80.0, 60.0)  # a run of an earlier version, of five rounds
+    assert tables([earlier])[0].about.endswith("last five rounds")
+
+
+def test_who_gains_and_who_pays():
+    said = conclusions.gains(ROWS)
+    # line_art: +10 and +12, standard error |12 - 10| / sqrt 2 / sqrt 2 = 1; photo: 0 and -4, mean -2, standard error 2
+    assert said == [
+        "fedheal against fedavg: line_art gains 11.0 points (standard error 1.0); "
+        "photo pays 2.0 points (standard error 2.0, which is within noise)."
+    ]
+    one = [row("fedavg", 0, 80.0, 60.0), row("fedheal", 0, 80.0, 70.0)]
+    # One seed: 1000 images, sqrt(0.6 * 0.4 / 1000 + 0.7 * 0.3 / 1000) = 2.12 %
+    assert conclusions.gains(one)[0].startswith(
+        "fedheal against fedavg: line_art gains 10.0 points (standard error 2.1);"
+    )
+    assert conclusions.gains([row("a", 0, 1.0, 2.0), row("b", 1, 1.0, 2.0)]) == [
+        "b and a share no seed: they are not compared."
+    ]
+
+
+def test_the_headline_names_the_worst_served_and_who_is_ahead():
+    first, second = conclusions.headline(ROWS)
+    assert first == "With fedavg, line_art is served worst: 60.0 %, 11.0 points below the mean over domains."
+    assert "highest AVG fedheal (75.5 %)" in second
+    assert "best worst domain fedheal (71.0 %)" in second
 
 
 def test_csv_can_be_read_back(tmp_path):

@@ -9,6 +9,7 @@ from typing import Annotated
 from fedheal.aggregate.afl import afl
 from fedheal.aggregate.checks import check_among, check_part, check_share, check_switch
 from fedheal.aggregate.consistency import consistency
+from fedheal.aggregate.directions import directions
 from fedheal.aggregate.distance import by_client, cumulative, momentum
 from fedheal.aggregate.equidistant import exact
 from fedheal.aggregate.forgetting import forgetting
@@ -19,7 +20,7 @@ from fedheal.aggregate.soft import soft as softened
 from fedheal.aggregate.stage import Stage, chain
 from fedheal.aggregate.weights import uniform
 
-__all__ = ["STAGES", "Stage", "afl", "chain", "fael", "fael_exact", "fedheal", "fphl", "qffl", "uniform"]
+__all__ = ["STAGES", "Stage", "afl", "chain", "directions", "fael", "fael_exact", "fedheal", "fphl", "qffl", "uniform"]
 
 VARIANTS = ("paper", "released")
 FAEL = ("momentum", "exact", "exact-reg", False)
@@ -135,6 +136,7 @@ STAGES: dict[str, Callable[..., Stage]] = {
     "fphl": fphl,
     "fael": fael,
     "fael-exact": fael_exact,
+    "directions": directions,
 }
 
 

@@ -5,30 +5,125 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from fedheal.metrics import fairness
 from fedheal.report.rows import BOUNDS, Row
 from fedheal.sampling import note_on_test_sets
 from fedheal.statistics import Comparison, compare_metrics, seeds_needed, verdict
 
+Floats = NDArray[np.float64]
 METRICS = ("avg", "std")
 ALPHA = 0.05
 
 
 def sentences(found: Sequence[Row], reference: str | None = None) -> list[str]:
     """Every method against the reference (the first one if not named), then what the test sets' sizes allow."""
-    methods: dict[str, dict[int, dict[str, float]]] = {}
-    for row in found:
-        if row.method not in BOUNDS:
-            methods.setdefault(row.method, {})[row.seed] = dict(row.domains)
-    if reference is not None and reference not in methods:
-        raise ValueError(f"reference = {reference}: the methods are {', '.join(methods)}")
+    methods = _by_method(found)
+    first = chosen_reference(found, reference)
     said = []
     if len(methods) > 1:
-        first = reference or ("fedavg" if "fedavg" in methods else next(iter(methods)))
         compared = [c for group in compare_metrics(methods, first, METRICS).values() for c in group]
         hopeless = [c for c in compared if c.smallest_p_adjusted > ALPHA]
         said += _too_few(hopeless) + [verdict(c, ALPHA) for c in compared if c not in hopeless]
     return [*said, *_test_sets(found)]
+
+
+def chosen_reference(found: Sequence[Row], reference: str | None = None) -> str:
+    """The method that the others are held against: the one named, else FedAvg, else the first; empty where there is none."""
+    methods = _by_method(found)
+    if reference is not None and reference not in methods:
+        raise ValueError(f"reference = {reference}: the methods are {', '.join(methods)}")
+    return reference or ("fedavg" if "fedavg" in methods else next(iter(methods), ""))
+
+
+def headline(found: Sequence[Row], reference: str | None = None) -> list[str]:
+    """The reference's worst-served domain, and which method is ahead in what; means over seeds, no claim beyond them."""
+    methods = _by_method(found)
+    if not methods:
+        return []
+    first = chosen_reference(found, reference)
+    by_domain = _means(methods[first])
+    worst = min(by_domain, key=lambda d: by_domain[d])
+    average = float(np.mean(list(by_domain.values())))
+    said = [
+        f"With {first}, {worst} is served worst: {by_domain[worst]:.1f} %, {average - by_domain[worst]:.1f} points below the "
+        f"mean over domains."
+    ]
+    if len(methods) > 1:
+        measured = {name: fairness(_means(seeds)) for name, seeds in methods.items()}
+        ahead = [
+            (words, pick(measured, key=lambda name: measured[name][key]), key, unit)
+            for words, key, pick, unit in (
+                ("highest AVG", "avg", max, " %"),
+                ("lowest STD", "std", min, " points"),
+                ("best worst domain", "worst", max, " %"),
+            )
+        ]
+        listed = ", ".join(f"{words} {name} ({measured[name][key]:.1f}{unit})" for words, name, key, unit in ahead)
+        said.append(f"Ahead, as far as these runs show: {listed}.")
+    return said
+
+
+def _means(seeds: dict[int, dict[str, float]]) -> dict[str, float]:
+    domains = next(iter(seeds.values()))
+    return {domain: float(np.mean([accuracy[domain] for accuracy in seeds.values()])) for domain in domains}
+
+
+def gains(found: Sequence[Row], reference: str | None = None) -> list[str]:
+    """For every method but the reference, which domain gains most and which pays most, and whether that is beyond noise."""
+    methods = _by_method(found)
+    first = chosen_reference(found, reference)
+    return [_gain(name, seeds, first, methods[first], found) for name, seeds in methods.items() if name != first]
+
+
+def _gain(
+    name: str,
+    seeds: dict[int, dict[str, float]],
+    reference: str,
+    base: dict[int, dict[str, float]],
+    found: Sequence[Row],
+) -> str:
+    paired = sorted(set(seeds) & set(base))
+    if not paired:
+        return f"{name} and {reference} share no seed: they are not compared."
+    moved = {
+        domain: np.array([seeds[s][domain] - base[s][domain] for s in paired])
+        for domain in seeds[paired[0]]
+        if domain in base[paired[0]]
+    }
+    most, least = (pick(moved, key=lambda d: float(moved[d].mean())) for pick in (max, min))
+    parts = [_moved(most, moved[most], seeds, base, found)]
+    if least != most:
+        parts.append(_moved(least, moved[least], seeds, base, found))
+    return f"{name} against {reference}: {'; '.join(parts)}."
+
+
+def _moved(
+    domain: str,
+    by_seed: Floats,
+    seeds: dict[int, dict[str, float]],
+    base: dict[int, dict[str, float]],
+    found: Sequence[Row],
+) -> str:
+    change = float(by_seed.mean())
+    if len(by_seed) > 1:
+        error = float(by_seed.std(ddof=1)) / len(by_seed) ** 0.5
+    else:  # one seed: what drawing the test images alone would do to the two accuracies
+        size = found[0].summaries[0]["test_sizes"].get(domain, 0)
+        both = [next(iter(runs.values()))[domain] / 100 for runs in (seeds, base)]
+        error = 100 * float(sum(p * (1 - p) / max(size, 1) for p in both)) ** 0.5
+    verb = "gains" if change > 0 else "pays" if change < 0 else "moves by"
+    noise = "" if abs(change) > 2 * error else ", which is within noise"
+    return f"{domain} {verb} {abs(change):.1f} points (standard error {error:.1f}{noise})"
+
+
+def _by_method(found: Sequence[Row]) -> dict[str, dict[int, dict[str, float]]]:
+    methods: dict[str, dict[int, dict[str, float]]] = {}
+    for row in found:
+        if row.method not in BOUNDS:
+            methods.setdefault(row.method, {})[row.seed] = dict(row.domains)
+    return methods
 
 
 def _too_few(compared: Sequence[Comparison]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fedheal.metrics import LAST
 from fedheal.report.rows import BOUNDS, Row
 
 LOWER_IS_BETTER = frozenset({"STD"})
@@ -34,6 +35,25 @@ class Table:
     columns: tuple[str, ...]
     cells: Mapping[str, Mapping[str, Cell]]
     seeds: Mapping[str, tuple[int, ...]]
+    averaged: frozenset[int] = frozenset({LAST})  # how many last rounds the numbers are means of
+
+    @property
+    def about(self) -> str:
+        """What the numbers are."""
+        spread = ", ± standard deviation over seeds" if any(len(seeds) > 1 for seeds in self.seeds.values()) else ""
+        return f"accuracy in percent, {over_rounds(self.averaged)}{spread}"
+
+
+def over_rounds(averaged: frozenset[int]) -> str:
+    """Which rounds a result is a mean of.
+
+    >>> over_rounds(frozenset({5})), over_rounds(frozenset({1})), over_rounds(frozenset({3}))
+    ('mean of the last five rounds', 'in the last round', 'mean of the last 3 rounds')
+    """
+    if len(averaged) > 1:
+        return f"mean of the last rounds ({min(averaged)} to {max(averaged)} of them)"
+    (number,) = averaged
+    return {1: "in the last round", 5: "mean of the last five rounds"}.get(number, f"mean of the last {number} rounds")
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -68,7 +88,13 @@ def _table(data: str, rows: Sequence[Row]) -> Table:
         }
         for m in methods
     }
-    return Table(data, columns, cells, {m: tuple(sorted(row.seed for row in rows if row.method == m)) for m in methods})
+    seeds = {m: tuple(sorted(row.seed for row in rows if row.method == m)) for m in methods}
+    return Table(data, columns, cells, seeds, frozenset(_averaged(s) for row in rows for s in row.summaries))
+
+
+def _averaged(summary: Mapping[str, Any]) -> int:
+    """Runs of earlier versions do not say it."""
+    return int(summary.get("averaged", min(LAST, int(summary["rounds"]))))
 
 
 def value(row: Row, column: str) -> float:
@@ -110,7 +136,7 @@ def latex(table: Table) -> str:
 
 
 def text(table: Table) -> str:
-    """A plain table in columns of equal width."""
+    """A plain table in columns of equal width; a legend where something is marked."""
     head = ["method", *table.columns, "seeds"]
     body = [
         [
@@ -127,7 +153,9 @@ def text(table: Table) -> str:
         )
         for line in [head, *body]
     ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    marked = any(cell.best for cells in table.cells.values() for cell in cells.values())
+    legend = ["* best of its column (STD: the lowest)"] if marked else []
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *legend])
 
 
 def _text(cell: Cell, bold: str, spread: str = "± {}") -> str:

@@ -1,0 +1,252 @@
+"use strict";
+// Tables and text work without this file; figures are drawn by Plotly, which is unpacked at the end of the page.
+const { sets, palette } = JSON.parse(document.getElementById("numbers").textContent);
+const root = document.documentElement;
+const chosen = sets.map((set) => ({
+  shape: set.bars.length > 6 ? "dots" : "bars",
+  measure: "AVG",
+  method: (set.methods.find((m) => m.name.includes("fedheal")) || set.methods[0] || {}).name,
+}));
+
+// Light and dark
+
+const system = matchMedia("(prefers-color-scheme: dark)");
+let printing = false;
+const dark = () => !printing && (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
+const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+const domainColour = (i) => { const p = dark() ? palette.domainsDark : palette.domains; return p[i % p.length]; };
+const methodColour = (i) => { const p = dark() ? palette.methodsDark : palette.methods; return p[i % p.length]; };
+const veil = (hex, share) => `rgba(${[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)).join(",")},${share})`;
+document.getElementById("theme").addEventListener("click", () => {
+  root.dataset.theme = dark() ? "light" : "dark";
+  redraw();
+});
+system.addEventListener("change", () => redraw());
+
+// Tables: sort by a column, best first; copy as text
+
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.tHead.rows[0].cells];
+  const original = [...table.tBodies[0].rows];
+  heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
+    const before = head.getAttribute("aria-sort");
+    const first = column === 0 || head.textContent.trim() === "STD" ? "ascending" : "descending";
+    const second = first === "ascending" ? "descending" : "ascending";
+    const order = !before ? first : before === first ? second : null;
+    heads.forEach((other) => other.removeAttribute("aria-sort"));
+    const key = (row) => { const cell = row.cells[column]; return cell.dataset.value ? +cell.dataset.value : cell.textContent.trim(); };
+    const rows = [...original];
+    if (order) {
+      head.setAttribute("aria-sort", order);
+      rows.sort((a, b) => (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0) * (order === "ascending" ? 1 : -1));
+    }
+    table.tBodies[0].append(...rows);
+  }));
+}
+for (const button of document.querySelectorAll("button.copy")) {
+  button.addEventListener("click", async () => {
+    const source = document.getElementById(button.dataset.from);
+    try {
+      await navigator.clipboard.writeText(source.value);
+    } catch {  // pages opened as files may not use the clipboard directly
+      source.hidden = false;
+      source.select();
+      document.execCommand("copy");
+      source.hidden = true;
+    }
+    const label = button.textContent;
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = label; }, 1200);
+  });
+}
+
+// Figures
+
+const narrow = () => innerWidth < 768;
+function layout(extra) {
+  const axis = { gridcolor: colour("--grid"), linecolor: colour("--line"), zeroline: false, automargin: true, ticks: "", fixedrange: narrow() };
+  const { xaxis, yaxis, ...rest } = extra;
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", height: 320,
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: colour("--ink") },
+    margin: { l: 46, r: 10, t: 8, b: 40 }, hoverlabel: { font: { size: 12.5 }, namelength: -1 },
+    legend: below(0.2), showlegend: true,
+    xaxis: { ...axis, ...xaxis, title: title(xaxis) }, yaxis: { ...axis, ...yaxis, title: title(yaxis) }, ...rest,
+  };
+}
+const below = (y) => ({ orientation: "h", y: -y, yanchor: "top", x: 0, font: { size: 12 } });
+const title = (axis) => ({ text: (axis || {}).title || "", font: { size: 12.5, color: colour("--soft") }, standoff: 8 });
+
+function band(rounds, [means, sds], name, shade, more = {}) {
+  const there = [...means.keys()].filter((i) => means[i] !== null);  // not every domain is judged in every round
+  const [x, mean, sd] = [rounds, means, sds].map((list) => (list.length ? there.map((i) => list[i]) : list));
+  const line = { type: "scatter", mode: "lines", x, y: mean, name, line: { color: shade, width: 2, ...more.line }, legendgroup: name,
+                 hovertemplate: "%{y:.1f}<extra>" + name + "</extra>", visible: more.visible };
+  if (!sd.length) return [line];
+  const around = { type: "scatter", x: x.concat([...x].reverse()), fill: "toself", fillcolor: veil(shade, dark() ? 0.22 : 0.14),
+                   y: mean.map((m, i) => m + sd[i]).concat(mean.map((m, i) => m - sd[i]).reverse()), mode: "lines",
+                   line: { width: 0 }, legendgroup: name, showlegend: false, hoverinfo: "skip", visible: more.visible };
+  return [around, line];
+}
+const rounds = { title: "round" };
+const method = (set, pick) => set.methods.find((m) => m.name === pick.method);
+const several = (values) => Object.values(values).some((list) => list.some((x) => x !== null));
+
+const draw = {
+  domains(set, pick) {
+    const names = set.bars.map((row) => row.method);
+    const tall = { height: Math.max(240, 70 + names.length * (pick.shape === "bars" ? 16 + 13 * set.domains.length : 24)) };
+    const yaxis = { type: "category", autorange: "reversed", gridcolor: "rgba(0,0,0,0)", automargin: true };
+    const legend = { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, traceorder: "normal" };
+    const wrapped = names.map((name) => (narrow() && name.length > 16 ? name.replace(/([+:])/g, "<br>$1") : name));
+    const traces = set.domains.map((domain, i) => ({
+      type: pick.shape === "bars" ? "bar" : "scatter", mode: "markers", orientation: "h", name: domain, y: wrapped,
+      x: set.bars.map((row) => row.mean[i]), marker: { color: domainColour(i), size: 10 },
+      error_x: { type: "data", array: set.bars.map((row) => row.sd[i]), thickness: 1, width: pick.shape === "bars" ? 2 : 0, color: pick.shape === "bars" ? colour("--soft") : domainColour(i) },
+      hovertemplate: "%{x:.2f}<extra>" + domain + "</extra>",
+    }));
+    if (pick.shape === "dots") {
+      const x = [], y = [];
+      set.bars.forEach((row, i) => {
+        const own = row.mean.slice(0, set.domains.length);
+        x.push(Math.min(...own), Math.max(...own), null);
+        y.push(wrapped[i], wrapped[i], null);
+      });
+      traces.unshift({ type: "scatter", mode: "lines", x, y, line: { color: colour("--line"), width: 4 }, hoverinfo: "skip", showlegend: false });
+    }
+    return [traces, layout({ ...tall, bargap: 0.28, bargroupgap: 0.05, legend, margin: { l: 8, r: 12, t: 30, b: 40 }, yaxis, xaxis: { title: "accuracy, %" } })];
+  },
+  scatter(set) {
+    const at = (name) => set.columns.indexOf(name), avg = at("AVG"), std = at("STD");
+    const rows = set.bars.filter((row) => set.methods.some((m) => m.name === row.method));
+    const front = set.front.map((name) => rows.find((row) => row.method === name));
+    const traces = [{
+      type: "scatter", mode: "lines", x: front.map((r) => r.mean[std]), y: front.map((r) => r.mean[avg]), hoverinfo: "skip",
+      line: { color: colour("--soft"), width: 1.5, dash: "dot" }, showlegend: false,
+    }].concat(rows.map((row, i) => ({
+      type: "scatter", mode: "markers", name: row.method, x: [row.mean[std]], y: [row.mean[avg]], cliponaxis: false,
+      error_x: { type: "data", array: [row.sd[std]], thickness: 1, width: 0, color: methodColour(i) },
+      error_y: { type: "data", array: [row.sd[avg]], thickness: 1, width: 0, color: methodColour(i) },
+      marker: { size: 11, color: methodColour(i), symbol: set.front.includes(row.method) ? "circle" : "circle-open", line: { width: 2, color: methodColour(i) } },
+      hovertemplate: "AVG %{y:.2f}, STD %{x:.2f}<extra>" + row.method + "</extra>",
+    })));
+    return [traces, layout({ xaxis: { title: "STD over domains (lower is more even)" }, yaxis: { title: "AVG, %" }, showlegend: rows.length <= 12, legend: below(0.24) })];
+  },
+  measure(set, pick) {
+    const few = new Set([set.reference, ...set.front, ...set.methods.slice(0, 8).map((m) => m.name)]);
+    const traces = set.methods.flatMap((m, i) => (m.curves[pick.measure] ? band(m.rounds, m.curves[pick.measure], m.name, methodColour(i), {
+      visible: set.methods.length <= 10 || few.has(m.name) ? true : "legendonly",
+      line: m.name === set.reference ? { dash: "dash" } : {},
+    }) : []));
+    return traces.length ? [traces, layout({ xaxis: rounds, yaxis: { title: pick.measure + (pick.measure === "STD" ? ", points" : ", %") }, hovermode: "x", ...(set.methods.length > 10 ? { height: 440, legend: { ...below(0.15), maxheight: 0.4 } } : {}) })] : null;
+  },
+  curves(set, pick) {
+    const m = method(set, pick);
+    if (!m || !several(m.rounds.length ? { m: m.rounds } : {})) return null;
+    return [set.domains.flatMap((d, i) => (m.curves[d] ? band(m.rounds, m.curves[d], d, domainColour(i)) : [])), layout({ xaxis: rounds, yaxis: { title: "accuracy, %" }, hovermode: "x" })];
+  },
+  weights(set, pick) {
+    const m = method(set, pick);
+    if (!m || !several(m.weights)) return null;
+    const traces = set.domains.flatMap((d, i) => (m.weights[d] ? [{ type: "scatter", mode: "lines", x: m.every, y: m.weights[d], name: d, stackgroup: "one",
+      line: { width: 0.8, color: domainColour(i) }, fillcolor: veil(domainColour(i), 0.55), hovertemplate: "%{y:.1%}<extra>" + d + "</extra>" }] : []));
+    return [traces, layout({ xaxis: rounds, yaxis: { title: "share of weight", range: [0, 1], tickformat: ".0%" }, hovermode: "x", legend: { ...below(0.2), traceorder: "normal" } })];
+  },
+  layers(set, pick) {
+    const m = method(set, pick);
+    if (!m || !m.layers.names.length) return null;
+    const least = Math.min(...m.layers.kept.flat().filter((x) => x !== null));
+    const names = m.layers.names.map((name) => (name.length > 22 ? "…" + name.slice(-21) : name));
+    return [[{ type: "heatmap", x: m.layers.rounds, y: m.layers.names, z: m.layers.kept, zmin: Math.min(0.8, Math.floor(least * 10) / 10), zmax: 1,
+      colorscale: "Viridis", colorbar: { thickness: 10, tickformat: ".0%", outlinewidth: 0, len: 1 },
+      hovertemplate: "%{y}, round %{x}: %{z:.1%}<extra></extra>" }],
+    layout({ height: Math.max(300, 60 + 15 * names.length), xaxis: { ...rounds, gridcolor: "rgba(0,0,0,0)" }, showlegend: false,
+      yaxis: { autorange: "reversed", tickvals: m.layers.names, ticktext: names, tickfont: { size: 10.5 } } })];
+  },
+  consistency(set, pick) {
+    const m = method(set, pick);
+    if (!m || !Object.keys(m.consistency).length) return null;
+    const bins = Object.values(m.consistency)[0].length;
+    const label = [...Array(bins).keys()].map((i) => `${50 + (50 / bins) * i}–${50 + (50 / bins) * (i + 1)}`);
+    const traces = set.domains.flatMap((d, i) => (m.consistency[d] ? [{ type: "bar", name: d, x: label, y: m.consistency[d], marker: { color: domainColour(i) },
+      hovertemplate: "%{y:.1%}<extra>" + d + "</extra>" }] : []));
+    return [traces, layout({ barmode: "group", bargap: 0.2, xaxis: { title: "same direction in % of the rounds", type: "category", tickangle: narrow() || printing ? -60 : "auto", tickfont: { size: 11 } }, yaxis: { title: "share of parameters", tickformat: ".0%" }, hovermode: "x", legend: below(narrow() || printing ? 0.42 : 0.26) })];
+  },
+  seconds(set) {
+    if (!set.methods.length) return null;
+    const shades = [methodColour(3), methodColour(1), methodColour(5)];
+    const traces = ["train", "aggregate", "evaluate"].map((phase, i) => ({ type: "bar", orientation: "h", name: phase, y: set.methods.map((m) => m.name),
+      x: set.methods.map((m) => m.seconds[phase]), marker: { color: shades[i] }, hovertemplate: "%{x:.1f} s<extra>" + phase + "</extra>" }));
+    return [traces, layout({ barmode: "stack", bargap: 0.35, height: Math.max(160, 70 + 24 * set.methods.length), legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, traceorder: "normal" },
+      margin: { l: 8, r: 12, t: 30, b: 40 }, xaxis: { title: "seconds" }, yaxis: { autorange: "reversed", type: "category", gridcolor: "rgba(0,0,0,0)" } })];
+  },
+};
+
+const NOTHING = { layers: "This method masks nothing: all entries count.", consistency: "This method keeps no history of directions." };
+const seen = new Set();
+const number = (node) => +node.closest(".figures").dataset.set;
+function show(node) {
+  if (typeof Plotly === "undefined") return;
+  const made = draw[node.dataset.plot](sets[number(node)], chosen[number(node)]);
+  node.classList.toggle("none", !made);
+  node.style.height = made ? `${made[1].height}px` : "";  // the page does not move while a figure is being drawn
+  if (!made) {
+    Plotly.purge(node);
+    node.textContent = NOTHING[node.dataset.plot] || "Not recorded by these runs.";
+    return;
+  }
+  if (!node.classList.contains("js-plotly-plot")) node.textContent = "";
+  Plotly.react(node, made[0], made[1], { responsive: true, displaylogo: false, displayModeBar: false });
+}
+function redraw(only) {
+  for (const node of seen) if (!only || (only.set === number(node) && only.plots.includes(node.dataset.plot))) show(node);
+}
+const watch = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) if (isIntersecting) { watch.unobserve(target); seen.add(target); show(target); }
+}, { rootMargin: "300px" });
+
+// Choices
+
+for (const area of document.querySelectorAll(".figures")) {
+  const s = +area.dataset.set, set = sets[s], pick = chosen[s];
+  const fill = (select, names) => { for (const name of names) select.append(new Option(name, name, false, name === pick[select.dataset.choice])); };
+  for (const select of area.querySelectorAll("select")) {
+    const measure = select.dataset.choice === "measure";
+    fill(select, measure ? ["AVG", "STD", "worst", ...set.domains] : set.methods.map((m) => m.name));
+    select.addEventListener("change", () => {
+      pick[select.dataset.choice] = select.value;
+      redraw({ set: s, plots: measure ? ["measure"] : ["curves", "weights", "layers", "consistency"] });
+    });
+  }
+  const buttons = [...area.querySelectorAll("[data-choice=shape] button")];
+  const press = () => buttons.forEach((b) => b.setAttribute("aria-pressed", b.value === pick.shape));
+  buttons.forEach((button) => button.addEventListener("click", () => { pick.shape = button.value; press(); redraw({ set: s, plots: ["domains"] }); }));
+  press();
+}
+
+async function unpackPlotly() {
+  try {
+    const letters = atob(document.getElementById("plotly").textContent);
+    const packed = new Uint8Array(letters.length);
+    for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i);
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const code = document.createElement("script");
+    code.textContent = await new Response(stream).text();
+    document.head.append(code);
+  } catch (error) {
+    for (const node of document.querySelectorAll(".plot")) { node.classList.add("none"); node.textContent = "Figures need a browser of 2023 or later."; }
+    return;
+  }
+  for (const node of document.querySelectorAll(".plot")) watch.observe(node);
+  root.dataset.ready = "true";
+}
+
+// Paper is light and shows everything
+let unfolded = [];
+addEventListener("beforeprint", () => {
+  printing = true;
+  unfolded = [...document.querySelectorAll("details:not([open])")];
+  unfolded.forEach((node) => { node.open = true; });
+  for (const node of document.querySelectorAll(".plot")) { watch.unobserve(node); seen.add(node); show(node); }
+});
+addEventListener("afterprint", () => { printing = false; unfolded.forEach((node) => { node.open = false; }); redraw(); });

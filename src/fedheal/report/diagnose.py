@@ -1,0 +1,252 @@
+"""Who is left behind in a federation, since when, and how the aggregation treated them: from a run folder alone.
+
+A run folder of a real federation may lack much: what is needed is `rounds.jsonl` with weights; accuracy by domain or client,
+kept fractions, distances and the clients' domains are used where they are there.
+
+A unit (a domain, or a client) is *under-served* where its accuracy, averaged over the last evaluated rounds, lies more than
+`GAP` points below the mean of all units; *since* is the first evaluated round from which it has always been so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedheal.metrics import LAST
+from fedheal.records import read_json, read_rounds
+from fedheal.report import palette
+from fedheal.report.figures import PAGE, by_round, saved
+from fedheal.report.series import Floats, mean_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GAP = 5.0  # points below the mean
+COLUMNS = (
+    "accuracy",
+    "to the mean",
+    "under-served since",
+    "weight",
+    "x equal share",
+    "kept",
+    "distance",
+    "rounds present",
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A domain or client by round; NaN where nothing was recorded."""
+
+    name: str
+    clients: int
+    accuracy: Floats
+    weight: Floats  # of its clients together, of those present
+    fair: Floats  # what its clients' weight would be if all present weighed the same
+    kept: Floats
+    distance: Floats
+    present: int  # rounds in which any of its clients took part
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All units of one kind, `what` they are, and the rounds."""
+
+    what: str
+    rounds: Floats
+    units: tuple[Unit, ...]
+
+    @property
+    def gaps(self) -> Floats:
+        """By unit and round, accuracy less the mean of all units."""
+        accuracy = np.array([unit.accuracy for unit in self.units])
+        return accuracy - mean_of(accuracy)
+
+    def lag(self, number: int) -> float:
+        """How far a unit is from the mean, over the last evaluated rounds."""
+        return _last(self.gaps[number])
+
+    def since(self, number: int) -> int | None:
+        """The first evaluated round from which the unit has always been under-served; `None` if it is not at the end."""
+        if not self.lag(number) < -GAP:
+            return None
+        gaps = self.gaps[number]
+        evaluated = np.flatnonzero(np.isfinite(gaps))
+        start = int(self.rounds[evaluated[-1]])
+        for i in evaluated[::-1]:
+            if gaps[i] >= -GAP:
+                break
+            start = int(self.rounds[i])
+        return start
+
+
+def diagnose(folder: Path, what: str | None = None) -> Diagnosis:
+    """The units of a run: domains where the clients' are known, else clients; `what` asks for one kind."""
+    records = read_rounds(folder)
+    if not records:
+        raise ValueError(f"{folder} holds no rounds: name a run folder with a rounds.jsonl")
+    summary = read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
+    homes = _homes(records, summary)
+    if what is None:
+        what = "domain" if homes and len(set(homes.values())) > 1 else "client"
+    if what not in ("domain", "client"):
+        raise ValueError(f"by = {what}: use domain or client")
+    if what == "domain" and not homes:
+        raise ValueError(f"{folder} does not say which domain a client belongs to: ask for clients instead")
+    clients = list(dict.fromkeys(client for record in records for client in record.get("weights") or {}))
+    groups: dict[str, list[str]] = {}
+    for client in sorted(clients):
+        groups.setdefault(homes.get(client, "?") if what == "domain" else client, []).append(client)
+    judged = "domains" if what == "domain" else "clients"
+    order = [name for record in records[-1:] for name in record.get(judged) or {} if name in groups]
+    names = [*order, *(name for name in groups if name not in order)]
+    return Diagnosis(
+        what,
+        np.array([record["round"] for record in records], np.float64),
+        tuple(_unit(name, groups[name], records, judged) for name in names),
+    )
+
+
+def _homes(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, str]:
+    """Clients' domains: of the result, else of the rounds themselves."""
+    found = {client: home for client, home in (summary.get("trained") or {}).items() if home}
+    for record in records:
+        found = {**(record.get("homes") or {}), **found}
+    domains = next((set(record["domains"]) for record in reversed(records) if record.get("domains")), set())
+    if not found and domains:  # a run that is not finished: clients are named after their domains
+        clients = {client for record in records for client in record.get("weights") or {}}
+        found = {c: c.rpartition("-")[0] for c in clients if c.rpartition("-")[0] in domains}
+        found = found if len(found) == len(clients) else {}
+    return found
+
+
+def _unit(name: str, clients: Sequence[str], records: Sequence[Mapping[str, Any]], judged: str) -> Unit:
+    def by_round(get: Any, how: Any) -> Floats:
+        found = np.full(len(records), np.nan)
+        for i, record in enumerate(records):
+            numbers = [get(record)[c] for c in clients if c in (get(record) or {}) and get(record)[c] is not None]
+            if numbers:
+                found[i] = how(numbers)
+        return found
+
+    def told(key: str) -> Any:
+        return lambda record: (record.get("report") or {}).get(key)
+
+    accuracy = np.array([(record.get(judged) or {}).get(name, np.nan) for record in records], np.float64)
+    present = [[c for c in clients if c in (record.get("weights") or {})] for record in records]
+    fair = [len(here) / max(len(record.get("weights") or {}), 1) for here, record in zip(present, records, strict=True)]
+    return Unit(
+        name,
+        len(clients),
+        accuracy,
+        by_round(lambda record: record.get("weights"), np.sum),
+        np.where(np.array([len(here) for here in present]) > 0, np.array(fair), np.nan),
+        by_round(told("kept"), np.mean),
+        by_round(told("distance"), np.mean),
+        sum(bool(here) for here in present),
+    )
+
+
+def _last(values: Floats) -> float:
+    """Over the last rounds that have a number; NaN if none has."""
+    found = values[np.isfinite(values)][-LAST:]
+    return float(found.mean()) if len(found) else float("nan")
+
+
+def lines(found: Diagnosis) -> list[list[str]]:
+    """A table, its head first, the worst-served unit on top."""
+    body = []
+    for i, unit in sorted(enumerate(found.units), key=lambda pair: (np.isnan(found.lag(pair[0])), found.lag(pair[0]))):
+        since = found.since(i)
+        relative = unit.weight / unit.fair
+        body.append(
+            [
+                unit.name + (f" ({unit.clients} clients)" if found.what == "domain" else ""),
+                _number(_last(unit.accuracy), ".1f"),
+                _number(found.lag(i), "+.1f"),
+                "-" if since is None else f"round {since}",
+                _number(_last(unit.weight), ".1%"),
+                _number(_last(relative), ".2f"),
+                _number(_last(unit.kept), ".1%"),
+                _number(_last(unit.distance), ".3g"),
+                f"{unit.present}/{len(found.rounds)}",
+            ]
+        )
+    return [[found.what, *COLUMNS], *body]
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if np.isfinite(value) else "-"
+
+
+def sentences(found: Diagnosis) -> list[str]:
+    """What the table says, in words."""
+    last = min(LAST, int(np.isfinite(found.gaps).any(axis=0).sum()))
+    if not last:
+        return [
+            f"No accuracy by {found.what} was recorded, so nobody can be called under-served; weights are as shown."
+        ]
+    behind = [(unit, since) for i, unit in enumerate(found.units) if (since := found.since(i)) is not None]
+    if not behind:
+        return [f"No {found.what} lies more than {GAP:g} points below the mean of all {found.what}s."]
+    return [_behind(found, unit, since) for unit, since in behind]
+
+
+def _behind(found: Diagnosis, unit: Unit, since: int) -> str:
+    number = found.units.index(unit)
+    weight, ratio, kept = _last(unit.weight), _last(unit.weight / unit.fair), _last(unit.kept)
+    said = f"{unit.name} is {-found.lag(number):.1f} points below the mean, more than {GAP:g} since round {since}"
+    if np.isfinite(ratio):
+        less = "less than" if ratio < 0.95 else "more than" if ratio > 1.05 else "about"
+        holds = "its clients hold" if found.what == "domain" else "it holds"
+        said += f"; {holds} {weight:.1%} of the weight, {less} an equal share ({ratio:.2f} of it)"
+    if np.isfinite(kept):
+        said += f", and {kept:.0%} of {'their' if found.what == 'domain' else 'its'} entries were kept"
+    return said + "."
+
+
+def picture(found: Diagnosis) -> Figure | None:
+    """Accuracy against the mean, weight against an equal share, and what was kept, by round; the under-served in colour."""
+    from matplotlib.figure import Figure
+
+    gaps = found.gaps
+    panels = [
+        ("accuracy less the mean, points", list(gaps), 0.0),
+        ("weight, x equal share", [unit.weight / unit.fair for unit in found.units], 1.0),
+        ("kept entries", [unit.kept for unit in found.units], None),
+    ]
+    panels = [panel for panel in panels if any(np.isfinite(values).any() for values in panel[1])]
+    if not panels:
+        return None
+    behind = [i for i in range(len(found.units)) if found.since(i) is not None]
+    every = found.what == "domain" and len(found.units) <= len(palette.DOMAINS)
+    figure = Figure(figsize=(PAGE, 2.1))
+    for axes, (label, values, level) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        if level is not None:
+            axes.axhline(level, color="#999999", lw=0.6)
+        for i, (unit, line) in enumerate(zip(found.units, values, strict=True)):
+            marked = i in behind
+            there = np.isfinite(line)
+            axes.plot(
+                found.rounds[there],
+                line[there],
+                color=palette.domain(i if every else behind.index(i)) if marked or every else "#BBBBBB",
+                lw=1.8 if marked else 0.9,
+                label=f"{unit.name}{' (under-served)' if marked else ''}" if marked or every else None,
+                zorder=3 if marked else 2,
+            )
+        axes.set_title(label, fontsize=7)
+        by_round(axes)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 5))
+    return figure
+
+
+def write_picture(found: Diagnosis, path: Path) -> list[Path]:
+    """The picture under `path` with every format's ending."""
+    return saved(path, lambda: picture(found))

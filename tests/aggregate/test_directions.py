@@ -1,0 +1,95 @@
+"""Counting directions, on updates small enough to count by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedheal import Layout, Updates, aggregate, methods
+from fedheal.aggregate import Aggregator
+from fedheal.aggregate.directions import directions, same, spread
+from fedheal.aggregate.state import State
+
+LAYOUT = Layout.of(torch.nn.Linear(1, 2))  # weight [2], bias [2]
+# Entry by entry over four rounds: always up, up three times, up and down in turn, always down.
+ROUNDS = [[1.0, 1.0, 1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [1.0, 1.0, 1.0, -1.0], [1.0, -1.0, -1.0, -1.0]]
+
+
+def play(aggregator, rounds, clients=("a",), state=None):
+    model = torch.zeros(4)
+    state = state or aggregator.init(LAYOUT)
+    reports = []
+    for values in rounds:
+        out = aggregator.apply(
+            model, Updates(list(clients), torch.tensor([values] * len(clients)), [1] * len(clients)), state
+        )
+        model, state = out.model, out.state
+        reports.append(out.report.get("directions"))
+    return model, state, reports
+
+
+def test_blocks_and_the_long_window_by_client_and_tensor():
+    _, _, reports = play(Aggregator(directions(block=2, long=4)), ROUNDS)
+    assert reports[0] is None
+    assert reports[2] is None
+    # Rounds 1 and 2: entries 0, 1 and 3 kept their direction (2 of 2), entry 2 did not (1 of 2). Weight: 0, 1; bias: 2, 3.
+    assert reports[1] == {"block": {"a": {"weight": [0, 2], "bias": [1, 1]}}}
+    # Rounds 3 and 4: entries 0 and 3 kept theirs.
+    assert reports[3]["block"] == {"a": {"weight": [1, 1], "bias": [1, 1]}}
+    # Over all four: entry 0 and 3 four times, entry 1 three times, entry 2 twice. Bins: 2, 3, 4 of 4.
+    assert reports[3]["long"] == {"a": {"weight": [0, 1, 1], "bias": [1, 0, 1]}}
+
+
+def test_a_clients_rounds_are_those_it_took_part_in():
+    aggregator = Aggregator(directions(block=2, long=9))
+    _, state, reports = play(aggregator, ROUNDS[:1], ("a", "b"))
+    _, state, reports = play(aggregator, ROUNDS[1:2], ("b",), state)
+    assert set(reports[0]["block"]) == {"b"}
+    _, _, reports = play(aggregator, ROUNDS[1:2], ("a",), state)
+    assert set(reports[0]["block"]) == {"a"}
+
+
+def test_watching_changes_nothing():
+    rounds = [np.random.default_rng(i).normal(size=4).tolist() for i in range(5)]
+    for name in ("fedavg", "fedheal", "fedavg+uniform", "fedavg+afl"):
+        if "afl" in name:
+            continue  # needs losses, which these updates do not carry
+        plain, watched = methods.get(name).aggregator, methods.get(f"{name}+directions").aggregator
+        assert torch.equal(play(plain, rounds)[0], play(watched, rounds)[0])
+
+
+def test_the_state_goes_through_arrays_and_on_from_there():
+    aggregator = Aggregator(directions(block=2, long=4))
+    _, whole, reports = play(aggregator, ROUNDS)
+    _, half, _ = play(aggregator, ROUNDS[:3])
+    arrays, json = half.to_arrays()
+    back = State.from_arrays({k: v.clone() for k, v in arrays.items()}, json)
+    _, resumed, again = play(aggregator, ROUNDS[3:], state=back)
+    assert again[0] == reports[3]
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.to_arrays()[0].values(), resumed.to_arrays()[0].values(), strict=True)
+    )
+
+
+def test_folding_is_symmetric_and_complete():
+    for n in range(1, 12):
+        up = torch.randint(0, n + 1, (500,), generator=torch.Generator().manual_seed(n))
+        found = same(up, n)
+        assert found.sum() == 500
+        assert len(found) == n - (n + 1) // 2 + 1
+        assert (found == same(n - up, n)).all()
+
+
+def test_the_spread_of_fphls_own_counts():
+    _, state, _ = play(aggregate.fedheal(tau=0.3), ROUNDS)
+    shares = spread(state)["a"]
+    # 4 of 4 rounds twice, 3 of 4 (75 %, bin 5) once, 2 of 4 (50 %, bin 0) once.
+    assert shares == [0.25, 0, 0, 0, 0, 0.25, 0, 0, 0, 0.5]
+    assert spread(play(aggregate.fedavg(), ROUNDS)[1]) is None
+
+
+@pytest.mark.parametrize(("name", "number"), [("block", 1), ("long", 0), ("block", True)])
+def test_windows_of_less_than_two_rounds_are_refused(name, number):
+    with pytest.raises(ValueError, match=f"{name} = {number}"):
+        directions(**{name: number})

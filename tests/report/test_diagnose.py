@@ -1,0 +1,113 @@
+"""Who is under-served, on rounds written down by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fedheal.report.diagnose import diagnose, lines, picture, sentences, write_picture
+from made_up import run_folder
+
+# Two clinics and a hospital; the clinics' accuracy falls behind in round 3 and stays there, after a dip in round 1.
+ACCURACY = {"big-0": [80, 80, 80, 80], "small-0": [70, 78, 60, 58], "small-1": [70, 78, 62, 60]}
+WEIGHTS = {"big-0": 0.8, "small-0": 0.1, "small-1": 0.1}
+
+
+def federation(folder, **extra):
+    """What a federation without test sets, domains or a result leaves behind."""
+    folder.mkdir(parents=True)
+    with (folder / "rounds.jsonl").open("w") as file:
+        for t in range(4):
+            record = {"round": t + 1, "weights": WEIGHTS, "clients": {c: a[t] for c, a in ACCURACY.items()}}
+            file.write(json.dumps(record | {key: value(t) for key, value in extra.items()}) + "\n")
+    return folder
+
+
+def test_clients_of_a_federation_that_recorded_little(tmp_path):
+    found = diagnose(federation(tmp_path / "run"))
+    assert found.what == "client"
+    by_name = {unit.name: i for i, unit in enumerate(found.units)}
+    # Means of the four rounds: 73.33, 78.67, 67.33, 66. small-0 is 3.33, 0.67, 7.33 and 8 below: under-served since round 3,
+    # though over all four rounds it is 4.83 below; the rule looks at the mean of the last five.
+    assert np.round(found.gaps[by_name["small-0"]], 2).tolist() == [-3.33, -0.67, -7.33, -8.0]
+    assert found.since(by_name["small-0"]) is None
+    assert found.lag(by_name["small-0"]) == pytest.approx(-4.833, abs=1e-3)
+
+
+def test_since_when(tmp_path):
+    def falling(t):
+        return {"big-0": 80.0, "small-0": [40.0, 79.0, 60.0, 50.0][t], "small-1": 78.0}
+
+    found = diagnose(federation(tmp_path / "run", clients=falling))
+    i = [unit.name for unit in found.units].index("small-0")
+    # Means 66, 79, 72.67, 69.33; gaps -26, 0, -12.67, -19.33: mean -14.5. Round 2 was fine, so since round 3.
+    assert found.lag(i) == pytest.approx(-14.5)
+    assert found.since(i) == 3
+    head, first, *rest = lines(found)
+    assert dict(zip(head, first, strict=True)) == {
+        "client": "small-0",
+        "accuracy": "57.2",
+        "to the mean": "-14.5",
+        "under-served since": "round 3",
+        "weight": "10.0%",
+        "x equal share": "0.30",
+        "kept": "-",
+        "distance": "-",
+        "rounds present": "4/4",
+    }
+    assert [line[3] for line in rest] == ["-", "-"]
+    assert sentences(found) == [
+        "small-0 is 14.5 points below the mean, more than 5 since round 3; it holds 10.0% of the weight, less than an equal "
+        "share (0.30 of it)."
+    ]
+
+
+def test_domains_are_taken_from_the_result_or_the_rounds(tmp_path):
+    run = run_folder(tmp_path / "made", "fedavg+fedheal", rounds=6)
+    found = diagnose(run)
+    assert found.what == "domain"
+    assert [unit.name for unit in found.units] == ["mnist", "usps", "svhn", "syn"]
+    assert lines(found)[1][0] == "syn (5 clients)"  # the made-up runs' last domain lags
+    assert found.since(3) is not None
+    assert "of their entries were kept" in sentences(found)[0]
+    homes = diagnose(federation(tmp_path / "run", homes=lambda t: {c: c.partition("-")[0] for c in WEIGHTS}))
+    assert {unit.name: unit.clients for unit in homes.units} == {"big": 1, "small": 2}
+    assert diagnose(run_folder(tmp_path / "open", rounds=3, finished=False)).what == "domain"
+
+
+def test_without_accuracy_the_weights_are_shown_and_nobody_is_judged(tmp_path):
+    found = diagnose(federation(tmp_path / "run", clients=lambda t: None))
+    assert sentences(found)[0].startswith("No accuracy by client was recorded")
+    assert [line[1] for line in lines(found)[1:]] == ["-", "-", "-"]
+    assert write_picture(found, tmp_path / "picture")[-1].stat().st_size > 5000
+
+
+def test_absent_clients_and_unevaluated_rounds(tmp_path):
+    def there(t):
+        return {c: w for c, w in WEIGHTS.items() if c != "small-1" or t == 1}
+
+    def judged(t):
+        return {"big-0": 80.0, "small-0": 50.0} if t % 2 else None
+
+    found = diagnose(federation(tmp_path / "run", weights=there, clients=judged))
+    units = {unit.name: unit for unit in found.units}
+    assert units["small-1"].present == 1
+    assert found.since([*units].index("small-0")) == 2  # the first evaluated round
+    assert picture(found) is not None
+
+
+def test_everyone_served_alike(tmp_path):
+    found = diagnose(federation(tmp_path / "run", clients=lambda t: dict.fromkeys(WEIGHTS, 80.0)))
+    assert sentences(found) == ["No client lies more than 5 points below the mean of all clients."]
+
+
+def test_what_cannot_be_diagnosed(tmp_path):
+    with pytest.raises(ValueError, match="holds no rounds"):
+        diagnose(tmp_path)
+    run = federation(tmp_path / "run")
+    with pytest.raises(ValueError, match="by = continent: use domain or client"):
+        diagnose(run, "continent")
+    with pytest.raises(ValueError, match="does not say which domain"):
+        diagnose(run, "domain")

@@ -1,0 +1,81 @@
+"""The pictures of the documentation, made from runs of this version: python tools/pictures.py  (make pictures)
+
+Four methods, three seeds, on the embedded digits; finished runs are not run again. The pictures of the page need Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+from fedheal.compare import plan
+from fedheal.records import read_json, write_text
+from fedheal.report import diagnose, figures
+from fedheal.report.page import page
+from fedheal.report.rows import Row, rows
+from fedheal.schedule import run_all
+
+METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
+SEEDS = (0, 1, 2)
+SHOWN = ("domains", "rounds", "weights")
+WIDTH, HEIGHT = 1280, 1000
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--runs", type=Path, default=Path("runs/pictures"))
+    words.add_argument("--out", type=Path, default=Path("docs/pictures"))
+    words.add_argument("--processes", type=int, default=2)
+    asked = words.parse_args()
+    planned = plan(METHODS, SEEDS, {}, asked.runs)
+    for job in run_all(planned, asked.processes):
+        print(job.folder.name)
+    found = rows(read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        figures.write(found, Path(scratch))
+        diagnose.write_picture(diagnose.diagnose(planned[0].folder), Path(scratch) / "diagnosis")
+        for name in (*SHOWN, "diagnosis"):
+            small(Path(scratch) / f"{name}.png", asked.out / f"{name}.png", width=1400)
+        photographed(found, Path(scratch), asked.out)
+    for path in sorted(asked.out.glob("*.png")):
+        print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+def photographed(found: list[Row], scratch: Path, out: Path) -> None:
+    """The page's beginning in both themes."""
+    file = scratch / "report.html"
+    write_text(file, page(found, "Four methods on the embedded digits"))
+    browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for theme, first in (("light", "h1"), ("dark", ".figures")):
+            tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme)
+            tab.goto(file.resolve().as_uri())
+            tab.wait_for_selector("html[data-ready]")
+            for plot in tab.query_selector_all(".plot"):
+                plot.scroll_into_view_if_needed()
+                tab.wait_for_function("node => node.matches('.js-plotly-plot, .none')", arg=plot)
+            tab.evaluate(f"scrollTo(0, document.querySelector('{first}').offsetTop - 80)")
+            tab.wait_for_timeout(300)
+            tab.screenshot(path=scratch / f"report-{theme}.png")
+            small(scratch / f"report-{theme}.png", out / f"report-{theme}.png", WIDTH)
+        browser.close()
+
+
+def small(source: Path, target: Path, width: int) -> None:
+    """At most so wide, in 128 colours: figures have few."""
+    with Image.open(source) as image:
+        shown = image.convert("RGB")
+        if shown.width > width:
+            shown = shown.resize((width, round(shown.height * width / shown.width)), Image.Resampling.LANCZOS)
+        shown.quantize(128).save(target, optimize=True)
+
+
+if __name__ == "__main__":
+    main()
