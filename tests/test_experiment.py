@@ -76,7 +76,15 @@ def test_a_runs_description_reproduces_it_bit_for_bit(tmp_path: Path) -> None:
 
 def test_the_description_is_complete(tmp_path: Path) -> None:
     """So that a later version with other defaults would run the same."""
-    said = {"width": 4, "steps": 2, "clients_per_domain": 1, "data_root": "x", "image_size": 32, "dirichlet": 0.5}
+    said = {
+        "width": 4,
+        "steps": 2,
+        "clients_per_domain": 1,
+        "data_root": "x",
+        "image_size": 32,
+        "dirichlet": 0.5,
+        "lanes": 3,
+    }
     text = tomllib.loads(Experiment(**said, samples_per_client=9).to_toml())
     other = tomllib.loads(Experiment(**said, fraction=0.1).to_toml())  # instead of samples_per_client
     assert text.keys() | other.keys() == Experiment.model_fields.keys()
@@ -270,7 +278,7 @@ def test_equal_descriptions_are_equal() -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [{k: v} for k, v in {"name": "x", "workers": 2, "save_seconds": 1.0, "data_root": "y"}.items()],
+    [{k: v} for k, v in {"name": "x", "workers": 2, "save_seconds": 1.0, "data_root": "y", "lanes": 3}.items()],
     ids=lambda k: next(iter(k)),
 )
 def test_what_does_not_change_a_result_does_not_change_the_identity(keys: dict[str, Any]) -> None:
@@ -282,7 +290,7 @@ def test_what_does_not_change_a_result_does_not_change_the_identity(keys: dict[s
 def test_everything_else_changes_the_identity(field: str) -> None:
     other: dict[str, Any] = {
         "method": "fedavg", "data": "embedded", "model": "resnet18", "augment": "flip", "server_optimizer": "adam",
-        "on_bad_update": "skip", "classes": "union", "fraction": 0.5, "image_size": 64,
+        "on_bad_update": "skip", "classes": "union", "fraction": 0.5, "image_size": 64, "engine": "serial", "precision": "fp32",
     }  # fmt: skip
     now = getattr(quick(), field)
     by_type: dict[type, Any] = {bool: not now, float: 0.123, tuple: ("plain",), int: 11, type(None): 2}

@@ -21,7 +21,7 @@ from fedheal.aggregate import fedga as adjustment
 from fedheal.aggregate.checks import check_switch
 from fedheal.aggregate.parameter import Parameter, described
 from fedheal.aggregate.presets import reducer
-from fedheal.aggregate.stages import STAGES
+from fedheal.aggregate.stages import REPORTING, STAGES
 from fedheal.local.contrastive import Contrastive
 from fedheal.local.control_variates import ControlVariates
 from fedheal.local.dynamic import Dynamic
@@ -307,8 +307,9 @@ def get(name: str, **keys: Any) -> Method:
 
 
 def names() -> list[str]:
-    """Every local method, alone and with every stage; then the methods of their own."""
-    return [*(name for local in LOCAL for name in (local, *(f"{local}+{stage}" for stage in STAGES))), *WHOLE]
+    """Every local method, alone and with every stage that changes it; then the methods of their own."""
+    stages = [stage for stage in STAGES if stage not in REPORTING]
+    return [*(name for local in LOCAL for name in (local, *(f"{local}+{stage}" for stage in stages))), *WHOLE]
 
 
 def explained(name: str) -> list[tuple[str, str, Any, Any, Parameter]]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedheal.aggregate.consistency import ConsistencyState
+from fedheal.aggregate.parameter import Parameter
 from fedheal.aggregate.roster import enrol
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind
@@ -47,7 +48,10 @@ class DirectionsState(State):
         return cls(clients, n, up)
 
 
-def directions(block: int = 10, long: int = 100) -> Stage:
+def directions(
+    block: Annotated[int, Parameter("rounds of a short count", "FedHEAL paper, figure on consistency")] = 10,
+    long: Annotated[int, Parameter("rounds of the long count", "FedHEAL paper, figure on consistency")] = 100,
+) -> Stage:
     """Change nothing; report how many entries kept their direction over every `block` rounds and the first `long`.
 
     The report's `directions` has, for `block` and `long`, by client and tensor, how many entries pointed the same way in

@@ -20,7 +20,20 @@ from fedheal.aggregate.soft import soft as softened
 from fedheal.aggregate.stage import Stage, chain
 from fedheal.aggregate.weights import uniform
 
-__all__ = ["STAGES", "Stage", "afl", "chain", "directions", "fael", "fael_exact", "fedheal", "fphl", "qffl", "uniform"]
+__all__ = [
+    "REPORTING",
+    "STAGES",
+    "Stage",
+    "afl",
+    "chain",
+    "directions",
+    "fael",
+    "fael_exact",
+    "fedheal",
+    "fphl",
+    "qffl",
+    "uniform",
+]
 
 VARIANTS = ("paper", "released")
 FAEL = ("momentum", "exact", "exact-reg", False)
@@ -142,3 +155,6 @@ STAGES: dict[str, Callable[..., Stage]] = {
 
 def check_variant(variant: str) -> None:
     check_among("variant", variant, VARIANTS)
+
+
+REPORTING = frozenset({"directions"})  # stages that change nothing
