@@ -380,9 +380,10 @@ def _taken(domain: Domain, indices: torch.Tensor, device: torch.device) -> Split
 
 
 def _unsaid(method: str, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a data set's usual parameters that the method has and its name does not say."""
+    """Those of a data set's usual parameters of FedHEAL that the method's name does not say; others may share their names."""
     known = methods.parameters(method) if usual else {}
-    return {key: value for key, value in usual.items() if key in known and not re.search(rf"[:,]\s*{key}\s*=", method)}
+    own = {key for key in usual if key in known and isinstance(known[key], float)}
+    return {key: usual[key] for key in own if not re.search(rf"[:,]\s*{key}\s*=", method)}
 
 
 def _with_parameters(method: str, rest: Mapping[str, Any]) -> Method:

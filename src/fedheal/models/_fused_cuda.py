@@ -116,7 +116,7 @@ def _tiles(rows: int, channels: int) -> tuple[int, int, int]:
     return width, chunks, -(-rows // chunks)
 
 
-@triton.jit(do_not_specialize=["rows", "each"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _moments(x, parts, rows, each, channels, chunks, tall: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """A chunk's mean and sum of squared deviations, by way of differences from its first row."""
     p, c = tl.program_id(0), tl.program_id(1) * width + tl.arange(0, width)
@@ -137,7 +137,7 @@ def _moments(x, parts, rows, each, channels, chunks, tall: tl.constexpr, width: 
     tl.store(parts + (chunks + p) * channels + c, deviations - shift * shift / number)
 
 
-@triton.jit(do_not_specialize=["rows", "each"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _statistics(  # type: ignore[no-untyped-def]
     parts,
     kept,
@@ -170,7 +170,7 @@ def _statistics(  # type: ignore[no-untyped-def]
         tl.store(seen, tl.load(seen) + 1)
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _apply(  # type: ignore[no-untyped-def]
     x,
     shortcut,
@@ -199,7 +199,7 @@ def _apply(  # type: ignore[no-untyped-def]
     tl.store(y + at, made.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "each"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _sums(  # type: ignore[no-untyped-def]
     dy, x, y, kept, parts, rows, each, channels, chunks, tall: tl.constexpr, width: tl.constexpr, relu: tl.constexpr
 ):
@@ -230,7 +230,7 @@ def _totals(parts, totals, channels, chunks: tl.constexpr, few: tl.constexpr):  
     tl.store(totals + channels + c, tl.sum(tl.load(parts + (chunks + p)[:, None] * channels + c[None, :]), axis=0))
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _pull(  # type: ignore[no-untyped-def]
     dy,
     x,

@@ -20,7 +20,7 @@ from fedheal.aggregate.kernels import reference
 from fedheal.aggregate.kernels.reference import NonFinite
 from fedheal.types import Floats, Integers, Kept, Measured
 
-PASS_ONE, STRIDE = 8192, 1024  # columns a program scans, so many at a time
+PASS_ONE = 1024  # columns a program scans
 PASS_TWO = 512  # columns a program averages
 
 masked = reference.masked
@@ -130,7 +130,7 @@ def _launch_scan(
             len(starts),
             sign,
             step,
-            block=STRIDE,
+            block=PASS_ONE,
             num_warps=4,
         )
     return parts
@@ -174,35 +174,28 @@ def _count(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
 ):
     b, i = tl.program_id(0), tl.program_id(1)
+    columns = tl.load(starts + b) + tl.arange(0, block)
+    inside = columns < tl.load(stops + b)
     row = tl.load(rows + i)
-    stop = tl.load(stops + b)
-    total = tl.zeros((block,), dtype=tl.float64)
-    kept = tl.zeros((block,), dtype=tl.float64)
-    number = tl.zeros((block,), dtype=tl.int32)
-    for start in range(tl.load(starts + b), stop, block):
-        columns = start + tl.arange(0, block)
-        inside = columns < stop
-        x = tl.load(deltas + row * row_stride + columns * column_stride, mask=inside, other=0.0)
-        if x.dtype != tl.float64:
-            x = x.to(tl.float32)
-        square = x.to(tl.float64) * x.to(tl.float64)
-        keep = inside
-        if sign != 0:
-            slot = tl.load(limits + i)
-            low = tl.load(limits + clients + i).to(tl.int32)
-            high = tl.load(limits + 2 * clients + i).to(tl.int32)
-            up = (sign * x) >= 0
-            at = counts + slot * slot_stride + columns
-            n = tl.load(at, mask=inside, other=0).to(tl.int32) + tl.where(up, step, 0)
-            tl.store(at, n.to(counts.dtype.element_ty), mask=inside)
-            keep = inside & tl.where(up, n >= low, n < high)
-        total += square
-        kept += tl.where(keep, square, 0.0)
-        number += keep.to(tl.int32)
+    x = tl.load(deltas + row * row_stride + columns * column_stride, mask=inside, other=0.0)
+    if x.dtype != tl.float64:
+        x = x.to(tl.float32)
+    wide = x.to(tl.float64)
+    square = wide * wide
+    keep = inside
+    if sign != 0:
+        slot = tl.load(limits + i)
+        low = tl.load(limits + clients + i).to(tl.int32)
+        high = tl.load(limits + 2 * clients + i).to(tl.int32)
+        up = (sign * x) >= 0
+        at = counts + slot * slot_stride + columns
+        n = tl.load(at, mask=inside, other=0).to(tl.int32) + tl.where(up, step, 0)
+        tl.store(at, n.to(counts.dtype.element_ty), mask=inside)
+        keep = inside & tl.where(up, n >= low, n < high)
     to = parts + i * blocks + b
-    tl.store(to, tl.sum(total))
-    tl.store(to + clients * blocks, tl.sum(kept))
-    tl.store(to + 2 * clients * blocks, tl.sum(number).to(tl.float64))
+    tl.store(to, tl.sum(square))
+    tl.store(to + clients * blocks, tl.sum(tl.where(keep, square, 0.0)))
+    tl.store(to + 2 * clients * blocks, tl.sum(keep.to(tl.int32)).to(tl.float64))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
