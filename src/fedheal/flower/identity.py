@@ -1,0 +1,87 @@
+"""Who sent a reply, and whether it is an answer at all.
+
+Who a client is: the name it gives in its reply (`fedheal.flower.client` does), else `partition-<id>` where the reply holds a
+`partition-id`, else `node-<id>`. Only the last does not survive a restart of the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flwr.app import Message
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A message that arrived, and who sent it; `trouble` says why it cannot count."""
+
+    message: Message
+    node: int
+    client: str
+    domain: str
+    named: bool  # whether the client said who it is
+    trouble: str | None = None
+
+
+def heard(message: Message, number: int, known: Mapping[int, str]) -> Heard:
+    """Who sent this message, and whether it is an answer to round `number` at all."""
+    node = message.metadata.src_node_id
+    if message.has_error():
+        client = known.get(node, f"node-{node}")
+        return Heard(message, node, client, client, True, f"its node reports an error: {_first_line(message)}")
+    about: dict[str, Any] = {}
+    for record in message.content.config_records.values():
+        about |= dict(record)
+    name, partition = about.get("client"), about.get("partition-id")
+    for metrics in message.content.metric_records.values():
+        partition = metrics.get("partition-id", partition)
+    named = True
+    if isinstance(name, str) and name:
+        client = name
+    elif isinstance(partition, (int, float, str)):
+        client = f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}"
+    else:
+        client, named = f"node-{node}", False
+    domain = about.get("domain")
+    answered = about.get("round", number)
+    stale = None if answered == number else f"it answers round {answered}, this is round {number}"
+    return Heard(message, node, client, domain if isinstance(domain, str) and domain else client, named, stale)
+
+
+def told_apart(
+    arrived: Iterable[Heard], asked: Mapping[int, str], holders: Mapping[str, int], connected: frozenset[int]
+) -> list[Heard]:
+    """The same, with trouble where a node was not asked, answers twice, or uses a name that another node has.
+
+    `holders`: which node had a name last. While that node is still connected, no other may use the name.
+    """
+    found = sorted(arrived, key=lambda one: (one.client, one.node))
+    by_node: dict[int, int] = {}
+    by_name: dict[str, set[int]] = {}
+    for one in found:
+        by_node[one.node] = by_node.get(one.node, 0) + 1
+        if not one.message.has_error():
+            by_name.setdefault(one.client, set()).add(one.node)
+
+    def trouble(one: Heard) -> str | None:
+        if one.message.has_error():
+            return one.trouble
+        if one.node not in asked:
+            return f"node {one.node} was not asked in this round"
+        if by_node[one.node] > 1:
+            return f"node {one.node} answers {by_node[one.node]} times in this round"
+        rivals = by_name[one.client] | ({holders[one.client]} & connected if one.client in holders else set())
+        if len(rivals) > 1:
+            return (
+                f"nodes {' and '.join(map(str, sorted(rivals)))} both use this name: give each site a name of its own"
+            )
+        return one.trouble
+
+    return [replace(one, trouble=trouble(one)) for one in found]
+
+
+def _first_line(message: Message) -> str:
+    reason = str(message.error.reason or f"code {message.error.code}").strip().splitlines()
+    return reason[-1][:300] if reason else f"code {message.error.code}"
