@@ -55,7 +55,8 @@ def told_apart(
 ) -> list[Heard]:
     """The same, with trouble where a node was not asked, answers twice, or uses a name that another node has.
 
-    `holders`: which node had a name last. While that node is still connected, no other may use the name.
+    `holders`: which node had a name last. A name may move to another node once its holder is gone, or was asked and is
+    silent; while the holder is connected and was not asked, nobody can tell a restart from a second site of that name.
     """
     found = sorted(arrived, key=lambda one: (one.client, one.node))
     by_node: dict[int, int] = {}
@@ -72,7 +73,8 @@ def told_apart(
             return f"node {one.node} was not asked in this round"
         if by_node[one.node] > 1:
             return f"node {one.node} answers {by_node[one.node]} times in this round"
-        rivals = by_name[one.client] | ({holders[one.client]} & connected if one.client in holders else set())
+        holder = holders.get(one.client, one.node)
+        rivals = by_name[one.client] | ({holder} if holder in connected and holder not in asked else set())
         if len(rivals) > 1:
             return (
                 f"nodes {' and '.join(map(str, sorted(rivals)))} both use this name: give each site a name of its own"
