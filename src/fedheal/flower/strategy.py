@@ -7,7 +7,6 @@ in a simulation, saved after every round, so that a new run goes on where a dead
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -165,8 +164,6 @@ class FairStrategy(Strategy):
                 _keep(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
             self.end_round(number)
         self.finish()
-        for line in io.StringIO(str(result)):
-            log.info("%s", line.rstrip())
         return result
 
     def begin(self, initial_arrays: ArrayRecord) -> ArrayRecord:
@@ -274,9 +271,11 @@ class FairStrategy(Strategy):
         record = RoundRecord(
             server_round, len(now.asked), now.replied, now.weights, now.train_loss, now.report, now.clock.seconds
         )
-        self.history.append(replace(record, **Judged.together(now.judged)))
+        record = replace(record, **Judged.together(now.judged))
+        self.history.append(record)
+        log.info("[round %d] %s", server_round, _line(record))
         if self.folder is not None:
-            self.folder.save(self._state, self.history[-1], asdict(self.known))
+            self.folder.save(self._state, record, asdict(self.known))
         self._round = None
 
     def finish(self) -> None:
@@ -407,6 +406,17 @@ def _averaged(metrics: Mapping[str, Mapping[str, float]], examples: Mapping[str,
     return MetricRecord(
         {name: sum(metrics[c][name] * n for c, n in examples.items()) / total for name in sorted(common)}
     )
+
+
+def _line(record: RoundRecord) -> str:
+    """A round in a line, the worst served by name."""
+    told = f"{record.replied} of {record.cohort} nodes replied, {len(record.report['skipped'])} left out"
+    told += "" if record.train_loss is None else f", training loss {record.train_loss:.3f}"
+    if record.domains and record.clients:
+        mean = sum(record.domains.values()) / len(record.domains)
+        worst = min(record.clients, key=lambda client: (record.clients or {})[client])
+        told += f", accuracy {mean:.1f} %, worst served: '{worst}' with {record.clients[worst]:.1f} %"
+    return told
 
 
 def _keep(kept: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:

@@ -1,0 +1,116 @@
+"""Who is asked, and how long the server waits."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from fedheal.flower import FedHEAL, NotEnoughNodes
+from fedheal.flower.attendance import Attendance
+from flower.sites import Sites
+
+
+def test_too_few_nodes_end_the_run_after_the_stated_wait():
+    sites = Sites()
+    began = time.monotonic()
+    with pytest.raises(NotEnoughNodes, match=r"5 of the 6 nodes .* wait_seconds = 0.5"):
+        sites.run(min_available_nodes=6, wait_seconds=0.5)
+    assert 0.5 <= time.monotonic() - began < 5
+
+
+def test_nodes_that_come_while_it_waits_take_part():
+    sites = Sites(rounds=1)
+    grid = sites.grid()
+    late, polls = grid.contexts.pop(104), [0]
+
+    def get_node_ids():
+        polls[0] += 1
+        if polls[0] == 2:
+            grid.contexts[104] = late
+        return list(grid.contexts)
+
+    grid.get_node_ids = get_node_ids
+    strategy = sites.strategy(min_available_nodes=5, wait_seconds=30)
+    strategy.start(grid, sites.initial, num_rounds=1)
+    assert len(strategy.history[0].weights) == 5
+
+
+def test_a_late_joiner_and_a_leaver():
+    sites = Sites(rounds=4)
+    strategy, grid = sites.strategy(fraction_evaluate=0.0, min_available_nodes=2), sites.grid()
+    late = grid.contexts.pop(100)
+    gone = {}
+
+    def spoil(node, reply):
+        number = strategy._round.number
+        if number == 1 and node == 104:
+            grid.contexts[100] = late
+        if number == 2 and node == 104:
+            gone[101] = grid.contexts.pop(101)
+        return [reply]
+
+    grid.spoil = spoil
+    strategy.start(grid, sites.initial, num_rounds=4)
+    names = [{sites.names.index(c) for c in record.weights} for record in strategy.history]
+    assert names == [{1, 2, 3, 4}, {0, 1, 2, 3, 4}, {0, 2, 3, 4}, {0, 2, 3, 4}]
+    _, described = strategy.state.aggregator.to_arrays()
+    assert f'"{sites.names[1]}"' in json.dumps(described)  # who left keeps its history
+
+
+def test_a_part_of_the_nodes_is_chosen_by_seed_and_round():
+    def cohorts(seed: int, first: int) -> list[list[int]]:
+        sites = Sites(rounds=4)
+        strategy, grid = sites.strategy(seed=seed, fraction_train=0.4, fraction_evaluate=0.0), sites.grid(first=first)
+        strategy.start(grid, sites.initial, num_rounds=4)
+        return [[node - first for node in asked] for asked in grid.asked]
+
+    assert cohorts(0, 100) == cohorts(0, 100)
+    assert cohorts(0, 100) != cohorts(1, 100)
+    assert all(len(cohort) == 2 for cohort in cohorts(0, 100))
+
+
+def test_evaluation_every_so_many_rounds_and_in_the_last():
+    strategy = Sites(rounds=5).run(evaluate_every=2)
+    assert [record.domains is not None for record in strategy.history] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"fraction_train": 1.5}, "fraction_train = 1.5: use a number from 0 to 1"),
+        ({"min_available_nodes": -1}, "min_available_nodes = -1"),
+        ({"wait_seconds": float("inf")}, "wait_seconds = inf"),
+        ({"min_replies": 0}, "min_replies = 0: use a whole number, at least 1"),
+        ({"evaluate_every": 0}, "evaluate_every = 0"),
+        ({"max_examples": 0}, "max_examples = 0: use a finite number above 0"),
+        ({"max_norm": -1.0}, "max_norm = -1.0"),
+        ({"budget": -1}, "budget = -1"),
+        ({"clients": 0}, "clients = 0"),
+        ({"seed": -1}, "seed = -1"),
+        ({"placement": "edge"}, "placement = 'edge': use one of"),
+        ({"tau": 2}, "tau = 2"),
+        ({"placement": "client", "variant": "released"}, "placement = 'client' is for variant = 'paper'"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(keys, words):
+    with pytest.raises(ValueError) as error:
+        FedHEAL(**keys)
+    assert words in str(error.value)
+
+
+def test_methods_that_need_more_than_a_federation_gives_are_refused():
+    for method, words in (("scaffold:fair_controls=p", "fair_controls = 'p'"), ("fedce", "fedce tells every client")):
+        with pytest.raises(ValueError, match=words):
+            Sites(method="fedavg").strategy().__class__(method)
+
+
+def test_updates_beyond_the_budget_go_to_a_file_and_change_nothing():
+    small, large = (Sites(method="fedheal", rounds=3).run(budget=budget) for budget in (0, None))
+    assert torch.equal(small.state.model.params, large.state.model.params)
+
+
+def test_nobody_is_asked_where_the_fraction_is_nothing():
+    assert Attendance(fraction_evaluate=0).evaluate_nodes(None, 0, 1, {}) == []
