@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 class Deployment:
-    """A SuperLink, its SuperNodes by number, and runs of an app. `security`: words for each, none where insecure."""
+    """A SuperLink, its SuperNodes by number, and runs of an app; `link`, `node` and `connection` say how they trust."""
 
     def __init__(
         self,
@@ -53,14 +53,21 @@ class Deployment:
             f'[superlink]\ndefault = "dep"\n\n[superlink.dep]\naddress = "127.0.0.1:8000"\n{connection}\n'
         )
         self.env = environment(self.home)
+        self.started: list[subprocess.Popen[bytes]] = []
         self.link: subprocess.Popen[bytes] | None = None
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [*self.inside, *words], env=self.env, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
             )
+        self.started.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.started:
+            self.kill(process)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -68,7 +75,9 @@ class Deployment:
     def start_link(self) -> None:
         words = ["flower-superlink", *self.link_words, "--host", "127.0.0.1", "--port", "8000"]
         words += ["--database", str(self.folder / "state.db"), "--disable-runtime-dependency-installation"]
-        self.link = self.start("link", words)
+        link = self.link = self.start("link", words)
+        until(lambda: link.poll() is not None or listens(link.pid, 8000), 90, lambda: self.log("link"))
+        assert link.poll() is None, self.log("link")
 
     def start_node(self, number: int, key: int | None = None) -> None:
         words = ["flower-supernode", *self.node_words(number if key is None else key), "--superlink", "127.0.0.1:8000"]
@@ -84,7 +93,7 @@ class Deployment:
 
     def run(self, folder: Path, **config: Any) -> subprocess.Popen[bytes]:
         values = {"folder": str(folder), **config}
-        told = " ".join(f'{k}={str(v).lower() if isinstance(v, bool) else repr(v)}' for k, v in values.items())
+        told = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in values.items())
         return self.start(f"run-{folder.name}", ["flwr", "run", str(APP), "dep", "--stream", "--run-config", told])
 
     def processes(self, word: str) -> list[int]:
@@ -97,6 +106,15 @@ class Deployment:
         return found
 
 
+def listens(pid: int, port: int) -> bool:
+    """Whether somebody listens on this port of 127.0.0.1 where this process lives."""
+    try:
+        lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    except OSError:
+        return False
+    return any(line.split()[1] == f"0100007F:{port:04X}" and line.split()[3] == "0A" for line in lines)
+
+
 def until(what: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
     """Wait for something to be true, and return it."""
     deadline = time.monotonic() + seconds
@@ -105,11 +123,3 @@ def until(what: Callable[[], Any], seconds: float, why: Callable[[], str] = lamb
             return found
         time.sleep(0.2)
     raise AssertionError(f"it did not happen within {seconds:g} s\n{why()}")
-
-
-@contextmanager
-def timed(limit: float) -> Iterator[None]:
-    """What may not take longer."""
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < limit

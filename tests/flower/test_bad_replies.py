@@ -57,6 +57,19 @@ def error(reply: Message) -> list[Message]:
     return [failed]
 
 
+def error_of_the_superlink(reply: Message) -> list[Message]:
+    """Of a node that died the SuperLink tells, under its own id: only the message that is answered says whose it is."""
+    failed = Message(Error(code=3, reason="the node is gone"), reply_to=reply)
+    failed.metadata.__dict__["_src_node_id"] = 1
+    failed.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
+    return [failed]
+
+
+def replayed(reply: Message) -> list[Message]:
+    reply.metadata.__dict__["_reply_to_message_id"] = "a message of an earlier round"
+    return [reply]
+
+
 def object_array(reply: Message) -> list[Message]:
     header = b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (3,), }"
     reply.content["arrays"]["head.bias"] = Array("object", (3,), "numpy.ndarray", header.ljust(127) + b"\n" + b"x" * 24)
@@ -65,6 +78,7 @@ def object_array(reply: Message) -> list[Message]:
 
 CASES = {
     "an error": (error, "out of memory"),
+    "an error of the SuperLink": (error_of_the_superlink, "the node is gone"),
     "no reply": (ABSENT, None),
     "NaN": (arrays(put("head.bias", Array(np.full(3, math.nan, np.float32)))), "NaN"),
     "infinity": (arrays(put("head.bias", Array(np.full(3, math.inf, np.float32)))), "infinity"),
@@ -84,6 +98,7 @@ CASES = {
     "absurdly many examples": (metric("num-examples", 10**12), "max_examples"),
     "a list of examples": (metric("num-examples", [1.0, 2.0]), "num-examples"),
     "an old round": (about(round=1), "answers round 1"),
+    "an old message": (replayed, "not sent in this round"),
     "twice": (lambda reply: [reply, reply], "answers 2 times"),
 }
 

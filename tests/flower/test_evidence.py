@@ -71,5 +71,3 @@ def test_a_folder_that_cannot_be_written_is_said_before_anyone_trains(tmp_path):
     with pytest.raises(OSError, match="file"):
         sites.strategy(folder=tmp_path / "file" / "run").start(grid, sites.initial, num_rounds=1)
     assert grid.asked == []
-
-

@@ -37,7 +37,9 @@ def test_a_killed_run_goes_on_to_the_same_model(method, kind, tmp_path):
     whole = Sites(method=method, rounds=4).run(folder=tmp_path / "whole")
     killed_in(sites, 3, kind, folder=tmp_path / "run")
     strategy = sites.strategy(folder=tmp_path / "run", resume=True)
-    strategy.start(sites.grid(first=500), sites.initial, num_rounds=4)  # a new run has other node ids, and no context.state
+    strategy.start(
+        sites.grid(first=500), sites.initial, num_rounds=4
+    )  # a new run has other node ids, and no context.state
     assert torch.equal(strategy.state.model.params, whole.state.model.params)
     assert torch.equal(strategy.state.model.buffers, whole.state.model.buffers)
     ours, theirs = (records.read_rounds(tmp_path / where) for where in ("run", "whole"))

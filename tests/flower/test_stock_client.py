@@ -121,7 +121,10 @@ def test_losses_come_with_the_helper(strategy):
 
 
 def test_the_helper_masks_a_training_loop_of_ones_own():
-    by_server, by_client = FedHEAL(tau=0.6, fraction_evaluate=0.0), FedHEAL(tau=0.6, placement="client", fraction_evaluate=0.0)
+    by_server, by_client = (
+        FedHEAL(tau=0.6, fraction_evaluate=0.0),
+        FedHEAL(tau=0.6, placement="client", fraction_evaluate=0.0),
+    )
     for strategy in (by_server, by_client):
         strategy.start(grid(helped()), ArrayRecord(module().state_dict()), num_rounds=6)
     assert torch.allclose(by_server.state.model.params, by_client.state.model.params, rtol=0, atol=1e-6)

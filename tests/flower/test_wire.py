@@ -75,7 +75,9 @@ def test_a_nodes_name():
 
 @pytest.fixture(params=["context", "folder"])
 def memory(request, tmp_path):
-    return InContext(Context(1, 2, {}, RecordDict(), {})) if request.param == "context" else InFolder(tmp_path / "a", "a")
+    return (
+        InContext(Context(1, 2, {}, RecordDict(), {})) if request.param == "context" else InFolder(tmp_path / "a", "a")
+    )
 
 
 def test_what_did_not_count_is_forgotten(memory):

@@ -6,11 +6,11 @@ Who a client is: the name it gives in its reply (`fedheal.flower.client` does), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import Message, Metadata
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,25 @@ class Heard:
     trouble: str | None = None
 
 
-def heard(message: Message, number: int, known: Mapping[int, str]) -> Heard:
+@dataclass(frozen=True)
+class Asked:
+    """Whom a round asked, by node, with the client's name as far as known; and the messages' metadata."""
+
+    nodes: Mapping[int, str]
+    messages: Sequence[Metadata] = ()
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """Message -> node. A message has its id only once it was sent."""
+        return {message.message_id: message.dst_node_id for message in self.messages if message.message_id}
+
+
+def heard(message: Message, number: int, asked: Asked, known: Mapping[int, str]) -> Heard:
     """Who sent this message, and whether it is an answer to round `number` at all."""
     node = message.metadata.src_node_id
     if message.has_error():
+        # Of a node that died the SuperLink itself reports, under an id of its own.
+        node = asked.ids.get(message.metadata.reply_to_message_id, node)
         client = known.get(node, f"node-{node}")
         return Heard(message, node, client, client, True, f"its node reports an error: {_first_line(message)}")
     about: dict[str, Any] = {}
@@ -47,11 +62,13 @@ def heard(message: Message, number: int, known: Mapping[int, str]) -> Heard:
     domain = about.get("domain")
     answered = about.get("round", number)
     stale = None if answered == number else f"it answers round {answered}, this is round {number}"
+    if asked.ids and message.metadata.reply_to_message_id not in asked.ids:
+        stale = "it answers a message that was not sent in this round"
     return Heard(message, node, client, domain if isinstance(domain, str) and domain else client, named, stale)
 
 
 def told_apart(
-    arrived: Iterable[Heard], asked: Mapping[int, str], holders: Mapping[str, int], connected: frozenset[int]
+    arrived: Iterable[Heard], asked: Asked, holders: Mapping[str, int], connected: frozenset[int]
 ) -> list[Heard]:
     """The same, with trouble where a node was not asked, answers twice, or uses a name that another node has.
 
@@ -69,12 +86,12 @@ def told_apart(
     def trouble(one: Heard) -> str | None:
         if one.message.has_error():
             return one.trouble
-        if one.node not in asked:
+        if one.node not in asked.nodes:
             return f"node {one.node} was not asked in this round"
         if by_node[one.node] > 1:
             return f"node {one.node} answers {by_node[one.node]} times in this round"
         holder = holders.get(one.client, one.node)
-        rivals = by_name[one.client] | ({holder} if holder in connected and holder not in asked else set())
+        rivals = by_name[one.client] | ({holder} if holder in connected and holder not in asked.nodes else set())
         if len(rivals) > 1:
             return (
                 f"nodes {' and '.join(map(str, sorted(rivals)))} both use this name: give each site a name of its own"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,36 +66,35 @@ class Intake:
         rows = 1 if spills else len(read)
         if len(self._matrix) < rows or self._matrix.shape[1] != size or self._matrix.dtype != dtype:
             self._matrix = np.empty((rows, size), dtype)
-        if spills:
-            return Updates.collect(
-                self._rows(read, model, skipped, spills), self.budget, on_bad_update="skip", layout=self.layout
-            )
-        taken = list(self._rows(read, model, skipped, spills))
+        if spills:  # one after another through one row, which `collect` takes to a file
+            replies = (self._reply(one, model, self._matrix[0], skipped) for one in read.values())
+            sound = (reply for reply in replies if reply is not None)
+            return Updates.collect(sound, self.budget, on_bad_update="skip", layout=self.layout)
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy lets go of the lock
+            made = list(pool.map(lambda one, row: self._reply(one, model, row, skipped), read.values(), self._matrix))
+        taken = [reply for reply in made if reply is not None]
+        places = [place for place, reply in enumerate(made) if reply is not None]
+        deltas = self._matrix[: len(made)] if len(taken) == len(made) else self._matrix[places]
         names = sorted({name for reply in taken for name in reply.metrics})
         return Updates(
             [reply.client for reply in taken],
-            torch.from_numpy(self._matrix[: len(taken)]),
+            torch.from_numpy(deltas),
             [reply.num_examples for reply in taken],
             _stacked([reply.buffers for reply in taken]),
             _stacked([reply.counters for reply in taken]),
             {name: [reply.metrics.get(name, float("nan")) for reply in taken] for name in names},
         )
 
-    def _rows(
-        self, read: Mapping[str, Trained], model: Packed, skipped: dict[str, str], spills: bool
-    ) -> Iterator[Reply]:
-        """Each client's update in its row of the matrix; in the first one where the rows go to a file."""
-        place, bound = 0, self.admission.max_norm
-        for client, one in read.items():
-            row = self._matrix[0 if spills else place]
-            buffers, counters = difference(self.layout, one.arrays, model, row)
-            if one.kept is not None:
-                np.multiply(row, one.kept, out=row)  # what a client says it did not keep does not count
-            if bound is not None and (norm := float(np.linalg.norm(row))) > bound:
-                skipped[client] = f"its update has norm {norm:g}, more than max_norm = {bound:g}"
-                continue
-            place += 1
-            yield Reply(client, torch.from_numpy(row), one.num_examples, buffers, counters, one.metrics)
+    def _reply(self, one: Trained, model: Packed, row: NDArray[Any], skipped: dict[str, str]) -> Reply | None:
+        """A client's update, written into its row; nothing where it is too long."""
+        bound = self.admission.max_norm
+        buffers, counters = difference(self.layout, one.arrays, model, row)
+        if one.kept is not None:
+            np.multiply(row, one.kept, out=row)  # what a client says it did not keep does not count
+        if bound is not None and (norm := float(np.linalg.norm(row))) > bound:
+            skipped[one.client] = f"its update has norm {norm:g}, more than max_norm = {bound:g}"
+            return None
+        return Reply(one.client, torch.from_numpy(row), one.num_examples, buffers, counters, one.metrics)
 
 
 def _look(one: Trained) -> tuple[Any, ...]:

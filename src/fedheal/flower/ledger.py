@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedheal.flower.evidence import Judged
+from fedheal.flower.identity import Asked
 
 
 @dataclass
@@ -36,13 +36,13 @@ class Round:
     """A round while it goes on."""
 
     number: int
-    asked: Mapping[int, str]  # node -> the client's name as far as known
+    asked: Asked
     connected: frozenset[int]
+    size: int = 0  # bytes sent to all nodes
     clock: Clock = field(default_factory=Clock)
-    size: int = 0  # bytes of a message to a node
     replied: int = 0
     weights: dict[str, float] = field(default_factory=dict)
     train_loss: float | None = None
     report: dict[str, Any] = field(default_factory=dict)
-    judges: Mapping[int, str] = field(default_factory=dict)
+    judges: Asked = field(default_factory=lambda: Asked({}))
     judged: list[Judged] = field(default_factory=list)

@@ -27,7 +27,7 @@ from fedheal.aggregate.server import Server
 from fedheal.flower import wire
 from fedheal.flower.attendance import Attendance
 from fedheal.flower.evidence import Folder, Judged
-from fedheal.flower.identity import Heard, heard, told_apart
+from fedheal.flower.identity import Asked, Heard, heard, told_apart
 from fedheal.flower.intake import Cohort, Intake
 from fedheal.flower.ledger import Known, Round
 from fedheal.flower.replies import Admission, numbers
@@ -191,7 +191,7 @@ class FairStrategy(Strategy):
         if arrays is not self._sent:  # the caller has changed the model between rounds
             self.state = replace(self._state, model=wire.packed(self._layout, arrays))
         nodes = self.attendance.train_nodes(grid, self.seed, server_round, self.names)
-        self._round = Round(server_round, self._called(nodes), frozenset(grid.get_node_ids()))
+        connected = frozenset(grid.get_node_ids())
         log.info("[round %d/%s] %d nodes train", server_round, self._rounds or "?", len(nodes))
         records: dict[str, Any] = {self.admission.arrays_key: arrays}
         shared = tuple(
@@ -200,7 +200,9 @@ class FairStrategy(Strategy):
         )
         if any(shared):
             records[wire.SHARED] = wire.flattened(shared)
-        return self._messages(nodes, records, config, server_round, MessageType.TRAIN)
+        messages = self._messages(nodes, records, config, server_round, MessageType.TRAIN)
+        self._round = Round(server_round, self._asked(messages), connected, sum(_size(m.content) for m in messages))
+        return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
         """The new model from the replies that are sound; the old one where none is."""
@@ -216,7 +218,7 @@ class FairStrategy(Strategy):
         self.state = replace(
             after,
             round=server_round,
-            sent=after.sent + len(now.asked) * now.size,
+            sent=after.sent + now.size,
             received=after.received + sum(_size(message.content) for message in replies if message.has_content()),
         )
         self._sent = wire.record_of(self._layout, self.state.model)
@@ -234,19 +236,22 @@ class FairStrategy(Strategy):
         if self.attendance.fraction_evaluate == 0 or not due:
             return []
         nodes = self.attendance.evaluate_nodes(grid, self.seed, server_round, self.names)
-        now.judges = self._called(nodes)
         model = state.model
         for term, kept in zip(self.terms, state.terms, strict=True):
             model = term.evaluated(model, kept.shared, {})
         record = arrays if model is state.model else wire.record_of(self._layout, model)
-        return self._messages(nodes, {self.admission.arrays_key: record}, config, server_round, MessageType.EVALUATE)
+        messages = self._messages(
+            nodes, {self.admission.arrays_key: record}, config, server_round, MessageType.EVALUATE
+        )
+        now.judges = self._asked(messages)
+        return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """What the clients found, each by name."""
         now = self._current(server_round)
         metrics: dict[str, Mapping[str, float]] = {}
         examples: dict[str, float] = {}
-        for one in self._arrived(list(replies), now.judges) if now.judges else ():
+        for one in self._arrived(list(replies), now.judges):
             found = {} if one.trouble else numbers(one.message.content.metric_records)
             number = found.pop(self.admission.examples_key, 0.0)
             why = one.trouble or self._misjudged(found, number)
@@ -269,7 +274,7 @@ class FairStrategy(Strategy):
         """Write down what the round left behind; from here on a resume does not repeat it."""
         now = self._current(server_round)
         record = RoundRecord(
-            server_round, len(now.asked), now.replied, now.weights, now.train_loss, now.report, now.clock.seconds
+            server_round, len(now.asked.nodes), now.replied, now.weights, now.train_loss, now.report, now.clock.seconds
         )
         record = replace(record, **Judged.together(now.judged))
         self.history.append(record)
@@ -301,8 +306,9 @@ class FairStrategy(Strategy):
             raise RuntimeError(f"round {number} has not been configured: configure_train comes first")
         return self._round
 
-    def _called(self, nodes: Iterable[int]) -> dict[int, str]:
-        return {node: self.names.get(node, f"node-{node}") for node in nodes}
+    def _asked(self, messages: list[Message]) -> Asked:
+        nodes = [message.metadata.dst_node_id for message in messages]
+        return Asked({n: self.names.get(n, f"node-{n}") for n in nodes}, [message.metadata for message in messages])
 
     def _messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
@@ -318,16 +324,14 @@ class FairStrategy(Strategy):
             last = {"accepted": self.known.accepted.get(self.names[node], 0)} if node in self.names else {}
             content = RecordDict({**records, wire.ABOUT: ConfigRecord({**told, **last})})
             made.append(Message(content, dst_node_id=node, message_type=kind, group_id=str(number)))
-        if made and self._round is not None and kind == MessageType.TRAIN:
-            self._round.size = _size(made[0].content)
         return made
 
-    def _arrived(self, replies: list[Message], asked: Mapping[int, str]) -> list[Heard]:
+    def _arrived(self, replies: list[Message], asked: Asked) -> list[Heard]:
         """Everyone who replied, told apart and in the order of names; the names are remembered."""
         assert self._round is not None
         holders = {client: node for node, client in self.names.items()}
         found = told_apart(
-            (heard(message, self._round.number, self.names) for message in replies),
+            (heard(message, self._round.number, asked, self.names) for message in replies),
             asked,
             holders,
             self._round.connected,
@@ -369,7 +373,7 @@ class FairStrategy(Strategy):
         for client, why in skipped.items():
             log.warning("round %d: '%s' is left out: %s", now.number, client, why)
         answered = {one.node for one in arrived}
-        missing = sorted(name for node, name in now.asked.items() if node not in answered)
+        missing = sorted(name for node, name in now.asked.nodes.items() if node not in answered)
         if missing:
             log.warning("round %d: no reply from %s", now.number, ", ".join(missing))
         now.report = dict(out.report) | {"skipped": skipped, "missing": missing}

@@ -33,6 +33,7 @@ def main(grid: Grid, context: Context) -> None:
         "resume": bool(config["resume"]),
         "data": "tiny",
         "fraction_evaluate": float(config["evaluate"]),
+        "evaluate_every": int(config["every"]),
         "min_available_nodes": int(config["nodes"]),
         "wait_seconds": 120,
         "clients": 4,
