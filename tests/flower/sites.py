@@ -31,10 +31,14 @@ class Sites:
         self.app = ClientApp()
         self.app.train()(self.train)
         self.app.evaluate()(self.evaluate)
+        self.app.query()(self.query)
 
     def train(self, message: Message, context: Context) -> Message:
         name, bench = self.names[context.node_config["partition-id"]], self.federation.bench
         return client.train(message, context, bench, name, domain=self.federation.homes[name], folder=self.folder)
+
+    def query(self, message: Message, context: Context) -> Message:
+        return client.introduce(message, context, self.names[context.node_config["partition-id"]])
 
     def evaluate(self, message: Message, context: Context) -> Message:
         name, bench = self.names[context.node_config["partition-id"]], self.federation.bench

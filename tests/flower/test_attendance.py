@@ -8,9 +8,11 @@ import time
 
 import pytest
 import torch
+from flwr.clientapp import ClientApp
 
+import fedheal
 from fedheal.flower import FedHEAL, NotEnoughNodes
-from fedheal.flower.attendance import Attendance
+from flower.local_grid import LocalGrid
 from flower.sites import Sites
 
 
@@ -91,6 +93,7 @@ def test_evaluation_every_so_many_rounds_and_in_the_last():
         ({"budget": -1}, "budget = -1"),
         ({"clients": 0}, "clients = 0"),
         ({"seed": -1}, "seed = -1"),
+        ({"roll_call": 1}, "roll_call = 1: use True or False"),
         ({"placement": "edge"}, "placement = 'edge': use one of"),
         ({"tau": 2}, "tau = 2"),
         ({"placement": "client", "variant": "released"}, "placement = 'client' is for variant = 'paper'"),
@@ -112,5 +115,49 @@ def test_updates_beyond_the_budget_go_to_a_file_and_change_nothing():
     assert torch.equal(small.state.model.params, large.state.model.params)
 
 
-def test_nobody_is_asked_where_the_fraction_is_nothing():
-    assert Attendance(fraction_evaluate=0).evaluate_nodes(None, 0, 1, {}) == []
+def test_with_a_roll_call_the_same_sites_are_drawn_whatever_their_node_ids():
+    def cohorts(order: list[int]) -> list[list[str]]:
+        sites = Sites(rounds=4)
+        grid = LocalGrid(sites.app, {50 + i: {"partition-id": p} for i, p in enumerate(order)})
+        strategy = sites.strategy(fraction_train=0.4, fraction_evaluate=0.0, roll_call=True)
+        strategy.start(grid, sites.initial, num_rounds=4)
+        assert grid.asked[0] == [50, 51, 52, 53, 54]  # once, before the first cohort
+        assert len(grid.asked) == 5
+        return [sorted(record.weights) for record in strategy.history]
+
+    assert cohorts([0, 1, 2, 3, 4]) == cohorts([3, 1, 4, 0, 2])
+
+
+def test_the_cohort_by_names_is_the_simulators():
+    sites = Sites(rounds=4, participation=0.4)
+    strategy = sites.run(fraction_train=0.4, fraction_evaluate=0.0, roll_call=True)
+    expected = fedheal.run(sites.experiment)
+    for ours, theirs in zip(strategy.history, expected.history, strict=True):
+        assert ours.weights == pytest.approx(theirs.weights)
+    found = sites.federation.bench.layout.unpack(strategy.state.model)
+    assert all(torch.equal(found[name], value) for name, value in expected.model.state_dict().items())
+
+
+def test_a_stock_app_without_a_query_is_drawn_by_node_id():
+    sites = Sites(rounds=2)
+    sites.app = ClientApp()
+    sites.app.train()(sites.train)
+    strategy = sites.run(fraction_train=0.4, fraction_evaluate=0.0, roll_call=True)
+    assert [len(record.weights) for record in strategy.history] == [2, 2]
+
+
+def test_a_resumed_run_draws_the_same_cohorts(tmp_path):
+    whole = Sites(rounds=4).run(fraction_train=0.4, fraction_evaluate=0.0)
+    for rounds, resume in ((2, False), (4, True)):
+        sites = Sites(rounds=4)
+        part = sites.strategy(fraction_train=0.4, fraction_evaluate=0.0, folder=tmp_path / "run", resume=resume)
+        part.start(sites.grid(), sites.initial, num_rounds=rounds)  # with node keys the ids are the same in both runs
+    assert [r.weights for r in part.history] == [r.weights for r in whole.history]
+    assert torch.equal(part.state.model.params, whole.state.model.params)
+
+
+def test_nobody_judges_where_the_fraction_is_nothing():
+    sites = Sites(rounds=1)
+    grid = sites.grid()
+    sites.strategy(fraction_evaluate=0.0).start(grid, sites.initial, num_rounds=1)
+    assert len(grid.asked) == 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from flwr.serverapp import Grid
 
 from fedheal.aggregate.checks import check_count, check_not_negative, check_share
-from fedheal.rng import generator
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -38,28 +37,9 @@ class Attendance:
             check_count(name, getattr(self, name))
         check_not_negative("wait_seconds", self.wait_seconds)
 
-    def train_nodes(self, grid: Grid, seed: int, number: int, names: Mapping[int, str]) -> list[int]:
-        return self._chosen(grid, self.fraction_train, self.min_train_nodes, seed, "cohort", number, names)
-
-    def evaluate_nodes(self, grid: Grid, seed: int, number: int, names: Mapping[int, str]) -> list[int]:
-        return self._chosen(grid, self.fraction_evaluate, self.min_evaluate_nodes, seed, "judges", number, names)
-
-    def _chosen(
-        self, grid: Grid, fraction: float, least: int, seed: int, purpose: str, number: int, names: Mapping[int, str]
-    ) -> list[int]:
-        if fraction == 0:
-            return []
-        there = self._awaited(grid, max(1, least, self.min_available_nodes))
-        # By name where one is known: node ids differ from run to run, names do not.
-        ordered = sorted(there, key=lambda node: (names.get(node, ""), node))
-        size = max(1, least, round(fraction * len(ordered)))
-        if size >= len(ordered):
-            return ordered
-        order = torch.randperm(len(ordered), generator=generator(seed, purpose, number))
-        return [ordered[i] for i in sorted(order[:size].tolist())]
-
-    def _awaited(self, grid: Grid, needed: int) -> list[int]:
+    def awaited(self, grid: Grid, least: int) -> list[int]:
         """The connected nodes, once there are enough; Flower itself would wait for ever."""
+        needed = max(1, least, self.min_available_nodes)
         deadline = time.monotonic() + self.wait_seconds
         said = False
         while len(there := list(grid.get_node_ids())) < needed:
@@ -73,3 +53,19 @@ class Attendance:
                 said = True
             time.sleep(min(1.0, max(0.05, deadline - time.monotonic())))
         return there
+
+
+def chosen(
+    there: Iterable[int], fraction: float, least: int, chance: torch.Generator, names: Mapping[int, str]
+) -> list[int]:
+    """A random part of the nodes, in the order of names: node ids differ from run to run, names do not.
+
+    >>> chosen([5, 3, 4], 0.5, 1, torch.Generator().manual_seed(0), {3: "c", 4: "b", 5: "a"})
+    [5, 3]
+    """
+    ordered = sorted(there, key=lambda node: (node not in names, names.get(node, ""), node))
+    size = max(1, least, round(fraction * len(ordered)))
+    if size >= len(ordered):
+        return ordered
+    order = torch.randperm(len(ordered), generator=chance)
+    return [ordered[i] for i in sorted(order[:size].tolist())]

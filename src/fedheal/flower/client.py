@@ -51,6 +51,11 @@ def received(message: Message, key: str = "arrays") -> dict[str, Tensor]:
     return wire.tensors(message.content.array_records[key])
 
 
+def introduce(message: Message, context: Context, name: str | None = None, domain: str | None = None) -> Message:
+    """The answer to a roll call, for `@app.query()`: who this is."""
+    return Message(_content(name or name_of(context), domain, message, 0, {}), reply_to=message)
+
+
 def reply(
     message: Message,
     context: Context,

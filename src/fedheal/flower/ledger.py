@@ -17,6 +17,7 @@ class Known:
     accepted: dict[str, int] = field(default_factory=dict)  # the last round in which its update counted
     homes: dict[str, str] = field(default_factory=dict)  # its domain
     tests: dict[str, float] = field(default_factory=dict)  # examples it last judged with
+    nodes: dict[str, str] = field(default_factory=dict)  # node -> client: with node keys ids outlive a run
 
 
 class Clock:

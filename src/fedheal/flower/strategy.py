@@ -22,10 +22,10 @@ from torch import nn
 
 from fedheal import methods
 from fedheal.aggregate import Aggregated, Aggregator
-from fedheal.aggregate.checks import check_among, check_count, check_share
+from fedheal.aggregate.checks import check_among, check_count, check_share, check_switch
 from fedheal.aggregate.server import Server
 from fedheal.flower import wire
-from fedheal.flower.attendance import Attendance
+from fedheal.flower.attendance import Attendance, chosen
 from fedheal.flower.evidence import Folder, Judged
 from fedheal.flower.identity import Asked, Heard, heard, told_apart
 from fedheal.flower.intake import Cohort, Intake
@@ -34,6 +34,7 @@ from fedheal.flower.replies import Admission, numbers
 from fedheal.flower.server_step import check_terms, stepped
 from fedheal.layout import Layout
 from fedheal.methods import Method
+from fedheal.rng import generator
 from fedheal.types import RoundRecord, RunState, TermState, Updates
 
 log = logging.getLogger("flwr.fedheal")
@@ -52,9 +53,11 @@ class FairStrategy(Strategy):
     holds. `data`, `name` and `seed` say how a report shows it. `model` is the module (or its `Layout`): without it, float
     arrays called `...running_mean` or `...running_var` are buffers, integers are counters, all else are parameters.
 
-    Who takes part: see `Attendance`. A round with fewer than `min_replies` usable replies leaves the model as it was. A
-    newcomer counts from the round in which it first replies; who leaves keeps its history. `clients`: how many there are in
-    all, where a method needs it (SCAFFOLD, FedDyn); else as many as have ever taken part or are connected.
+    Who takes part: see `Attendance`. With `roll_call` nodes that are new are asked for their names before a cohort is drawn
+    (`fedheal.flower.client.introduce` answers), so that a seed draws the same sites in every run. A round with fewer than
+    `min_replies` usable replies leaves the model as it was. A newcomer counts from the round in which it first replies; who
+    leaves keeps its history. `clients`: how many there are in all, where a method needs it (SCAFFOLD, FedDyn); else as many as
+    have ever taken part or are connected.
 
     Bad replies are left out, counted and logged, and the run goes on: errors, wrong names or shapes, NaN, a second answer, a
     number of examples that is not positive or above `max_examples`, an update longer than `max_norm`. `budget`: bytes of
@@ -80,6 +83,7 @@ class FairStrategy(Strategy):
         min_available_nodes: int = 2,
         wait_seconds: float = 600.0,
         min_replies: int = 1,
+        roll_call: bool = False,
         evaluate_every: int = 1,
         clients: int | None = None,
         max_examples: float = 1e9,
@@ -99,6 +103,7 @@ class FairStrategy(Strategy):
         check_among("placement", placement, PLACEMENTS)
         check_share("tau", tau)
         check_count("seed", seed)
+        check_switch("roll_call", roll_call)
         _check_least("min_replies", 1, min_replies)
         _check_least("evaluate_every", 1, evaluate_every)
         _check_least("clients", 1, clients)
@@ -119,6 +124,7 @@ class FairStrategy(Strategy):
             placement == "client",
         )
         self.configrecord_key, self.tau = configrecord_key, tau
+        self.roll_call = roll_call
         self.min_replies, self.evaluate_every, self.clients, self.budget = min_replies, evaluate_every, clients, budget
         self.folder = None if folder is None else Folder(Path(folder), resume)
         self.data = data
@@ -127,7 +133,7 @@ class FairStrategy(Strategy):
         self.history: list[RoundRecord] = []
         self.known = Known()
         self.names: dict[int, str] = {}  # node -> client, as far as heard in this run
-        self._rounds = 0
+        self._rounds, self._timeout = 0, 3600.0
         self._round: Round | None = None
         self._intake: Intake | None = None
         self._sent: ArrayRecord | None = None
@@ -145,7 +151,7 @@ class FairStrategy(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Rounds up to `num_rounds`, from where the folder's state stands. `timeout`: seconds a round waits for replies."""
-        self._rounds = num_rounds
+        self._rounds, self._timeout = num_rounds, timeout
         result = Result()
         arrays = result.arrays = self.begin(initial_arrays)
         self.summary()
@@ -178,6 +184,7 @@ class FairStrategy(Strategy):
             if saved is not None:
                 self.state, told, self.history = saved
                 self.known = Known(**told)
+                self.names = {int(node): client for node, client in self.known.nodes.items()}
                 log.info("going on after round %d from %s", self.state.round, self.folder.path)
         self._sent = wire.record_of(layout, self.state.model)
         return self._sent
@@ -190,8 +197,11 @@ class FairStrategy(Strategy):
             self.begin(arrays)
         if arrays is not self._sent:  # the caller has changed the model between rounds
             self.state = replace(self._state, model=wire.packed(self._layout, arrays))
-        nodes = self.attendance.train_nodes(grid, self.seed, server_round, self.names)
-        connected = frozenset(grid.get_node_ids())
+        there = self.attendance.awaited(grid, self.attendance.min_train_nodes)
+        if self.roll_call:
+            self._call_roll(grid, there, server_round)
+        fraction, least = self.attendance.fraction_train, self.attendance.min_train_nodes
+        nodes = chosen(there, fraction, least, generator(self.seed, "cohort", server_round), self.names)
         log.info("[round %d/%s] %d nodes train", server_round, self._rounds or "?", len(nodes))
         records: dict[str, Any] = {self.admission.arrays_key: arrays}
         shared = tuple(
@@ -201,7 +211,9 @@ class FairStrategy(Strategy):
         if any(shared):
             records[wire.SHARED] = wire.flattened(shared)
         messages = self._messages(nodes, records, config, server_round, MessageType.TRAIN)
-        self._round = Round(server_round, self._asked(messages), connected, sum(_size(m.content) for m in messages))
+        self._round = Round(
+            server_round, self._asked(messages), frozenset(there), sum(_size(m.content) for m in messages)
+        )
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
@@ -233,9 +245,11 @@ class FairStrategy(Strategy):
         """Ask nodes to judge the model; nobody where it is not this round's turn."""
         now, state = self._current(server_round), self._state
         due = server_round % self.evaluate_every == 0 or server_round == self._rounds
-        if self.attendance.fraction_evaluate == 0 or not due:
+        if not self.attendance.fraction_evaluate or not due:
             return []
-        nodes = self.attendance.evaluate_nodes(grid, self.seed, server_round, self.names)
+        fraction, least = self.attendance.fraction_evaluate, self.attendance.min_evaluate_nodes
+        there = self.attendance.awaited(grid, least)
+        nodes = chosen(there, fraction, least, generator(self.seed, "judges", server_round), self.names)
         model = state.model
         for term, kept in zip(self.terms, state.terms, strict=True):
             model = term.evaluated(model, kept.shared, {})
@@ -268,7 +282,17 @@ class FairStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what this strategy is."""
-        log.info("%s: %s, %s, %s", type(self).__name__, self.name, self.attendance, self.admission)
+        who = self.attendance
+        log.info(
+            "%s with %.0f %% of the nodes a round: at least %d connected (waiting up to %g s), at least %d usable replies",
+            self.name,
+            100 * who.fraction_train,
+            max(who.min_train_nodes, who.min_available_nodes),
+            who.wait_seconds,
+            self.min_replies,
+        )
+        if self.folder is not None:
+            log.info("run folder: %s", self.folder.path.resolve())
 
     def end_round(self, server_round: int) -> None:
         """Write down what the round left behind; from here on a resume does not repeat it."""
@@ -280,6 +304,7 @@ class FairStrategy(Strategy):
         self.history.append(record)
         log.info("[round %d] %s", server_round, _line(record))
         if self.folder is not None:
+            self.known.nodes = {str(node): client for node, client in self.names.items()}
             self.folder.save(self._state, record, asdict(self.known))
         self._round = None
 
@@ -346,8 +371,21 @@ class FairStrategy(Strategy):
                     one.node,
                     one.client,
                 )
-            self.names = {n: c for n, c in self.names.items() if c != one.client} | {one.node: one.client}
+            if holders.get(one.client, one.node) != one.node:  # the name has moved
+                self.names.pop(holders[one.client], None)
+            self.names[one.node] = one.client
         return found
+
+    def _call_roll(self, grid: Grid, there: Iterable[int], number: int) -> None:
+        """Ask nodes that are new for their names; who does not answer stays without."""
+        new = [node for node in there if node not in self.names]
+        messages = self._messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
+        replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
+        asked, holders = self._asked(messages), {client: node for node, client in self.names.items()}
+        arrived = (heard(message, number, asked, self.names) for message in replies)
+        for one in told_apart(arrived, asked, holders, frozenset(there)):
+            if one.trouble is None and one.named:
+                self.names[one.node] = one.client
 
     def _cohort(self, arrived: list[Heard], now: Round) -> Cohort:
         """What can be aggregated of this round's replies."""
