@@ -115,7 +115,7 @@ def test_over_tls_with_node_keys_the_model_is_the_simulators(secure, tmp_path):
 
 def test_a_round_survives_a_dead_node_a_raising_site_and_nan(plain, tmp_path):
     folder = tmp_path / "faults"
-    run = plain.run(folder, rounds=3, timeout=60.0, faults="raise plain-1 2, nan noisy-0 2, sleep noisy-1 2")
+    run = plain.run(folder, rounds=3, timeout=90.0, faults="raise plain-1 2, nan noisy-0 2, sleep noisy-1 2")
     until(lambda: len(rounds(folder)) == 1, 180, lambda: plain.log("run-faults"))
     until(lambda: len(plain.processes("flwr-clientapp")) > 0, 60)
     plain.kill(plain.nodes[3])  # the site that sleeps in round 2
@@ -132,7 +132,7 @@ def test_a_round_survives_a_dead_node_a_raising_site_and_nan(plain, tmp_path):
     assert "out of order" in skipped["plain-1"]
     assert "NaN" in skipped["noisy-0"]
     assert (second["cohort"], second["replied"]) == (4, 2)
-    assert second["seconds"]["train"] < 60 + 15  # no longer than the timeout that was given
+    assert second["seconds"]["train"] < 90 + 15  # no longer than the timeout that was given
     assert {"plain-0", "plain-1", "noisy-0"} <= set(third["weights"])
     assert all(bool(v.isfinite().all()) for v in load_file(folder / "model.safetensors").values())
 

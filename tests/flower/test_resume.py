@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -90,6 +92,21 @@ def test_a_damaged_newest_state_costs_one_round(tmp_path, caplog):
     strategy = sites.run(folder=tmp_path / "run", resume=True)
     assert "damaged" in caplog.text
     assert torch.equal(strategy.state.model.params, Sites(rounds=4).run().state.model.params)
+
+
+def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
+    sites = Sites(rounds=2)
+    sites.run(folder=tmp_path / "run")
+    code = "import fcntl, sys\nf = open(sys.argv[1], 'a')\nfcntl.lockf(f, fcntl.LOCK_EX)\nprint('held', flush=True)\ninput()"
+    words = [sys.executable, "-c", code, str(tmp_path / "run" / "lock.tmp")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="in use by another run that is still alive"):
+            sites.strategy(folder=tmp_path / "run", resume=True).start(sites.grid(), sites.initial, num_rounds=3)
+        other.communicate("\n")
+    again = sites.strategy(folder=tmp_path / "run", resume=True)
+    again.start(sites.grid(), sites.initial, num_rounds=3)
+    assert len(again.history) == 3
 
 
 def test_what_cannot_be_gone_on_with_is_said(tmp_path):

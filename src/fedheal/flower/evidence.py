@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,6 +72,7 @@ class Folder:
         self.path, self.resume = path, resume
         self.described: dict[str, Any] = {}
         self.owner = ""
+        self._held: int | None = None  # the lock
 
     def open(self, described: Mapping[str, Any], layout: Layout) -> Saved | None:
         """Make the folder this federation's, or read what it holds; `None` where it holds no round."""
@@ -84,11 +87,27 @@ class Folder:
                 raise ValueError(f"{self.path} is not empty and not a federation's run folder: give another folder")
             if not self.resume:
                 raise ValueError(f"{self.path} holds a federation already: resume=True goes on with it")
+            self._lock()
             records.write_text(toml, tomli_w.dumps(self.described))
             return self._newest()
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock()
         records.write_text(toml, tomli_w.dumps(self.described))
         return None
+
+    def _lock(self) -> None:
+        """One process a folder: a ServerApp that was thought dead must not write into the run that goes on. It ends with us."""
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        held = os.open(self.path / "lock.tmp", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(held)
+            raise ValueError(f"{self.path} is in use by another run that is still alive: stop that one first") from None
+        self._held = held
 
     def _newest(self) -> Saved | None:
         troubles: list[str] = []
@@ -122,46 +141,58 @@ class Folder:
         homes: Mapping[str, str],
         tests: Mapping[str, float],
     ) -> None:
-        """The final model, and the result where the clients judged it."""
+        """The final model, and the result where the clients judged it; the folder is free again."""
         records.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
-        judged = [record for record in history if record.domains]
-        if not judged:
+        if any(record.domains for record in history):
+            found = summary(self.described, state, history, homes, tests)
+            records.write_text(self.path / "result.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        else:
             log.warning("no client sent an 'accuracy': %s has no result.json, and a report cannot show it", self.path)
-            return
-        accuracy = _last([record.domains or {} for record in judged])
-        summary = {
-            "method": self.described["method"],
-            "data": self.described["data"],
-            "seed": self.described["seed"],
-            "rounds": state.round,
-            "domains": accuracy,
-            **fairness(accuracy),
-            "clients": _last([record.clients or {} for record in judged]),
-            "client_fairness": last_mean([record.client_fairness or {} for record in judged]),
-            "validation": None,
-            "trained": dict(sorted(homes.items())),
-            "only": [],
-            "without": [],
-            "pool": False,
-            "classes": [],
-            "test_sizes": {d: round(sum(n for c, n in tests.items() if homes.get(c) == d)) for d in accuracy},
-            "dropouts": sum(record.cohort - record.replied for record in history),
-            "skipped": sum(len(record.report.get("skipped", {})) for record in history),
-            "device": "clients'",
-            "precision": "fp32",
-            "threads": torch.get_num_threads(),
-            "data_fingerprint": "",
-            "bytes_sent": state.sent,
-            "bytes_received": state.received,
-            "seconds": {phase: sum(r.seconds[phase] for r in history) for phase in ("train", "aggregate", "evaluate")},
-            "versions": {
-                "fedheal": __version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "flwr": flwr.__version__,
-            },
-        }
-        records.write_text(self.path / "result.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+
+def summary(
+    described: Mapping[str, Any],
+    state: RunState,
+    history: Sequence[RoundRecord],
+    homes: Mapping[str, str],
+    tests: Mapping[str, float],
+) -> dict[str, Any]:
+    """What `result.json` holds: a simulation's fields, drop-outs and clients left out."""
+    judged = [record for record in history if record.domains]
+    accuracy = _last([record.domains or {} for record in judged])
+    return {
+        **{key: described[key] for key in ("method", "data", "seed")},
+        "rounds": state.round,
+        "domains": accuracy,
+        **fairness(accuracy),
+        "clients": _last([record.clients or {} for record in judged]),
+        "client_fairness": last_mean([record.client_fairness or {} for record in judged]),
+        "validation": None,
+        "trained": dict(sorted(homes.items())),
+        "only": [],
+        "without": [],
+        "pool": False,
+        "classes": [],
+        "test_sizes": {d: round(sum(n for c, n in tests.items() if homes.get(c) == d)) for d in accuracy},
+        "dropouts": sum(record.cohort - record.replied for record in history),
+        "skipped": sum(len(record.report.get("skipped", {})) for record in history),
+        "device": "clients'",
+        "precision": "fp32",
+        "threads": torch.get_num_threads(),
+        "data_fingerprint": "",
+        "bytes_sent": state.sent,
+        "bytes_received": state.received,
+        "seconds": {phase: sum(r.seconds[phase] for r in history) for phase in ("train", "aggregate", "evaluate")},
+        "versions": {
+            "fedheal": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "flwr": flwr.__version__,
+        },
+    }
 
 
 def _last(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:

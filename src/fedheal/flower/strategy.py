@@ -176,6 +176,7 @@ class FairStrategy(Strategy):
         """Take the initial model, or the folder's newest state where it holds one; the model to go on with."""
         layout = self.layout = self.layout or wire.layout_of(initial_arrays)
         self._intake = Intake(layout, self.admission, self.budget)
+        self.history, self.known, self.names = [], Known(), {}
         terms = tuple(TermState(term.init(layout), {}) for term in self.terms)
         model = wire.packed(layout, initial_arrays)
         self.state = RunState(0, self.seed, model, self.aggregator.init(layout), self.server.init(), terms)
