@@ -148,10 +148,10 @@ def test_killed_servers_are_resumed_to_the_same_model(plain, tmp_path):
     plain.kill(run, signal.SIGTERM)
     run = plain.run(folder, resume=True, **config)
     until(lambda: len(rounds(folder)) == 3, 240, lambda: plain.log("run-killed"))
-    for pid in plain.processes("flwr-serverapp"):
-        os.kill(pid, signal.SIGKILL)
     assert plain.link is not None
-    plain.kill(plain.link)
+    os.kill(plain.link.pid, signal.SIGKILL)
+    plain.link.wait(30)
+    until(lambda: not plain.processes("flwr-serverapp"), 120)  # without its SuperLink it ends by itself
     plain.kill(run, signal.SIGTERM)
     plain.start_link()
     run = plain.run(folder, resume=True, **config)

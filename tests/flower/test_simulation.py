@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,3 +73,11 @@ def test_many_clients_cost_the_server_a_handful_of_numbers_each(flwr_run, tmp_pa
     assert found["bytes kept"] < found["bytes of sign counts on a server"] / 100
     assert 0.5 < found["kept entries in the last round"] < 1  # who comes again drops what disagrees with its history
     assert found["training loss"][1] < found["training loss"][0] / 2
+
+
+def test_the_benchmark_runs():
+    script = Path(__file__).parents[2] / "benchmarks" / "flower.py"
+    done = subprocess.run([sys.executable, script, "--quick"], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| fedheal.flower.") == 2
+    assert "| flwr QFedAvg |" in done.stdout

@@ -18,7 +18,7 @@ def main(grid: Grid, context: Context) -> None:
     least = int(config["min-nodes"])
     settings = {
         "model": module,
-        "folder": config["folder"],
+        "folder": str(config["folder"]) or f"runs/{context.run_id}",
         "resume": bool(config["resume"]),
         "data": "embedded",
         "seed": int(config["seed"]),

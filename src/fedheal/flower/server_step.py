@@ -46,7 +46,7 @@ def stepped(
         return replace(state, aggregator=out.state), out
     model, moments = server.apply(state.model, out.model, state.server)
     model, shared = _absorbed(terms, layout, state, model, cohort, out, rounds, clients)
-    if not (finite(model.params) and finite(model.buffers)):
+    if model is not out.model and not (finite(model.params) and finite(model.buffers)):
         told = {"unmoved": "the server's step would make the model infinite"}
         return replace(state, aggregator=out.state), replace(out, report=out.report | told)
     return replace(state, model=model, aggregator=out.state, server=moments, terms=shared), out
