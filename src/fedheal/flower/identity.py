@@ -1,6 +1,6 @@
 """Who sent a reply, and whether it is an answer at all.
 
-Who a client is: the name it gives in its reply (`fedheal.flower.client` does), else `partition-<id>` where the reply holds a
+Who a client is: the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else `partition-<id>` where the reply holds a
 `partition-id`, else `node-<id>`. Only the last does not survive a restart of the node.
 """
 
@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import Message, Metadata
+
+from fedheal.flower import wire
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,12 @@ def heard(message: Message, number: int, asked: Asked, known: Mapping[int, str])
         # Of a node that died the SuperLink itself reports, under an id of its own.
         node = asked.ids.get(message.metadata.reply_to_message_id, node)
         client = known.get(node, f"node-{node}")
-        return Heard(message, node, client, client, True, f"its node reports an error: {_first_line(message)}")
-    about: dict[str, Any] = {}
-    for record in message.content.config_records.values():
-        about |= dict(record)
-    name, partition = about.get("client"), about.get("partition-id")
-    for metrics in message.content.metric_records.values():
-        partition = metrics.get("partition-id", partition)
+        return Heard(message, node, client, client, True, f"its node reports an error: {_last_line(message)}")
+    content = message.content
+    about: Mapping[str, Any] = content.config_records.get(wire.ABOUT, {})
+    name, partition = about.get("client"), None
+    for record in (*content.config_records.values(), *content.metric_records.values()):
+        partition = record.get("partition-id", partition)
     named = True
     if isinstance(name, str) and name:
         client = name
@@ -101,6 +102,6 @@ def told_apart(
     return [replace(one, trouble=trouble(one)) for one in found]
 
 
-def _first_line(message: Message) -> str:
+def _last_line(message: Message) -> str:
     reason = str(message.error.reason or f"code {message.error.code}").strip().splitlines()
     return reason[-1][:300] if reason else f"code {message.error.code}"
