@@ -1,13 +1,14 @@
 """Who sent a reply, and whether it is an answer at all.
 
-Who a client is: the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else `partition-<id>` where the reply holds a
-`partition-id`, else `node-<id>`. Only the last does not survive a restart of the node.
+Who a client is: the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else
+`partition-<id>` where the reply holds a `partition-id`, else `node-<id>`. Only the last does not survive a node's restart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from flwr.app import Message, Metadata
@@ -34,9 +35,9 @@ class Asked:
     nodes: Mapping[int, str]
     messages: Sequence[Metadata] = ()
 
-    @property
+    @cached_property
     def ids(self) -> dict[str, int]:
-        """Message -> node. A message has its id only once it was sent."""
+        """Message -> node; to be asked once they are sent, which is when a message gets its id."""
         return {message.message_id: message.dst_node_id for message in self.messages if message.message_id}
 
 
@@ -51,7 +52,8 @@ def heard(message: Message, number: int, asked: Asked, known: Mapping[int, str])
     content = message.content
     about: Mapping[str, Any] = content.config_records.get(wire.ABOUT, {})
     name, partition = about.get("client"), None
-    for record in (*content.config_records.values(), *content.metric_records.values()):
+    records: list[Mapping[str, Any]] = [*content.config_records.values(), *content.metric_records.values()]
+    for record in records:
         partition = record.get("partition-id", partition)
     named = True
     if isinstance(name, str) and name:
