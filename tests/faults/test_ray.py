@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from loopback import loopback
 from needs import needs
 from tiny_data import QUICK
 
@@ -26,19 +27,6 @@ ENVIRONMENT = os.environ | {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 PORT = 6391
-
-
-@contextmanager
-def loopback() -> Iterator[list[str]]:
-    """The words that run a command where only 127.0.0.1 can be reached."""
-    name = f"fedheal-{uuid.uuid4().hex[:8]}"
-    inside = ["ip", "netns", "exec", name]
-    subprocess.run(["ip", "netns", "add", name], check=True)
-    try:
-        subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
-        yield inside
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
 @contextmanager

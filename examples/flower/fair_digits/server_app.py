@@ -1,0 +1,40 @@
+"""The server: one strategy, and a run folder that a crash cannot spoil."""
+
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from fair_digits.task import DOMAINS, experiment
+from fedheal.experiment import module_of
+from fedheal.flower import FairStrategy, FedHEAL
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    config = context.run_config
+    described = experiment(context, len(DOMAINS))  # the model does not depend on how many sites there are
+    module = module_of(described, classes=10)
+    least = int(config["min-nodes"])
+    settings = {
+        "model": module,
+        "folder": str(config["folder"]) or f"runs/{context.run_id}",
+        "resume": bool(config["resume"]),
+        "data": "embedded",
+        "seed": int(config["seed"]),
+        "fraction_train": float(config["fraction-train"]),
+        "min_train_nodes": min(2, least),
+        "min_evaluate_nodes": min(2, least),
+        "min_available_nodes": least,
+        "wait_seconds": float(config["wait-seconds"]),
+    }
+    if config["placement"] == "client":
+        strategy = FedHEAL(placement="client", **settings)
+    else:
+        strategy = FairStrategy(described.resolved_method, **settings)
+    strategy.start(
+        grid,
+        ArrayRecord(module.state_dict()),
+        num_rounds=int(config["num-server-rounds"]),
+        timeout=float(config["timeout"]),
+    )

@@ -1,0 +1,56 @@
+"""The server, and what it had to remember."""
+
+import json
+import logging
+import resource
+import time
+from pathlib import Path
+
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedheal.flower import FairStrategy, FedHEAL
+from many_clients.task import module
+
+app = ServerApp()
+log = logging.getLogger("flwr.many_clients")
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    rounds, fraction = int(context.run_config["num-server-rounds"]), float(context.run_config["fraction"])
+    net = module()
+    strategy = FedHEAL(
+        tau=float(context.run_config["tau"]),
+        placement="client",
+        fraction_train=fraction,
+        fraction_evaluate=fraction,
+        evaluate_every=rounds,
+        model=net,
+    )
+    began = time.perf_counter()
+    strategy.start(grid, ArrayRecord(net.state_dict()), num_rounds=rounds, timeout=600)
+    found = summary(strategy, sum(p.numel() for p in net.parameters()))
+    found |= {"clients": len(list(grid.get_node_ids())), "seconds": round(time.perf_counter() - began, 1)}
+    log.info("%s", json.dumps(found, indent=2))
+    if context.run_config["summary"]:
+        Path(str(context.run_config["summary"])).write_text(json.dumps(found))
+
+
+def summary(strategy: FairStrategy, size: int) -> dict[str, object]:
+    assert strategy.state is not None
+    arrays, described = strategy.state.aggregator.to_arrays()
+    seen, last = len(strategy.known.accepted), strategy.history[-1]
+    return {
+        "rounds": len(strategy.history),
+        "asked a round": last.cohort,
+        "clients seen": seen,
+        "numbers kept per client": sum(array.numel() for array in arrays.values()) / seen,
+        "bytes kept": sum(array.nbytes for array in arrays.values()) + len(json.dumps(described)),
+        "bytes of sign counts on a server": seen * size,
+        "kept entries in the last round": sum(last.report["kept"].values()) / len(last.report["kept"]),
+        "training loss": [strategy.history[0].train_loss, last.train_loss],
+        "accuracy": last.domains,
+        "no reply": sum(record.cohort - record.replied for record in strategy.history),
+        "peak megabytes of the server": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+    }

@@ -1,0 +1,44 @@
+"""A client's data, and the model."""
+
+import torch
+from torch import nn
+
+from fedheal import Layout
+from fedheal.data.domains import Split
+from fedheal.engine.serial import Bench, Training, seeded
+from fedheal.rng import generator
+
+CLASSES, SIDE, EXAMPLES = 4, 8, 24
+CPU = torch.device("cpu")
+
+
+def name(partition: int) -> str:
+    return f"client-{partition:05d}"
+
+
+def domain(partition: int) -> str:
+    """One client in ten sees everything dimmer."""
+    return "dim" if partition % 10 == 0 else "bright"
+
+
+def module() -> nn.Module:
+    with seeded(0, CPU):
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+
+
+def examples(partition: int, purpose: str) -> Split:
+    """Images in which two rows are brighter, each class others, drowned in noise of the client's own."""
+    labels = torch.arange(EXAMPLES) % CLASSES
+    images = 0.8 * torch.rand(EXAMPLES, 3, SIDE, SIDE, generator=generator(0, purpose, partition))
+    for image, label in zip(images, labels.tolist(), strict=True):
+        image[:, 2 * label : 2 * label + 2] += 0.15
+    if domain(partition) == "dim":
+        images = 0.4 * images
+    return Split((255 * images.clamp(0, 1)).to(torch.uint8), labels)
+
+
+def bench(partition: int) -> Bench:
+    torch.set_num_threads(1)
+    net = module()
+    mine = {name(partition): examples(partition, "train")}
+    return Bench(net, Layout.of(net), Training(lr=0.05, batch_size=8), 0, CPU, mine, CLASSES)

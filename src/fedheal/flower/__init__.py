@@ -1,0 +1,20 @@
+"""Fair aggregation in a Flower federation: a drop-in strategy, and a helper for clients.
+
+    from fedheal.flower import FedHEAL
+    strategy = FedHEAL(tau=0.3, beta=0.4, folder="runs/hospitals")     # in place of FedAvg(...)
+
+The server side is `strategy.py`, the client side `client.py`; what travels between them is in `wire.py`.
+"""
+
+try:
+    import flwr.serverapp  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"fedheal.flower needs Flower ({error}): pip install 'fedheal[flower]'", name=error.name
+    ) from None
+
+from fedheal.flower.attendance import NotEnoughNodes
+from fedheal.flower.presets import AFL, QFFL, FedFV, FedHEAL, Uniform
+from fedheal.flower.strategy import FairStrategy
+
+__all__ = ["AFL", "QFFL", "FairStrategy", "FedFV", "FedHEAL", "NotEnoughNodes", "Uniform"]

@@ -1,0 +1,201 @@
+"""A federation's run folder: the project's own format, so that a report shows it as it shows a simulation.
+
+    federation.toml     how the strategy was set up (a simulation has experiment.toml here)
+    rounds.jsonl, state/, model.safetensors, result.json        as in `fedheal.records`
+
+The state is saved after every round, before its line in `rounds.jsonl` can be missed: a resume repeats at most the round that
+was under way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import flwr
+import numpy as np
+import tomli_w
+import torch
+
+from fedheal import records
+from fedheal.layout import Layout
+from fedheal.metrics import fairness, last_mean
+from fedheal.run import restored_state
+from fedheal.types import RoundRecord, RunState
+from fedheal.version import __version__
+
+log = logging.getLogger("flwr.fedheal")
+
+Saved = tuple[RunState, dict[str, Any], list[RoundRecord]]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What one client found of the model; `accuracy` from 0 to 1, if it sent one."""
+
+    client: str
+    domain: str
+    num_examples: float
+    accuracy: float | None
+
+    @staticmethod
+    def together(judged: Sequence[Judged]) -> dict[str, Any]:
+        """A round's accuracies per client and per domain (over its clients' examples), in percent, and how even they are."""
+        known = [(one, 100.0 * one.accuracy) for one in judged if one.accuracy is not None]
+        if not known:
+            return {}
+        clients = {one.client: accuracy for one, accuracy in known}
+        domains: dict[str, float] = {}
+        for domain in sorted({one.domain for one, _ in known}):
+            here = [(accuracy, one.num_examples) for one, accuracy in known if one.domain == domain]
+            domains[domain] = float(np.average([a for a, _ in here], weights=[n for _, n in here]))
+        return {
+            "domains": domains,
+            "clients": clients,
+            "fairness": fairness(domains),
+            "client_fairness": fairness(clients),
+        }
+
+
+class Folder:
+    """One federation's run folder."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path, self.resume = path, resume
+        self.described: dict[str, Any] = {}
+        self.owner = ""
+        self._held: int | None = None  # the lock
+
+    def open(self, described: Mapping[str, Any], layout: Layout) -> Saved | None:
+        """Make the folder this federation's, or read what it holds; `None` where it holds no round."""
+        self.described = dict(described)
+        shapes = [(e.name, e.kind, e.shape, str(e.dtype)) for e in layout.entries]
+        self.owner = hashlib.sha256(
+            json.dumps([self.described["method"], self.described["seed"], shapes]).encode()
+        ).hexdigest()
+        toml = self.path / "federation.toml"
+        if self.path.exists() and any(path.suffix != ".tmp" for path in self.path.iterdir()):
+            if not toml.exists():
+                raise ValueError(f"{self.path} is not empty and not a federation's run folder: give another folder")
+            if not self.resume:
+                raise ValueError(f"{self.path} holds a federation already: resume=True goes on with it")
+            self._lock()
+            records.write_text(toml, tomli_w.dumps(self.described))
+            return self._newest()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        records.write_text(toml, tomli_w.dumps(self.described))
+        return None
+
+    def _lock(self) -> None:
+        """One process a folder: a ServerApp that was thought dead must not write into the run that goes on. It ends with us."""
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        held = os.open(self.path / "lock.tmp", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(held)
+            raise ValueError(f"{self.path} is in use by another run that is still alive: stop that one first") from None
+        self._held = held
+
+    def _newest(self) -> Saved | None:
+        troubles: list[str] = []
+        for path in records.states(self.path):
+            try:
+                arrays, described = records.load_state(path, self.owner)
+                records.cut_rounds(self.path, described["round"])
+            except records.BadState as trouble:
+                troubles.append(str(trouble))
+                continue
+            for said in troubles:
+                log.warning("%s; going on from %s", said, path.name)
+            history = [RoundRecord(**record) for record in records.read_rounds(self.path)]
+            return restored_state(arrays, described, torch.device("cpu")), described["flower"], history
+        if troubles:
+            raise ValueError(f"no state in {self.path} can be used: {'; '.join(troubles)}")
+        records.cut_rounds(self.path, 0)
+        return None
+
+    def save(self, state: RunState, record: RoundRecord, told: Mapping[str, Any]) -> None:
+        """A round's line, then the state that counts it: a crash in between costs that round, no more."""
+        records.append_round(self.path, asdict(record))
+        arrays, described = state.to_arrays()
+        records.save_state(self.path, state.round, arrays, described | {"flower": dict(told)}, self.owner)
+
+    def finish(
+        self,
+        layout: Layout,
+        state: RunState,
+        history: Sequence[RoundRecord],
+        homes: Mapping[str, str],
+        tests: Mapping[str, float],
+    ) -> None:
+        """The final model, and the result where the clients judged it; the folder is free again."""
+        records.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
+        if any(record.domains for record in history):
+            found = summary(self.described, state, history, homes, tests)
+            records.write_text(self.path / "result.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        else:
+            log.warning("no client sent an 'accuracy': %s has no result.json, and a report cannot show it", self.path)
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+
+def summary(
+    described: Mapping[str, Any],
+    state: RunState,
+    history: Sequence[RoundRecord],
+    homes: Mapping[str, str],
+    tests: Mapping[str, float],
+) -> dict[str, Any]:
+    """What `result.json` holds: a simulation's fields, drop-outs and clients left out."""
+    judged = [record for record in history if record.domains]
+    accuracy = _last([record.domains or {} for record in judged])
+    return {
+        **{key: described[key] for key in ("method", "data", "seed")},
+        "rounds": state.round,
+        "domains": accuracy,
+        **fairness(accuracy),
+        "clients": _last([record.clients or {} for record in judged]),
+        "client_fairness": last_mean([record.client_fairness or {} for record in judged]),
+        "validation": None,
+        "trained": dict(sorted(homes.items())),
+        "only": [],
+        "without": [],
+        "pool": False,
+        "classes": [],
+        "test_sizes": {d: round(sum(n for c, n in tests.items() if homes.get(c) == d)) for d in accuracy},
+        "dropouts": sum(record.cohort - record.replied for record in history),
+        "skipped": sum(len(record.report.get("skipped", {})) for record in history),
+        "device": "clients'",
+        "precision": "fp32",
+        "threads": torch.get_num_threads(),
+        "data_fingerprint": "",
+        "bytes_sent": state.sent,
+        "bytes_received": state.received,
+        "seconds": {phase: sum(r.seconds[phase] for r in history) for phase in ("train", "aggregate", "evaluate")},
+        "versions": {
+            "fedheal": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "flwr": flwr.__version__,
+        },
+    }
+
+
+def _last(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Per unit, the mean over the last rounds in which it was judged: clients come and go."""
+    units = sorted({unit for accuracy in rounds for unit in accuracy})
+    return {unit: last_mean([{unit: a[unit]} for a in rounds if unit in a])[unit] for unit in units}

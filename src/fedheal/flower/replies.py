@@ -1,0 +1,154 @@
+"""What a training reply holds, checked, or refused with a reason; and how it becomes a row of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, MetricRecord
+from numpy.typing import NDArray
+
+from fedheal.flower import wire
+from fedheal.flower.identity import Heard
+from fedheal.layout import Layout, Packed
+from fedheal.local.term import Arrays
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a client's training reply holds, its arrays still over the message's own bytes."""
+
+    client: str
+    arrays: Mapping[str, NDArray[Any]]
+    num_examples: float
+    metrics: Mapping[str, float]
+    messages: tuple[Arrays, ...]
+    kept: NDArray[np.uint8] | None
+
+
+class Refused(ValueError):
+    """A reply that cannot count, with the reason."""
+
+
+class Unmeasured(Refused):
+    """A reply without a metric that the aggregation needs."""
+
+    def __init__(self, metric: str) -> None:
+        super().__init__(f"it sends no metric '{metric}', which this aggregation needs")
+        self.metric = metric
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a reply must be like. `needs`: metrics it must hold; `terms`: how many terms tell the server something."""
+
+    arrays_key: str = "arrays"
+    examples_key: str = "num-examples"
+    max_examples: float = 1e9
+    max_norm: float | None = None
+    needs: tuple[str, ...] = ()
+    terms: int = 0
+    masked: bool = False  # the clients mask their own updates
+
+    def __post_init__(self) -> None:
+        for key, bound in (("max_examples", self.max_examples), ("max_norm", self.max_norm)):
+            if bound is not None and (isinstance(bound, bool) or not 0 < bound < float("inf")):
+                raise ValueError(f"{key} = {bound!r}: use a finite number above 0")
+
+
+def trained(one: Heard, layout: Layout, admission: Admission) -> Trained:
+    """A training reply, checked but for its parameters' values; `Refused` says what is wrong."""
+    content = one.message.content
+    metrics = numbers(content.metric_records)
+    key, most = admission.examples_key, admission.max_examples
+    examples = metrics.pop(key, None)
+    if examples is None:
+        raise Refused(f"it sends no metric '{key}'")
+    if not 0 < examples <= most:
+        raise Refused(f"{key} = {examples:g}; a positive number up to max_examples = {most:g} is needed")
+    for name in admission.needs:
+        if name not in metrics:
+            raise Unmeasured(name)
+    kept = None
+    try:
+        arrays = _model(_chosen(content.array_records, admission.arrays_key), layout)
+        told = wire.grouped(content.array_records.get(wire.MESSAGES), admission.terms)
+        if admission.masked:
+            kept = wire.unbits(content.array_records.get(wire.KEPT, ArrayRecord()), layout.sizes().params)
+    except Refused:
+        raise
+    except ValueError as flaw:
+        raise Refused(str(flaw)) from None
+    if not all(bool(tensor.isfinite().all()) for group in told for tensor in group.values()):
+        raise Refused("what its local method tells the server holds NaN or infinity")
+    return Trained(one.client, arrays, examples, metrics, told, kept)
+
+
+def numbers(records: Mapping[str, MetricRecord]) -> dict[str, float]:
+    """All single numbers of a reply's metrics."""
+    found: dict[str, float] = {}
+    for record in records.values():
+        found |= {k: float(v) for k, v in record.items() if isinstance(v, (int, float))}
+    found.pop("partition-id", None)
+    return found
+
+
+def difference(
+    layout: Layout, arrays: Mapping[str, NDArray[Any]], model: Packed, row: NDArray[Any]
+) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+    """Write local minus global parameters into `row`; the local buffers and counters come back as vectors."""
+    sizes, before = layout.sizes(), model.params.numpy()
+    extras: dict[str, list[NDArray[Any]]] = {"buffer": [], "counter": []}
+    seen: set[tuple[str, int, int]] = set()
+    for entry in layout.entries:
+        place = (entry.kind, entry.start, entry.stop)
+        if place in seen or entry.start == entry.stop:
+            continue  # a tied tensor stands once
+        seen.add(place)
+        local = arrays[entry.name].reshape(-1)
+        if entry.kind == "param":
+            here = slice(entry.start, entry.stop)
+            real = local.view(local.real.dtype) if np.iscomplexobj(local) else local
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found and named later
+                np.subtract(real, before[here], out=row[here], casting="same_kind")
+        else:
+            extras[entry.kind].append(local)
+    buffers = np.concatenate(extras["buffer"]).astype(model.buffers.numpy().dtype) if sizes.buffers else None
+    counters = np.concatenate(extras["counter"]).astype(np.int64) if sizes.counters else None
+    return buffers, counters
+
+
+def _model(record: ArrayRecord, layout: Layout) -> dict[str, NDArray[Any]]:
+    missing = [e.name for e in layout.entries if e.name not in record]
+    extra = sorted(set(record) - {e.name for e in layout.entries})
+    if missing or extra:
+        said = [f"lacks {missing[:3]}"] if missing else []
+        said += [f"has unknown {extra[:3]}"] if extra else []
+        raise Refused(f"its model {' and '.join(said)}")
+    arrays = {}
+    for entry in layout.entries:
+        array: Array = record[entry.name]
+        try:
+            values = wire.viewed(array)
+        except ValueError as flaw:
+            raise Refused(f"its '{entry.name}' cannot be read: {flaw}") from None
+        kind = "iub" if entry.kind == "counter" else "fc"
+        if values.shape != entry.shape or values.dtype.kind not in kind:
+            raise Refused(
+                f"its '{entry.name}' is {values.dtype} of shape {values.shape}; {entry.dtype} of shape "
+                f"{entry.shape} is needed"
+            )
+        arrays[entry.name] = values
+    return arrays
+
+
+def _chosen(records: Mapping[str, ArrayRecord], key: str) -> ArrayRecord:
+    """The model's record: by its key, or the only one that is not ours."""
+    others = [record for name, record in records.items() if not name.startswith("fedheal")]
+    if key in records:
+        return records[key]
+    if len(others) != 1:
+        raise Refused(f"it holds {len(others)} array records and none called '{key}'")
+    return others[0]

@@ -1,0 +1,78 @@
+"""One round's step of the server: aggregate, the server's own step, and each term's part of it, as in a simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fedheal.aggregate import Aggregated, Aggregator
+from fedheal.aggregate.reduce import finite
+from fedheal.aggregate.server import Server
+from fedheal.flower.client_placed import divided
+from fedheal.flower.intake import Cohort
+from fedheal.layout import Layout, Packed
+from fedheal.local.control_variates import ControlVariates
+from fedheal.local.term import ServerContext, Term
+from fedheal.local.validated import LeaveOneOut
+from fedheal.types import RunState, TermState, Updates
+
+
+def check_terms(terms: tuple[Term, ...]) -> None:
+    """Two terms need on the server what clients of a federation keep to themselves."""
+    for term in terms:
+        if isinstance(term, ControlVariates) and term.fair_controls == "p":
+            raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
+        if isinstance(term, LeaveOneOut):
+            raise ValueError("fedce tells every client its own weight, which one broadcast cannot: simulate it instead")
+
+
+def stepped(
+    aggregator: Aggregator,
+    server: Server,
+    terms: tuple[Term, ...],
+    layout: Layout,
+    state: RunState,
+    cohort: Cohort,
+    rounds: int,
+    clients: int,
+) -> tuple[RunState, Aggregated]:
+    """The state after this cohort. `clients`: how many there are in the federation."""
+    kept = {client: one.kept for client, one in cohort.read.items() if one.kept is not None}
+    if kept:
+        aggregator = replace(aggregator, reduce=divided(kept))
+    out = aggregator.apply(state.model, cohort.updates, state.aggregator, donate=True)
+    if not bool(out.weights.any()):
+        return replace(state, aggregator=out.state), out
+    model, moments = server.apply(state.model, out.model, state.server)
+    model, shared = _absorbed(terms, layout, state, model, cohort, out, rounds, clients)
+    if model is not out.model and not (finite(model.params) and finite(model.buffers)):
+        told = {"unmoved": "the server's step would make the model infinite"}
+        return replace(state, aggregator=out.state), replace(out, report=out.report | told)
+    return replace(state, model=model, aggregator=out.state, server=moments, terms=shared), out
+
+
+def _absorbed(
+    terms: tuple[Term, ...],
+    layout: Layout,
+    state: RunState,
+    model: Packed,
+    cohort: Cohort,
+    out: Aggregated,
+    rounds: int,
+    clients: int,
+) -> tuple[Packed, tuple[TermState, ...]]:
+    if not terms:
+        return model, state.terms
+    updates = cohort.updates
+    accepted = [client for client in updates.clients if client not in out.report["skipped"]]
+    rows = torch.tensor([updates.clients.index(client) for client in accepted])
+    taken = Updates(accepted, updates.deltas[rows], updates.num_examples[rows])
+    made: list[TermState] = []
+    for i, (term, before) in enumerate(zip(terms, state.terms, strict=True)):
+        messages = [cohort.read[client].messages[i] for client in accepted]
+        # What clients keep stays with them: the server has no slots.
+        ctx = ServerContext(state.round + 1, rounds, clients, taken, out.weights[rows], layout, {})
+        model, shared = term.absorb(state.model, model, messages, before.shared, ctx)
+        made.append(TermState(shared, {}))
+    return model, tuple(made)

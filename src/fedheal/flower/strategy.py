@@ -1,0 +1,476 @@
+"""A Flower strategy around any aggregator of the core.
+
+Flower's messages become `Updates`, `Aggregator.apply` makes the new model, and what survives a round is the same `RunState` as
+in a simulation, saved after every round, so that a new run goes on where a dead one stopped. A round reads top to bottom in
+`start`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import nn
+
+from fedheal import methods
+from fedheal.aggregate import Aggregated, Aggregator
+from fedheal.aggregate.checks import check_among, check_count, check_share, check_switch
+from fedheal.aggregate.server import Server
+from fedheal.flower import wire
+from fedheal.flower.attendance import Attendance, chosen
+from fedheal.flower.evidence import Folder, Judged
+from fedheal.flower.identity import Asked, Heard, heard, told_apart
+from fedheal.flower.intake import Cohort, Intake
+from fedheal.flower.ledger import Known, Round
+from fedheal.flower.replies import Admission, numbers
+from fedheal.flower.server_step import check_terms, stepped
+from fedheal.layout import Layout
+from fedheal.methods import Method
+from fedheal.rng import generator
+from fedheal.types import RoundRecord, RunState, TermState, Updates
+
+log = logging.getLogger("flwr.fedheal")
+
+PLACEMENTS = ("server", "client")
+ACCURACY = ("accuracy", "eval_acc")  # what clients call the share of test examples they have right
+
+
+class FairStrategy(Strategy):
+    """Any aggregator, or a whole method with its local terms, as a Flower strategy.
+
+    `method`: an `Aggregator`, a `Method`, or a method's name such as "fedprox+fedheal:tau=0.4". With local terms the clients
+    must train with `fedheal.flower.client`; everything else works with a stock client.
+
+    Evidence and state: `folder` is a run folder, written after every round; with `resume=True` a run goes on from what it
+    holds. `data`, `name` and `seed` say how a report shows it. `model` is the module (or its `Layout`): without it, float
+    arrays called `...running_mean` or `...running_var` are buffers, integers are counters, all else are parameters.
+
+    Who takes part: see `Attendance`. With `roll_call` nodes that are new are asked for their names before a cohort is drawn
+    (`fedheal.flower.client.introduce` answers), so that a seed draws the same sites in every run. A round with fewer than
+    `min_replies` usable replies leaves the model as it was. A newcomer counts from the round in which it first replies; who
+    leaves keeps its history. `clients`: how many there are in all, where a method needs it (SCAFFOLD, FedDyn); else as many as
+    have ever taken part or are connected.
+
+    Bad replies are left out, counted and logged, and the run goes on: errors, wrong names or shapes, NaN, a second answer, a
+    number of examples that is not positive or above `max_examples`, an update longer than `max_norm`. `budget`: bytes of
+    updates held in memory; more goes to a temporary file.
+
+    `placement="client"`: the clients apply FPHL's mask with this `tau` (see `fedheal.flower.FedHEAL`).
+    """
+
+    def __init__(
+        self,
+        method: Aggregator | Method | str,
+        *,
+        model: nn.Module | Layout | None = None,
+        folder: str | Path | None = None,
+        resume: bool = False,
+        data: str = "federation",
+        name: str | None = None,
+        seed: int = 0,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        wait_seconds: float = 600.0,
+        min_replies: int = 1,
+        roll_call: bool = False,
+        evaluate_every: int = 1,
+        clients: int | None = None,
+        max_examples: float = 1e9,
+        max_norm: float | None = None,
+        budget: int | None = None,
+        server: Server | None = None,
+        placement: str = "server",
+        tau: float = 0.3,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+    ) -> None:
+        whole = methods.get(method) if isinstance(method, str) else method
+        if isinstance(whole, Aggregator):
+            whole = Method((), whole, name or "custom")
+        check_terms(whole.local)
+        check_among("placement", placement, PLACEMENTS)
+        check_share("tau", tau)
+        check_count("seed", seed)
+        check_switch("roll_call", roll_call)
+        _check_least("min_replies", 1, min_replies)
+        _check_least("evaluate_every", 1, evaluate_every)
+        _check_least("clients", 1, clients)
+        _check_least("budget", 0, budget)
+        self.name, self.terms, self.seed = name or whole.name, whole.local, seed
+        self.aggregator = replace(whole.aggregator, on_bad_update="skip")
+        self.server = server or Server()
+        self.attendance = Attendance(
+            fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes, wait_seconds
+        )
+        self.admission = Admission(
+            arrayrecord_key,
+            weighted_by_key,
+            max_examples,
+            max_norm,
+            tuple(sorted(self.aggregator.stage.needs)),
+            len(self.terms),
+            placement == "client",
+        )
+        self.configrecord_key, self.tau = configrecord_key, tau
+        self.roll_call = roll_call
+        self.min_replies, self.evaluate_every, self.clients, self.budget = min_replies, evaluate_every, clients, budget
+        self.folder = None if folder is None else Folder(Path(folder), resume)
+        self.data = data
+        self.layout: Layout | None = Layout.of(model) if isinstance(model, nn.Module) else model
+        self.state: RunState | None = None
+        self.history: list[RoundRecord] = []
+        self.known = Known()
+        self.names: dict[int, str] = {}  # node -> client, as far as heard in this run
+        self._rounds, self._timeout = 0, 3600.0
+        self._round: Round | None = None
+        self._intake: Intake | None = None
+        self._sent: ArrayRecord | None = None
+
+    # What Flower calls, in this order.
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Rounds up to `num_rounds`, from where the folder's state stands. `timeout`: seconds a round waits for replies."""
+        self._rounds, self._timeout = num_rounds, timeout
+        result = Result()
+        arrays = result.arrays = self.begin(initial_arrays)
+        self.summary()
+        first = self._state.round + 1
+        if evaluate_fn and first == 1:
+            _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
+        for number in range(first, num_rounds + 1):
+            asked = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
+            arrays, metrics = self.aggregate_train(number, grid.send_and_receive(asked, timeout=timeout))
+            result.arrays = arrays
+            _keep(result.train_metrics_clientapp, number, metrics)
+            judges = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
+            judged = self.aggregate_evaluate(number, grid.send_and_receive(judges, timeout=timeout) if judges else ())
+            _keep(result.evaluate_metrics_clientapp, number, judged)
+            if evaluate_fn:
+                _keep(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
+            self.end_round(number)
+        self.finish()
+        return result
+
+    def begin(self, initial_arrays: ArrayRecord) -> ArrayRecord:
+        """Take the initial model, or the folder's newest state where it holds one; the model to go on with."""
+        layout = self.layout = self.layout or wire.layout_of(initial_arrays)
+        self._intake = Intake(layout, self.admission, self.budget)
+        self.history, self.known, self.names = [], Known(), {}
+        terms = tuple(TermState(term.init(layout), {}) for term in self.terms)
+        model = wire.packed(layout, initial_arrays)
+        self.state = RunState(0, self.seed, model, self.aggregator.init(layout), self.server.init(), terms)
+        if self.folder is not None:
+            saved = self.folder.open(self._described(), layout)
+            if saved is not None:
+                self.state, told, self.history = saved
+                self.known = Known(**told)
+                self.names = {int(node): client for node, client in self.known.nodes.items()}
+                log.info("going on after round %d from %s", self.state.round, self.folder.path)
+        self._sent = wire.record_of(layout, self.state.model)
+        return self._sent
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Ask this round's nodes to train."""
+        if self.state is None:
+            self.begin(arrays)
+        if arrays is not self._sent:  # the caller has changed the model between rounds
+            self.state = replace(self._state, model=wire.packed(self._layout, arrays))
+        there = self.attendance.awaited(grid, self.attendance.min_train_nodes)
+        if self.roll_call:
+            self._call_roll(grid, there, server_round)
+        fraction, least = self.attendance.fraction_train, self.attendance.min_train_nodes
+        nodes = chosen(there, fraction, least, generator(self.seed, "cohort", server_round), self.names)
+        log.info("[round %d/%s] %d nodes train", server_round, self._rounds or "?", len(nodes))
+        records: dict[str, Any] = {self.admission.arrays_key: arrays}
+        shared = tuple(
+            {name: kept.shared[name] for name in term.sends if name in kept.shared}
+            for term, kept in zip(self.terms, self._state.terms, strict=True)
+        )
+        if any(shared):
+            records[wire.SHARED] = wire.flattened(shared)
+        messages = self._messages(nodes, records, config, server_round, MessageType.TRAIN)
+        self._round = Round(
+            server_round, self._asked(messages), frozenset(there), sum(_size(m.content) for m in messages)
+        )
+        return messages
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
+        """The new model from the replies that are sound; the old one where none is."""
+        now, replies = self._current(server_round), list(replies)
+        arrived = self._arrived(replies, now.asked)
+        now.clock.lap("train")
+        cohort = self._cohort(arrived, now)
+        everyone = self.clients or max(len({*self.known.accepted, *cohort.read}), len(now.connected), 1)
+        after, out = stepped(
+            self.aggregator, self.server, self.terms, self._layout, self._state, cohort, self._rounds, everyone
+        )
+        taken = self._note(now, arrived, cohort, out)
+        self.state = replace(
+            after,
+            round=server_round,
+            sent=after.sent + now.size,
+            received=after.received + sum(_size(message.content) for message in replies if message.has_content()),
+        )
+        self._sent = wire.record_of(self._layout, self.state.model)
+        now.clock.lap("aggregate")
+        return self._sent, _averaged(
+            {c: cohort.read[c].metrics for c in taken}, {c: cohort.read[c].num_examples for c in taken}
+        )
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Ask nodes to judge the model; nobody where it is not this round's turn."""
+        now, state = self._current(server_round), self._state
+        due = server_round % self.evaluate_every == 0 or server_round == self._rounds
+        if not self.attendance.fraction_evaluate or not due:
+            return []
+        fraction, least = self.attendance.fraction_evaluate, self.attendance.min_evaluate_nodes
+        there = self.attendance.awaited(grid, least)
+        nodes = chosen(there, fraction, least, generator(self.seed, "judges", server_round), self.names)
+        model = state.model
+        for term, kept in zip(self.terms, state.terms, strict=True):
+            model = term.evaluated(model, kept.shared, {})
+        record = arrays if model is state.model else wire.record_of(self._layout, model)
+        messages = self._messages(
+            nodes, {self.admission.arrays_key: record}, config, server_round, MessageType.EVALUATE
+        )
+        now.judges = self._asked(messages)
+        return messages
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """What the clients found, each by name."""
+        now = self._current(server_round)
+        metrics: dict[str, Mapping[str, float]] = {}
+        examples: dict[str, float] = {}
+        for one in self._arrived(list(replies), now.judges):
+            found = {} if one.trouble else numbers(one.message.content.metric_records)
+            number = found.pop(self.admission.examples_key, 0.0)
+            why = one.trouble or self._misjudged(found, number)
+            if why:
+                log.warning("round %d, evaluation: '%s' is left out: %s", server_round, one.client, why)
+                now.report.setdefault("not_judged", {})[one.client] = why
+                continue
+            metrics[one.client], examples[one.client] = found, number
+            self.known.homes[one.client], self.known.tests[one.client] = one.domain, number
+            accuracy = next((found[key] for key in ACCURACY if key in found), None)
+            now.judged.append(Judged(one.client, one.domain, number, accuracy))
+        now.clock.lap("evaluate")
+        return _averaged(metrics, examples)
+
+    def summary(self) -> None:
+        """Log what this strategy is."""
+        who = self.attendance
+        log.info(
+            "%s with %.0f %% of the nodes a round: at least %d connected (waiting up to %g s), at least %d usable replies",
+            self.name,
+            100 * who.fraction_train,
+            max(who.min_train_nodes, who.min_available_nodes),
+            who.wait_seconds,
+            self.min_replies,
+        )
+        if self.folder is not None:
+            log.info("run folder: %s", self.folder.path.resolve())
+
+    def end_round(self, server_round: int) -> None:
+        """Write down what the round left behind; from here on a resume does not repeat it."""
+        now = self._current(server_round)
+        record = RoundRecord(
+            server_round, len(now.asked.nodes), now.replied, now.weights, now.train_loss, now.report, now.clock.seconds
+        )
+        record = replace(record, **Judged.together(now.judged))
+        self.history.append(record)
+        log.info("[round %d] %s", server_round, _line(record))
+        if self.folder is not None:
+            self.known.nodes = {str(node): client for node, client in self.names.items()}
+            self.folder.save(self._state, record, asdict(self.known))
+        self._round = None
+
+    def finish(self) -> None:
+        """Write the final model and the result."""
+        if self.folder is not None:
+            self.folder.finish(self._layout, self._state, self.history, self.known.homes, self.known.tests)
+
+    # The parts of these.
+
+    @property
+    def _state(self) -> RunState:
+        if self.state is None:
+            raise RuntimeError("the strategy has no model yet: start, begin or configure_train comes first")
+        return self.state
+
+    @property
+    def _layout(self) -> Layout:
+        assert self.layout is not None
+        return self.layout
+
+    def _current(self, number: int) -> Round:
+        if self._round is None or self._round.number != number:
+            raise RuntimeError(f"round {number} has not been configured: configure_train comes first")
+        return self._round
+
+    def _asked(self, messages: list[Message]) -> Asked:
+        nodes = [message.metadata.dst_node_id for message in messages]
+        return Asked({n: self.names.get(n, f"node-{n}") for n in nodes}, [message.metadata for message in messages])
+
+    def _messages(
+        self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
+    ) -> list[Message]:
+        """One message a node: the records, the config with the round in it, and what `fedheal.flower.client` is told."""
+        records = records | {self.configrecord_key: ConfigRecord({**config, "server-round": number})}
+        told: dict[str, Any] = {"round": number, "rounds": self._rounds, "needs": list(self.admission.needs)}
+        if self.admission.masked:
+            told["tau"] = self.tau
+        made = []
+        for node in nodes:
+            # Where the node's client is known it is told which of its rounds counted last: it undoes a later one.
+            last = {"accepted": self.known.accepted.get(self.names[node], 0)} if node in self.names else {}
+            content = RecordDict({**records, wire.ABOUT: ConfigRecord({**told, **last})})
+            made.append(Message(content, dst_node_id=node, message_type=kind, group_id=str(number)))
+        return made
+
+    def _arrived(self, replies: list[Message], asked: Asked) -> list[Heard]:
+        """Everyone who replied, told apart and in the order of names; the names are remembered."""
+        assert self._round is not None
+        holders = {client: node for node, client in self.names.items()}
+        found = told_apart(
+            (heard(message, self._round.number, asked, self.names) for message in replies),
+            asked,
+            holders,
+            self._round.connected,
+        )
+        for one in found:
+            if one.trouble is not None:
+                continue
+            if not one.named and one.node not in self.names:
+                log.warning(
+                    "node %d gives no name and is called '%s': if it restarts without a node key its history is lost; "
+                    "fedheal.flower.client.reply sends a name",
+                    one.node,
+                    one.client,
+                )
+            if holders.get(one.client, one.node) != one.node:  # the name has moved
+                self.names.pop(holders[one.client], None)
+            self.names[one.node] = one.client
+        return found
+
+    def _call_roll(self, grid: Grid, there: Iterable[int], number: int) -> None:
+        """Ask nodes that are new for their names; who does not answer stays without."""
+        new = [node for node in there if node not in self.names]
+        messages = self._messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
+        replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
+        asked, holders = self._asked(messages), {client: node for node, client in self.names.items()}
+        arrived = (heard(message, number, asked, self.names) for message in replies)
+        for one in told_apart(arrived, asked, holders, frozenset(there)):
+            if one.trouble is None and one.named:
+                self.names[one.node] = one.client
+
+    def _cohort(self, arrived: list[Heard], now: Round) -> Cohort:
+        """What can be aggregated of this round's replies."""
+        assert self._intake is not None
+        cohort = self._intake.cohort((one for one in arrived if one.trouble is None), self._state.model)
+        if cohort.unmeasured and not self.known.accepted:
+            raise ValueError(
+                f"'{self.name}' needs the client metric '{cohort.unmeasured}', which no client sends: train with "
+                "fedheal.flower.client.train, or send it with fedheal.flower.client.reply"
+            )
+        now.replied = sum(not one.message.has_error() for one in arrived)
+        few = len(cohort.updates.clients)
+        if few >= self.min_replies:
+            return cohort
+        why = f"only {few} replies of this round can be used, fewer than min_replies = {self.min_replies}"
+        nobody = Updates([], torch.zeros(0, self._layout.sizes().params, dtype=self._state.model.params.dtype), [])
+        return Cohort(nobody, {}, cohort.skipped | dict.fromkeys(map(str, cohort.updates.clients), why))
+
+    def _note(self, now: Round, arrived: list[Heard], cohort: Cohort, out: Aggregated) -> list[str]:
+        """Keep for the record who counted, who was left out and who never answered; those who counted."""
+        troubled = {one.client: one.trouble for one in arrived if one.trouble is not None}
+        skipped = troubled | cohort.skipped | {str(c): str(why) for c, why in out.report["skipped"].items()}
+        for client, why in skipped.items():
+            log.warning("round %d: '%s' is left out: %s", now.number, client, why)
+        answered = {one.node for one in arrived}
+        missing = sorted(name for node, name in now.asked.nodes.items() if node not in answered)
+        if missing:
+            log.warning("round %d: no reply from %s", now.number, ", ".join(missing))
+        now.report = dict(out.report) | {"skipped": skipped, "missing": missing}
+        now.weights = dict(zip(cohort.updates.clients, out.weights.tolist(), strict=True))
+        taken = [client for client in cohort.updates.clients if client not in skipped]
+        losses = [cohort.read[c].metrics.get("train_loss", math.nan) for c in taken]
+        sound = [loss for loss in losses if math.isfinite(loss)]
+        now.train_loss = sum(sound) / len(sound) if sound else None
+        self.known.accepted |= dict.fromkeys(taken, now.number)
+        self.known.homes |= {one.client: one.domain for one in arrived if one.client in taken}
+        return taken
+
+    def _misjudged(self, found: Mapping[str, float], number: float) -> str | None:
+        if not 0 < number <= self.admission.max_examples:
+            return f"{self.admission.examples_key} = {number:g}"
+        wrong = [f"{name} = {value}" for name, value in found.items() if not math.isfinite(value)]
+        wrong += [f"{key} = {found[key]}" for key in ACCURACY if key in found and not 0 <= found[key] <= 1]
+        return ", ".join(wrong) or None
+
+    def _described(self) -> dict[str, Any]:
+        """What `federation.toml` holds."""
+        told = {"method": self.name, "data": self.data, "seed": self.seed, "rounds": self._rounds}
+        told |= {"min_replies": self.min_replies, "evaluate_every": self.evaluate_every}
+        settings = asdict(self.attendance) | asdict(self.admission) | {"server": asdict(self.server)}
+        return told | {key: value for key, value in settings.items() if value is not None}
+
+
+def _averaged(metrics: Mapping[str, Mapping[str, float]], examples: Mapping[str, float]) -> MetricRecord | None:
+    """The metrics that all clients sent, averaged by examples as Flower does."""
+    total = sum(examples.values())
+    if not total:
+        return None
+    common = set.intersection(*(set(found) for found in metrics.values()))
+    return MetricRecord(
+        {name: sum(metrics[c][name] * n for c, n in examples.items()) / total for name in sorted(common)}
+    )
+
+
+def _line(record: RoundRecord) -> str:
+    """A round in a line, the worst served by name."""
+    told = f"{record.replied} of {record.cohort} nodes replied, {len(record.report['skipped'])} left out"
+    told += "" if record.train_loss is None else f", training loss {record.train_loss:.3f}"
+    if record.domains and record.clients:
+        mean = sum(record.domains.values()) / len(record.domains)
+        worst = min(record.clients, key=lambda client: (record.clients or {})[client])
+        told += f", accuracy {mean:.1f} %, worst served: '{worst}' with {record.clients[worst]:.1f} %"
+    return told
+
+
+def _keep(kept: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
+    if metrics is not None:
+        kept[number] = metrics
+
+
+def _size(content: RecordDict) -> int:
+    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+
+
+def _check_least(name: str, least: int, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name} = {value!r}: use a whole number, at least {least}")

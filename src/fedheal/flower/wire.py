@@ -1,0 +1,146 @@
+"""What travels in Flower's messages: models as named arrays, and beside them what fedheal's two sides tell each other.
+
+A stock client reads the model and the config and answers with a model and metrics; it never looks at the rest. Every record
+of ours has a name that starts with `fedheal`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import tokenize
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedheal.layout import Entry, Kind, Layout, Packed
+from fedheal.local.term import Arrays
+
+ABOUT = "fedheal"  # a ConfigRecord: to clients the round and what is needed, from clients who they are
+SHARED = "fedheal.shared"  # to clients: what the method's terms share
+MESSAGES = "fedheal.messages"  # from clients: what the terms tell the server
+KEPT = "fedheal.kept"  # from clients that mask their own update: which entries they kept, as bits
+
+NPY = b"\x93NUMPY\x01\x00"  # how numpy's file format, version 1.0, begins
+
+# Without the module nobody can tell a float buffer from a parameter but by its name: these are torch's.
+BUFFERS = ("running_mean", "running_var")
+
+
+def layout_of(record: ArrayRecord, buffers: tuple[str, ...] = BUFFERS) -> Layout:
+    """The layout of a record's arrays: integers are counters, names that end like these are float buffers.
+
+    >>> layout_of(ArrayRecord({"w": Array(np.zeros(3)), "bn.running_mean": Array(np.zeros(2))})).sizes()
+    Sizes(tensors=(('w', 3),), buffers=2, counters=0)
+    """
+    entries: list[Entry] = []
+    ends: dict[Kind, int] = {"param": 0, "buffer": 0, "counter": 0}
+    for name, array in record.items():
+        values = torch.from_numpy(np.array(viewed(array)))
+        kind: Kind = "counter"
+        if values.is_floating_point():
+            kind = "buffer" if name.endswith(buffers) else "param"
+        elif values.is_complex():
+            raise ValueError(f"'{name}' holds complex numbers: give the strategy the module itself as `model`")
+        start = ends[kind]
+        ends[kind] = start + values.numel()
+        entries.append(Entry(name, kind, tuple(values.shape), values.dtype, start, ends[kind]))
+    if not ends["param"]:
+        raise ValueError("the initial arrays hold no float parameters: give the model's state_dict as an ArrayRecord")
+    return Layout(tuple(entries))
+
+
+def packed(layout: Layout, record: ArrayRecord) -> Packed:
+    """A record's arrays as vectors, in memory of their own."""
+    return layout.pack({name: torch.from_numpy(np.array(viewed(array))) for name, array in record.items()})
+
+
+def record_of(layout: Layout, model: Packed) -> ArrayRecord:
+    """Vectors as named arrays, in the original shapes and dtypes."""
+    if len({entry.dtype for entry in layout.entries if entry.kind == "param"}) > 1:
+        return record(layout.unpack(model))
+    # One dtype, as nearly always: each array straight from its slice, without another copy of the whole model.
+    vectors = {"param": model.params, "buffer": model.buffers, "counter": model.counters}
+    slices = {e.name: vectors[e.kind][e.start : e.stop].to(e.dtype).reshape(e.shape) for e in layout.entries}
+    return record(slices)
+
+
+def record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Tensors as an ArrayRecord."""
+    return ArrayRecord({name: _array(tensor) for name, tensor in tensors.items()})
+
+
+def tensors(record: ArrayRecord) -> dict[str, Tensor]:
+    """An ArrayRecord as tensors, in memory of their own."""
+    return {name: torch.from_numpy(np.array(viewed(array))) for name, array in record.items()}
+
+
+def viewed(array: Array) -> NDArray[Any]:
+    """The array's numbers over its own bytes, which are not copied: a large model's reply is read only once."""
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"it is serialised as '{array.stype}', not as a numpy array")
+    try:
+        start = 10 + int.from_bytes(array.data[8:10], "little")
+        if array.data[:8] != NPY:
+            return array.numpy()
+        shape, fortran, dtype = _header(array.data[8:start])
+        flat = np.frombuffer(array.data, dtype, math.prod(shape), start)
+    except (ValueError, TypeError, SyntaxError, EOFError, OverflowError, tokenize.TokenError) as error:
+        raise ValueError(f"its bytes are no array ({error})") from None
+    return flat.reshape(shape, order="F" if fortran else "C")
+
+
+@lru_cache(maxsize=4096)
+def _header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, order and dtype; the clients' headers are all alike, so each is parsed once."""
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(data))
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"its shape is {shape}")
+    return shape, fortran, dtype
+
+
+def flattened(groups: tuple[Arrays, ...]) -> ArrayRecord:
+    """Each term's tensors under `<number of the term>.<name>`."""
+    return record({f"{i}.{name}": tensor for i, group in enumerate(groups) for name, tensor in group.items()})
+
+
+def grouped(found: ArrayRecord | None, terms: int) -> tuple[dict[str, Tensor], ...]:
+    """The reverse of `flattened`; what belongs to no term is left out."""
+    groups: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(terms))
+    for key, tensor in tensors(found).items() if found else ():
+        number, _, name = key.partition(".")
+        if number.isdigit() and int(number) < terms:
+            groups[int(number)][name] = tensor
+    return groups
+
+
+def bits(mask: Tensor) -> ArrayRecord:
+    """Which entries are kept, eight to a byte."""
+    return ArrayRecord({"bits": Array(np.packbits(mask.numpy()))})
+
+
+def unbits(found: ArrayRecord, length: int) -> NDArray[np.uint8]:
+    """The reverse, as zeros and ones."""
+    if "bits" not in found:
+        raise ValueError("its mask is missing")
+    packed_bits = viewed(found["bits"])
+    if packed_bits.dtype != np.uint8 or packed_bits.shape != (-(-length // 8),):
+        raise ValueError(f"its mask has shape {packed_bits.shape}; {length} entries need {-(-length // 8)} bytes")
+    return np.unpackbits(packed_bits, count=length)
+
+
+def _array(tensor: Tensor) -> Array:
+    """As Flower would make it, with one copy of the bytes instead of two."""
+    values = np.ascontiguousarray(tensor.detach().cpu().numpy()).reshape(tuple(tensor.shape))
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(values))
+    data = b"".join([header.getvalue(), values.reshape(-1).view(np.uint8).data])
+    return Array(str(values.dtype), tuple(values.shape), "numpy.ndarray", data)

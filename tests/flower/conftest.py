@@ -1,0 +1,1 @@
+collect_ignore = ["fragile"]  # an app of its own, which Flower imports

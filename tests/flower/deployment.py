@@ -1,0 +1,125 @@
+"""A Flower deployment as processes on 127.0.0.1, in a network namespace of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from loopback import pids
+
+TESTS = Path(__file__).parents[1]
+APP = Path(__file__).parent / "fragile"
+BIN = Path(sys.executable).parent
+
+
+def environment(home: Path) -> dict[str, str]:
+    source = str(Path(__import__("fedheal").__file__).parents[1])
+    return os.environ | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{source}:{TESTS}",
+        "PYTHONWARNINGS": "default",
+        "OMP_NUM_THREADS": "1",
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+class Deployment:
+    """A SuperLink, its SuperNodes by number, and runs of an app; `link`, `node` and `connection` say how they trust."""
+
+    def __init__(
+        self,
+        folder: Path,
+        inside: Sequence[str],
+        link: Sequence[str] = ("--insecure",),
+        node: Callable[[int], Sequence[str]] = lambda number: ("--insecure",),
+        connection: str = "insecure = true",
+    ) -> None:
+        self.folder, self.inside, self.link_words, self.node_words = folder, list(inside), link, node
+        self.home = folder / "home"
+        self.home.mkdir(parents=True)
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "dep"\n\n[superlink.dep]\naddress = "127.0.0.1:8000"\n{connection}\n'
+        )
+        self.env = environment(self.home)
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.link: subprocess.Popen[bytes] | None = None
+        self.nodes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*self.inside, *words], env=self.env, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
+            )
+        self.started.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.started:
+            self.kill(process)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def start_link(self) -> None:
+        words = ["flower-superlink", *self.link_words, "--host", "127.0.0.1", "--port", "8000"]
+        words += ["--database", str(self.folder / "state.db"), "--disable-runtime-dependency-installation"]
+        link = self.link = self.start("link", words)
+        until(lambda: link.poll() is not None or listens(link.pid, 8000), 90, lambda: self.log("link"))
+        assert link.poll() is None, self.log("link")
+
+    def start_node(self, number: int, key: int | None = None) -> None:
+        words = ["flower-supernode", *self.node_words(number if key is None else key), "--superlink", "127.0.0.1:8000"]
+        words += ["--host", "127.0.0.1", "--port", str(9094 + number)]
+        words += ["--node-config", f"partition-id={number % 4} num-partitions=4"]
+        self.nodes[number] = self.start(f"node{number}", words)
+
+    def kill(self, process: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
+        """The process and its children, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        process.wait(30)
+
+    def run(self, folder: Path, **config: Any) -> subprocess.Popen[bytes]:
+        values = {"folder": str(folder), **config}
+        told = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in values.items())
+        return self.start(f"run-{folder.name}", ["flwr", "run", str(APP), "dep", "--stream", "--run-config", told])
+
+    def processes(self, word: str) -> list[int]:
+        """The processes of this deployment whose command holds this word."""
+        found = []
+        for pid in pids(self.inside):
+            with suppress(OSError):
+                if word in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
+                    found.append(pid)
+        return found
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether somebody listens on this port of 127.0.0.1 where this process lives."""
+    try:
+        lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    except OSError:
+        return False
+    return any(line.split()[1] == f"0100007F:{port:04X}" and line.split()[3] == "0A" for line in lines)
+
+
+def until(what: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
+    """Wait for something to be true, and return it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := what():
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"it did not happen within {seconds:g} s\n{why()}")

@@ -1,0 +1,60 @@
+"""A site of the tiny data set that can be told to fail."""
+
+import math
+import time
+
+import torch
+from flwr.app import Array, Context, Message
+from flwr.clientapp import ClientApp
+
+from fedheal import data
+from fedheal.data.domains import Split
+from fedheal.experiment import build
+from fedheal.flower import client
+from fragile.server_app import SITES, described
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    here, name = _parts(context)
+    fault = _fault(context, name, int(message.content.config_records["fedheal"]["round"]))
+    if fault == "raise":
+        raise RuntimeError("this site is out of order")
+    if fault == "sleep":
+        time.sleep(600)
+    reply = client.train(message, context, here.bench, name, domain=here.homes[name], folder=_memory(context))
+    if fault == "nan":
+        arrays = reply.content.array_records["arrays"]
+        first = next(iter(arrays))
+        arrays[first] = Array(arrays[first].numpy() * math.nan)
+    return reply
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    here, name = _parts(context)
+    domain = here.homes[name]
+    residents = [site for site in SITES if here.homes[site] == domain]
+    share = slice(residents.index(name), None, len(residents))
+    test = Split(here.tests[domain].images[share], here.tests[domain].labels[share])
+    return client.evaluate(message, context, here.bench, test, name, domain=domain, folder=_memory(context))
+
+
+def _parts(context):
+    torch.set_num_threads(1)
+    experiment = described(context.run_config)
+    here = build(experiment, data.load(experiment.data), torch.device("cpu"))
+    return here, SITES[int(context.node_config["partition-id"])]
+
+
+def _memory(context: Context) -> str | None:
+    return str(context.run_config["memory"]) or None
+
+
+def _fault(context: Context, name: str, number: int) -> str | None:
+    for words in str(context.run_config["faults"]).split(","):
+        if words.split()[1:] == [name, str(number)]:
+            return words.split()[0]
+    return None

@@ -1,0 +1,51 @@
+"""The server of the tests' federation."""
+
+import torch
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedheal import Experiment
+from fedheal.experiment import module_of
+from fedheal.flower import FairStrategy, FedHEAL
+from tiny_data import QUICK
+
+SITES = ("plain-0", "plain-1", "noisy-0", "noisy-1")
+app = ServerApp()
+
+
+def described(config) -> Experiment:
+    """As the project's own simulator would be told it."""
+    return Experiment(
+        **QUICK | {"model": "tiny_data:featured", "rounds": int(config["rounds"]), "method": str(config["method"])},
+        only=SITES,
+    )
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    torch.set_num_threads(1)
+    config = context.run_config
+    experiment = described(config)
+    module = module_of(experiment, classes=3)
+    settings = {
+        "model": module,
+        "folder": config["folder"],
+        "resume": bool(config["resume"]),
+        "data": "tiny",
+        "fraction_evaluate": float(config["evaluate"]),
+        "evaluate_every": int(config["every"]),
+        "min_available_nodes": int(config["nodes"]),
+        "wait_seconds": 120,
+        "clients": 4,
+    }
+    strategy = (
+        FedHEAL(placement="client", **settings)
+        if config["placement"] == "client"
+        else FairStrategy(experiment.resolved_method, **settings)
+    )
+    strategy.start(
+        grid,
+        ArrayRecord(module.state_dict()),
+        num_rounds=int(config["rounds"]),
+        timeout=float(config["timeout"]),
+    )

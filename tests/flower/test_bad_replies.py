@@ -1,0 +1,239 @@
+"""Whatever a client sends, the run goes on without it, says so by name, and the model stays sound."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord
+
+from flower.sites import Sites
+
+BAD = 102  # the node that misbehaves in round 2
+ABSENT: Callable[[Message], list[Message]] = lambda reply: []  # noqa: E731
+
+
+def arrays(change: Callable[[dict[str, Array]], None]) -> Callable[[Message], list[Message]]:
+    def spoil(reply: Message) -> list[Message]:
+        change(reply.content["arrays"])
+        return [reply]
+
+    return spoil
+
+
+def metric(name: str, value: float | list[float]) -> Callable[[Message], list[Message]]:
+    def spoil(reply: Message) -> list[Message]:
+        reply.content["metrics"] = MetricRecord({**reply.content["metrics"], name: value})
+        return [reply]
+
+    return spoil
+
+
+def put(name: str, value: object) -> Callable[[dict[str, Array]], None]:
+    return lambda record: record.update({name: value})
+
+
+def about(**keys: object) -> Callable[[Message], list[Message]]:
+    def spoil(reply: Message) -> list[Message]:
+        reply.content["fedheal"] = ConfigRecord({**reply.content["fedheal"], **keys})
+        return [reply]
+
+    return spoil
+
+
+def without_metrics(reply: Message) -> list[Message]:
+    del reply.content["metrics"]
+    return [reply]
+
+
+def error(reply: Message) -> list[Message]:
+    failed = Message(Error(code=1, reason="Traceback ...\nRuntimeError: out of memory"), reply_to=reply)
+    failed.metadata.__dict__["_src_node_id"] = reply.metadata.src_node_id
+    return [failed]
+
+
+def error_of_the_superlink(reply: Message) -> list[Message]:
+    """Of a node that died the SuperLink tells, under its own id: only the message that is answered says whose it is."""
+    failed = Message(Error(code=3, reason="the node is gone"), reply_to=reply)
+    failed.metadata.__dict__["_src_node_id"] = 1
+    failed.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
+    return [failed]
+
+
+def replayed(reply: Message) -> list[Message]:
+    reply.metadata.__dict__["_reply_to_message_id"] = "a message of an earlier round"
+    return [reply]
+
+
+def object_array(reply: Message) -> list[Message]:
+    header = b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (3,), }"
+    reply.content["arrays"]["head.bias"] = Array("object", (3,), "numpy.ndarray", header.ljust(127) + b"\n" + b"x" * 24)
+    return [reply]
+
+
+CASES = {
+    "an error": (error, "out of memory"),
+    "an error of the SuperLink": (error_of_the_superlink, "the node is gone"),
+    "no reply": (ABSENT, None),
+    "NaN": (arrays(put("head.bias", Array(np.full(3, math.nan, np.float32)))), "NaN"),
+    "infinity": (arrays(put("head.bias", Array(np.full(3, math.inf, np.float32)))), "infinity"),
+    "NaN in a buffer": (arrays(put("body.1.running_var", Array(np.full(4, math.nan, np.float32)))), "buffers"),
+    "a wrong shape": (arrays(put("head.bias", Array(np.zeros(4, np.float32)))), r"shape \(4,\)"),
+    "a wrong dtype": (arrays(put("head.bias", Array(np.zeros(3, np.int32)))), "int32"),
+    "text for numbers": (arrays(put("head.bias", Array("float32", (3,), "numpy.ndarray", b"hello"))), "no array"),
+    "too few bytes": (arrays(lambda r: put("head.bias", _cut(r["head.bias"]))(r)), "no array"),
+    "another serialisation": (arrays(put("head.bias", Array("float32", (3,), "pickle", b""))), "pickle"),
+    "Python objects": (object_array, "objects"),
+    "a missing array": (arrays(lambda record: record.pop("head.bias")), "lacks"),
+    "an unknown array": (arrays(put("more", Array(np.zeros(1)))), "unknown"),
+    "no metrics": (without_metrics, "num-examples"),
+    "no examples": (metric("num-examples", 0), "num-examples = 0"),
+    "negative examples": (metric("num-examples", -5), "num-examples = -5"),
+    "NaN examples": (metric("num-examples", math.nan), "num-examples = nan"),
+    "absurdly many examples": (metric("num-examples", 10**12), "max_examples"),
+    "a list of examples": (metric("num-examples", [1.0, 2.0]), "num-examples"),
+    "an old round": (about(round=1), "answers round 1"),
+    "an old message": (replayed, "not sent in this round"),
+    "twice": (lambda reply: [reply, reply], "answers 2 times"),
+}
+
+
+def _cut(array: Array) -> Array:
+    return Array(array.dtype, array.shape, array.stype, array.data[:-2])
+
+
+def run(spoil: Callable[[Message], list[Message]], method: str = "fedheal", **settings):
+    """Three rounds in which one node misbehaves in the second."""
+    sites = Sites(method=method)
+    strategy = sites.strategy(fraction_evaluate=0.0, **settings)
+
+    def spoiled(node: int, reply: Message) -> list[Message]:
+        return spoil(reply) if node == BAD and strategy._round.number == 2 else [reply]
+
+    strategy.start(sites.grid(spoiled), sites.initial, num_rounds=3)
+    return strategy, sites.names[BAD - 100]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_reply_counts_as_an_absent_client(case, caplog):
+    spoil, words = CASES[case]
+    with caplog.at_level(logging.WARNING, "flwr.fedheal"):
+        strategy, name = run(spoil)
+    expected, _ = run(ABSENT)
+    assert torch.equal(strategy.state.model.params, expected.state.model.params)
+    assert torch.equal(strategy.state.model.buffers, expected.state.model.buffers)
+    second = strategy.history[1]
+    assert second.weights.get(name, 0.0) == 0
+    if words is None:
+        assert second.report["missing"] == [name]
+        assert (second.cohort, second.replied) == (5, 4)
+    else:
+        assert list(second.report["skipped"]) == [name]
+        assert re.search(words, second.report["skipped"][name])
+    assert name in caplog.text
+
+
+def test_an_update_beyond_the_norm_bound_is_left_out():
+    far = arrays(put("head.bias", Array(np.full(3, 50, np.float32))))
+    bounded, name = run(far, max_norm=10.0)
+    assert "max_norm = 10" in bounded.history[1].report["skipped"][name]
+    assert torch.equal(bounded.state.model.params, run(ABSENT)[0].state.model.params)
+    free, _ = run(far)
+    assert free.history[1].report["skipped"] == {}
+
+
+def test_a_node_that_was_not_asked_does_not_count():
+    def stranger(reply: Message) -> list[Message]:
+        reply.metadata.__dict__["_src_node_id"] = 999
+        return [reply]
+
+    strategy, name = run(stranger)
+    assert "node 999 was not asked" in strategy.history[1].report["skipped"][name]
+
+
+def test_what_a_term_tells_the_server_is_checked_too():
+    def nan(reply: Message) -> list[Message]:
+        told = reply.content["fedheal.messages"]
+        told["0.change"] = Array(told["0.change"].numpy() * math.nan)
+        return [reply]
+
+    def short(reply: Message) -> list[Message]:
+        reply.content["fedheal.messages"]["0.change"] = Array(np.zeros(2, np.float32))
+        return [reply]
+
+    def none(reply: Message) -> list[Message]:
+        del reply.content["fedheal.messages"]
+        return [reply]
+
+    expected, _ = run(ABSENT, "scaffold")
+    for spoil in (nan, short, none):
+        strategy, name = run(spoil, "scaffold")
+        assert list(strategy.history[1].report["skipped"]) == [name]
+        assert torch.equal(strategy.state.model.params, expected.state.model.params)
+
+
+def test_a_client_that_did_not_count_forgets_that_round():
+    """SCAFFOLD's control variate must not move on the client when it did not on the server."""
+    lost, _ = run(ABSENT, "scaffold")  # trained, but the reply never arrived
+    sites = Sites(method="scaffold")
+    grid, strategy = sites.grid(), sites.strategy(fraction_evaluate=0.0)
+    strategy.begin(sites.initial)
+    strategy._rounds = 3
+    for number in (1, 2, 3):
+        messages = strategy.configure_train(number, strategy._sent, ConfigRecord(), grid)
+        if number == 2:  # not even asked to train
+            messages = [m for m in messages if m.metadata.dst_node_id != BAD]
+        strategy.aggregate_train(number, grid.send_and_receive(messages))
+        strategy.end_round(number)
+    assert torch.equal(lost.state.model.params, strategy.state.model.params)
+
+
+def test_everyone_bad_leaves_the_model_as_it_was():
+    sites = Sites(method="fedheal", rounds=2)
+    spoil = CASES["NaN"][0]
+    strategy = sites.run(lambda node, reply: spoil(reply), fraction_evaluate=0.0)
+    untouched = sites.federation.bench.layout.pack({k: torch.from_numpy(v.numpy()) for k, v in sites.initial.items()})
+    assert torch.equal(strategy.state.model.params, untouched.params)
+    assert [len(record.report["skipped"]) for record in strategy.history] == [5, 5]
+
+
+def test_too_few_replies_leave_the_model_as_it_was():
+    strategy, _ = run(ABSENT, min_replies=5)
+    assert [any(record.weights.values()) for record in strategy.history] == [True, False, True]
+    assert "min_replies = 5" in next(iter(strategy.history[1].report["skipped"].values()))
+
+
+def test_a_metric_that_nobody_sends_is_a_mistake_of_the_app():
+    sites = Sites(method="afl")
+    drop = lambda node, reply: (reply.content["metrics"].pop("loss"), [reply])[1]  # noqa: E731
+    with pytest.raises(ValueError, match=r"'fedavg\+afl' needs the client metric 'loss', which no client sends"):
+        sites.run(drop)
+
+
+def test_one_client_without_the_metric_is_left_out():
+    def drop(reply: Message) -> list[Message]:
+        del reply.content["metrics"]["loss"]
+        return [reply]
+
+    strategy, name = run(drop, "afl")
+    assert "no metric 'loss'" in strategy.history[1].report["skipped"][name]
+    assert torch.equal(strategy.state.model.params, run(ABSENT, "afl")[0].state.model.params)
+
+
+def test_a_bad_judge_is_left_out_of_the_evidence():
+    sites = Sites(method="fedheal", rounds=1)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if node == BAD and "accuracy" in reply.content["metrics"]:
+            return metric("accuracy", 7.0)(reply)
+        return [reply]
+
+    strategy = sites.run(spoil)
+    name = sites.names[BAD - 100]
+    assert "accuracy = 7" in strategy.history[0].report["not_judged"][name]
+    assert set(strategy.history[0].clients) == set(sites.names) - {name}

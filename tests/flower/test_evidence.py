@@ -1,0 +1,73 @@
+"""A federation's run folder is shown like a simulation's."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import fedheal
+from fedheal import records
+from fedheal.cli import app
+from flower.sites import Sites
+
+
+def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
+    sites = Sites(method="fedheal", rounds=3)
+    strategy = sites.run(folder=tmp_path / "federation", data="tiny_data:load")
+    result = fedheal.run(sites.experiment, tmp_path / "simulation")
+    ours, theirs = (records.read_json(tmp_path / where / "result.json") for where in ("federation", "simulation"))
+    for key in ("method", "data", "seed", "rounds", "trained", "test_sizes", "only", "without", "pool"):
+        assert ours[key] == theirs[key]
+    assert ours["domains"] == pytest.approx(result.domains)
+    assert ours["clients"] == pytest.approx(theirs["clients"])
+    for key in ("avg", "std", "worst", "jain"):
+        assert ours[key] == pytest.approx(theirs[key])
+    assert theirs.keys() <= ours.keys()
+    assert ours["dropouts"] == ours["skipped"] == 0
+    final = load_file(tmp_path / "federation" / "model.safetensors")
+    assert all(torch.equal(final[k], v) for k, v in result.model.state_dict().items())
+    # The table in text needs nothing but the folder.
+    for where in ("federation", "simulation"):
+        shown = CliRunner().invoke(app, ["report", str(tmp_path / where)])
+        assert shown.exit_code == 0, shown.output
+        assert f"{result.worst:.2f}" in shown.output
+    assert tomllib.loads((tmp_path / "federation" / "federation.toml").read_text())["method"] == strategy.name
+
+
+def test_rounds_have_the_simulators_fields_and_who_was_missing(tmp_path, caplog):
+    sites = Sites(method="fedheal", rounds=2)
+    strategy = sites.strategy(folder=tmp_path / "run")
+    grid = sites.grid(lambda node, reply: [] if node == 101 and strategy._round.number == 2 else [reply])
+    with caplog.at_level(logging.INFO, "flwr.fedheal"):
+        strategy.start(grid, sites.initial, num_rounds=2)
+    first, second = records.read_rounds(tmp_path / "run")
+    simulated = fedheal.run(sites.experiment, tmp_path / "simulation")
+    assert first.keys() == records.read_rounds(tmp_path / "simulation")[0].keys()
+    assert set(first["report"]) == set(simulated.history[0].report) | {"missing"}
+    assert (second["cohort"], second["replied"], second["report"]["missing"]) == (5, 4, [sites.names[1]])
+    summary = records.read_json(tmp_path / "run" / "result.json")
+    assert summary["dropouts"] == 1
+    worst = min(first["clients"], key=first["clients"].get)
+    assert f"worst served: '{worst}'" in caplog.text
+    assert summary["bytes_sent"] == 2 * 5 * sum(len(a.data) for a in sites.initial.values())
+
+
+def test_without_accuracies_there_is_a_model_but_no_result(tmp_path, caplog):
+    Sites(rounds=1).run(folder=tmp_path / "run", fraction_evaluate=0.0)
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert "no client sent an 'accuracy'" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anyone_trains(tmp_path):
+    (tmp_path / "file").write_text("")
+    sites = Sites(rounds=1)
+    grid = sites.grid()
+    with pytest.raises(OSError, match="file"):
+        sites.strategy(folder=tmp_path / "file" / "run").start(grid, sites.initial, num_rounds=1)
+    assert grid.asked == []

@@ -1,0 +1,125 @@
+"""A run that dies goes on in a new one, with the results of a run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fedheal import records
+from fedheal.flower import FedHEAL
+from flower.sites import Sites
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_in(sites, number: int, kind: str, **settings):
+    """A run that dies while the replies of a round come in."""
+    strategy = sites.strategy(**settings)
+
+    def spoil(node, reply):
+        if strategy._round.number == number and reply.metadata.message_type == kind:
+            raise Killed
+        return [reply]
+
+    with pytest.raises(Killed):
+        strategy.start(sites.grid(spoil), sites.initial, num_rounds=sites.experiment.rounds)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+@pytest.mark.parametrize("method", ["fedheal", "fedavg+afl", "scaffold+fedheal", "feddyn", "moon", "fedproto"])
+def test_a_killed_run_goes_on_to_the_same_model(method, kind, tmp_path):
+    sites = Sites(tmp_path / "sites", method=method, rounds=4)
+    whole = Sites(method=method, rounds=4).run(folder=tmp_path / "whole")
+    killed_in(sites, 3, kind, folder=tmp_path / "run")
+    strategy = sites.strategy(folder=tmp_path / "run", resume=True)
+    strategy.start(
+        sites.grid(first=500), sites.initial, num_rounds=4
+    )  # a new run has other node ids, and no context.state
+    assert torch.equal(strategy.state.model.params, whole.state.model.params)
+    assert torch.equal(strategy.state.model.buffers, whole.state.model.buffers)
+    ours, theirs = (records.read_rounds(tmp_path / where) for where in ("run", "whole"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+    one, other = (json.loads((tmp_path / where / "result.json").read_text()) for where in ("run", "whole"))
+    assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+
+
+def test_masks_on_clients_survive_a_new_run(tmp_path):
+    sites = Sites(tmp_path / "sites", method="fedheal:tau=0.6", rounds=4)
+    keys = {"tau": 0.6, "placement": "client", "model": sites.federation.bench.layout}
+    whole = FedHEAL(**keys)
+    whole.start(Sites(method="fedheal:tau=0.6").grid(), sites.initial, num_rounds=4)
+    for resume, rounds in ((False, 2), (True, 4)):
+        part = FedHEAL(**keys, folder=tmp_path / "run", resume=resume)
+        part.start(sites.grid(), sites.initial, num_rounds=rounds)
+    assert torch.equal(part.state.model.params, whole.state.model.params)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+    sites = Sites(rounds=2)
+    sites.run(folder=tmp_path / "run")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
+    grid = sites.grid()
+    again = sites.strategy(folder=tmp_path / "run", resume=True)
+    again.start(grid, sites.initial, num_rounds=2)
+    assert grid.asked == []
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()} == before
+
+
+def test_more_rounds_go_on_from_the_last(tmp_path):
+    sites = Sites(rounds=2)
+    sites.run(folder=tmp_path / "run")
+    longer = sites.strategy(folder=tmp_path / "run", resume=True)
+    longer.start(sites.grid(), sites.initial, num_rounds=4)
+    assert torch.equal(longer.state.model.params, Sites(rounds=4).run().state.model.params)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 4
+
+
+def test_a_damaged_newest_state_costs_one_round(tmp_path, caplog):
+    sites = Sites(rounds=4)
+    killed_in(sites, 4, "train", folder=tmp_path / "run")
+    newest = records.states(tmp_path / "run")[0]
+    data = bytearray(newest.read_bytes())
+    data[-3] ^= 1
+    newest.write_bytes(data)
+    strategy = sites.run(folder=tmp_path / "run", resume=True)
+    assert "damaged" in caplog.text
+    assert torch.equal(strategy.state.model.params, Sites(rounds=4).run().state.model.params)
+
+
+def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
+    sites = Sites(rounds=2)
+    sites.run(folder=tmp_path / "run")
+    code = "import fcntl, sys\nf = open(sys.argv[1], 'a')\nfcntl.lockf(f, fcntl.LOCK_EX)\nprint('held', flush=True)\ninput()"
+    words = [sys.executable, "-c", code, str(tmp_path / "run" / "lock.tmp")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="in use by another run that is still alive"):
+            sites.strategy(folder=tmp_path / "run", resume=True).start(sites.grid(), sites.initial, num_rounds=3)
+        other.communicate("\n")
+    again = sites.strategy(folder=tmp_path / "run", resume=True)
+    again.start(sites.grid(), sites.initial, num_rounds=3)
+    assert len(again.history) == 3
+
+
+def test_what_cannot_be_gone_on_with_is_said(tmp_path):
+    sites = Sites(rounds=1)
+    sites.run(folder=tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a federation already: resume=True goes on with it"):
+        sites.run(folder=tmp_path / "run")
+    with pytest.raises(ValueError, match="belongs to another experiment"):
+        Sites(method="fedavg").run(folder=tmp_path / "run", resume=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match="not empty and not a federation's run folder"):
+        sites.run(folder=tmp_path / "mine", resume=True)
+    shutil.rmtree(tmp_path / "run" / "state")
+    strategy = sites.run(folder=tmp_path / "run", resume=True)  # no state: from the start
+    assert len(strategy.history) == 1

@@ -1,0 +1,177 @@
+"""An app that knows nothing of fedheal but the one line with the strategy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+from torch import nn
+
+from fedheal import Layout, Updates, aggregate
+from fedheal.flower import AFL, QFFL, FedFV, FedHEAL, Uniform, client
+from flower.local_grid import LocalGrid
+
+EXAMPLES = {0: 30, 1: 20, 2: 10}
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def fitted(state: dict[str, torch.Tensor], partition: int, number: int) -> tuple[nn.Module, float]:
+    """A few steps on data of this partition's own; the trained module, and the loss of the received one."""
+    net = module()
+    net.load_state_dict(state)
+    chance = torch.Generator().manual_seed(1000 * partition + number)
+    x, y = torch.randn(16, 4, generator=chance), torch.arange(16) % 3
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
+    first = None
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(net(x), y)
+        first = first or float(loss.detach())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return net, first
+
+
+def stock() -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        partition, number = context.node_config["partition-id"], message.content["config"]["server-round"]
+        net, loss = fitted(message.content["arrays"].to_torch_state_dict(), partition, number)
+        metrics = MetricRecord({"train_loss": loss, "num-examples": EXAMPLES[partition]})
+        return Message(RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"eval_loss": 1.0, "eval_acc": 0.5, "num-examples": 10})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def helped() -> ClientApp:
+    """The same training, answered with the helper."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        partition, number = context.node_config["partition-id"], message.content["config"]["server-round"]
+        net, loss = fitted(client.received(message), partition, number)
+        return client.reply(message, context, net.state_dict(), EXAMPLES[partition], {"loss": loss})
+
+    return app
+
+
+def grid(app: ClientApp) -> LocalGrid:
+    return LocalGrid(app, {7 + i: {"partition-id": i} for i in EXAMPLES})
+
+
+@pytest.mark.parametrize("strategy", [FedHEAL, Uniform], ids=["FedHEAL", "Uniform"])
+def test_a_stock_app_gets_the_cores_aggregation_unchanged(strategy):
+    net = module()
+    result = strategy().start(grid(stock()), ArrayRecord(net.state_dict()), num_rounds=3)
+    aggregator = {FedHEAL: aggregate.fedheal(), Uniform: aggregate.uniform()}[strategy]
+    layout = Layout.of(net)
+    model, state = layout.pack(net.state_dict()), aggregator.init(layout)
+    for number in (1, 2, 3):
+        local = [layout.pack(fitted(layout.unpack(model), i, number)[0].state_dict()) for i in EXAMPLES]
+        updates = Updates(
+            [f"node-{7 + i}" for i in EXAMPLES],
+            torch.stack([one.params - model.params for one in local]),
+            list(EXAMPLES.values()),
+            torch.stack([one.buffers for one in local]),
+            torch.stack([one.counters for one in local]),
+        )
+        out = aggregator.apply(model, updates, state)
+        model, state = out.model, out.state
+    found = result.arrays.to_torch_state_dict()
+    for name, expected in layout.unpack(model).items():
+        assert found[name].dtype == expected.dtype  # counters stay whole numbers
+        assert torch.equal(found[name], expected)
+    assert result.evaluate_metrics_clientapp[3]["eval_acc"] == 0.5
+    assert result.train_metrics_clientapp[3]["train_loss"] > 0
+
+
+def test_a_stock_server_can_use_the_helper_too():
+    net = module()
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
+    result = strategy.start(grid(helped()), ArrayRecord(net.state_dict()), num_rounds=2)
+    assert all(np.isfinite(a.numpy()).all() for a in result.arrays.values())
+
+
+@pytest.mark.parametrize("strategy", [AFL, QFFL, FedFV], ids=["AFL", "QFFL", "FedFV"])
+def test_losses_come_with_the_helper(strategy):
+    made = strategy(fraction_evaluate=0.0)
+    made.start(grid(helped()), ArrayRecord(module().state_dict()), num_rounds=3)
+    assert sorted(made.history[-1].weights) == ["partition-0", "partition-1", "partition-2"]
+    assert sum(made.history[-1].weights.values()) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="needs the client metric 'loss', which no client sends"):
+        strategy().start(grid(stock()), ArrayRecord(module().state_dict()), num_rounds=1)
+
+
+def test_the_helper_masks_a_training_loop_of_ones_own():
+    by_server, by_client = (
+        FedHEAL(tau=0.6, fraction_evaluate=0.0),
+        FedHEAL(tau=0.6, placement="client", fraction_evaluate=0.0),
+    )
+    for strategy in (by_server, by_client):
+        strategy.start(grid(helped()), ArrayRecord(module().state_dict()), num_rounds=6)
+    assert torch.allclose(by_server.state.model.params, by_client.state.model.params, rtol=0, atol=1e-6)
+    assert min(by_client.history[-1].report["kept"].values()) < 1
+
+
+def test_a_stock_client_cannot_mask_itself_and_is_told_apart():
+    strategy = FedHEAL(placement="client", fraction_evaluate=0.0)
+    strategy.start(grid(stock()), ArrayRecord(module().state_dict()), num_rounds=1)
+    assert set(strategy.history[0].report["skipped"].values()) == {"its mask is missing"}
+
+
+def test_the_callers_config_is_not_changed_and_reaches_the_clients():
+    app, seen = ClientApp(), []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        seen.append(dict(message.content["config"]))
+        return stock()(message, context)
+
+    config = ConfigRecord({"lr": 0.5})
+    FedHEAL(fraction_evaluate=0.0).start(grid(app), ArrayRecord(module().state_dict()), 1, train_config=config)
+    assert dict(config) == {"lr": 0.5}
+    assert seen == [{"lr": 0.5, "server-round": 1}] * 3
+
+
+def test_central_evaluation_is_called_as_flower_calls_it():
+    seen = []
+    result = FedHEAL(fraction_evaluate=0.0).start(
+        grid(stock()),
+        ArrayRecord(module().state_dict()),
+        num_rounds=2,
+        evaluate_fn=lambda number, arrays: seen.append(number) or MetricRecord({"accuracy": 0.1 * number}),
+    )
+    assert seen == [0, 1, 2]
+    assert result.evaluate_metrics_serverapp[2]["accuracy"] == 0.2
+
+
+def test_without_flower_one_sentence_says_what_to_install():
+    code = "import sys; sys.modules['flwr'] = None\nimport fedheal.flower"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: fedheal.flower needs Flower")
+    assert "pip install 'fedheal[flower]'" in last
+
+
+def test_fedheal_itself_does_not_import_flower():
+    code = "import fedheal, fedheal.cli, sys; print('flwr' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
