@@ -27,7 +27,7 @@ FIELDS = {
     "allow_missing": "go on without the domains that are not on disk",
     "classes": "which classes count where domains have different ones: those of all, or of any",
     "image_size": "pixels a side; the data set's own if not given",
-    "clients_per_domain": "how many clients each domain has, or one number for each (`mnist=5 usps=2`); the protocol's by default",
+    "clients_per_domain": "how many clients each domain has, or one for each (`mnist=5 usps=2`); the protocol's by default",
     "samples_per_client": "training examples a client, or one number for each domain; the protocol's if not given",
     "fraction": "share of a domain's whole training set that each client holds, instead of a number",
     "dirichlet": "label skew within a domain: the smaller, the stronger; none if not given",

@@ -26,8 +26,9 @@ import tomli_w
 import torch
 
 from fedheal import records
+from fedheal.aggregate.directions import spread
 from fedheal.layout import Layout
-from fedheal.metrics import fairness, last_mean
+from fedheal.metrics import LAST, fairness, last_mean
 from fedheal.run import restored_state
 from fedheal.types import RoundRecord, RunState
 from fedheal.version import __version__
@@ -166,6 +167,7 @@ def summary(
     return {
         **{key: described[key] for key in ("method", "data", "seed")},
         "rounds": state.round,
+        "averaged": min(LAST, len(judged)),
         "domains": accuracy,
         **fairness(accuracy),
         "clients": _last([record.clients or {} for record in judged]),
@@ -183,6 +185,9 @@ def summary(
         "precision": "fp32",
         "threads": torch.get_num_threads(),
         "data_fingerprint": "",
+        "used_fingerprint": "",
+        "data_notes": [],
+        "consistency": spread(state.aggregator),
         "bytes_sent": state.sent,
         "bytes_received": state.received,
         "seconds": {phase: sum(r.seconds[phase] for r in history) for phase in ("train", "aggregate", "evaluate")},
