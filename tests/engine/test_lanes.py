@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fedheal import methods
 from fedheal.engine import lanes, serial
-from fedheal.engine.lanes import Lanes, Unable
+from fedheal.engine.lanes import Lanes
+from fedheal.engine.scratch import Unable, shape_of
 from fedheal.experiment import build
 from fedheal.local.term import Batch, Context, Term
 from fedheal.run import Federation, initial_state, run_round
@@ -123,7 +124,7 @@ class Odd(Term):
 
 def test_scratch_that_cannot_be_refilled_is_named() -> None:
     with pytest.raises(Unable, match="holds a object"):
-        lanes._shape({"odd": object()})
+        shape_of({"odd": object()})
     fed = federation()
     fed = replace(fed, bench=replace(fed.bench, terms=(Odd(),)))
     trainer = Lanes(fed.bench)

@@ -119,7 +119,11 @@ class Term:
         return start
 
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
-        """What is added to the cross-entropy."""
+        """What is added to the cross-entropy.
+
+        This and `grad` read of `ctx` what `prepare` put into `ctx.scratch`, and nothing else that differs between clients or
+        rounds: then the step can be captured once and replayed for all (see `engine.lanes`).
+        """
         return None
 
     def grad(self, ctx: Context) -> None:
