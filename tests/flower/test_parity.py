@@ -39,6 +39,9 @@ def simulated(sites: Sites):
         "ditto",
         "fedbn",
         "fpl",
+        "fedheal:per_domain=true",
+        "fedheal:soft=true",
+        "fphl:forget=0.1",
     ],
 )
 def test_the_model_is_the_simulators(method):

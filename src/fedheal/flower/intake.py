@@ -83,6 +83,7 @@ class Intake:
             _stacked([reply.buffers for reply in taken]),
             _stacked([reply.counters for reply in taken]),
             {name: [reply.metrics.get(name, float("nan")) for reply in taken] for name in names},
+            domains=[str(reply.domain) for reply in taken],
         )
 
     def _reply(self, one: Trained, model: Packed, row: NDArray[Any], skipped: dict[str, str]) -> Reply | None:
@@ -94,7 +95,7 @@ class Intake:
         if bound is not None and (norm := float(np.linalg.norm(row))) > bound:
             skipped[one.client] = f"its update has norm {norm:g}, more than max_norm = {bound:g}"
             return None
-        return Reply(one.client, torch.from_numpy(row), one.num_examples, buffers, counters, one.metrics)
+        return Reply(one.client, torch.from_numpy(row), one.num_examples, buffers, counters, one.metrics, one.domain)
 
 
 def _look(one: Trained) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ class Trained:
     """What a client's training reply holds, its arrays still over the message's own bytes."""
 
     client: str
+    domain: str
     arrays: Mapping[str, NDArray[Any]]
     num_examples: float
     metrics: Mapping[str, float]
@@ -83,7 +84,7 @@ def trained(one: Heard, layout: Layout, admission: Admission) -> Trained:
         raise Refused(str(flaw)) from None
     if not all(bool(tensor.isfinite().all()) for group in told for tensor in group.values()):
         raise Refused("what its local method tells the server holds NaN or infinity")
-    return Trained(one.client, arrays, examples, metrics, told, kept)
+    return Trained(one.client, one.domain, arrays, examples, metrics, told, kept)
 
 
 def numbers(records: Mapping[str, MetricRecord]) -> dict[str, float]:

@@ -119,7 +119,7 @@ class FairStrategy(Strategy):
             weighted_by_key,
             max_examples,
             max_norm,
-            tuple(sorted(self.aggregator.stage.needs)),
+            tuple(sorted(self.aggregator.stage.needs - {"domain"})),  # which a client always has, if only its own name
             len(self.terms),
             placement == "client",
         )
@@ -402,7 +402,9 @@ class FairStrategy(Strategy):
         if few >= self.min_replies:
             return cohort
         why = f"only {few} replies of this round can be used, fewer than min_replies = {self.min_replies}"
-        nobody = Updates([], torch.zeros(0, self._layout.sizes().params, dtype=self._state.model.params.dtype), [])
+        nobody = Updates(
+            [], torch.zeros(0, self._layout.sizes().params, dtype=self._state.model.params.dtype), [], domains=[]
+        )
         return Cohort(nobody, {}, cohort.skipped | dict.fromkeys(map(str, cohort.updates.clients), why))
 
     def _note(self, now: Round, arrived: list[Heard], cohort: Cohort, out: Aggregated) -> list[str]:
