@@ -120,6 +120,7 @@ def run(
         typer.echo(json.dumps(dict(result.summary), indent=2))
     elif not quiet:
         _show([result.summary])
+        typer.echo(f"Accuracy in percent, {tables.over_rounds(frozenset({int(result.summary['averaged'])}))}.")
         _notes([result.summary])
         typer.echo(f"{folder}")
 
@@ -284,6 +285,14 @@ def report(
 
     Example: fedheal report runs/compare-embedded --html
     """
+    if diagnose and (html or form != "text"):
+        raise ValueError(
+            f"--diagnose makes a table and a picture of its own: leave out {'--html' if html else '--format'}"
+        )
+    if html and form != "text":
+        raise ValueError(
+            f"format = {form}: the page of --html has its tables to copy in all formats; leave one of them out"
+        )
     if diagnose:
         _diagnose(runs, by, figures)
         return

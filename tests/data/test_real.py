@@ -115,7 +115,7 @@ def test_the_environment_variable_and_the_field_that_wins(root: Path, tmp_path: 
 
 
 def test_nothing_said_and_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data_root=FOLDER, or set FEDHEAL_DATA"):
+    with pytest.raises(ValueError, match="set FEDHEAL_DATA, or give data_root=FOLDER"):
         data.load("digits")
     with pytest.raises(ValueError, match="there is no such folder"):
         load("digits", tmp_path / "nowhere")
@@ -245,3 +245,16 @@ def test_what_killed_processes_left_goes_after_a_day(root: Path, cache_folder: P
         os.utime(cache_folder / name, (when, when))
     load("digits", root)
     assert [path.name for path in prepared(cache_folder) if path.name.startswith(".")] == [".making-new"]
+
+
+def test_classes_that_a_domain_cannot_be_judged_by_are_noted(tmp_path: Path) -> None:
+    """Eight of ten images in order train: of two classes of eight the test images are all of the second."""
+    for domain in ("a", "b"):
+        for name in ("cat", "dog"):
+            folder = tmp_path / domain / name
+            folder.mkdir(parents=True)
+            for i in range(8):
+                Image.new("RGB", (40, 40), (i, 2 * i, 3 * i)).save(folder / f"{i}.png")
+    notes = data.load(f"folder:{tmp_path}", data.Wanted(None)).notes
+    assert "a: no test images of cat" in notes
+    assert not [note for note in notes if "training images of" in note and "no " in note]

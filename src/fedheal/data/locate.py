@@ -30,7 +30,9 @@ def root_of(given: str | None) -> Path:
     said = given or os.environ.get(VARIABLE)
     where = f"data_root = {given!r}" if given else f"{VARIABLE} = {said!r}"
     if not said:
-        raise ValueError(f"where the data lie is not said: give data_root=FOLDER, or set {VARIABLE}")
+        raise ValueError(
+            f"where the data lie is not said: set {VARIABLE}, or give data_root=FOLDER (--data-root FOLDER to `fedheal data`)"
+        )
     root = Path(said).expanduser()
     try:
         there = root.exists()

@@ -106,6 +106,8 @@ def domains_of(found: Opened, prepared: cache.Prepared) -> Domains:
         identity, notes = archive.provenance(found.packed, found.recipe.size, identity)
     sources = {s.name: s for source in description.sources for s in (source, source.stand_in) if s}
     domains = tuple(replace(d, nominal=_nominal(sources.get(d.name), d)) for d in prepared.domains())
+    if found.packed is None:  # an export has its notes with it
+        notes += _gaps(domains, prepared.manifest["classes"])
     return Domains(
         description.name,
         tuple(prepared.manifest["classes"]),
@@ -139,6 +141,18 @@ def _refuse_lacking(description: Description, packed: Path, wanted: Wanted) -> N
     absent = [s.name for s, either in zip(description.sources, names, strict=True) if not either & here]
     if absent and not wanted.allow_missing:
         raise ValueError(f"{packed} lacks the domains {', '.join(absent)}. allow_missing=true goes on without")
+
+
+def _gaps(domains: Sequence[Domain], classes: Sequence[str]) -> list[str]:
+    """Classes that a domain cannot teach, or cannot be judged by."""
+    notes = []
+    for domain in domains:
+        for what, labels in (("training", domain.labels), ("test", domain.test.labels)):
+            lacking = [name for i, name in enumerate(classes) if not bool((labels == i).any())]
+            if lacking:
+                more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
+                notes.append(f"{domain.name}: no {what} images of {', '.join(lacking[:NAMED])}{more}")
+    return notes
 
 
 def _notes(places: Sequence[Place], prepared: cache.Prepared) -> list[str]:
