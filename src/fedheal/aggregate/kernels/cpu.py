@@ -23,6 +23,7 @@ from fedheal.aggregate.kernels.reference import NonFinite
 from fedheal.types import Floats, Integers, Kept, Measured
 
 PASS_ONE = 1 << 15  # columns summed at a time; sums of blocks are added in order
+STRIP = 1024  # columns of the first pass that one step after another goes over, in the nearest cache
 PASS_TWO = 4096  # columns: both float64 accumulators stay in a near cache
 CONVERT = 1 << 18  # columns turned into float32 at a time where numba cannot read the dtype
 REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets sums use vector registers; NaN and infinity keep their meaning
@@ -105,18 +106,18 @@ def _scan(
 ) -> tuple[Measured, list[int]]:
     """The first pass. Also names the rows that are not finite; their counts have been touched by then."""
     edges, owner = _edges(deltas.shape[1], tensors, PASS_ONE)
-    total = np.zeros((len(rows), len(owner)))
+    sound = np.ones((len(rows), len(owner)), np.bool_)
     squares = np.zeros((len(rows), len(owner)))
     number = np.zeros((len(rows), len(owner)), np.int64)
     for first, matrix in _chunks(deltas, edges):
 
         def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
-            out = total[:, a:b], squares[:, a:b], number[:, a:b]
+            out = sound[:, a:b], squares[:, a:b], number[:, a:b]
             _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges[a : b + 1], *out)
 
         _spread(work, *_within(edges, first, matrix.shape[1]), cost=len(rows) * PASS_ONE)
-    with np.errstate(over="ignore"):
-        bad = ~np.isfinite(total.sum(axis=1))
+    with np.errstate(over="ignore", invalid="ignore"):
+        bad = ~(sound.all(axis=1) & np.isfinite(squares.sum(axis=1)))
 
     def by_tensor(values: NDArray[Any]) -> Floats:
         return np.stack([np.bincount(owner, row, len(tensors)) for row in values]).astype(np.float64)
@@ -165,22 +166,42 @@ def _spread(work: Callable[[int, int], None], start: int, stop: int, cost: int) 
             done.result()
 
 
-@numba.njit(nogil=True, cache=True, fastmath=REASSOCIATE)
-def _count(x, counts, low, high, sign):  # type: ignore[no-untyped-def]
-    """Count one row's signs in a block; squared norm of all and of the kept entries, and how many are kept."""
-    one, zero, nothing = counts.dtype.type(1), counts.dtype.type(0), x.dtype.type(0)
-    s = x.dtype.type(sign)
-    everything, kept, number = 0.0, 0.0, np.int32(0)
+# Each of these does one thing to a strip that stays in the nearest cache, and so gets vectors of its own width: bytes, float32
+# and float64 in one loop would all go at the pace of the widest.
+
+
+@numba.njit(nogil=True, cache=True)
+def _tick(x, counts, low, high, sign, kept):  # type: ignore[no-untyped-def]
+    """Count a strip's signs, and say which entries are kept."""
+    one, zero, s = counts.dtype.type(1), counts.dtype.type(0), x.dtype.type(sign)
     for j in range(x.size):
         up = s * x[j] >= 0
         n = counts.dtype.type(counts[j] + (one if up else zero))
         counts[j] = n
-        keep = (n >= low) if up else (n < high)
-        y, z = np.float64(x[j]), np.float64(x[j] if keep else nothing)
-        everything += y * y
-        kept += z * z
-        number += np.int32(1) if keep else np.int32(0)
-    return everything, kept, number
+        kept[j] = np.uint8(1) if ((n >= low) if up else (n < high)) else np.uint8(0)
+
+
+@numba.njit(nogil=True, cache=True)
+def _number(kept):  # type: ignore[no-untyped-def]
+    total = np.int32(0)
+    for j in range(kept.size):
+        total += np.int32(kept[j])
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def _only(x, kept, out):  # type: ignore[no-untyped-def]
+    for j in range(x.size):
+        out[j] = x[j] if kept[j] else x.dtype.type(0)
+
+
+@numba.njit(nogil=True, cache=True)
+def _largest(bits):  # type: ignore[no-untyped-def]
+    """The largest magnitude of float32 numbers, as bits: infinity and NaN are the largest of all."""
+    top = np.int32(0)
+    for j in range(bits.size):
+        top = max(top, bits[j] & np.int32(0x7FFFFFFF))
+    return top
 
 
 @numba.njit(nogil=True, cache=True, fastmath=REASSOCIATE)
@@ -193,17 +214,31 @@ def _square(x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges, total, squares, number):  # type: ignore[no-untyped-def]
+def _sound(x):  # type: ignore[no-untyped-def]
+    """Whether all numbers are finite, and their squares too."""
+    if x.itemsize == 4:  # in float64, in which they are squared, they cannot overflow
+        return _largest(x.view(np.int32)) < np.int32(0x7F800000)
+    return np.isfinite(_square(x))
+
+
+@numba.njit(nogil=True, cache=True)
+def _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges, sound, squares, number):  # type: ignore[no-untyped-def]
+    kept, only = np.empty(STRIP, np.uint8), np.empty(STRIP, matrix.dtype)
     for i in range(rows.size):
         for b in range(edges.size - 1):
-            start, stop = edges[b], edges[b + 1]
-            x = matrix[rows[i], start - first : stop - first]
-            if sign == 0:
-                total[i, b] = squares[i, b] = _square(x)
-                number[i, b] = x.size
-            else:
-                counts = table[slots[i], start:stop]
-                total[i, b], squares[i, b], number[i, b] = _count(x, counts, low[i], high[i], sign)
+            for start in range(edges[b], edges[b + 1], STRIP):
+                stop = min(start + STRIP, edges[b + 1])
+                x = matrix[rows[i], start - first : stop - first]
+                sound[i, b] &= _sound(x)
+                if sign == 0:
+                    squares[i, b] += _square(x)
+                    number[i, b] += x.size
+                else:
+                    k, z = kept[: x.size], only[: x.size]
+                    _tick(x, table[slots[i], start:stop], low[i], high[i], sign, k)
+                    _only(x, k, z)
+                    squares[i, b] += _square(z)
+                    number[i, b] += _number(k)
 
 
 @numba.njit(nogil=True, cache=True)
