@@ -49,8 +49,8 @@ def check(
 ) -> None:
     """What is on disk: per domain what was found, counts, class balance; what is missing and where it can be had.
 
-    The exit code is 0 if everything is there (a stand-in counts), 1 if something is missing, 2 if something is damaged. Images in
-    folders are counted, not opened: fedheal data prepare names those that cannot be read.
+    The exit code is 0 if everything is there (a stand-in counts), 1 if something is missing, 2 if something is damaged.
+    Images in folders are counted, not opened: fedheal data prepare names those that cannot be read.
     """
     worst = 0
     for name in [data] if data else list(datasets.DESCRIPTIONS):
