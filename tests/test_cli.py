@@ -487,3 +487,9 @@ def test_the_demo_gives_the_same_bits_twice_and_a_table(tmp_path: Path) -> None:
         result = json.loads((folder / "result.json").read_text())
         shown = [f"{x:.1f}" for x in (*result["domains"].values(), result["avg"], result["std"], result["worst"])]
         assert re.findall(r"\d+\.\d", row) == shown
+
+
+@pytest.mark.parametrize("word", ["engine=lanes", "precision=bf16", "precision=tf32"])
+def test_what_needs_a_gpu_is_said_before_anything_is_written(call, word: str) -> None:
+    assert_sentence(call("run", *WORDS, word, "--out", "here"), word.partition("=")[0], "needs a GPU")
+    assert not Path("here").exists()

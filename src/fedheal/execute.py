@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedheal import records
 from fedheal.aggregate.directions import spread
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
-from fedheal.engine import trainer
+from fedheal.engine import check_engine, trainer
 from fedheal.engine.numerics import numerics, precision_of
 from fedheal.experiment import Experiment, build, domains_of, module_of
 from fedheal.interrupt import Interrupts
@@ -63,6 +63,7 @@ def run(
     device = device_of(experiment.device)
     domains = domains_of(experiment)
     folder = None if out is None else Path(out)
+    check_engine(device, experiment.engine, experiment.workers)
     with ExitStack() as stack:
         stack.enter_context(_threads(experiment.threads))
         precision = precision_of(experiment.precision, device)
