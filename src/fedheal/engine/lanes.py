@@ -44,7 +44,7 @@ class Lanes:
     """A trainer of cohorts: see `engine.workers.Trainer`."""
 
     def __init__(self, bench: Bench, lanes: int | None = None) -> None:
-        self.bench, self.asked = bench, lanes
+        self.bench = bench
         self.resident = Resident(bench)
         self.most = lanes or _most(bench)
         self.lanes: list[Lane] = []
