@@ -384,6 +384,10 @@ def test_rows_of_one_matrix_are_kept_where_they_are() -> None:
     assert torch.equal(part, matrix[1:3])
     copied = Updates.collect([(str(i), matrix[i], 1) for i in range(4)]).deltas
     assert copied.data_ptr() != matrix.data_ptr()
+    padded = torch.randn(4, 16)[:, :7]
+    found = Updates.collect([(str(i), padded[i], 1) for i in range(4)], keep=True).deltas
+    assert found.data_ptr() == padded.data_ptr()
+    assert torch.equal(found, padded)
 
 
 @pytest.mark.parametrize("rows", [(1, 0), (0, 2), (0, 0)], ids=str)

@@ -13,6 +13,7 @@ from fedheal.engine import serial, trainer
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.numerics import numerics
 from fedheal.experiment import build
+from fedheal.layout import matrix
 from fedheal.run import initial_state, run_round
 from fedheal.types import Kept
 from needs import needs
@@ -77,23 +78,28 @@ def test_the_kernel_is_chosen_by_where_the_updates_are():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("width", [torch.uint8, torch.uint16, torch.uint32])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_cuda_kernel_has_the_bits_of_the_reference(dtype, width, sign):
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_cuda_kernel_has_the_bits_of_the_reference(dtype, width, sign, aligned):
     from fedheal.aggregate.kernels import cuda, reference
 
+    def rows_of(made):
+        return matrix(*made.shape, made.dtype, made.device).copy_(made) if aligned else made
+
     rng = np.random.default_rng(3)
-    tensors = [5000, 0, 1, 70000, 4096, 903]
+    tensors = [5000, 0, 1, 70000, 4096, 907]
     size = sum(tensors)
     rows, slots = np.array([2, 0, 5, 3]), np.array([4, 1, 0, 6])
-    deltas = torch.from_numpy(rng.normal(size=(6, size))).to("cuda", dtype)
+    deltas = rows_of(torch.from_numpy(rng.normal(size=(6, size))).to("cuda", dtype))
     deltas[:, ::7] = 0
-    counts = torch.from_numpy(rng.integers(0, 9, (8, size)).astype(str(width).split(".")[1])).cuda()
+    counts = rows_of(torch.from_numpy(rng.integers(0, 9, (8, size)).astype(str(width).split(".")[1])).cuda())
+    assert counts.is_contiguous() != aligned
     counts[:, 100:200] = 4
     deltas[:, 100:200] = -sign
     low, high = np.array([9, 9, 9, 9]), np.array([3, 4, 4, 2])  # columns that nobody keeps
     weights, params = np.array([0.1, 0.4, 0.2, 0.3]), torch.randn(size, device="cuda")
     found = []
     for kernel in (reference, cuda):
-        table = counts.clone()
+        table = rows_of(counts.contiguous())
         measured = kernel.observe(deltas, rows, tensors, table, slots, low, high, sign)
         kept = Kept(table, slots, low, high, sign)
         found.append(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.layout import Layout, Sizes
+from fedheal.layout import ALIGNED, Layout, Sizes
 from fedheal.types import Array, Reply, Updates, client_id, tensor_of
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -217,10 +217,9 @@ def _one_matrix(rows: Sequence[Tensor]) -> Tensor | None:
     if not rows or not rows[0].numel():
         return None
     first, length, memory = rows[0], rows[0].shape[0], rows[0].untyped_storage().data_ptr()
+    step = rows[1].storage_offset() - first.storage_offset() if len(rows) > 1 else length
     for i, row in enumerate(rows):
-        apart = (
-            row.untyped_storage().data_ptr() != memory or row.storage_offset() != first.storage_offset() + i * length
-        )
-        if apart or not row.is_contiguous():
+        elsewhere = row.untyped_storage().data_ptr() != memory
+        if elsewhere or row.storage_offset() != first.storage_offset() + i * step or not row.is_contiguous():
             return None
-    return first.as_strided((len(rows), length), (length, 1))
+    return first.as_strided((len(rows), length), (step, 1)) if length <= step < length + ALIGNED else None

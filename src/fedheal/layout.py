@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 Kind = Literal["param", "buffer", "counter"]
+ALIGNED = 16  # entries: what a GPU reads fastest begins at a multiple of so many
 
 
 @dataclass(frozen=True)
@@ -205,3 +206,14 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
         return True
     bits = [_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return torch.equal(bits[0], bits[1].to(bits[0].device))
+
+
+def matrix(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a GPU each row begins at a multiple of `ALIGNED`, where vectors of entries can be read at once.
+
+    >>> matrix(2, 3, torch.float32, torch.device("cpu"))
+    tensor([[0., 0., 0.],
+            [0., 0., 0.]])
+    """
+    width = length if device.type == "cpu" else -(-length // ALIGNED) * ALIGNED
+    return torch.zeros(rows, width, dtype=dtype, device=device)[:, :length]

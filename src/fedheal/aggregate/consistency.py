@@ -25,7 +25,7 @@ from torch import Tensor
 from fedheal.aggregate.roster import enrol, extended
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind
-from fedheal.layout import Layout, Sizes
+from fedheal.layout import Layout, Sizes, matrix
 from fedheal.types import Draft, Integers, Kept, Mask, Measured
 
 WIDTHS = (torch.uint8, torch.uint16, torch.uint32)
@@ -143,7 +143,7 @@ def room(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draft: Draf
     if device.type == "cpu":  # numpy asks the system for zero pages: rows not yet used cost no memory
         made = torch.from_numpy(np.zeros((rows, counts.shape[1]), _NUMPY[dtype]))
     else:
-        made = torch.zeros(rows, counts.shape[1], dtype=dtype, device=device)
+        made = matrix(rows, counts.shape[1], dtype, device)
     for row in range(used):
         made[row] = counts[row].to(device, dtype)
     return made

@@ -31,7 +31,7 @@ from fedheal.engine.numerics import lowered
 from fedheal.engine.resident import Resident
 from fedheal.engine.scratch import Unable
 from fedheal.engine.serial import Bench, Task, Trained
-from fedheal.layout import Packed
+from fedheal.layout import Packed, matrix
 from fedheal.local.term import Arrays
 
 log = logging.getLogger("fedheal")
@@ -73,7 +73,7 @@ class Lanes:
         while len(self.lanes) < len(queues):
             self.lanes.append(Lane(bench, self.resident, self.warmed))
         metrics = self._metrics(model, tasks)
-        deltas = torch.empty(len(tasks), len(model.params), dtype=model.params.dtype, device=bench.device)
+        deltas = matrix(len(tasks), len(model.params), model.params.dtype, bench.device)
         done: dict[int, tuple[Trained, Tensor]] = {}
 
         def work(lane: Lane, queue: Sequence[int]) -> Generator[None, None, None]:

@@ -6,6 +6,7 @@ into results. Variances come from chunk means and squared deviations (Chan et al
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class NormRelu(torch.autograd.Function):
         relu: bool,
     ) -> Tensor:
         rows, channels = x.numel() // x.shape[1], x.shape[1]
-        width, chunks, each = _tiles(rows, channels)
+        width, most, chunks, each = _tiles(rows, channels)
         parts, kept = torch.empty(2, chunks, channels, device=x.device), torch.empty(2, channels, device=x.device)
         _moments[(chunks, channels // width)](x, parts, rows, each, channels, chunks, tall=TALL, width=width)
         _statistics[(channels // FEW,)](
@@ -48,9 +49,10 @@ class NormRelu(torch.autograd.Function):
             rows,
             each,
             channels,
+            chunks,
             momentum,
             eps,
-            chunks=chunks,
+            most=most,
             few=FEW,
         )
         y = torch.empty_like(x)
@@ -78,12 +80,12 @@ class NormRelu(torch.autograd.Function):
         x, y, weight, kept = ctx.saved_tensors
         dy = gradient.contiguous(memory_format=torch.channels_last)
         rows, channels = x.numel() // x.shape[1], x.shape[1]
-        width, chunks, each = _tiles(rows, channels)
+        width, most, chunks, each = _tiles(rows, channels)
         parts, totals = torch.empty(2, chunks, channels, device=x.device), torch.empty(2, channels, device=x.device)
         _sums[(chunks, channels // width)](
             dy, x, y, kept, parts, rows, each, channels, chunks, tall=TALL, width=width, relu=ctx.relu
         )
-        _totals[(channels // FEW,)](parts, totals, channels, chunks=chunks, few=FEW)
+        _totals[(channels // FEW,)](parts, totals, channels, chunks, most=most, few=FEW)
         dx = torch.empty_like(x)
         apart = ctx.added and ctx.relu  # without ReLU the shortcut's gradient is dy itself
         passed = torch.empty_like(x) if apart else dy
@@ -107,16 +109,18 @@ class NormRelu(torch.autograd.Function):
         return dx, passed if ctx.added else None, dweight, dbias, None, None, None, None, None, None
 
 
-def _tiles(rows: int, channels: int) -> tuple[int, int, int]:
-    """How many channels a program takes, into how many chunks the rows go (a power of two), and how long each is."""
+def _tiles(rows: int, channels: int) -> tuple[int, int, int, int]:
+    """How many channels a program takes, into how many chunks the rows go at most and here, and how long each chunk is.
+
+    The most depends on the channels alone, so that other batch sizes need no other kernels.
+    """
     width = next(width for width in (64, 32, 16) if channels % width == 0)
-    chunks, most = 1, PROGRAMS * width // channels
-    while 2 * chunks <= min(most, rows // TALL):
-        chunks *= 2
-    return width, chunks, -(-rows // chunks)
+    most = max(1, 2 ** int(math.log2(PROGRAMS * width / channels)))
+    chunks = min(most, max(1, rows // TALL))
+    return width, most, chunks, -(-rows // chunks)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["rows", "each", "chunks"])  # type: ignore[untyped-decorator, unused-ignore]
 def _moments(x, parts, rows, each, channels, chunks, tall: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """A chunk's mean and sum of squared deviations, by way of differences from its first row."""
     p, c = tl.program_id(0), tl.program_id(1) * width + tl.arange(0, width)
@@ -137,7 +141,7 @@ def _moments(x, parts, rows, each, channels, chunks, tall: tl.constexpr, width: 
     tl.store(parts + (chunks + p) * channels + c, deviations - shift * shift / number)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["rows", "each", "chunks"])  # type: ignore[untyped-decorator, unused-ignore]
 def _statistics(  # type: ignore[no-untyped-def]
     parts,
     kept,
@@ -147,16 +151,18 @@ def _statistics(  # type: ignore[no-untyped-def]
     rows,
     each,
     channels,
+    chunks,
     momentum,
     eps,
-    chunks: tl.constexpr,
+    most: tl.constexpr,
     few: tl.constexpr,
 ):
     """Mean and inverse deviation of a channel from its chunks'; the running statistics move along."""
-    c, p = tl.program_id(0) * few + tl.arange(0, few), tl.arange(0, chunks)
+    c, p = tl.program_id(0) * few + tl.arange(0, few), tl.arange(0, most)
+    there = (p < chunks)[:, None]
     number = (tl.minimum((p + 1) * each, rows) - tl.minimum(p * each, rows)).to(tl.float32)[:, None]
-    means = tl.load(parts + p[:, None] * channels + c[None, :])
-    squares = tl.load(parts + (chunks + p)[:, None] * channels + c[None, :])
+    means = tl.load(parts + p[:, None] * channels + c[None, :], mask=there, other=0.0)
+    squares = tl.load(parts + (chunks + p)[:, None] * channels + c[None, :], mask=there, other=0.0)
     mean = tl.sum(number * means, axis=0) / rows
     gap = means - mean[None, :]
     deviations = tl.sum(squares + number * gap * gap, axis=0)
@@ -170,7 +176,7 @@ def _statistics(  # type: ignore[no-untyped-def]
         tl.store(seen, tl.load(seen) + 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator, unused-ignore]
 def _apply(  # type: ignore[no-untyped-def]
     x,
     shortcut,
@@ -199,7 +205,7 @@ def _apply(  # type: ignore[no-untyped-def]
     tl.store(y + at, made.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["rows", "each", "chunks"])  # type: ignore[untyped-decorator, unused-ignore]
 def _sums(  # type: ignore[no-untyped-def]
     dy, x, y, kept, parts, rows, each, channels, chunks, tall: tl.constexpr, width: tl.constexpr, relu: tl.constexpr
 ):
@@ -223,14 +229,15 @@ def _sums(  # type: ignore[no-untyped-def]
     tl.store(parts + (chunks + p) * channels + c, tl.sum(product, axis=0) * inverse)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _totals(parts, totals, channels, chunks: tl.constexpr, few: tl.constexpr):  # type: ignore[no-untyped-def]
-    c, p = tl.program_id(0) * few + tl.arange(0, few), tl.arange(0, chunks)
-    tl.store(totals + c, tl.sum(tl.load(parts + p[:, None] * channels + c[None, :]), axis=0))
-    tl.store(totals + channels + c, tl.sum(tl.load(parts + (chunks + p)[:, None] * channels + c[None, :]), axis=0))
+@triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator, unused-ignore]
+def _totals(parts, totals, channels, chunks, most: tl.constexpr, few: tl.constexpr):  # type: ignore[no-untyped-def]
+    c, p = tl.program_id(0) * few + tl.arange(0, few), tl.arange(0, most)
+    at, there = p[:, None] * channels + c[None, :], (p < chunks)[:, None]
+    tl.store(totals + c, tl.sum(tl.load(parts + at, mask=there, other=0.0), axis=0))
+    tl.store(totals + channels + c, tl.sum(tl.load(parts + chunks * channels + at, mask=there, other=0.0), axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator, unused-ignore]
 def _pull(  # type: ignore[no-untyped-def]
     dy,
     x,

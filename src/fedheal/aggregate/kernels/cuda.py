@@ -3,11 +3,15 @@
 The first pass counts signs and measures what is kept, the second recomputes the mask from the counts and averages; both read
 the updates once and store no mask. Sums run over the clients in their order and in float64, products and sums rounded apart,
 so the averages have the bits of the other kernels.
+
+Threads read four floats or sixteen counts at once where the compiler knows that they begin at such a multiple: hence rows
+that begin at multiples of `layout.ALIGNED`, and blocks of columns that do too, apart from the ragged ends of tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,10 +22,11 @@ from torch import Tensor
 
 from fedheal.aggregate.kernels import reference
 from fedheal.aggregate.kernels.reference import NonFinite
+from fedheal.layout import ALIGNED
 from fedheal.types import Floats, Integers, Kept, Measured
 
-PASS_ONE = 1024  # columns a program scans
-PASS_TWO = 512  # columns a program averages
+PASS_ONE, STRIDE = 8192, 1024  # columns a program scans, so many at a time
+PASS_TWO = 1024  # columns a program averages
 
 masked = reference.masked
 
@@ -57,29 +62,34 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
     after = torch.empty_like(before)
     if not length:
         return after.to(params.device), 0
-    blocks = triton.cdiv(length, PASS_TWO)
-    unkept = torch.zeros(blocks, dtype=torch.int32, device=device)
+    whole = length - length % ALIGNED
+    blocks = triton.cdiv(whole, PASS_TWO)
+    unkept = torch.zeros(blocks + 1, dtype=torch.int32, device=device)
     limits = None if kept is None else _on(device, kept.slots, kept.at_least, kept.below)
     counts = None if kept is None else kept.counts
-    _average[(blocks,)](
-        before,
-        after,
-        deltas,
-        _on(device, rows)[0],
-        torch.from_numpy(weights).to(device),
-        counts if counts is not None else unkept,
-        limits if limits is not None else unkept,
-        unkept,
-        length,
-        deltas.stride(0),
-        deltas.stride(1),
-        0 if counts is None else counts.stride(0),
-        len(rows),
-        0 if kept is None else kept.sign,
-        block=PASS_TWO,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    which, shares = _on(device, rows)[0], torch.from_numpy(weights).to(device)
+    for number, first, last, block in ((blocks, 0, whole, PASS_TWO), (int(whole < length), whole, length, ALIGNED)):
+        if number:
+            _average[(number,)](
+                before,
+                after,
+                deltas,
+                which,
+                shares,
+                counts if counts is not None else unkept,
+                limits if limits is not None else unkept,
+                unkept[blocks:] if first else unkept,
+                first,
+                last,
+                deltas.stride(0),
+                deltas.stride(1),
+                0 if counts is None else counts.stride(0),
+                len(rows),
+                0 if kept is None else kept.sign,
+                block=block,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
     return after.to(params.device), int(unkept.sum())
 
 
@@ -88,7 +98,7 @@ def _scan(
 ) -> tuple[Measured, list[int]]:
     """The first pass. Also names the rows that are not finite; their counts have been touched by then."""
     parts = _launch_scan(deltas, rows, tensors, counts, limits, sign, step=1)
-    _, _, owner = _edges(tuple(tensors), deltas.device)
+    owner = _blocks(tuple(tensors), deltas.device).owner
     # Blocks to tensors by a product with zeros and ones: a fixed order of sums, and one trip to the host. A block that is not
     # finite would spoil its neighbours there, so it is told by itself.
     everything = parts[0].sum(dim=1)
@@ -111,44 +121,61 @@ def _launch_scan(
 ) -> Tensor:
     """Per row and block: the squared norm of all, that of the kept, and how many are kept, `[3, k, blocks]`."""
     device = deltas.device
-    starts, stops, _ = _edges(tuple(tensors), device)
-    parts = torch.zeros(3, len(rows), len(starts), dtype=torch.float64, device=device)
-    if len(starts) and len(rows):
-        nothing = starts  # stands in for what is not read
-        _count[(len(starts), len(rows))](
-            deltas,
-            _on(device, rows)[0],
-            starts,
-            stops,
-            nothing if counts is None else counts,
-            nothing if limits is None else limits,
-            parts,
-            deltas.stride(0),
-            deltas.stride(1),
-            0 if counts is None else counts.stride(0),
-            len(rows),
-            len(starts),
-            sign,
-            step,
-            block=PASS_ONE,
-            num_warps=4,
-        )
+    cut = _blocks(tuple(tensors), device)
+    parts = torch.zeros(3, len(rows), len(cut.starts), dtype=torch.float64, device=device)
+    nothing = cut.starts  # stands in for what is not read
+    which = _on(device, rows)[0]
+    for first, last, block in ((0, cut.whole, STRIDE), (cut.whole, len(cut.starts), ALIGNED)):
+        if last > first and len(rows):
+            _count[(last - first, len(rows))](
+                deltas,
+                which,
+                cut.starts,
+                cut.stops,
+                nothing if counts is None else counts,
+                nothing if limits is None else limits,
+                parts,
+                deltas.stride(0),
+                deltas.stride(1),
+                0 if counts is None else counts.stride(0),
+                len(rows),
+                len(cut.starts),
+                first,
+                sign,
+                step,
+                ALIGNED if block == STRIDE else 1,
+                block=block,
+                num_warps=4,
+            )
     return parts
 
 
+@dataclass(frozen=True)
+class _Blocks:
+    """Column blocks that cross no tensor's boundary; the first `whole` of them begin and end at multiples of `ALIGNED`."""
+
+    starts: Tensor
+    stops: Tensor
+    whole: int
+    owner: Tensor  # which tensor each belongs to, as a matrix of zeros and ones
+
+
 @lru_cache(maxsize=32)
-def _edges(tensors: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Column blocks that cross no tensor's boundary, and which tensor each belongs to, as a matrix of zeros and ones."""
-    starts, stops, owners, begin = [], [], [], 0
+def _blocks(tensors: tuple[int, ...], device: torch.device) -> _Blocks:
+    whole: list[tuple[int, int, int]] = []
+    ragged: list[tuple[int, int, int]] = []
+    begin = 0
     for t, size in enumerate(tensors):
-        here = range(begin, begin + size, PASS_ONE)
-        starts += list(here)
-        stops += [min(a + PASS_ONE, begin + size) for a in here]
-        owners += [t] * len(here)
-        begin += size
+        end = begin + size
+        first = min(end, -(-begin // ALIGNED) * ALIGNED)
+        last = max(first, end // ALIGNED * ALIGNED)
+        whole += [(a, min(a + PASS_ONE, last), t) for a in range(first, last, PASS_ONE)]
+        ragged += [(a, b, t) for a, b in ((begin, first), (last, end)) if a < b]
+        begin = end
+    starts, stops, owners = torch.tensor(whole + ragged, dtype=torch.int64).reshape(-1, 3).T
     owner = torch.zeros(len(starts), len(tensors), dtype=torch.float64)
-    owner[torch.arange(len(starts)), torch.tensor(owners, dtype=torch.int64)] = 1.0
-    return torch.tensor(starts, device=device), torch.tensor(stops, device=device), owner.to(device)
+    owner[torch.arange(len(starts)), owners] = 1.0
+    return _Blocks(starts.contiguous().to(device), stops.contiguous().to(device), len(whole), owner.to(device))
 
 
 def _on(device: torch.device, *columns: Integers) -> Tensor:
@@ -169,33 +196,43 @@ def _count(  # type: ignore[no-untyped-def]
     slot_stride,
     clients,
     blocks,
+    skipped,
     sign: tl.constexpr,
     step: tl.constexpr,
+    multiple: tl.constexpr,
     block: tl.constexpr,
 ):
-    b, i = tl.program_id(0), tl.program_id(1)
-    columns = tl.load(starts + b) + tl.arange(0, block)
-    inside = columns < tl.load(stops + b)
+    b, i = skipped + tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + i)
-    x = tl.load(deltas + row * row_stride + columns * column_stride, mask=inside, other=0.0)
-    if x.dtype != tl.float64:
-        x = x.to(tl.float32)
-    wide = x.to(tl.float64)
-    square = wide * wide
-    keep = inside
-    if sign != 0:
-        slot = tl.load(limits + i)
-        low = tl.load(limits + clients + i).to(tl.int32)
-        high = tl.load(limits + 2 * clients + i).to(tl.int32)
-        up = (sign * x) >= 0
-        at = counts + slot * slot_stride + columns
-        n = tl.load(at, mask=inside, other=0).to(tl.int32) + tl.where(up, step, 0)
-        tl.store(at, n.to(counts.dtype.element_ty), mask=inside)
-        keep = inside & tl.where(up, n >= low, n < high)
+    first, stop = tl.multiple_of(tl.load(starts + b), multiple), tl.multiple_of(tl.load(stops + b), multiple)
+    total = tl.zeros((block,), dtype=tl.float64)
+    kept = tl.zeros((block,), dtype=tl.float64)
+    number = tl.zeros((block,), dtype=tl.int32)
+    for start in range(first, stop, block):
+        columns = start + tl.arange(0, block)
+        inside = columns < stop
+        x = tl.load(deltas + row * row_stride + columns * column_stride, mask=inside, other=0.0)
+        if x.dtype != tl.float64:
+            x = x.to(tl.float32)
+        wide = x.to(tl.float64)
+        square = wide * wide
+        keep = inside
+        if sign != 0:
+            slot = tl.load(limits + i)
+            low = tl.load(limits + clients + i).to(tl.int32)
+            high = tl.load(limits + 2 * clients + i).to(tl.int32)
+            up = (sign * x) >= 0
+            at = counts + slot * slot_stride + columns
+            n = tl.load(at, mask=inside, other=0).to(tl.int32) + tl.where(up, step, 0)
+            tl.store(at, n.to(counts.dtype.element_ty), mask=inside)
+            keep = inside & tl.where(up, n >= low, n < high)
+        total += square
+        kept += tl.where(keep, square, 0.0)
+        number += keep.to(tl.int32)
     to = parts + i * blocks + b
-    tl.store(to, tl.sum(square))
-    tl.store(to + clients * blocks, tl.sum(tl.where(keep, square, 0.0)))
-    tl.store(to + 2 * clients * blocks, tl.sum(keep.to(tl.int32)).to(tl.float64))
+    tl.store(to, tl.sum(total))
+    tl.store(to + clients * blocks, tl.sum(kept))
+    tl.store(to + 2 * clients * blocks, tl.sum(number).to(tl.float64))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -208,7 +245,8 @@ def _average(  # type: ignore[no-untyped-def]
     counts,
     limits,
     unkept,
-    length,
+    first,
+    last,
     row_stride,
     column_stride,
     slot_stride,
@@ -217,8 +255,8 @@ def _average(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
 ):
     b = tl.program_id(0)
-    columns = b.to(tl.int64) * block + tl.arange(0, block)
-    inside = columns < length
+    columns = first + b.to(tl.int64) * block + tl.arange(0, block)
+    inside = columns < last
     numerator = tl.zeros((block,), dtype=tl.float64)
     denominator = tl.zeros((block,), dtype=tl.float64)
     for i in range(clients):
