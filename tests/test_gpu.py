@@ -99,7 +99,7 @@ def test_the_cuda_kernel_has_the_bits_of_the_reference(dtype, width, sign, align
     weights, params = np.array([0.1, 0.4, 0.2, 0.3]), torch.randn(size, device="cuda")
     found = []
     for kernel in (reference, cuda):
-        table = rows_of(counts.contiguous())
+        table = rows_of(counts.contiguous().clone())
         measured = kernel.observe(deltas, rows, tensors, table, slots, low, high, sign)
         kept = Kept(table, slots, low, high, sign)
         found.append(
