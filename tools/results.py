@@ -14,7 +14,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,16 @@ class OutOfTime(KeyboardInterrupt):
 class Watch(fedheal.Callback):
     """Says how a run goes, and stops it between two rounds where the next would end too late."""
 
-    def __init__(self, label: str, rounds: int, deadline: float, now: Callable[[], float] = time.monotonic) -> None:
-        self.label, self.rounds, self.deadline, self.now = label, rounds, deadline, now
-        self.before = now()
+    def __init__(self, label: str, rounds: int, deadline: float) -> None:
+        self.label, self.rounds, self.deadline = label, rounds, deadline
+        self.before = 0.0
 
     def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None:
         say(f"{self.label}: {f'goes on after round {len(done)}' if done else 'starts'}")
-        self.before = self.now()
+        self.before = time.monotonic()
 
     def round(self, record: RoundRecord) -> None:
-        now = self.now()
+        now = time.monotonic()
         took, self.before = now - self.before, now
         if record.round % SAID_EVERY == 0 and record.fairness:
             seconds = sum(record.seconds.values())
@@ -130,7 +130,8 @@ def collect(asked: argparse.Namespace) -> int:
         if amiss:
             say(f"{folder}: left, since {amiss}")
         elif target.exists():
-            say(f"{target}: is there already")
+            same = (folder / "result.json").read_bytes() == (target / "result.json").read_bytes()
+            say(f"{target}: is there already{'' if same else ', from another run: remove it to take this one'}")
         else:
             take(folder, experiment, target)
             say(f"{target}: taken")
@@ -143,7 +144,7 @@ def strange(experiment: Experiment) -> str:
     """Why a run is none of the plan's; empty if it is one."""
     if experiment.data not in PLAN:
         return f"there is no plan for {experiment.data}"
-    if experiment.method_name not in {methods_name(e.method, experiment.data) for e in RECIPE.entries(experiment.data)}:
+    if experiment.method_name not in {method_name(e.method, experiment.data) for e in RECIPE.entries(experiment.data)}:
         return f"{experiment.method_name} is no row of the plan"
     ours = Experiment.of(PLAN[experiment.data] | {"data": experiment.data, "method": experiment.method}).to_dict()
     theirs = experiment.to_dict()
@@ -151,7 +152,7 @@ def strange(experiment: Experiment) -> str:
     return f"it departs from the plan in {', '.join(differ)}" if differ else ""
 
 
-def methods_name(method: str, data: str) -> str:
+def method_name(method: str, data: str) -> str:
     """As results have it: with what the data set's protocol says of the method's parameters."""
     return Experiment.of({"method": method, "data": data}).method_name
 
@@ -188,7 +189,8 @@ def say(line: str) -> None:
 def parser() -> argparse.ArgumentParser:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = words.add_subparsers(required=True, metavar="COMMAND")
-    runs, results = {"type": Path, "default": Path("runs/results")}, {"type": Path, "default": Path("results")}
+    runs: dict[str, Any] = {"type": Path, "default": Path("runs/results"), "help": "where the runs go"}
+    results: dict[str, Any] = {"type": Path, "default": Path("results"), "help": "where the results are kept"}
 
     running = commands.add_parser("run", help="run the open rows of a data set, and stop in time")
     running.add_argument("words", nargs="*", metavar="key=value", help="fields of the experiments, such as data_root")

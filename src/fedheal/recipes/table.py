@@ -148,8 +148,9 @@ RECIPES = {
         "FedAvg, uniform weights and FedHEAL; its parts; other methods of fairness",
         ("digits", "office-caltech"),
         headline,
-        (CONTROL, "The paper has one row for FedHEAL: it stands beside both variants. Exact FAEL is ours: weights by FAEL's "
-         "objective itself instead of the momentum rule.", OURS, CHOSEN_ON_TEST),
+        (CONTROL, "The paper has one row for FedHEAL: it stands beside both variants.",
+         "Exact FAEL, where it is a row, is ours: weights by FAEL's objective itself, not by the momentum rule.", OURS,
+         CHOSEN_ON_TEST),
         lambda: [
             Claim(f"FedHEAL ({variant}) against FedAvg and uniform weights",
                   tuple((f"FedHEAL ({variant})", other) for other in ("FedAvg", "uniform weights")))
