@@ -225,6 +225,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"results: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"results: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("results: stopped; the same command goes on", file=sys.stderr)
         return INTERRUPTED

@@ -97,13 +97,11 @@ def found(entries: Sequence[Entry], data: str, folder: Path) -> list[Run]:
     names = [Experiment.of({"method": entry.method, "data": data}).method_name for entry in entries]
     runs = []
     for path in sorted(folder.glob("*/result.json")):
-        summary = read_json(path)
-        if summary["method"] not in names:
-            raise ValueError(
-                f"{path.parent}: no row of the plan is {summary['method']}; the rows are {', '.join(names)}"
-            )
-        described = Experiment.read(path.parent / "experiment.toml")
-        runs.append(Run(entries[names.index(summary["method"])], path.parent, described, summary))
+        summary, described = read_json(path), Experiment.read(path.parent / "experiment.toml")
+        method = summary.get("method")
+        if method not in names:
+            raise ValueError(f"{path.parent}: no row of the plan is {method}; the rows are {', '.join(names)}")
+        runs.append(Run(entries[names.index(method)], path.parent, described, summary))
     return sorted(runs, key=lambda run: (entries.index(run.entry), run.experiment.seed))
 
 
