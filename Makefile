@@ -5,6 +5,7 @@
 # make bench  the benchmarks
 # make docs   the documentation as a site, into site/
 # make pictures   the documentation's pictures anew, from runs of this version
+# make results    the tables of results/ anew, from the run folders there
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 
-.PHONY: run test check lint bench docs pictures clean
+.PHONY: run test check lint bench docs pictures results clean
 
 run: $(VENV)/.run
 	@$(BIN)/fedheal demo
@@ -40,6 +41,9 @@ docs: $(VENV)/.docs
 
 pictures: $(VENV)/.test
 	$(BIN)/python tools/pictures.py
+
+results: $(VENV)/.run
+	$(BIN)/python tools/results.py table
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 import fedheal
 from fedheal import methods
 from fedheal.engine import serial
-from fedheal.execute import Result
+from fedheal.execute import Result, hardware_of
 from fedheal.experiment import Experiment, build
 from fedheal.run import Federation, drops_out, initial_state, run_round, sample
 from fedheal.types import RoundRecord, RunState
@@ -278,6 +279,12 @@ def test_a_result_has_its_fields_and_says_what_its_file_says(tmp_path: Path) -> 
     assert list(summary["domains"]) == ["plain", "noisy", "dark"]
     assert [record.round for record in result.history] == [1, 2, 3]
     assert 0 <= result.worst <= result.avg <= 100
+
+
+def test_a_result_says_what_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(rounds=1).summary["hardware"].endswith(f", {os.cpu_count()} cores")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU number {device.index}")
+    assert hardware_of(torch.device("cuda", 1)) == "GPU number 1"
 
 
 def test_every_round_is_a_line_with_what_happened(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ def reproduce(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """A result of the paper beside ours: table1, table2, ablation, beta, tau, consistency or convergence.
+    """A result of the paper beside ours: headline, table1, table2, ablation, beta, tau, consistency or convergence.
 
     Finished runs are not run again (results share them) and stopped ones go on, so the same command may be repeated.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -201,6 +202,7 @@ def _result(
         "classes": list(domains.classes),
         "test_sizes": {d.name: len(d.test) for d in domains.domains},
         "device": str(state.model.params.device),
+        "hardware": hardware_of(state.model.params.device),
         "precision": federation.bench.precision,
         "threads": experiment.threads,
         "data_fingerprint": fingerprint(domains),
@@ -246,6 +248,13 @@ def device_of(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device = {name!r} cannot be used here ({reason}); 'auto' or 'cpu' will do") from error
     return device
+
+
+def hardware_of(device: torch.device) -> str:
+    """What a device is, in words: seconds mean nothing without it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 @contextmanager

@@ -60,6 +60,23 @@ def test_every_recipe_has_uniform_weights_and_methods_that_exist(recipe, data):
         assert {label for pair in claim.pairs for label in pair} <= set(labels)
 
 
+def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_it_has_them():
+    digits = {entry.method: entry.published for entry in RECIPES["headline"].entries("digits")}
+    assert list(digits) == [
+        "fedavg", "fedavg+uniform", "fedavg+fedheal:variant=released", "fedavg+fedheal", "fedavg+fael", "fedavg+fphl",
+        "fedavg+fael-exact", "fedavg+afl", "fedavg+qffl", "fedfv:tau=1", "ditto",
+    ]  # fmt: skip
+    for method in ("fedavg+fedheal:variant=released", "fedavg+fedheal"):
+        assert digits[method] == paper.TABLE1["digits"]["fedavg+fedheal"]
+    assert digits["fedavg+fphl"] == paper.ABLATION["digits"]["fedavg+fphl"]
+    assert digits["ditto"] == paper.TABLE2["digits"]["ditto"]
+    assert [method for method, numbers in digits.items() if not numbers] == ["fedavg+uniform", "fedavg+fael-exact"]
+    office = [entry.method for entry in RECIPES["headline"].entries("office-caltech")]
+    assert office == [
+        "fedavg", "fedavg+uniform", "fedavg+fedheal:tau=0.4,variant=released", "fedavg+fedheal:tau=0.4",
+    ]  # fmt: skip
+
+
 def test_table1_is_seven_by_five_and_the_office_tau_is_the_papers():
     entries = RECIPES["table1"].entries("office-caltech")
     assert len(entries) == 35

@@ -10,7 +10,7 @@ from fedheal.execute import run
 from fedheal.recipes import RECIPES, Options, planned, suffix
 from fedheal.recipes import beside as besides
 from fedheal.recipes.beside import Line
-from fedheal.recipes.recipe import Entry
+from fedheal.recipes.recipe import Entry, Planned
 from fedheal.recipes.reproduce import reproduced
 from fedheal.report.page import page
 from fedheal.schedule import run_all
@@ -99,6 +99,30 @@ def test_what_cannot_be_reproduced_is_refused_before_anything_runs(tmp_path, key
 def test_other_settings_go_to_another_folder():
     assert suffix(Options()) == ""
     assert suffix(Options(values={"rounds": 3, "device": "cpu"}, smoke=True)) == "-smoke-device=cpu-rounds=3"
+
+
+def test_what_changes_no_result_names_no_folder(tmp_path):
+    values = TINY | {"data_root": "elsewhere", "workers": 2}
+    assert suffix(Options(values=values)) == suffix(Options(values=TINY))
+    (here,), (there,) = (planned(RECIPES["ablation"], options(values=v), tmp_path) for v in (TINY, values))
+    assert [job.folder for job in here.jobs] == [job.folder for job in there.jobs]
+
+
+def test_headline_from_plan_to_claims(tmp_path):
+    rows = ("fedavg", "uniform weights", "fedavg+fedheal")
+    parts = ran("headline", tmp_path, rows=rows)
+    made = reproduced("headline", RECIPES["headline"], parts, tmp_path / "headline")
+    (text,) = made.texts
+    for variant in ("released", "paper"):
+        assert f"FedHEAL ({variant}) against FedAvg and uniform weights: AVG higher in" in text
+
+
+def test_rows_with_different_numbers_of_seeds_say_so(tmp_path):
+    (few,), (many,) = (
+        ran("ablation", tmp_path, rows=[row], seeds=s) for row, s in (("fedavg", (0,)), ("FAEL", (0, 1)))
+    )
+    both = Planned(few.data, [*few.rows, *many.rows])
+    assert "1 to 2 seeds, ± standard deviation over them" in besides.text(besides.beside(RECIPES["ablation"], both))
 
 
 def test_consistency_has_windows_clients_and_layers(tmp_path):

@@ -86,8 +86,9 @@ def _printed(entry: Entry, domains: Sequence[str]) -> dict[str, float]:
 
 
 def _about(planned: Planned, rounds: frozenset[int], theirs: Sequence[str], same: bool) -> list[str]:
-    seeds = len(planned.rows[0][1])
-    spread = f", {seeds} seeds, ± standard deviation over them" if seeds > 1 else ", one seed"
+    seeds = sorted({len(jobs) for _, jobs in planned.rows})
+    number = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    spread = f", {number} seeds, ± standard deviation over them" if seeds[-1] > 1 else ", one seed"
     said = ["A smoke run: it shows that everything works, and its numbers mean nothing."] if planned.smoke else []
     said.append(f"Accuracy in percent, {over_rounds(rounds)}{spread}.")
     if not same:

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from fedheal.experiment import Experiment
+from fedheal.experiment import FREE, Experiment
 from fedheal.recipes import paper
 from fedheal.schedule import Job
 
@@ -87,7 +87,7 @@ def planned(recipe: Recipe, options: Options, out: Path) -> list[Planned]:
 
 def suffix(options: Options) -> str:
     """What sets these runs apart from those of the protocol itself, for names of folders and files."""
-    said = [f"{key}={value}" for key, value in sorted(options.values.items())]
+    said = [f"{key}={value}" for key, value in sorted(options.values.items()) if key not in FREE]
     return "".join(f"-{word}" for word in (["smoke"] if options.smoke else []) + said).replace("/", "_")
 
 

@@ -1,0 +1,313 @@
+"""The results that are kept: their page is current, and the tool that makes it runs, stops, collects and counts right."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fedheal import Experiment
+from fedheal.metrics import fairness
+from fedheal.recipes import RECIPES
+from fedheal.records import read_json, read_rounds
+from tiny_data import QUICK
+
+ROOT = Path(__file__).parents[1]
+DATA = "tiny_data:load"
+RECIPE = RECIPES["headline"]
+
+
+@pytest.fixture
+def results(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("results")
+
+
+@pytest.fixture
+def table(results) -> ModuleType:
+    return importlib.import_module("results_table")
+
+
+@pytest.fixture
+def tool(results, monkeypatch, tmp_path):
+    """The tool with a plan of tiny data, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    slow = {key: value for key, value in QUICK.items() if key != "data"} | {"lr": 0.003}  # or all rows would be perfect
+    monkeypatch.setattr(results, "PLAN", {DATA: slow})
+
+    def call(*words):
+        return results.main([*words])
+
+    return call
+
+
+def run(tool, *words):
+    return tool("run", "--data", DATA, "--device", "cpu", *words)
+
+
+def clock(monkeypatch, results):
+    """A second passes between any two looks at it."""
+    ticks = itertools.count()
+    monkeypatch.setattr(results, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+
+
+def of(method, under):
+    (folder,) = (path.parent for path in under.rglob("result.json") if read_json(path)["method"] == method)
+    return folder
+
+
+def test_the_page_is_current(results, table):
+    folders = {data: ROOT / "results" / results.folder_of(data) for data in results.PLAN}
+    written = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+    assert written == table.page(RECIPE, folders), "run: make results"
+
+
+def test_only_light_files_are_kept():
+    kept = [path for path in (ROOT / "results").rglob("*") if path.is_file()]
+    assert {path.name for path in kept} <= {"README.md", "experiment.toml", "rounds.jsonl", "result.json"}
+    assert all(path.stat().st_size < 1_500_000 for path in kept)
+
+
+def test_running_needs_nothing_that_only_pages_and_commands_need(tmp_path):
+    code = (
+        "import sys\n"
+        "for name in ('jinja2', 'plotly', 'matplotlib', 'typer', 'click', 'playwright'): sys.modules[name] = None\n"
+        f"sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
+        "import results, results_table\n"
+        "print(len(results.RECIPE.entries('digits')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "11", done.stderr
+
+
+def test_a_run_stops_in_time_and_goes_on_to_the_same_result(tool, results, monkeypatch, capsys, tmp_path):
+    with monkeypatch.context() as patch:
+        clock(patch, results)
+        # The clock reads 0 for the deadline, 1 before the row, 2 at its start, 3 and 4 after rounds; a round takes 1.
+        assert run(tool, "--rows", "fedavg,uniform weights", "--seconds", "4.5") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out == ["FedAvg: starts", "open: FedAvg (at round 2 of 3), uniform weights"]
+    assert run(tool, "--rows", "fedavg,uniform weights") == 0
+    out = capsys.readouterr().out
+    assert "FedAvg: goes on after round 2" in out
+    assert "nothing is open: all 2 runs are finished" in out
+    assert run(tool, "--rows", "fedavg", "--runs", "whole") == 0
+    stopped, whole = of("fedavg", tmp_path / "runs"), of("fedavg", tmp_path / "whole")
+    assert [r["domains"] for r in read_rounds(stopped)] == [r["domains"] for r in read_rounds(whole)]
+    assert read_json(stopped / "result.json")["avg"] == read_json(whole / "result.json")["avg"]
+
+
+def test_what_is_finished_is_not_run_again_and_no_row_starts_without_time(tool, capsys, tmp_path):
+    run(tool, "--rows", "fedavg")
+    before = (of("fedavg", tmp_path) / "result.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert run(tool, "--rows", "fedavg,*released*", "--seconds", "1e-9") == 0
+    assert capsys.readouterr().out == "open: FedHEAL (released)\n"
+    assert (of("fedavg", tmp_path) / "result.json").stat().st_mtime_ns == before
+
+
+def test_a_run_says_how_it_goes(tool, results, monkeypatch, capsys):
+    monkeypatch.setattr(results, "SAID_EVERY", 2)
+    run(tool, "rounds=5", "--rows", "fedavg", "--seeds", "1,2")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in lines if "round " in line and "/" in line] == [
+        f"FedAvg, seed {seed}: round {number}/5" for seed in (1, 2) for number in (2, 4)
+    ]
+    (line, _) = (line for line in lines if "finished  " in line)
+    for word in ("plain ", "noisy ", "dark ", "AVG ", "STD ", "s a round"):
+        assert word in line
+
+
+def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, results, monkeypatch, capsys):
+    real = results.fedheal.run
+
+    def failing(experiment, out, **keys):
+        if experiment.method_name == "fedavg":
+            out.mkdir(parents=True)
+            (out / "rounds.jsonl").write_text('{"round": 1}\n')
+            raise ValueError("the update of client 'x' is not finite")
+        return real(experiment, out, **keys)
+
+    monkeypatch.setattr(results.fedheal, "run", failing)
+    assert run(tool, "--rows", "fedavg,uniform weights") == 1
+    out = capsys.readouterr().out
+    assert "FedAvg: ended by an error: the update of client 'x' is not finite" in out
+    assert "uniform weights: finished" in out
+    assert out.splitlines()[-1] == "open: FedAvg (at round 1 of 3)"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--data", "digitz"], "data = digitz: there is no plan for it; use one of tiny_data:load"),
+        (["run", "--data", DATA, "--device", "cpu", "--rows", "fedavgg"], "rows = fedavgg: no row is called so"),
+        (["run", "--data", DATA, "--device", "cpu", "--seconds", "0"], "seconds = 0: use a positive number"),
+        (["run", "--data", DATA, "--device", "cpu", "--seconds", "nan"], "seconds = nan: use a positive number"),
+        (["run", "--data", DATA, "--device", "cpu", "--seeds", "many"], "seeds = many: use a number of seeds"),
+        (["run", "--data", DATA, "--device", "cpu", "--rounds", "0"], "rounds = 0"),
+        (["run", "--data", DATA, "--device", "cpu", "bogus=1"], "bogus"),
+        (["run", "--data", DATA, "--device", "cpu", "seed=1"], "seed is what a recipe sets"),
+        (["run", "--data", DATA, "--device", "nowhere"], "device = 'nowhere' cannot be used here"),
+        (["collect", "--runs", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(tool, capsys, tmp_path, words, said):
+    assert tool(*words) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["table", "rounds=3"], ["run", "--data", DATA, "--bogus"], []])
+def test_words_that_mean_nothing_are_refused(tool, capsys, words):
+    with pytest.raises(SystemExit) as end:
+        tool(*words)
+    assert end.value.code == 2
+
+
+def test_collecting_takes_what_is_light_and_leaves_what_is_there(tool, capsys, tmp_path):
+    run(tool, "--rows", "fedavg")
+    run(tool, "epochs=2", "--rows", "uniform weights")
+    capsys.readouterr()
+    assert tool("collect") == 0
+    out = capsys.readouterr().out
+    assert "left, since it departs from the plan in epochs" in out
+    taken = tmp_path / "results" / "tiny_data.load" / "fedavg-tiny_data_load-seed0"
+    assert sorted(path.name for path in taken.iterdir()) == ["experiment.toml", "result.json", "rounds.jsonl"]
+    assert list(taken.parent.iterdir()) == [taken]
+    first = (taken / "rounds.jsonl").read_text() + "\n"
+    (taken / "rounds.jsonl").write_text(first)
+    tool("collect")
+    assert "is there already\n" in capsys.readouterr().out
+    assert (taken / "rounds.jsonl").read_text() == first
+    (taken / "result.json").write_text(json.dumps(read_json(taken / "result.json") | {"seconds": {}}))
+    tool("collect")
+    assert "from another run: remove it to take this one" in capsys.readouterr().out
+    assert read_json(taken / "result.json")["seconds"] == {}
+
+
+def test_a_damaged_result_is_named_and_the_page_stays_as_it_was(tool, capsys, tmp_path):
+    run(tool, "--rows", "fedavg")
+    tool("collect")
+    page = (tmp_path / "results" / "README.md").read_text()
+    (of("fedavg", tmp_path / "results") / "result.json").write_text("{}")
+    assert tool("table") == 2
+    assert "fedavg-tiny_data_load-seed0: no row of the plan is None" in capsys.readouterr().err
+    assert (tmp_path / "results" / "README.md").read_text() == page
+
+
+def test_where_data_lay_is_not_kept(tool, tmp_path):
+    run(tool, "--rows", "fedavg", "data_root=somewhere")
+    tool("collect")
+    assert 'data_root = "somewhere"' in (of("fedavg", tmp_path / "runs") / "experiment.toml").read_text()
+    kept = of("fedavg", tmp_path / "results") / "experiment.toml"
+    assert "somewhere" not in kept.read_text()
+    assert (
+        Experiment.read(kept).identity == Experiment.read(of("fedavg", tmp_path / "runs") / "experiment.toml").identity
+    )
+
+
+def lines_of(page, words):
+    """The first table at or below these words: cells by row."""
+    below = page[page.index(words) :].splitlines()
+    rest = itertools.dropwhile(lambda line: not line.startswith("|"), below)
+    rows = [line.strip("| ").split(" | ") for line in itertools.takewhile(lambda line: line.startswith("|"), rest)]
+    return {label: cells for label, *cells in rows[2:]}
+
+
+def test_the_numbers_of_the_page_are_those_of_the_runs(tool, tmp_path):
+    run(tool, "--rows", "fedavg,uniform weights,fedavg+fedheal")
+    tool("collect")
+    page = (tmp_path / "results" / "README.md").read_text()
+    plain = read_json(of("fedavg", tmp_path / "results") / "result.json")
+    even = read_json(of("fedavg+uniform", tmp_path / "results") / "result.json")
+    row = next(line for line in page.splitlines() if line.startswith("| [FedAvg](tiny_data.load/"))
+    for value in (*plain["domains"].values(), plain["avg"], plain["std"], plain["worst"]):
+        assert f" {value:.2f} |" in row
+    assert f"| {sum(plain['seconds'].values()) / 3:.2f} |" in row
+    assert row.endswith(f"| 3 | fp32 | {plain['hardware']} |")
+    apart = [even["domains"][d] - plain["domains"][d] for d in plain["domains"]]
+    apart += [even[key] - plain[key] for key in ("avg", "std", "worst")]
+    assert lines_of(page, "| less FedAvg ")["uniform weights"] == [*(f"{x:+.2f}" for x in apart), "1"]
+    assert any(apart)
+    assert lines_of(page, "| less uniform weights ")["FedAvg"] == [*(f"{0.0 - x:+.2f}" for x in apart), "1"]
+    records = read_rounds(of("fedavg", tmp_path / "results"))
+    moved = np.std([r["fairness"]["avg"] for r in records], ddof=1)
+    noise = lines_of(page, "### How much the last rounds move")["FedAvg"]
+    assert noise[4] == f"{moved:.2f}"  # after the seed and three domains
+    assert noise[-1] == "3"
+    left = page.partition("### Open")[2]
+    assert f"- AFL: `python tools/results.py run --data {DATA} --rows AFL`" in left
+    assert "FedHEAL" not in left
+
+
+def test_runs_with_other_settings_are_not_subtracted(tool, tmp_path):
+    run(tool, "--rows", "fedavg")
+    run(tool, "--rows", "uniform weights", "--rounds", "4")
+    tool("collect")
+    page = (tmp_path / "results" / "README.md").read_text()
+    assert "less FedAvg" not in page
+    run(tool, "--rows", "fedavg+fedheal")
+    tool("collect")
+    page = (tmp_path / "results" / "README.md").read_text()
+    assert set(lines_of(page, "| less FedAvg ")) >= {"FedHEAL (paper)"}
+    assert "nothing is subtracted: uniform weights (beside FedAvg), FedAvg (beside uniform weights)," in page
+
+
+def test_more_seeds_are_paired(tool, tmp_path):
+    run(tool, "--rows", "fedavg,uniform weights", "--seeds", "2")
+    run(tool, "--rows", "fedavg+fedheal")
+    tool("collect")
+    page = (tmp_path / "results" / "README.md").read_text()
+    assert lines_of(page, "| less FedAvg ")["uniform weights"][-1] == "2"
+    assert lines_of(page, "| less FedAvg ")["FedHEAL (paper)"][-1] == "1"
+    assert "1 to 2 seeds, ± standard deviation over them" in page
+
+
+def forged(folder, data, method, domains, rounds):
+    """A run that never was, with these accuracies."""
+    experiment = Experiment(data=data, method=method, rounds=rounds)
+    path = folder / experiment.folder_name
+    path.mkdir(parents=True)
+    (path / "experiment.toml").write_text(experiment.to_toml())
+    record = {"round": 1, "domains": domains, "fairness": fairness(domains), "seconds": {"train": 1.0}}
+    (path / "rounds.jsonl").write_text(json.dumps(record) + "\n")
+    summary = {
+        "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": 5, "domains": domains,
+        **fairness(domains), "pool": False, "only": [], "without": [], "precision": "bf16", "hardware": "a GPU",
+        "data_fingerprint": "x", "versions": {"fedheal": "1"}, "data_notes": [],
+    }  # fmt: skip
+    (path / "result.json").write_text(json.dumps(summary))
+
+
+def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside(table, tmp_path):
+    near = {"mnist": 91.6 - 5.1, "usps": 91.6 + 3.1, "svhn": 81.6 - 2.9, "syn_standin": 50.0}
+    forged(tmp_path, "digits", "fedavg", near, 200)
+    page = table.page(RECIPE, {"digits": tmp_path})
+    assert page.count("| syn_standin (stand-in for syn) |") == 3  # one round does not move, and nothing is subtracted
+    assert "syn_standin is a stand-in for syn: its column is no result on syn" in page
+    assert "| difference | **-5.1** | **+3.1** | -2.9 | +27.0 |" in page
+    assert "More apart than 5 on mnist, 3 on usps, 3 on svhn: FedAvg on mnist (-5.1), FedAvg on usps (+3.1)." in page
+    assert "| FedAvg | ours | 86.50 | 94.70 | 78.70 | 50.00 |  | " in page
+    assert "|  | paper | 89.84 | 93.25 | 79.54 |  | 41.35 | 76.00 | 23.82 |  |" in page
+
+
+def test_fewer_rounds_are_said_and_not_held_against_an_independent_version(table, tmp_path):
+    forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}, 20)
+    page = table.page(RECIPE, {"digits": tmp_path})
+    assert "Not the protocol's 200 rounds: FedAvg (20)." in page
+    assert "independent" not in page
+
+
+def test_a_run_that_is_no_row_is_refused_by_name(table, tmp_path):
+    forged(tmp_path, "digits", "fedprox", {"mnist": 50.0}, 20)
+    with pytest.raises(ValueError, match="no row of the plan is fedprox; the rows are fedavg, fedavg"):
+        table.page(RECIPE, {"digits": tmp_path})

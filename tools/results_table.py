@@ -1,0 +1,291 @@
+"""The page of results/, made from the run folders there; numbers from elsewhere stand beside them with their source."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedheal.data import DESCRIPTIONS, protocol
+from fedheal.experiment import FREE, Experiment
+from fedheal.recipes import beside
+from fedheal.recipes.recipe import Entry, Planned, Recipe
+from fedheal.records import read_json, read_rounds
+from fedheal.report.tables import EVENNESS, over_rounds
+from fedheal.schedule import Job
+
+NOISE = 20  # evaluated rounds
+BASES = ("FedAvg", "uniform weights")
+
+# Not ours and not the paper's: by row, what another program found on the same data, the first with the same seed.
+INDEPENDENT = {
+    "digits": {
+        "FedAvg": ((91.6, 91.6, 81.6, 23.0, 71.9, 33.0), (95.3, 92.1, 80.8, 22.9, 72.8, 33.8)),
+        "uniform weights": ((90.7, 91.4, 80.0, 29.8, 73.0, 29.3),),
+        "FedHEAL (released)": ((86.0, 91.0, 81.3, 32.8, 72.8, 26.9),),
+        "FedHEAL (paper)": ((92.0, 94.1, 78.9, 26.4, 72.8, 31.7),),
+    }
+}
+INDEPENDENT_COLUMNS = ("mnist", "usps", "svhn", "syn_standin", "AVG", "STD")
+INDEPENDENT_SOURCE = (
+    "An independent throw-away implementation of the same protocol, written apart from this one: same data, bf16, means of the "
+    "last five of 200 rounds, one seed a line."
+)
+LIMITS = {"mnist": 5.0, "usps": 3.0, "svhn": 3.0}  # points; more is a bug until it is explained
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run of a row."""
+
+    entry: Entry
+    folder: Path
+    experiment: Experiment
+    summary: Mapping[str, Any]
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        return read_rounds(self.folder)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Accuracy per domain, then AVG, STD and worst."""
+        return dict(self.summary["domains"]) | {name: self.summary[key] for name, key in EVENNESS.items()}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same for two runs to differ by their methods alone."""
+        varied = FREE | {"method"}
+        fixed = {key: value for key, value in self.experiment.to_dict().items() if key not in varied}
+        return fixed | {"data_fingerprint": self.summary["data_fingerprint"]}
+
+
+def page(recipe: Recipe, folders: Mapping[str, Path]) -> str:
+    """The page as Markdown; `folders` holds the runs of each data set."""
+    parts = [
+        "# Results",
+        "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
+        "folder: the complete description of the run (`experiment.toml`), every round (`rounds.jsonl`) and what came out "
+        "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`).",
+    ]
+    for data, folder in folders.items():
+        parts += [f"## {data}", *_about(recipe, data, folder)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _about(recipe: Recipe, data: str, folder: Path) -> list[str]:
+    entries = recipe.entries(data)
+    runs = found(entries, data, folder)
+    parts = []
+    if runs:
+        parts += _numbers(runs, data)
+        parts += _paper(recipe, data, runs)
+        parts += _differences(runs, data)
+        parts += _noise(runs, data)
+        parts += _independent(runs, data)
+        parts += _machines(runs)
+    return [*parts, *_open(entries, runs, data)]
+
+
+def found(entries: Sequence[Entry], data: str, folder: Path) -> list[Run]:
+    """The runs in a folder, in the order of the rows and their seeds. One that is no row's is refused."""
+    names = [Experiment.of({"method": entry.method, "data": data}).method_name for entry in entries]
+    runs = []
+    for path in sorted(folder.glob("*/result.json")):
+        summary, described = read_json(path), Experiment.read(path.parent / "experiment.toml")
+        method = summary.get("method")
+        if method not in names:
+            raise ValueError(f"{path.parent}: no row of the plan is {method}; the rows are {', '.join(names)}")
+        runs.append(Run(entries[names.index(method)], path.parent, described, summary))
+    return sorted(runs, key=lambda run: (entries.index(run.entry), run.experiment.seed))
+
+
+def _numbers(runs: Sequence[Run], data: str) -> list[str]:
+    columns = columns_of(runs)
+    head = ["row", "method", "seed", *heads(columns, data), "s a round", "median", "rounds", "precision", "on"]
+    lines = []
+    for run in runs:
+        seconds = [sum(record["seconds"].values()) for record in run.records]
+        where = f"{run.folder.parent.name}/{run.folder.name}/"
+        lines.append(
+            [
+                f"[{run.entry.label}]({where})",
+                f"`{run.summary['method']}`",
+                str(run.experiment.seed),
+                *_cells(run.numbers, columns),
+                f"{np.mean(seconds):.2f}",
+                f"{np.median(seconds):.2f}",
+                str(run.summary["rounds"]),
+                str(run.summary["precision"]),
+                str(run.summary["hardware"]),
+            ]
+        )
+    averaged = over_rounds(frozenset(int(run.summary["averaged"]) for run in runs))
+    said = [
+        f"Accuracy in percent, {averaged}; STD is over domains (ddof = 1), worst is the worst domain. Seconds are those of "
+        "training, aggregation and evaluation, mean and median over all rounds; the first compiles what the others use."
+    ]
+    usual = protocol(data).get("rounds")
+    fewer = [f"{run.entry.label} ({run.summary['rounds']})" for run in runs if usual and run.summary["rounds"] != usual]
+    if fewer:
+        said.append(f"Not the protocol's {usual} rounds: {', '.join(fewer)}.")
+    said += [f"**{note}.**" for note in stand_ins(columns, data)]
+    return [grid(head, lines), bullets(said)]
+
+
+def _paper(recipe: Recipe, data: str, runs: Sequence[Run]) -> list[str]:
+    rows = [(entry, [Job(run.experiment, run.folder) for run in group]) for entry, group in by_entry(runs).items()]
+    table = beside.beside(recipe, Planned(data, rows))
+    head, *lines = beside.cells(table)
+    said = [*table.notes, *beside.claims(recipe, table)]
+    return ["### Beside the paper", grid([*head[:2], *heads(head[2:], data)], lines), bullets(said)]
+
+
+def _differences(runs: Sequence[Run], data: str) -> list[str]:
+    """Each row less FedAvg and less uniform weights, by seed, between runs that differ by their methods alone."""
+    columns = columns_of(runs)
+    parts = ["### Beside FedAvg and beside uniform weights"]
+    unlike: dict[str, None] = {}
+    for label in BASES:
+        bases = [run for run in runs if run.entry.label == label]
+        lines = []
+        for entry, group in by_entry(runs).items():
+            pairs = [(run, base) for run in group for base in bases if run.settings == base.settings]
+            if entry.label == label or not bases:
+                continue
+            if not pairs:
+                unlike |= {f"{entry.label} (beside {label})": None}
+                continue
+            apart = {c: [a.numbers[c] - b.numbers[c] for a, b in pairs] for c in columns}
+            lines.append([entry.label, *(_spread(apart[c], sign="+") for c in columns), str(len(pairs))])
+        parts += [grid([f"less {label}", *heads(columns, data), "seeds"], lines)] if lines else []
+    if len(parts) == 1:
+        return []
+    said = [
+        "In points; for STD less is better, for all others more. Only runs with the same settings and data are subtracted."
+    ]
+    if unlike:
+        said.append(f"Settings or data differ, so that nothing is subtracted: {', '.join(unlike)}.")
+    return [*parts, bullets(said)]
+
+
+def _noise(runs: Sequence[Run], data: str) -> list[str]:
+    columns = columns_of(runs)
+    lines = []
+    for run in runs:
+        last = [r for r in run.records if r["domains"] is not None][-NOISE:]
+        values = [r["domains"] | {name: r["fairness"][key] for name, key in EVENNESS.items()} for r in last]
+        if len(values) > 1:
+            spread = {c: float(np.std([v[c] for v in values], ddof=1)) for c in columns}
+            lines.append([run.entry.label, str(run.experiment.seed), *_cells(spread, columns), str(len(values))])
+    if not lines:
+        return []
+    said = (
+        f"Standard deviation over the last {NOISE} evaluated rounds of a run, or as many as there are, in points: a first "
+        "measure of noise. What another seed would change is not in it."
+    )
+    return ["### How much the last rounds move", grid(["row", "seed", *heads(columns, data), "rounds"], lines), said]
+
+
+def _independent(runs: Sequence[Run], data: str) -> list[str]:
+    known = INDEPENDENT.get(data, {})
+    usual = protocol(data).get("rounds")
+    lines, beyond = [], []
+    for run in runs:
+        if run.entry.label not in known or run.experiment.seed or run.summary["rounds"] != usual:
+            continue
+        first, *others = known[run.entry.label]
+        theirs = dict(zip(INDEPENDENT_COLUMNS, first, strict=True))
+        apart = {c: run.numbers[c] - theirs[c] for c in INDEPENDENT_COLUMNS if c in run.numbers}
+        over = {c: x for c, x in apart.items() if abs(x) > LIMITS.get(c, float("inf"))}
+        beyond += [f"{run.entry.label} on {c} ({x:+.1f})" for c, x in over.items()]
+        lines.append([run.entry.label, "ours", *_cells(run.numbers, INDEPENDENT_COLUMNS)])
+        lines.append(["", "theirs", *_cells(theirs, INDEPENDENT_COLUMNS, 1)])
+        lines += [["", "theirs, another seed", *(f"{x:.1f}" for x in other)] for other in others]
+        shown = [(f"**{apart[c]:+.1f}**" if c in over else f"{apart[c]:+.1f}") if c in apart else "" for c in theirs]
+        lines.append(["", "difference", *shown])
+    if not lines:
+        return []
+    limits = ", ".join(f"{limit:g} on {column}" for column, limit in LIMITS.items())
+    said = [INDEPENDENT_SOURCE, f"More apart than {limits}: {', '.join(beyond) or 'nothing'}."]
+    return [
+        "### Beside an independent implementation",
+        grid(["row", "", *heads(INDEPENDENT_COLUMNS, data)], lines),
+        bullets(said),
+    ]
+
+
+def _machines(runs: Sequence[Run]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for run in runs:
+        versions = ", ".join(f"{name} {version}" for name, version in run.summary["versions"].items())
+        groups.setdefault(f"{run.summary['hardware']}; {versions}", []).append(run.entry.label)
+    every = len(groups) == 1
+    lines = [words if every else f"{words}: {', '.join(dict.fromkeys(rows))}" for words, rows in groups.items()]
+    prints = {run.summary["data_fingerprint"] for run in runs}
+    same = "the same" if len(prints) == 1 else f"**not the same ({len(prints)} kinds)**"
+    return ["### What it ran on", bullets([*lines, f"The data of all runs are {same}, by their fingerprints."])]
+
+
+def _open(entries: Sequence[Entry], runs: Sequence[Run], data: str) -> list[str]:
+    done = by_entry(runs)
+    left = [entry for entry in entries if entry not in done]
+    if not left:
+        return ["### Open", "Nothing: every row of the plan was run."]
+    command = "python tools/results.py run --data {} --rows {}"
+    lines = [f"{entry.label}: `{command.format(data, shlex.quote(entry.label))}`" for entry in left]
+    return ["### Open", "Not run yet, with what would run it (then `python tools/results.py collect`):", bullets(lines)]
+
+
+def by_entry(runs: Sequence[Run]) -> dict[Entry, list[Run]]:
+    groups: dict[Entry, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.entry, []).append(run)
+    return groups
+
+
+def columns_of(runs: Sequence[Run]) -> list[str]:
+    return [*dict.fromkeys(domain for run in runs for domain in run.summary["domains"]), *EVENNESS]
+
+
+def heads(columns: Iterable[str], data: str) -> list[str]:
+    """Columns as a table's head: a domain that stands in for another says so."""
+    instead = _instead(data)
+    return [f"{c} (stand-in for {instead[c]})" if c in instead else c for c in columns]
+
+
+def stand_ins(columns: Iterable[str], data: str) -> list[str]:
+    instead = _instead(data)
+    return [
+        f"{c} is a stand-in for {instead[c]}: its column is no result on {instead[c]}, and AVG, STD and worst are over other "
+        "domains than the paper's"
+        for c in columns
+        if c in instead
+    ]
+
+
+def _instead(data: str) -> dict[str, str]:
+    sources = DESCRIPTIONS[data].sources if data in DESCRIPTIONS else ()
+    return {source.stand_in.name: source.name for source in sources if source.stand_in}
+
+
+def _cells(numbers: Mapping[str, float], columns: Iterable[str], digits: int = 2) -> list[str]:
+    return [f"{numbers[c]:.{digits}f}" if c in numbers else "" for c in columns]
+
+
+def _spread(values: Sequence[float], sign: str = "") -> str:
+    mean = f"{np.mean(values):{sign}.2f}"
+    return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.2f}"
+
+
+def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
+
+
+def bullets(sentences: Iterable[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences)
