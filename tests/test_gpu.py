@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from fedheal.engine.lanes import Lanes
 from fedheal.engine.numerics import numerics
 from fedheal.experiment import build
 from fedheal.layout import matrix
+from fedheal.local.term import Term
 from fedheal.run import initial_state, run_round
 from fedheal.types import Kept
 from needs import needs
@@ -195,6 +198,27 @@ def test_a_module_that_cannot_be_captured_is_trained_one_client_after_another(ca
     assert "captured" in sides.reason
     assert np.isfinite(record.train_loss)
     assert len([r for r in caplog.records if "one client after another" in r.message]) == 1
+
+
+class Looking(Term):
+    """A term that asks the device for a number at every step."""
+
+    def loss(self, batch, ctx):
+        return 0.5 * batch.ce if float(batch.ce.detach()) > 0 else None
+
+
+def test_so_is_a_term_that_cannot_be_captured(caplog):
+    fed = build(quick(epochs=5, device="cuda"), load(), torch.device("cuda"))
+    bench = replace(fed.bench, terms=(Looking(),))
+    tasks = [serial.Task(client, 1, ({},)) for client in fed.clients]
+    sides, model = Lanes(bench, 2), initial_state(fed).model
+    with numerics("fp32", True, torch.device("cuda")):
+        found = list(sides(model, ({},), tasks))
+        expected = [serial.train(bench, model, ({},), task) for task in tasks]
+    assert "captured" in sides.reason
+    assert len([r for r in caplog.records if "one client after another" in r.message]) == 1
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one.reply.delta, two.reply.delta)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
