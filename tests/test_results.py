@@ -272,14 +272,15 @@ def test_more_seeds_are_paired(tool, tmp_path):
     assert "1 to 2 seeds, ± standard deviation over them" in page
 
 
-def forged(folder, data, method, domains, rounds):
+def forged(folder, data, method, domains, rounds, seconds=(1.0,)):
     """A run that never was, with these accuracies."""
     experiment = Experiment(data=data, method=method, rounds=rounds)
     path = folder / experiment.folder_name
     path.mkdir(parents=True)
     (path / "experiment.toml").write_text(experiment.to_toml())
-    record = {"round": 1, "domains": domains, "fairness": fairness(domains), "seconds": {"train": 1.0}}
-    (path / "rounds.jsonl").write_text(json.dumps(record) + "\n")
+    record = {"domains": domains, "fairness": fairness(domains)}
+    records = [record | {"round": i, "seconds": {"train": s - 0.5, "evaluate": 0.5}} for i, s in enumerate(seconds, 1)]
+    (path / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     summary = {
         "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": 5, "domains": domains,
         **fairness(domains), "pool": False, "only": [], "without": [], "precision": "bf16", "hardware": "a GPU",
@@ -305,6 +306,11 @@ def test_fewer_rounds_are_said_and_not_held_against_an_independent_version(table
     page = table.page(RECIPE, {"digits": tmp_path})
     assert "Not the protocol's 200 rounds: FedAvg (20)." in page
     assert "independent" not in page
+
+
+def test_seconds_are_of_all_phases_as_mean_and_median_over_rounds(table, tmp_path):
+    forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 60.0}, 3, seconds=(5.0, 1.0, 1.5))
+    assert "| 2.50 | 1.50 | 3 | bf16 | a GPU |" in table.page(RECIPE, {"digits": tmp_path})
 
 
 def test_a_run_that_is_no_row_is_refused_by_name(table, tmp_path):
