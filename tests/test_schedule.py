@@ -1,0 +1,184 @@
+"""Many runs at once: each on its GPU, each once, and what becomes of the others when one fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fedheal import places, records, schedule
+from fedheal.places import FILLS, Demand, Gpu, Place
+from fedheal.schedule import Job, at_a_time, run_all
+from tiny_data import quick
+
+GIB = 2**30
+
+
+class Threads(ThreadPoolExecutor):
+    """Stands in for a pool of processes: a place's threads have its GPU in their names."""
+
+    _processes = None
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.slots, thread_name_prefix=f"gpu{place.gpu}")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(places, "number", lambda: 2)
+    monkeypatch.setattr(places, "gpus", lambda: (Gpu(0, 80 * GIB), Gpu(1, 80 * GIB)))
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+
+
+@pytest.fixture
+def in_threads(monkeypatch, two_gpus):
+    """Runs are pauses as long as `seconds` says by the name of their folders; where each was is written down."""
+    seconds: dict[str, float] = {}
+    where: dict[str, str] = {}
+    lock, at_work, most = threading.Lock(), Counter[str](), Counter[str]()
+
+    def do(job: Job) -> None:
+        gpu = threading.current_thread().name.partition("_")[0]
+        with lock:
+            assert job.folder.name not in where, "started twice"
+            where[job.folder.name] = gpu
+            at_work[gpu] += 1
+            most[gpu] = max(most[gpu], at_work[gpu])
+        time.sleep(seconds.get(job.folder.name, 0.01))
+        with lock:
+            at_work[gpu] -= 1
+        if job.folder.name == "bad":
+            raise ValueError("a bad run")
+
+    monkeypatch.setattr(schedule, "_pool", Threads)
+    monkeypatch.setattr(schedule, "_do", do)
+    return seconds, where, most
+
+
+def jobs(folder: Path, *names: str, **keys: object) -> list[Job]:
+    return [Job(quick(name=name, **{"device": "auto"} | keys), folder / name) for name in names]
+
+
+def test_whoever_is_free_takes_the_next_run(in_threads, tmp_path):
+    """Nine runs, one a GPU at a time: beside a long one the other GPU does all the rest."""
+    seconds, where, most = in_threads
+    seconds["a"] = 0.5
+    done = [job.folder.name for job in run_all(jobs(tmp_path, *"abcdefghi"), 2)]
+    assert sorted(done) == list("abcdefghi")
+    assert done[-1] == "a"
+    assert Counter(where.values()) == {"gpu0": 1, "gpu1": 8}
+    assert most == {"gpu0": 1, "gpu1": 1}
+
+
+def test_small_runs_share_gpus_and_large_ones_do_not(in_threads, tmp_path, monkeypatch):
+    seconds, where, most = in_threads
+    seconds.update(dict.fromkeys("abcdefghijkl", 0.1))
+    list(run_all(jobs(tmp_path, *"abcdefgh"), 0))
+    assert Counter(where.values()) == {"gpu0": 4, "gpu1": 4}
+    assert most == {"gpu0": 4, "gpu1": 4}
+    where.clear()
+    most.clear()
+    monkeypatch.setattr(places, "demand", lambda _: Demand(4 * GIB, FILLS))
+    list(run_all(jobs(tmp_path, *"ijkl"), 0))
+    assert most == {"gpu0": 1, "gpu1": 1}
+
+
+def test_after_an_error_nothing_new_starts(in_threads, tmp_path):
+    seconds, where, _ = in_threads
+    seconds["long"] = 0.3
+    with pytest.raises(ValueError, match="a bad run"):
+        list(run_all(jobs(tmp_path, "long", "bad", "never", "neither"), 2))
+    assert set(where) == {"long", "bad"}
+
+
+def test_whoever_stops_asking_stops_the_rest(in_threads, tmp_path):
+    _, where, _ = in_threads
+    asked = run_all(jobs(tmp_path, *"abcdefghi"), 2)
+    next(asked)
+    asked.close()
+    assert len(where) <= 3
+
+
+def test_one_at_a_time_is_in_this_process(in_threads, tmp_path, monkeypatch):
+    _, where, _ = in_threads
+    monkeypatch.setattr(schedule, "_pool", lambda place: pytest.fail("a process was started"))
+    list(run_all(jobs(tmp_path, *"ab"), 1))
+    list(run_all(jobs(tmp_path, "c"), 0))
+    monkeypatch.setattr(places, "number", lambda: 1)
+    monkeypatch.setattr(places, "demand", lambda _: Demand(4 * GIB, FILLS))
+    list(run_all(jobs(tmp_path, *"de"), 0))
+    assert set(where) == set("abcde")
+    assert set(where.values()) == {"MainThread"}
+
+
+def test_runs_on_different_devices_go_one_kind_after_the_other(in_threads, tmp_path):
+    _, where, _ = in_threads
+    mixed = [
+        *jobs(tmp_path, "a", "b"),
+        *jobs(tmp_path, "c", "d", device="cpu"),
+        *jobs(tmp_path, "e", "f", device="cuda:1"),
+    ]
+    assert at_a_time(mixed, 0) == "2 at a time on 2 GPUs, then 2 at a time, then 2 at a time"
+    assert [job.folder.name in "ab" for job in run_all(mixed, 0)] == [True, True, False, False, False, False]
+    assert where == {"a": "gpu0", "b": "gpu1", "c": "gpuNone", "d": "gpuNone", "e": "gpuNone", "f": "gpuNone"}
+
+
+def test_it_is_said_beforehand(two_gpus, tmp_path):
+    planned = jobs(tmp_path, *"abcdefghijkl")
+    assert at_a_time(planned, 0) == "8 at a time on 2 GPUs"
+    assert at_a_time(planned, 3) == "3 at a time on 2 GPUs"
+    assert at_a_time(planned[:1], 0) == "1 at a time on one GPU"
+    assert at_a_time(planned, 0, ray="auto") == "as tasks of a Ray cluster"
+    for job in planned:
+        job.folder.mkdir()
+        (job.folder / "result.json").write_text("{}")
+    assert at_a_time(planned, 0) == "all of them finished"
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "share"),
+    [
+        ({"device": "cpu"}, True, 0.0),
+        ({"device": "auto"}, False, 0.0),
+        ({"device": "auto"}, True, 0.25),
+        ({"device": "cuda"}, True, 0.25),
+        ({"device": "cuda", "model": "tiny_data:looking"}, True, 1.0),
+        ({"device": "cuda", "data": "digits", "model": "resnet10", "batch_size": 64}, True, 1.0),
+    ],
+    ids=str,
+)
+def test_on_a_cluster_small_runs_ask_for_a_part_of_a_gpu(keys, gpus, share):
+    assert schedule._resources(quick(threads=2, **keys), gpus) == {"num_cpus": 2, "num_gpus": share}
+
+
+def test_real_processes_see_one_gpu_each_and_give_what_this_one_gives(tmp_path, monkeypatch, two_gpus):
+    """The GPUs are made up, so that the runs end up on the CPU; what they see of the environment is real."""
+    told = tmp_path / "told"
+    monkeypatch.setenv("TINY_DATA_TOLD", str(told))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, GPU-made-up")
+    planned = jobs(tmp_path, *"abcd", data="tiny_data:told")
+    expected = records.read_json(next(run_all(jobs(tmp_path, "here", device="cpu"))).folder / "result.json")
+    assert {job.folder.name for job in run_all(planned, 2)} == set("abcd")
+    seen = [line.split(" ", 1) for line in told.read_text().splitlines()]
+    assert len(seen) == 4
+    assert str(os.getpid()) not in {process for process, _ in seen}
+    assert {where for _, where in seen} == {"7", "GPU-made-up"}
+    assert len({tuple(pair) for pair in seen}) == 2  # a process stays with its GPU
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7, GPU-made-up"
+    for job in planned:
+        found = records.read_json(job.folder / "result.json")
+        assert found["domains"] == expected["domains"]
+        assert found["device"] == expected["device"] == "cpu"
+
+
+def test_an_error_in_a_process_is_the_error_here(tmp_path):
+    planned = [*jobs(tmp_path, "bad", "worse", lr=1e9, device="cpu"), *jobs(tmp_path, "never", device="cpu")]
+    with pytest.raises(ValueError, match="its update holds NaN"):
+        list(run_all(planned, 2))
+    assert not any(job.finished for job in planned)
+    assert not planned[2].folder.exists()
