@@ -128,7 +128,9 @@ def _do(job: Job) -> None:
         callbacks.append(tracker(job.track, job.folder))
     run(job.experiment, job.folder, resume=True, callbacks=callbacks, progress=False)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        gc.collect()  # others may share the GPU: memory that this run has left goes back
+        # Others may share the GPU: what this run has left goes back, cuBLAS's workspaces for its streams included.
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
