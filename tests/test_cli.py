@@ -384,6 +384,22 @@ def test_a_result_of_the_paper_beside_ours(call, tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")} == models
 
 
+def test_a_comparison_says_how_many_runs_are_under_way(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedheal.places.number", lambda: 2)
+    given = [word for word in words("device=auto") if not word.startswith("data=")]
+    command = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]
+    done = call(*command, "--out", "here")
+    assert (done.code, done.err) == (0, "")
+    assert "2 runs into here, 1 at a time on one GPU:" in done.out
+    assert "2 runs into here, all of them finished:" in call(*command, "--out", "here").out
+
+
+@pytest.mark.parametrize("command", [["demo"], ["compare", "fedavg"], ["sweep", "tau=0,0.3"]])
+def test_fewer_than_no_runs_at_a_time_are_refused(call, tmp_path: Path, command: list[str]) -> None:
+    assert_sentence(call(*command, "--jobs", "-2"), "jobs = -2", "0 for as many as this machine takes")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
