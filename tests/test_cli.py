@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import fedheal
 from fedheal import methods
@@ -392,6 +393,15 @@ def test_a_comparison_says_how_many_runs_are_under_way(call, monkeypatch: pytest
     assert (done.code, done.err) == (0, "")
     assert "2 runs into here, 1 at a time on one GPU:" in done.out
     assert "2 runs into here, all of them finished:" in call(*command, "--out", "here").out
+
+
+def test_a_gpu_that_is_too_small_is_a_sentence(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(job: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("fedheal.schedule._do", full)
+    done = call("compare", "fedavg", "--seeds", "1", "--quiet")
+    assert_sentence(done, "too little memory (CUDA out of memory. Tried to allocate 3.00 GiB)", "--jobs")
 
 
 @pytest.mark.parametrize("command", [["demo"], ["compare", "fedavg"], ["sweep", "tau=0,0.3"]])

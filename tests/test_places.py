@@ -102,7 +102,7 @@ def test_memory_is_looked_at_only_where_it_decides(machine):
     looked = machine(1)
     assert places.places([Experiment(data="digits")] * 9) == [Place(0, 1)]
     places.places([quick(device="auto")] * 9, 4)
-    places.places([quick(device="auto")])
+    assert places.places([quick(device="auto")]) == [Place(0, 1)]
     assert not looked
     assert places.places([quick(device="auto")] * 9) == [Place(0, 4)]
     assert looked == [1]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -580,6 +581,10 @@ def _sentences() -> Iterator[None]:
         typer.echo(f"fedheal: {error}", err=True)
     except OSError as error:
         typer.echo(f"fedheal: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", err=True)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". GPU")[0]
+        helps = "fewer runs at a time (--jobs), a smaller batch_size or a smaller model will do"
+        typer.echo(f"fedheal: a GPU has too little memory ({reason}); {helps}", err=True)
     except KeyboardInterrupt:
         typer.echo(
             "fedheal: stopped; the same command with --resume (for compare, sweep and reproduce, the same command) goes on",

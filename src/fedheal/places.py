@@ -93,6 +93,7 @@ def places(experiments: Sequence[Experiment], processes: int = 0) -> list[Place]
 
     `auto` and `cuda` are any GPU; a run that names one, such as `cuda:1`, goes there and sees the others.
     """
+    processes = 1 if len(experiments) == 1 else processes
     kind, _, index = experiments[0].device.partition(":")
     seen = number() if kind in ("auto", "cuda") else 0
     cores = os.cpu_count() or 1
@@ -101,7 +102,7 @@ def places(experiments: Sequence[Experiment], processes: int = 0) -> list[Place]
     named = [i for i in range(seen) if not index or index == str(i)]
     if not named:
         return [Place(None, 1)]  # the run itself says that there is no such GPU
-    needs = [] if processes or len(experiments) == 1 else [demand(experiment) for experiment in experiments]
+    needs = [] if processes else [demand(experiment) for experiment in experiments]
     open_question = bool(needs) and all(need.flops_per_step < FILLS for need in needs)
     free = {gpu.index: gpu.free for gpu in gpus()} if open_question else {}
     found = spread([Gpu(i, free.get(i, 0)) for i in named], processes, needs, cores)
