@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,89 +36,96 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 16)
 
 
-@pytest.fixture
-def in_threads(monkeypatch, two_gpus):
-    """Runs are pauses as long as `seconds` says by the name of their folders; where each was is written down."""
-    seconds: dict[str, float] = {}
-    where: dict[str, str] = {}
-    lock, at_work, most = threading.Lock(), Counter[str](), Counter[str]()
+class Stage:
+    """What stands in for runs: where each was, and what it waits for before it ends."""
 
-    def do(job: Job) -> None:
-        gpu = threading.current_thread().name.partition("_")[0]
-        with lock:
-            assert job.folder.name not in where, "started twice"
-            where[job.folder.name] = gpu
-            at_work[gpu] += 1
-            most[gpu] = max(most[gpu], at_work[gpu])
-        time.sleep(seconds.get(job.folder.name, 0.01))
-        with lock:
-            at_work[gpu] -= 1
-        if job.folder.name == "bad":
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.where: dict[str, str] = {}
+        self.ended: set[str] = set()
+        self.most = Counter[str]()  # at once on a GPU
+        self.waits: dict[str, Callable[[], bool]] = {}
+
+    def do(self, job: Job) -> None:
+        name, gpu = job.folder.name, threading.current_thread().name.partition("_")[0]
+        with self.lock:
+            assert name not in self.where, "started twice"
+            self.where[name] = gpu
+            here = [other for other, place in self.where.items() if place == gpu and other not in self.ended]
+            self.most[gpu] = max(self.most[gpu], len(here))
+        deadline = time.monotonic() + 30
+        while name in self.waits and not self.waits[name]() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        with self.lock:
+            self.ended.add(name)
+        if name == "bad":
             raise ValueError("a bad run")
 
+
+@pytest.fixture
+def stage(monkeypatch, two_gpus):
+    made = Stage()
     monkeypatch.setattr(schedule, "_pool", Threads)
-    monkeypatch.setattr(schedule, "_do", do)
-    return seconds, where, most
+    monkeypatch.setattr(schedule, "_do", made.do)
+    return made
 
 
 def jobs(folder: Path, *names: str, **keys: object) -> list[Job]:
     return [Job(quick(name=name, **{"device": "auto"} | keys), folder / name) for name in names]
 
 
-def test_whoever_is_free_takes_the_next_run(in_threads, tmp_path):
+def test_whoever_is_free_takes_the_next_run(stage, tmp_path):
     """Nine runs, one a GPU at a time: beside a long one the other GPU does all the rest."""
-    seconds, where, most = in_threads
-    seconds["a"] = 0.5
+    stage.waits["a"] = lambda: stage.ended == set("bcdefghi")
     done = [job.folder.name for job in run_all(jobs(tmp_path, *"abcdefghi"), 2)]
     assert sorted(done) == list("abcdefghi")
-    assert done[-1] == "a"
-    assert Counter(where.values()) == {"gpu0": 1, "gpu1": 8}
-    assert most == {"gpu0": 1, "gpu1": 1}
+    assert stage.where.pop("a") == "gpu0"
+    assert set(stage.where.values()) == {"gpu1"}
+    assert stage.most == {"gpu0": 1, "gpu1": 1}
 
 
-def test_small_runs_share_gpus_and_large_ones_do_not(in_threads, tmp_path, monkeypatch):
-    seconds, where, most = in_threads
-    seconds.update(dict.fromkeys("abcdefghijkl", 0.1))
-    list(run_all(jobs(tmp_path, *"abcdefgh"), 0))
-    assert Counter(where.values()) == {"gpu0": 4, "gpu1": 4}
-    assert most == {"gpu0": 4, "gpu1": 4}
-    where.clear()
-    most.clear()
+def test_small_runs_share_gpus_and_large_ones_do_not(stage, tmp_path, monkeypatch):
+    for name in "abcdefgh":
+        stage.waits[name] = lambda: len(stage.where) >= 8
+    list(run_all(jobs(tmp_path, *"abcdefgh", "more"), 0))
+    assert stage.most == {"gpu0": 4, "gpu1": 4}
+    stage.most.clear()
     monkeypatch.setattr(places, "demand", lambda _: Demand(4 * GIB, FILLS))
+    for name in "ij":
+        stage.waits[name] = lambda: {"i", "j"} <= set(stage.where)
     list(run_all(jobs(tmp_path, *"ijkl"), 0))
-    assert most == {"gpu0": 1, "gpu1": 1}
+    assert stage.most == {"gpu0": 1, "gpu1": 1}
 
 
-def test_after_an_error_nothing_new_starts(in_threads, tmp_path):
-    seconds, where, _ = in_threads
-    seconds["long"] = 0.3
+def test_after_an_error_nothing_new_starts(stage, tmp_path):
+    stage.waits["long"] = lambda: "bad" in stage.ended
+    stage.waits["bad"] = lambda: "long" in stage.where
     with pytest.raises(ValueError, match="a bad run"):
-        list(run_all(jobs(tmp_path, "long", "bad", "never", "neither"), 2))
-    assert set(where) == {"long", "bad"}
+        list(run_all(jobs(tmp_path, "bad", "long", "never", "neither"), 2))
+    assert "bad" in stage.ended
+    assert "neither" not in stage.where  # one more may have begun if `long` was done first
 
 
-def test_whoever_stops_asking_stops_the_rest(in_threads, tmp_path):
-    _, where, _ = in_threads
+def test_whoever_stops_asking_stops_the_rest(stage, tmp_path):
     asked = run_all(jobs(tmp_path, *"abcdefghi"), 2)
     next(asked)
     asked.close()
-    assert len(where) <= 3
+    assert len(stage.where) == 2
 
 
-def test_one_at_a_time_is_in_this_process(in_threads, tmp_path, monkeypatch):
-    _, where, _ = in_threads
+def test_one_at_a_time_is_in_this_process(stage, tmp_path, monkeypatch):
     monkeypatch.setattr(schedule, "_pool", lambda place: pytest.fail("a process was started"))
     list(run_all(jobs(tmp_path, *"ab"), 1))
     list(run_all(jobs(tmp_path, "c"), 0))
     monkeypatch.setattr(places, "number", lambda: 1)
     monkeypatch.setattr(places, "demand", lambda _: Demand(4 * GIB, FILLS))
     list(run_all(jobs(tmp_path, *"de"), 0))
-    assert set(where) == set("abcde")
-    assert set(where.values()) == {"MainThread"}
+    assert set(stage.where) == set("abcde")
+    assert set(stage.where.values()) == {"MainThread"}
 
 
-def test_runs_on_different_devices_go_one_kind_after_the_other(in_threads, tmp_path):
-    _, where, _ = in_threads
+def test_runs_on_different_devices_go_one_kind_after_the_other(stage, tmp_path):
+    stage.waits["a"] = lambda: "b" in stage.where
     mixed = [
         *jobs(tmp_path, "a", "b"),
         *jobs(tmp_path, "c", "d", device="cpu"),
@@ -125,7 +133,7 @@ def test_runs_on_different_devices_go_one_kind_after_the_other(in_threads, tmp_p
     ]
     assert at_a_time(mixed, 0) == "2 at a time on 2 GPUs, then 2 at a time, then 2 at a time"
     assert [job.folder.name in "ab" for job in run_all(mixed, 0)] == [True, True, False, False, False, False]
-    assert where == {"a": "gpu0", "b": "gpu1", "c": "gpuNone", "d": "gpuNone", "e": "gpuNone", "f": "gpuNone"}
+    assert stage.where == {"a": "gpu0", "b": "gpu1", "c": "gpuNone", "d": "gpuNone", "e": "gpuNone", "f": "gpuNone"}
 
 
 def test_it_is_said_beforehand(two_gpus, tmp_path):

@@ -73,7 +73,7 @@ def _by_device(jobs: Sequence[Job]) -> list[list[Job]]:
 def _here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
     for group in _by_device(jobs):
         there = places([job.experiment for job in group], processes)
-        if len(group) == 1 or sum(place.slots for place in there) == 1:
+        if sum(place.slots for place in there) == 1:
             for job in group:  # in one process, which compiles its kernels once for all of them
                 _do(job)
                 yield job
