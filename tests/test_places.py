@@ -88,10 +88,15 @@ def test_a_run_that_names_its_gpu_keeps_its_name_for_it(machine):
     machine(2)
     assert places.places([quick(device="cuda:1")] * 9) == [Place(None, 4)]
     assert places.places([quick(device="cuda:1")] * 9, 2) == [Place(None, 2)]
-    assert places.places([quick(device="cuda:5")] * 9) == [Place(None, 1)]  # there, the run says so
 
 
-@pytest.mark.parametrize(("number", "device"), [(0, "auto"), (2, "cpu"), (0, "cuda")])
+@pytest.mark.parametrize(("number", "device"), [(2, "cuda:5"), (0, "cuda"), (0, "cuda:0"), (2, "cuda:x")])
+def test_a_gpu_that_is_not_there_is_missed_by_the_first_run(machine, number, device):
+    machine(number)
+    assert places.places([quick(device=device)] * 9, 4) == [Place(None, 1)]
+
+
+@pytest.mark.parametrize(("number", "device"), [(0, "auto"), (2, "cpu"), (0, "mps")])
 def test_on_processors_it_is_one_a_core_or_what_is_asked(machine, number, device):
     machine(number, cores=6)
     assert places.places([quick(device=device)] * 9) == [Place(None, 6)]

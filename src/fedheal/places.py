@@ -97,11 +97,9 @@ def places(experiments: Sequence[Experiment], processes: int = 0) -> list[Place]
     kind, _, index = experiments[0].device.partition(":")
     seen = number() if kind in ("auto", "cuda") else 0
     cores = os.cpu_count() or 1
-    if not seen:
-        return [Place(None, processes or cores)]
     named = [i for i in range(seen) if not index or index == str(i)]
-    if not named:
-        return [Place(None, 1)]  # the run itself says that there is no such GPU
+    if not named:  # where a GPU was asked for, the first run says that there is none
+        return [Place(None, 1 if kind == "cuda" else processes or cores)]
     needs = [] if processes else [demand(experiment) for experiment in experiments]
     open_question = bool(needs) and all(need.flops_per_step < FILLS for need in needs)
     free = {gpu.index: gpu.free for gpu in gpus()} if open_question else {}
