@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import fedheal
 from fedheal import methods
@@ -382,6 +383,31 @@ def test_a_result_of_the_paper_beside_ours(call, tmp_path: Path) -> None:
     assert len(models) == 2
     assert json.loads(call(*command, "--json").out)[0]["rows"][0]["label"] == "FedFV"
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")} == models
+
+
+def test_a_comparison_says_how_many_runs_are_under_way(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedheal.places.number", lambda: 2)
+    given = [word for word in words("device=auto") if not word.startswith("data=")]
+    command = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]
+    done = call(*command, "--out", "here")
+    assert (done.code, done.err) == (0, "")
+    assert "2 runs into here, 1 at a time on one GPU:" in done.out
+    assert "2 runs into here, all of them finished:" in call(*command, "--out", "here").out
+
+
+def test_a_gpu_that_is_too_small_is_a_sentence(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(job: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("fedheal.schedule._do", full)
+    done = call("compare", "fedavg", "--seeds", "1", "--quiet")
+    assert_sentence(done, "too little memory (CUDA out of memory. Tried to allocate 3.00 GiB)", "--jobs")
+
+
+@pytest.mark.parametrize("command", [["demo"], ["compare", "fedavg"], ["sweep", "tau=0,0.3"]])
+def test_fewer_than_no_runs_at_a_time_are_refused(call, tmp_path: Path, command: list[str]) -> None:
+    assert_sentence(call(*command, "--jobs", "-2"), "jobs = -2", "0 for as many as this machine takes")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +35,7 @@ from fedheal.report import conclusions, rows, tables
 from fedheal.report import diagnose as diagnosis
 from fedheal.report import figures as drawing
 from fedheal.report.page import Extra, page
-from fedheal.schedule import Job, run_all
+from fedheal.schedule import Job, at_a_time, run_all
 
 app = typer.Typer(
     name="fedheal",
@@ -49,7 +50,7 @@ INTERRUPTED = 130
 DEMO = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-Jobs = Annotated[int, typer.Option(help="Runs at a time; 0 is one a core.")]
+Jobs = Annotated[int, typer.Option(help="Runs at a time; 0: one a core, or as many as the GPUs take.")]
 Seeds = Annotated[str, typer.Option(help="How many (5), a range (3-7) or a list (1,4).")]
 Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]
 Ray = Annotated[
@@ -140,9 +141,8 @@ def demo(
     """
     planned = plan(DEMO, [seed], {} if rounds is None else {"rounds": rounds}, out)
     console = Console(quiet=quiet or as_json)
-    console.print(
-        f"Four methods on ten digits in four domains, seed {seed}, {_processes(jobs)} at a time:", highlight=False
-    )
+    how = at_a_time(planned, _processes(jobs))
+    console.print(f"Four methods on ten digits in four domains, seed {seed}, {how}:", highlight=False)
     _run(planned, console, jobs)
     summaries = [records.read_json(job.folder / "result.json") for job in planned]
     found = rows.rows(s | {"folder": str(job.folder)} for s, job in zip(summaries, planned, strict=True))
@@ -192,7 +192,8 @@ def compare(
     folder = out or Path("runs") / "-".join(named_after)
     planned = plan(named, seeds_of(seeds), values | {"data": data}, folder, track)
     console = Console(quiet=quiet or as_json)
-    console.print(f"{len(planned)} runs into {folder}, {_processes(jobs)} at a time:", highlight=False, soft_wrap=True)
+    how = at_a_time(planned, _processes(jobs), ray)
+    console.print(f"{len(planned)} runs into {folder}, {how}:", highlight=False, soft_wrap=True)
     _run(planned, console, jobs, ray)
     summaries = [records.read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned]
     found = rows.rows(summaries)
@@ -364,9 +365,9 @@ def reproduce(
     options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
     parts = planned_runs(RECIPES[result], options, out)
     wanted = list({job.folder: job for part in parts for job in part.jobs}.values())
-    processes = _processes(jobs)
+    how = at_a_time(wanted, _processes(jobs), ray)
     console = Console(quiet=quiet or as_json)
-    console.print(f"{len(wanted)} runs into {out}, {processes} at a time:", highlight=False, soft_wrap=True)
+    console.print(f"{len(wanted)} runs into {out}, {how}:", highlight=False, soft_wrap=True)
     _run(wanted, console, jobs, ray)
     made = reproduced(result, RECIPES[result], parts, out / f"{result}{suffix(options)}")
     title = f"{RECIPES[result].title}{' (a smoke run)' if smoke else ''}"
@@ -475,8 +476,8 @@ def _run(planned: Sequence[Job], console: Console, jobs: int, ray: str | None = 
 
 def _processes(jobs: int) -> int:
     if jobs < 0:
-        raise ValueError(f"jobs = {jobs}: use 0 for one a core, or a number of processes")
-    return jobs or os.cpu_count() or 1
+        raise ValueError(f"jobs = {jobs}: use 0 for as many as this machine takes, or a number of runs at a time")
+    return jobs
 
 
 def _described(folder: Path) -> Path:
@@ -580,6 +581,10 @@ def _sentences() -> Iterator[None]:
         typer.echo(f"fedheal: {error}", err=True)
     except OSError as error:
         typer.echo(f"fedheal: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", err=True)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". GPU")[0]
+        helps = "fewer runs at a time (--jobs), a smaller batch_size or a smaller model will do"
+        typer.echo(f"fedheal: a GPU has too little memory ({reason}); {helps}", err=True)
     except KeyboardInterrupt:
         typer.echo(
             "fedheal: stopped; the same command with --resume (for compare, sweep and reproduce, the same command) goes on",

@@ -208,7 +208,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         experiment.augment,
     )
     held = {c.id: _held_out(experiment, c) for c in clients}
-    train = {c.id: _taken(domains[c.domain], held[c.id][0], device) for c in clients if _takes_part(experiment, c)}
+    train = {c.id: _taken(domains[c.domain], held[c.id][0], device) for c in clients if takes_part(experiment, c)}
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
     _check_fits(module, experiment, domains.domains[0].test, device)
@@ -266,7 +266,8 @@ def _check_fits(module: torch.nn.Module, experiment: Experiment, test: Split, de
         raise ValueError(f"model '{experiment.model}' gives {tuple(logits.shape)} for one image, not (1, classes)")
 
 
-def _takes_part(experiment: Experiment, client: Client) -> bool:
+def takes_part(experiment: Experiment, client: Client) -> bool:
+    """Whether a client trains, by `only` and `without`."""
     named = {client.id, client.domain}
     return (not experiment.only or bool(named & set(experiment.only))) and not named & set(experiment.without)
 
@@ -309,7 +310,7 @@ def clients_of(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
             raise ValueError(
                 f"{key} names '{unknown[0]}'{suggestion(unknown[0], sorted(known))}; the domains are {names}"
             )
-    if not any(_takes_part(experiment, c) for c in clients):
+    if not any(takes_part(experiment, c) for c in clients):
         raise ValueError(
             f"only = {list(experiment.only)} and without = {list(experiment.without)} leave no client to train"
         )

@@ -1,19 +1,32 @@
-"""Many runs: in several processes here, or as tasks of a Ray cluster. A finished run is not run again."""
+"""Many runs: in several processes here, or as tasks of a Ray cluster. A finished run is not run again.
+
+A process that runs on one of several GPUs, or beside others on one, sees that GPU alone and calls it `cuda:0`: neither a run's
+description nor its result depends on where it went.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import socket
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fedheal.demand import demand
 from fedheal.execute import run
 from fedheal.experiment import Experiment
+from fedheal.places import VISIBLE, Place, emptiest, places, side_by_side, visible, worded
+
+UNSEEN = 16 << 30  # bytes taken to be free on a GPU of a cluster, which cannot be asked from here
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,10 @@ class Job:
 
 
 def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> Iterator[Job]:
-    """Run what is not finished, and yield each job as it ends. An error in one stops the rest; what is done stays done."""
+    """Run what is not finished, and yield each job as it ends. An error in one stops the rest; what is done stays done.
+
+    `processes`: so many at a time; 0: one a core, or as many as the GPUs take. A single run at a time is run in this process.
+    """
     open_jobs = [job for job in jobs if not job.finished]
     yield from (job for job in jobs if job.finished)
     if not open_jobs:
@@ -38,29 +54,70 @@ def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> 
     yield from _on_ray(open_jobs, ray) if ray is not None else _here(open_jobs, processes)
 
 
+def at_a_time(jobs: Sequence[Job], processes: int, ray: str | None = None) -> str:
+    """How `run_all` will go about it, for people."""
+    open_jobs = [job for job in jobs if not job.finished]
+    if not open_jobs:
+        return "all of them finished"
+    if ray is not None:
+        return "as tasks of a Ray cluster"
+    groups = _by_device(open_jobs)
+    return ", then ".join(worded(places([job.experiment for job in group], processes), len(group)) for group in groups)
+
+
+def _by_device(jobs: Sequence[Job]) -> list[list[Job]]:
+    names = dict.fromkeys(job.experiment.device for job in jobs)
+    return [[job for job in jobs if job.experiment.device == name] for name in names]
+
+
 def _here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
-    if processes == 1 or len(jobs) == 1:
-        for job in jobs:
-            _do(job)
-            yield job
-        return
-    # Ctrl-C reaches every process of a terminal: it is this one that ends the others.
-    ignore = signal.SIGINT, signal.SIG_IGN
-    pool = ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn"), signal.signal, ignore)
+    for group in _by_device(jobs):
+        there = places([job.experiment for job in group], processes)
+        if sum(place.slots for place in there) == 1:
+            for job in group:  # in one process, which compiles its kernels once for all of them
+                _do(job)
+                yield job
+        else:
+            yield from _at_once(group, there)
+
+
+def _at_once(jobs: Sequence[Job], there: Sequence[Place]) -> Iterator[Job]:
+    """A pool of processes at each place; the next job goes to the emptiest place as soon as there is a free one."""
+    pools = {place: _pool(place) for place in there}
+    waiting, running = deque(jobs), dict[Future[None], tuple[Job, Place]]()
     try:
-        asked = {pool.submit(_do, job): job for job in jobs}
-        for done in as_completed(asked):
-            done.result()
-            yield asked[done]
+        while waiting or running:
+            while waiting and (place := emptiest(there, (taken for _, taken in running.values()))) is not None:
+                job = waiting.popleft()
+                running[pools[place].submit(_do, job)] = job, place
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                job, _ = running.pop(ended)
+                ended.result()
+                yield job
     except BaseException:
         # What runs can be resumed; what waits must not start.
-        workers = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
+        workers = [process for pool in pools.values() for process in (pool._processes or {}).values()]
+        for pool in pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
         for process in workers:
             process.terminate()
         raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for pool in pools.values():
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _pool(place: Place) -> ProcessPoolExecutor:
+    seen = None if place.gpu is None else visible(place.gpu, os.environ.get(VISIBLE))
+    return ProcessPoolExecutor(place.slots, get_context("spawn"), _begin, (seen,))
+
+
+def _begin(seen: str | None) -> None:
+    """In a new process, before CUDA starts there."""
+    # Ctrl-C reaches every process of a terminal: it is the first one that ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if seen is not None:
+        os.environ[VISIBLE] = seen
 
 
 def _do(job: Job) -> None:
@@ -70,6 +127,11 @@ def _do(job: Job) -> None:
 
         callbacks.append(tracker(job.track, job.folder))
     run(job.experiment, job.folder, resume=True, callbacks=callbacks, progress=False)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # Others may share the GPU: what this run has left goes back, cuBLAS's workspaces for its streams included.
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def _on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:
@@ -87,8 +149,9 @@ def _on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:
             raise ValueError(f"no Ray cluster answers at {address!r}: {error}") from None
     try:
         remote = ray.remote(max_retries=3)(_do_elsewhere)
+        gpus = ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
         asked = {
-            remote.options(**_resources(job.experiment)).remote(job.experiment.to_dict(), job.track): job
+            remote.options(**_resources(job.experiment, gpus)).remote(job.experiment.to_dict(), job.track): job
             for job in jobs
         }
         waiting = list(asked)
@@ -112,9 +175,11 @@ def _check_answers(address: str) -> None:
         raise ValueError(f"no Ray cluster answers at {address!r}: {error.strerror or error}") from None
 
 
-def _resources(experiment: Experiment) -> dict[str, float]:
-    gpu = experiment.device.startswith("cuda")
-    return {"num_cpus": experiment.threads * experiment.workers, "num_gpus": 1.0 if gpu else 0.0}
+def _resources(experiment: Experiment, gpus: bool) -> dict[str, float]:
+    """The part of a cluster that a run is to have. `auto` is a GPU where the cluster has any; small runs share one."""
+    gpu = experiment.device.startswith("cuda") or (experiment.device == "auto" and gpus)
+    share = 1 / side_by_side(UNSEEN, demand(experiment)) if gpu else 0.0
+    return {"num_cpus": experiment.threads * experiment.workers, "num_gpus": share}
 
 
 def _do_elsewhere(described: dict[str, Any], track: str | None) -> dict[str, bytes]:

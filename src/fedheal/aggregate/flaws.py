@@ -28,6 +28,10 @@ class BadUpdate(ValueError):
         super().__init__(f"{first}{others}; on_bad_update='skip' would leave such clients out")
         self.reasons = dict(reasons)
 
+    def __reduce__(self) -> tuple[type[BadUpdate], tuple[dict[str, str]]]:
+        """It is made of its reasons, not of its sentence, where it comes back from another process."""
+        return type(self), (self.reasons,)
+
 
 def flaws(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, str]:
     """Row -> what is wrong with it. A metric that no client sent is a mistake of the caller's, not of a client."""

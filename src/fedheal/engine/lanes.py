@@ -113,6 +113,7 @@ class Lanes:
         if self.bench.device.type == "cuda":
             torch.cuda.synchronize()
             gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()  # one a stream, which new lanes, with new streams, do not use
             torch.cuda.empty_cache()
 
 
