@@ -70,25 +70,41 @@ class NormRelu(torch.autograd.Function):
             added=shortcut is not None,
             relu=relu,
         )
-        ctx.save_for_backward(x, y if relu else x, weight, kept)
         ctx.relu, ctx.added = relu, shortcut is not None
+        # What ReLU let pass can be told from the input, unless a shortcut was added.
+        ctx.save_for_backward(x, y if relu and ctx.added else x, weight, bias, kept)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, weight, kept = ctx.saved_tensors
+        x, y, weight, bias, kept = ctx.saved_tensors
         dy = gradient.contiguous(memory_format=torch.channels_last)
         rows, channels = x.numel() // x.shape[1], x.shape[1]
         width, most, chunks, each = _tiles(rows, channels)
         parts, totals = torch.empty(2, chunks, channels, device=x.device), torch.empty(2, channels, device=x.device)
         _sums[(chunks, channels // width)](
-            dy, x, y, kept, parts, rows, each, channels, chunks, tall=TALL, width=width, relu=ctx.relu
+            dy,
+            x,
+            y,
+            kept,
+            weight,
+            bias,
+            parts,
+            rows,
+            each,
+            channels,
+            chunks,
+            tall=TALL,
+            width=width,
+            relu=ctx.relu,
+            added=ctx.added,
         )
         _totals[(channels // FEW,)](parts, totals, channels, chunks, most=most, few=FEW)
         dx = torch.empty_like(x)
-        apart = ctx.added and ctx.relu  # without ReLU the shortcut's gradient is dy itself
-        passed = torch.empty_like(x) if apart else dy
+        passed = (
+            torch.empty_like(x) if ctx.added and ctx.relu else dy
+        )  # without ReLU the shortcut's gradient is dy itself
         _pull[(triton.cdiv(rows, TALL), channels // width)](
             dy,
             x,
@@ -96,6 +112,7 @@ class NormRelu(torch.autograd.Function):
             kept,
             totals,
             weight,
+            bias,
             dx,
             passed,
             rows,
@@ -103,7 +120,7 @@ class NormRelu(torch.autograd.Function):
             tall=TALL,
             width=width,
             relu=ctx.relu,
-            apart=apart,
+            added=ctx.added,
         )
         dbias, dweight = totals
         return dx, passed if ctx.added else None, dweight, dbias, None, None, None, None, None, None
@@ -207,12 +224,28 @@ def _apply(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows", "each", "chunks"])  # type: ignore[untyped-decorator, unused-ignore]
 def _sums(  # type: ignore[no-untyped-def]
-    dy, x, y, kept, parts, rows, each, channels, chunks, tall: tl.constexpr, width: tl.constexpr, relu: tl.constexpr
+    dy,
+    x,
+    y,
+    kept,
+    weight,
+    bias,
+    parts,
+    rows,
+    each,
+    channels,
+    chunks,
+    tall: tl.constexpr,
+    width: tl.constexpr,
+    relu: tl.constexpr,
+    added: tl.constexpr,
 ):
     """A chunk's sums of the gradient and of its product with the normalised input."""
     p, c = tl.program_id(0), tl.program_id(1) * width + tl.arange(0, width)
     first, last = tl.minimum(p * each, rows), tl.minimum((p + 1) * each, rows)
     mean, inverse = tl.load(kept + c), tl.load(kept + channels + c)
+    scale = inverse * tl.load(weight + c)
+    offset = tl.load(bias + c) - mean * scale
     plain = tl.zeros((tall, width), dtype=tl.float32)
     product = tl.zeros((tall, width), dtype=tl.float32)
     for start in range(first, last, tall):
@@ -220,9 +253,11 @@ def _sums(  # type: ignore[no-untyped-def]
         inside = (r < last)[:, None]
         at = r.to(tl.int64)[:, None] * channels + c[None, :]
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        if relu:
-            g = tl.where(tl.load(y + at, mask=inside, other=0.0).to(tl.float32) > 0, g, 0.0)
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if relu and added:
+            g = tl.where(tl.load(y + at, mask=inside, other=0.0).to(tl.float32) > 0, g, 0.0)
+        elif relu:
+            g = tl.where(v * scale[None, :] + offset[None, :] > 0, g, 0.0)
         plain += g
         product += g * (v - mean[None, :])
     tl.store(parts + p * channels + c, tl.sum(plain, axis=0))
@@ -245,6 +280,7 @@ def _pull(  # type: ignore[no-untyped-def]
     kept,
     totals,
     weight,
+    bias,
     dx,
     passed,
     rows,
@@ -252,20 +288,23 @@ def _pull(  # type: ignore[no-untyped-def]
     tall: tl.constexpr,
     width: tl.constexpr,
     relu: tl.constexpr,
-    apart: tl.constexpr,
+    added: tl.constexpr,
 ):
     c = tl.program_id(1) * width + tl.arange(0, width)
     mean, inverse = tl.load(kept + c), tl.load(kept + channels + c)
+    scale = inverse * tl.load(weight + c)
     plain, product = tl.load(totals + c) / rows, tl.load(totals + channels + c) / rows
     r = tl.program_id(0) * tall + tl.arange(0, tall)
     inside = (r < rows)[:, None]
     at = r.to(tl.int64)[:, None] * channels + c[None, :]
     g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-    if relu:
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if relu and added:
         g = tl.where(tl.load(y + at, mask=inside, other=0.0).to(tl.float32) > 0, g, 0.0)
-    if apart:
         tl.store(passed + at, g.to(passed.dtype.element_ty), mask=inside)
-    v = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
-    scale = (inverse * tl.load(weight + c))[None, :]
-    made = scale * (g - plain[None, :] - v * product[None, :])
+    elif relu:
+        offset = tl.load(bias + c) - mean * scale
+        g = tl.where(v * scale[None, :] + offset[None, :] > 0, g, 0.0)
+    normal = (v - mean[None, :]) * inverse[None, :]
+    made = scale[None, :] * (g - plain[None, :] - normal * product[None, :])
     tl.store(dx + at, made.to(dx.dtype.element_ty), mask=inside)

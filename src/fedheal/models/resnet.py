@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fedheal.models.fused import norm_relu
+from fedheal.models.lowered import lowered_weights
 
 BLOCKS = {10: (1, 1, 1, 1), 12: (2, 1, 1, 1), 18: (2, 2, 2, 2), 20: (2, 3, 2, 2), 34: (3, 4, 6, 3)}
 
@@ -64,7 +65,8 @@ class ResNet(nn.Module):
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         conv, norm, _ = self.stem
-        maps: torch.Tensor = self.groups(norm_relu(norm, conv(x)))
+        with lowered_weights([part for part in self.modules() if isinstance(part, nn.Conv2d)], x.device):
+            maps: torch.Tensor = self.groups(norm_relu(norm, conv(x)))
         return maps.mean(dim=(2, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

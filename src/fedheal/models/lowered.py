@@ -1,0 +1,53 @@
+"""A network's weights in lower precision, by one kernel for all of them.
+
+Under autocast every convolution casts its weight by itself, and its gradient back: dozens of kernels a step that each take
+longer to start than to run. Within `lowered_weights` the weights are cast together, and so are their gradients, to the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Cast(torch.autograd.Function):
+    """Tensors in another dtype, and their gradients back in their own."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return _cast(weights, [dtype] * len(weights))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *_cast(gradients, ctx.dtypes))
+
+
+def _cast(tensors: tuple[Tensor, ...], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
+    made = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    torch._foreach_copy_(made, list(tensors))
+    return tuple(made)
+
+
+@contextmanager
+def lowered_weights(convolutions: list[nn.Conv2d], device: torch.device) -> Iterator[None]:
+    """For as long as it lasts, and only under autocast, these convolutions use weights in autocast's dtype."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    weights = [conv.weight for conv in convolutions]
+    cast: tuple[Tensor, ...] = _Cast.apply(torch.get_autocast_dtype(device.type), *weights)  # type: ignore[no-untyped-call]
+    # What stands in an object's own dictionary is found before its parameters, which stay where they are.
+    for conv, weight in zip(convolutions, cast, strict=True):
+        conv.__dict__["weight"] = weight
+    try:
+        yield
+    finally:
+        for conv in convolutions:
+            del conv.__dict__["weight"]
