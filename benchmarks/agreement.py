@@ -1,6 +1,6 @@
 """Do lanes and the serial engine learn the same? Accuracy after some rounds, each engine several times on the same seed.
 
-    python benchmarks/agreement.py --data digits rounds=20 epochs=1 lr=0.01
+    python benchmarks/agreement.py --data digits --repeats 8 rounds=20 epochs=1 lr=0.01
 
 Repeats of one engine differ by the order of sums alone, since runs are not asked to be deterministic: their spread is the
 noise that a difference between the engines has to be judged by.
@@ -9,18 +9,26 @@ noise that a difference between the engines has to be judged by.
 from __future__ import annotations
 
 import argparse
-import logging
-import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
+from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 
 import fedheal
-from fedheal.execute import device_of
+from fedheal.execute import device_of, hardware_of
 from fedheal.experiment import Experiment, overridden
 
 PROTOCOL = {"model": "resnet10", "rounds": 20, "epochs": 1, "lr": 0.01}
+
+
+def accuracy(keys: dict[str, Any]) -> dict[str, float]:
+    """By domain and on average, after the last round."""
+    result = fedheal.run(Experiment.of(keys | {"eval_every": keys["rounds"]}), progress=False)
+    return {**result.domains, "AVG": result.avg}
 
 
 def main() -> None:
@@ -28,37 +36,32 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="what differs from the protocol")
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--at-a-time", type=int, default=4, help="runs in processes of their own")
     asked = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
     device = device_of(asked.device)
-    gpu = device.type == "cuda"
     keys = PROTOCOL | overridden(asked.words) | {"data": asked.data, "device": str(device)}
-    found: dict[str, list[np.ndarray]] = {"lanes": [], "serial": []} if gpu else {"serial": []}
-    names: list[str] = []
-    seconds = dict.fromkeys(found, 0.0)
-    for _ in range(asked.repeats):
-        for engine, runs in found.items():
-            start = time.perf_counter()
-            result = fedheal.run(Experiment.of(keys | {"engine": engine, "eval_every": keys["rounds"]}), progress=False)
-            seconds[engine] += time.perf_counter() - start
-            names = list(result.domains)
-            runs.append(np.array([*result.domains.values(), result.avg]))
-    where = torch.cuda.get_device_name(device) if gpu else "a CPU"
-    print(f"{date.today()} {where}, torch {torch.__version__}, {result.summary['precision']}, {asked.data}", end=", ")
+    engines = ["lanes", "serial"] if device.type == "cuda" else ["serial"]
+    with ProcessPoolExecutor(asked.at_a_time, get_context("spawn")) as pool:
+        wanted = [keys | {"engine": engine} for engine in engines for _ in range(asked.repeats)]
+        found = list(pool.map(accuracy, wanted))
+    names = list(found[0])
+    by_engine = {
+        engine: np.array([[run[name] for name in names] for run in found[i * asked.repeats : (i + 1) * asked.repeats]])
+        for i, engine in enumerate(engines)
+    }
+    print(f"{date.today()} {hardware_of(device)}, torch {torch.__version__}, {asked.data}", end=", ")
     print(f"{keys['rounds']} rounds of {keys['epochs']} epochs, {asked.repeats} repeats of one seed\n")
-    print(f"| accuracy in percent, mean ± sd | {' | '.join([*names, 'AVG'])} | s a run |")
-    print("|---" * (len(names) + 3) + "|")
-    for engine, runs in found.items():
-        mean, sd = np.mean(runs, axis=0), np.std(runs, axis=0, ddof=1)
-        cells = " | ".join(f"{m:.2f} ± {s:.2f}" for m, s in zip(mean, sd, strict=True))
-        print(f"| {engine} | {cells} | {seconds[engine] / asked.repeats:.1f} |")
-    if gpu:
-        lanes, serial = np.array(found["lanes"]), np.array(found["serial"])
-        gap = lanes.mean(axis=0) - serial.mean(axis=0)
-        error = np.sqrt((lanes.var(axis=0, ddof=1) + serial.var(axis=0, ddof=1)) / asked.repeats)
-        print(f"| difference | {' | '.join(f'{g:+.2f}' for g in gap)} | |")
-        print(f"| in standard errors | {' | '.join(f'{g / e:+.1f}' for g, e in zip(gap, error, strict=True))} | |")
+    print(f"| accuracy in percent, mean ± sd | {' | '.join(names)} |")
+    print("|---" * (len(names) + 1) + "|")
+    for engine, runs in by_engine.items():
+        spread = zip(runs.mean(axis=0), runs.std(axis=0, ddof=1), strict=True)
+        print(f"| {engine} | {' | '.join(f'{mean:.2f} ± {sd:.2f}' for mean, sd in spread)} |")
+    if len(engines) > 1:
+        lanes, serial = by_engine["lanes"], by_engine["serial"]
+        gap, test = lanes.mean(axis=0) - serial.mean(axis=0), stats.ttest_ind(lanes, serial, equal_var=False)
+        print(f"| difference | {' | '.join(f'{points:+.2f}' for points in gap)} |")
+        print(f"| p (Welch, not corrected for {len(names)} columns) | {' | '.join(f'{p:.2f}' for p in test.pvalue)} |")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedheal import methods
 from fedheal.engine import lanes, serial
+from fedheal.engine.lane import Lane
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.scratch import Unable, shape_of
 from fedheal.experiment import build
@@ -149,6 +150,23 @@ def test_out_of_memory_halves_the_lanes_and_gives_the_same(monkeypatch: Any, cap
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     said = [record.message for record in caplog.records if "out of memory" in record.message]
     assert said == ["out of memory with 4 lanes: going on with 2", "out of memory with 2 lanes: going on with 1"]
+
+
+def test_one_lane_will_do_where_there_is_no_memory_for_a_second(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    fed = federation()
+    expected = after(fed, Lanes(fed.bench, 1))
+    trainer = Lanes(fed.bench, 4)
+
+    class Scarce(Lane):
+        def __init__(self, *arguments: Any) -> None:
+            if trainer.lanes:
+                raise torch.OutOfMemoryError("none left")
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(lanes, "Lane", Scarce)
+    found = after(fed, trainer)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [record.message for record in caplog.records] == ["out of memory with 2 lanes: going on with 1"]
 
 
 def test_out_of_memory_with_one_lane_is_said() -> None:

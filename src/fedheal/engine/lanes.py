@@ -59,10 +59,10 @@ class Lanes:
                 self.reason = str(unable)
                 log.warning("training one client after another: %s", self.reason)
             except torch.OutOfMemoryError:
-                if len(self.lanes) <= 1:
+                if self.most == 1:
                     raise
-                self.most = len(self.lanes) // 2
-                log.warning("out of memory with %d lanes: going on with %d", len(self.lanes), self.most)
+                wanted, self.most = max(2, len(self.lanes)), max(1, len(self.lanes) // 2)
+                log.warning("out of memory with %d lanes: going on with %d", wanted, self.most)
             self._release()
         return (serial.train(self.bench, model, shared, task) for task in tasks)
 
