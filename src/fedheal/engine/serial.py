@@ -26,6 +26,7 @@ from fedheal.types import Reply
 
 EVALUATE_BATCH = 512
 EVALUATE_PIXELS = 1 << 22  # in a batch on a GPU, which small ones leave idle
+CACHED_PIXELS = 1 << 16  # in a batch on a CPU, so that what a network makes of it stays in the caches
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,8 @@ def batches(examples: Split, training: Training, chance: torch.Generator) -> Ite
     """The batches of one client's round, and whether no later epoch follows."""
     for order, choices, last in planned(len(examples), training, chance):
         here = order.to(examples.labels.device)
-        images = altered(examples.images[here], choices).contiguous(memory_format=torch.channels_last)
+        chosen = examples.images.index_select(0, here)  # copies whole images, where an index in brackets takes bytes
+        images = altered(chosen, choices).contiguous(memory_format=torch.channels_last)
         yield normalised(images), examples.labels[here], last
 
 
@@ -298,11 +300,14 @@ def _gradient(bench: Bench, model: Packed, task: Task) -> Tensor:
     return torch.cat([(torch.zeros_like(t) if t.grad is None else t.grad).reshape(-1) for t in tensors]).detach()
 
 
-def in_turn(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+def in_turn(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    """A split's examples in batches; `cached` where neither sums nor statistics of a batch are part of the outcome."""
+    height, width = split.images.shape[-2:]
     size = EVALUATE_BATCH
     if split.images.device.type == "cuda":
-        height, width = split.images.shape[-2:]
         size = max(16, min(1 << 12, EVALUATE_PIXELS // (height * width)))
+    elif cached:
+        size = max(4, min(EVALUATE_BATCH, CACHED_PIXELS // (height * width)))
     yield from zip(torch.split(split.images, size), torch.split(split.labels, size), strict=True)
 
 
@@ -311,7 +316,7 @@ def correct(module: nn.Module, split: Split, precision: str = "fp32") -> Tensor:
     """For every example of a split, whether the module's first guess is right; `[N]` booleans on its device."""
     module.eval()
     right = []
-    for images, labels in in_turn(split):
+    for images, labels in in_turn(split, cached=True):
         with lowered(precision, images.device):
             right.append(module(normalised(images)).argmax(dim=1) == labels)
     return torch.cat(right)
