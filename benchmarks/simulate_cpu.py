@@ -1,13 +1,13 @@
 """Seconds a round on a CPU: threads within a process, processes side by side, compiled steps, and the plain loop.
 
-    python benchmarks/simulate_cpu.py                                # both protocols, every way
-    python benchmarks/simulate_cpu.py --protocols small --ways serial,processes --repeats 9
+    python benchmarks/simulate_cpu.py                                # every way, with a small network
+    python benchmarks/simulate_cpu.py --protocols resnet10           # with the paper's
+    python benchmarks/simulate_cpu.py --ways serial,processes --repeats 9
 
 20 clients of four domains, as many threads or processes as there are cores: `small` is simulate.py's, `resnet10` a few images
 each for a network that needs a hundred times the arithmetic. Every way has a process of its own, and they take turns round by
-round, so that whatever else the machine does hits all of them alike; the numbers are medians. The first round, in which
-processes start and steps are compiled, is apart.
-A busy machine is hardest on threads, which wait for each other in every layer.
+round, so that whatever else the machine does hits all of them; the numbers are medians. It hits threads hardest, which wait for
+each other in every layer. The first round, in which processes start and steps are compiled, is apart.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def at_least_one(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--protocols", type=partial(some, HERE), default=HERE, help=",".join(HERE))
+    parser.add_argument("--protocols", type=partial(some, HERE), default="small", help=",".join(HERE))
     parser.add_argument("--ways", type=partial(some, WAYS), default=WAYS, help=",".join(WAYS))
     parser.add_argument("--repeats", type=at_least_one, default=3)
     parser.add_argument("--examples", type=at_least_one, help="at most so many a client, for a quick try")
@@ -219,6 +219,8 @@ def main() -> None:
     if not shutil.which(os.environ.get("CXX", "g++")):
         print("No C++ compiler is here, which compiled steps need: they are left out.")
         ways = {key: way for key, way in ways.items() if way.wrapped is not Compiled}
+    if not ways:
+        parser.error("no way is left to measure")
     for name, protocol in asked.protocols.items():
         protocol = scaled(protocol, asked.examples)
         rows = measured(protocol, ways, asked.repeats)
