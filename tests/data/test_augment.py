@@ -109,3 +109,19 @@ def test_normalised_is_float32_of_the_same_shape() -> None:
     found = normalised(images(4, 7, 5))
     assert (found.dtype, found.shape) == (torch.float32, (4, 3, 7, 5))
     assert found.is_contiguous()
+
+
+@pytest.mark.parametrize(("height", "width"), SHAPES)
+def test_normalised_gives_the_same_bits_in_either_memory_format(height: int, width: int) -> None:
+    plain = images(6, height, width)
+    last = plain.contiguous(memory_format=torch.channels_last)
+    found = normalised(last)
+    assert torch.equal(found, normalised(plain))
+    assert found.stride() == last.stride()
+    assert torch.equal(last, plain), "the images themselves stay"
+
+
+def test_normalised_leaves_floats_as_they_were() -> None:
+    given = torch.full((2, 3, 4, 4), 51.0)
+    normalised(given)
+    assert bool((given == 51.0).all())

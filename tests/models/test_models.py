@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from fedheal.models import MODELS, ResNet, SmallCNN, build, resnet, small_cnn
 
@@ -55,6 +56,25 @@ def test_small_cnn_parameter_count() -> None:
     for width in (4, 8):
         count = 27 * width + 90 * width**2 + 14 * width + 64 * width * 10 + 10
         assert parameters(small_cnn(10, width=width)) == count
+
+
+def test_pooling_before_relu_changes_no_bit() -> None:
+    """Against the usual order, forwards and backwards."""
+
+    def usual(model: SmallCNN, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        for conv, norm, _, _ in model.body:
+            x = functional.max_pool2d(functional.relu(norm(conv(x))), 2)
+        return model.head(x.flatten(1))
+
+    found = []
+    for apply in (SmallCNN.forward, usual):
+        torch.manual_seed(0)
+        model, x = small_cnn(10), torch.randn(16, 3, 32, 32)
+        logits = apply(model, x)
+        functional.cross_entropy(logits, torch.arange(16) % 10).backward()
+        found.append([logits, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 def test_every_parameter_is_trained() -> None:

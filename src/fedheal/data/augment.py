@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 PAD = 4
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which the paper uses throughout
@@ -18,15 +17,31 @@ AUGMENTATIONS = ("none", "crop", "flip", "crop-flip")
 
 
 def normalised(images: Tensor) -> Tensor:
-    """uint8 `[N, 3, H, W]` as float32 with ImageNet's mean and deviation."""
+    """uint8 `[N, 3, H, W]` as float32 with ImageNet's mean and deviation, in the memory format of the images."""
+    made = images.to(torch.float32) / 255
+    if images.device.type == "cpu" and _channels_last(made):
+        # The innermost loop would be over three channels: whole rows of pixels are several times faster.
+        mean, std = _row_scale(images.shape[3])
+        made.permute(0, 2, 3, 1).flatten(2).sub_(mean).div_(std)
+        return made
     mean, std = _scale(images.device)
-    return (images.to(torch.float32) / 255 - mean) / std
+    return made.sub_(mean).div_(std)
+
+
+def _channels_last(images: Tensor) -> bool:
+    return images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
 
 
 @cache
 def _scale(device: torch.device) -> tuple[Tensor, Tensor]:
     """Once a device: a copy from the CPU at every batch would make a GPU wait."""
     return tuple(torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))  # type: ignore[return-value]
+
+
+@cache
+def _row_scale(width: int) -> tuple[Tensor, Tensor]:
+    """For every pixel of a row, on the CPU."""
+    return tuple(torch.tensor(values).repeat(width) for values in (MEAN, STD))  # type: ignore[return-value]
 
 
 class Choices(NamedTuple):
@@ -62,9 +77,14 @@ def altered(images: Tensor, choices: Choices) -> Tensor:
 
 
 def _cropped(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
-    number, _, height, width = images.shape
-    padded = functional.pad(images, (PAD, PAD, PAD, PAD))
-    rows = top[:, None] + torch.arange(height, device=images.device)
-    columns = left[:, None] + torch.arange(width, device=images.device)
-    which = torch.arange(number, device=images.device).view(-1, 1, 1)
-    return padded[which, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
+    """Rows of pixels are copied whole: a gather of single pixels would cost a small network a tenth of its training."""
+    number, channels, height, width = images.shape
+    if number == 0:
+        return images
+    high, wide = height + 2 * PAD, width + 2 * PAD
+    framed = images.new_zeros(number, high, wide, channels)
+    framed[:, PAD:-PAD, PAD:-PAD] = images.permute(0, 2, 3, 1)
+    rows = framed.flatten().unfold(0, width * channels, channels)  # a view: the row of pixels that starts at each pixel
+    line = torch.arange(number, device=images.device)[:, None] * high + top[:, None]
+    first = (line + torch.arange(height, device=images.device)) * wide + left[:, None]
+    return rows.index_select(0, first.flatten()).view(number, height, width, channels).permute(0, 3, 1, 2)

@@ -18,6 +18,7 @@ from torch.nn import functional
 from fedheal.data.augment import Choices, altered, drawn, normalised
 from fedheal.data.domains import Split
 from fedheal.engine.numerics import lowered
+from fedheal.engine.sgd import SGD, Optimiser
 from fedheal.layout import Layout, Packed
 from fedheal.local.proximal import Proximal
 from fedheal.local.term import Arrays, Batch, Context, Term, reach
@@ -26,6 +27,7 @@ from fedheal.types import Reply
 
 EVALUATE_BATCH = 512
 EVALUATE_PIXELS = 1 << 22  # in a batch on a GPU, which small ones leave idle
+CACHED_PIXELS = 1 << 16  # in a batch on a CPU, so that what a network makes of it stays in the caches
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def _fit(bench: Bench, start: Packed, task: Task, purpose: str, contexts: Sequen
     module, training = bench.module, bench.training
     module.load_state_dict(bench.layout.unpack(start))
     module.train()
-    optimiser = optimiser_of(bench)
+    optimiser = _fresh_optimiser(bench)
     total, taken = torch.zeros((), dtype=torch.float64, device=bench.device), 0
     chance = generator(bench.seed, purpose, task.round, task.client)
     with seeded(layer_seed(bench, purpose, task), bench.device):
@@ -193,7 +195,15 @@ def _fit(bench: Bench, start: Packed, task: Task, purpose: str, contexts: Sequen
     return bench.layout.pack(module.state_dict()), total / max(taken, 1)
 
 
+def _fresh_optimiser(bench: Bench) -> Optimiser:
+    training = bench.training
+    if bench.device.type == "cpu":
+        return SGD(bench.module.parameters(), training.lr, training.momentum, training.weight_decay)
+    return optimiser_of(bench)
+
+
 def optimiser_of(bench: Bench) -> torch.optim.SGD:
+    """torch's own, which has one kernel for all parameters on a GPU."""
     training = bench.training
     return torch.optim.SGD(
         bench.module.parameters(),
@@ -211,7 +221,7 @@ def layer_seed(bench: Bench, purpose: str, task: Task) -> int:
 
 def step(
     bench: Bench,
-    optimiser: torch.optim.Optimizer,
+    optimiser: Optimiser,
     contexts: Sequence[Context],
     x: Tensor,
     y: Tensor,
@@ -219,7 +229,7 @@ def step(
 ) -> Tensor:
     """One step on one batch; the batch's cross-entropy."""
     module, terms = bench.module, bench.terms
-    optimiser.zero_grad(set_to_none=True)
+    optimiser.zero_grad()
     features: Tensor | None = None
     with lowered(bench.precision, bench.device):
         if any(term.features for term in terms):
@@ -252,7 +262,8 @@ def batches(examples: Split, training: Training, chance: torch.Generator) -> Ite
     """The batches of one client's round, and whether no later epoch follows."""
     for order, choices, last in planned(len(examples), training, chance):
         here = order.to(examples.labels.device)
-        images = altered(examples.images[here], choices).contiguous(memory_format=torch.channels_last)
+        chosen = examples.images.index_select(0, here)  # copies whole images, where an index in brackets takes bytes
+        images = altered(chosen, choices).contiguous(memory_format=torch.channels_last)
         yield normalised(images), examples.labels[here], last
 
 
@@ -298,11 +309,14 @@ def _gradient(bench: Bench, model: Packed, task: Task) -> Tensor:
     return torch.cat([(torch.zeros_like(t) if t.grad is None else t.grad).reshape(-1) for t in tensors]).detach()
 
 
-def in_turn(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+def in_turn(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    """A split's examples in batches; `cached` where neither sums nor statistics of a batch are part of the outcome."""
+    height, width = split.images.shape[-2:]
     size = EVALUATE_BATCH
     if split.images.device.type == "cuda":
-        height, width = split.images.shape[-2:]
         size = max(16, min(1 << 12, EVALUATE_PIXELS // (height * width)))
+    elif cached:
+        size = max(4, min(EVALUATE_BATCH, CACHED_PIXELS // (height * width)))
     yield from zip(torch.split(split.images, size), torch.split(split.labels, size), strict=True)
 
 
@@ -311,7 +325,7 @@ def correct(module: nn.Module, split: Split, precision: str = "fp32") -> Tensor:
     """For every example of a split, whether the module's first guess is right; `[N]` booleans on its device."""
     module.eval()
     right = []
-    for images, labels in in_turn(split):
+    for images, labels in in_turn(split, cached=True):
         with lowered(precision, images.device):
             right.append(module(normalised(images)).argmax(dim=1) == labels)
     return torch.cat(right)

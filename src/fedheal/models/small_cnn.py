@@ -1,6 +1,6 @@
 """A small convolutional network that trains in seconds on one processor core.
 
-Three 3 x 3 convolutions with batch normalisation and max-pooling, with 1, 2 and 4 times `width` channels. The last
+Three 3 x 3 convolutions with batch normalisation, max-pooling and ReLU, with 1, 2 and 4 times `width` channels. The last
 feature map is 4 x 4 for 32 x 32 images, the smallest that fit, and is averaged down to that for larger ones. Images
 are laid out channels-last inside, which nearly doubles the speed of the convolutions on a CPU.
 """
@@ -18,8 +18,8 @@ def _stage(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(outputs),
+        nn.MaxPool2d(2),  # before ReLU, which then has a quarter of the work: the larger of two stays so, bit for bit
         nn.ReLU(),
-        nn.MaxPool2d(2),
     )
 
 
