@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -63,9 +62,6 @@ class Compiled(nn.Module):
             judged: Tensor = self.inner(x)
             return judged
         if self.run is None:
-            warnings.filterwarnings(
-                "ignore", "Dynamo detected a call to a `functools.lru_cache`"
-            )  # and is right to trace it
             self.run = torch.compile(self.inner.forward, dynamic=True)  # once for all sizes: last batches are smaller
         return self.run(x)
 

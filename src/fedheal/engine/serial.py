@@ -18,7 +18,6 @@ from torch.nn import functional
 from fedheal.data.augment import Choices, altered, drawn, normalised
 from fedheal.data.domains import Split
 from fedheal.engine.numerics import lowered
-from fedheal.engine.sgd import SGD, Optimiser
 from fedheal.layout import Layout, Packed
 from fedheal.local.proximal import Proximal
 from fedheal.local.term import Arrays, Batch, Context, Term, reach
@@ -185,7 +184,7 @@ def _fit(bench: Bench, start: Packed, task: Task, purpose: str, contexts: Sequen
     module, training = bench.module, bench.training
     module.load_state_dict(bench.layout.unpack(start))
     module.train()
-    optimiser = _fresh_optimiser(bench)
+    optimiser = optimiser_of(bench)
     total, taken = torch.zeros((), dtype=torch.float64, device=bench.device), 0
     chance = generator(bench.seed, purpose, task.round, task.client)
     with seeded(layer_seed(bench, purpose, task), bench.device):
@@ -195,15 +194,7 @@ def _fit(bench: Bench, start: Packed, task: Task, purpose: str, contexts: Sequen
     return bench.layout.pack(module.state_dict()), total / max(taken, 1)
 
 
-def _fresh_optimiser(bench: Bench) -> Optimiser:
-    training = bench.training
-    if bench.device.type == "cpu":
-        return SGD(bench.module.parameters(), training.lr, training.momentum, training.weight_decay)
-    return optimiser_of(bench)
-
-
 def optimiser_of(bench: Bench) -> torch.optim.SGD:
-    """torch's own, which has one kernel for all parameters on a GPU."""
     training = bench.training
     return torch.optim.SGD(
         bench.module.parameters(),
@@ -221,7 +212,7 @@ def layer_seed(bench: Bench, purpose: str, task: Task) -> int:
 
 def step(
     bench: Bench,
-    optimiser: Optimiser,
+    optimiser: torch.optim.Optimizer,
     contexts: Sequence[Context],
     x: Tensor,
     y: Tensor,
@@ -229,7 +220,7 @@ def step(
 ) -> Tensor:
     """One step on one batch; the batch's cross-entropy."""
     module, terms = bench.module, bench.terms
-    optimiser.zero_grad()
+    optimiser.zero_grad(set_to_none=True)
     features: Tensor | None = None
     with lowered(bench.precision, bench.device):
         if any(term.features for term in terms):
