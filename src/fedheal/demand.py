@@ -30,10 +30,8 @@ log = logging.getLogger("fedheal")
 
 FLOAT = 4  # bytes; lower precisions need less
 CONTEXT = 2 << 30  # what CUDA, cuDNN and compiled kernels take before there is any data
-COPIES = (
-    5  # of the parameters in a lane: they, gradients, velocities, where they started, and what a term compares with
-)
-ACTIVATIONS = 2  # times those of a step: in the allocator's cache since a lane warmed up, and in the pool of its graphs
+COPIES = 5  # of a lane's parameters: they, gradients, velocities, where they started, what a term compares with
+ACTIVATIONS = 3  # times those of a step: in the cache since a lane warmed up, in its graphs' pool, in workspaces
 MAPS = 3  # of the widest layer at a time in an evaluation: what goes in, what comes out, and a workspace
 COUNTS = 2  # bytes of a sign count
 CLASSES = 100  # where only the files say how many there are: their number hardly matters
@@ -64,9 +62,7 @@ def demand(experiment: Experiment) -> Demand:
     """What this run needs of a GPU; `WHOLE` where that cannot be told."""
     try:
         return _demand(experiment)
-    except (
-        Exception
-    ) as error:  # from a user's code may come anything, and what is wrong with it the run itself will say
+    except Exception as error:  # anything may come from a user's code, and the run itself will say what is wrong
         log.info("what '%s' needs of a GPU is not known (%s): it gets a whole one", experiment.folder_name, error)
         return WHOLE
 

@@ -38,7 +38,7 @@ def _cast(tensors: tuple[Tensor, ...], dtypes: list[torch.dtype]) -> tuple[Tenso
 @contextmanager
 def lowered_weights(convolutions: list[nn.Conv2d], device: torch.device) -> Iterator[None]:
     """For as long as it lasts, and only under autocast, these convolutions use weights in autocast's dtype."""
-    if not torch.is_autocast_enabled(device.type):
+    if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
         yield
         return
     weights = [conv.weight for conv in convolutions]
