@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedheal import data, models
-from fedheal.demand import COPIES, WHOLE, Demand, demand, outline, traced
+from fedheal.demand import ACTIVATIONS, COPIES, WHOLE, Demand, demand, outline, traced
 from fedheal.experiment import Experiment, clients_of, domains_of
 from fedheal.places import FILLS
 from tiny_data import quick
@@ -88,7 +88,7 @@ def test_the_parts_of_a_demand_add_up():
     """Every lane and every client more costs what it holds, and nothing else changes."""
     keys = {"data": "digits", "model": "small_cnn", "batch_size": 32}
     step = traced("small_cnn", None, 10, (32, 3, 32, 32))
-    lane = 2 * step.activations + COPIES * 4 * step.parameters
+    lane = ACTIVATIONS * step.activations + COPIES * 4 * step.parameters
     one, two = (demand(Experiment(**keys, lanes=n)) for n in (1, 2))
     assert two.bytes - one.bytes == lane
     assert demand(Experiment(**keys, engine="serial")) == one

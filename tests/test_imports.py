@@ -24,7 +24,7 @@ ORDER = [
     {"schedule"},
     {"compare", "sweep", "board"},
     {"recipes", "flower"},
-    {"cli_data"},
+    {"cli_data", "cli_show"},
     {"cli", "__main__"},
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}

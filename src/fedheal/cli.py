@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import fedheal
+from fedheal import cli_show as show
 from fedheal import methods as method_table
 from fedheal import records, sweep
-from fedheal.aggregate.stages import STAGES
 from fedheal.board import Board
 from fedheal.cli_data import data_app
 from fedheal.compare import plan, seeds_of
@@ -32,9 +30,7 @@ from fedheal.recipes import RECIPES, Options, suffix
 from fedheal.recipes import planned as planned_runs
 from fedheal.recipes.reproduce import reproduced
 from fedheal.report import conclusions, rows, tables
-from fedheal.report import diagnose as diagnosis
 from fedheal.report import figures as drawing
-from fedheal.report.page import Extra, page
 from fedheal.schedule import Job, at_a_time, run_all
 
 app = typer.Typer(
@@ -120,9 +116,9 @@ def run(
     if as_json:
         typer.echo(json.dumps(dict(result.summary), indent=2))
     elif not quiet:
-        _show([result.summary])
+        show.compared([result.summary])
         typer.echo(f"Accuracy in percent, {tables.over_rounds(frozenset({int(result.summary['averaged'])}))}.")
-        _notes([result.summary])
+        show.notes([result.summary])
         typer.echo(f"{folder}")
 
 
@@ -146,11 +142,11 @@ def demo(
     _run(planned, console, jobs)
     summaries = [records.read_json(job.folder / "result.json") for job in planned]
     found = rows.rows(s | {"folder": str(job.folder)} for s, job in zip(summaries, planned, strict=True))
-    written = _write_page(found, out / "report.html", "FedHEAL on four domains of digits")
+    written = show.write_page(found, out / "report.html", "FedHEAL on four domains of digits")
     if as_json:
         typer.echo(json.dumps(summaries, indent=2))
     elif not quiet:
-        _show(summaries)
+        show.compared(summaries)
         about = tables.tables(found)[0].about
         typer.echo(
             f"{about[0].upper()}{about[1:]}. One seed: differences of a point or two are noise.\n"
@@ -200,7 +196,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps({"rows": tables.tidy(found), "conclusions": conclusions.sentences(found)}, indent=2))
     elif not quiet:
-        _report(found, "text")
+        typer.echo(show.reported(found, "text"))
 
 
 @app.command(name="sweep")
@@ -254,7 +250,7 @@ def sweep_command(
     if as_json:
         typer.echo(json.dumps(described, indent=2))
     elif not quiet:
-        _wide().print(_sweep_table(found, chosen))
+        show.wide().print(show.searched(found, chosen))
         best = " ".join(f"{key}={value}" for key, value in chosen.point.items())
         typer.echo(
             f"Chosen by {metric} on validation data, {len(wanted.seeds)} seed(s): {best}. The test set had no part in it."
@@ -295,7 +291,7 @@ def report(
             f"format = {form}: the page of --html has its tables to copy in all formats; leave one of them out"
         )
     if diagnose:
-        _diagnose(runs, by, figures)
+        show.diagnosed(runs, by, figures)
         return
     if by is not None:
         raise ValueError(f"by = {by}: it says whom --diagnose looks at; give both")
@@ -305,7 +301,7 @@ def report(
     reference = _canonical(reference)
     if html or figures is not None:
         if html:
-            typer.echo(_write_page(found, out or _folder(runs[0]) / "report.html", reference=reference))
+            typer.echo(show.write_page(found, out or _folder(runs[0]) / "report.html", reference=reference))
         if figures is not None:
             written = drawing.write(found, figures, reference)
             typer.echo(f"{len(written)} files in {figures}")
@@ -319,7 +315,7 @@ def report(
     if form == "csv":
         text = tables.csv_text(found)
     elif form in tables.FORMATS:
-        text = _reported(found, form, reference)
+        text = show.reported(found, form, reference)
     else:
         raise ValueError(f"format = {form}: use one of {', '.join([*tables.FORMATS, 'csv', 'parquet'])}")
     if out is None:
@@ -371,7 +367,7 @@ def reproduce(
     _run(wanted, console, jobs, ray)
     made = reproduced(result, RECIPES[result], parts, out / f"{result}{suffix(options)}")
     title = f"{RECIPES[result].title}{' (a smoke run)' if smoke else ''}"
-    written = _write_page(made.rows, out / f"{result}{suffix(options)}.html", title, extras=made.extras)
+    written = show.write_page(made.rows, out / f"{result}{suffix(options)}.html", title, extras=made.extras)
     if as_json:
         typer.echo(json.dumps(made.tidy, indent=2))
     elif not quiet:
@@ -394,35 +390,10 @@ def methods(
     Example: fedheal methods fedprox+fedheal
     """
     if name is not None:
-        _wide().print(_explained(name))
+        show.wide().print(show.explained(name))
         return
-    table = Table(
-        "part",
-        "what it does",
-        "parameters",
-        title="<local>[:key=value,...]{+<stage>[:key=value,...]}",
-        title_justify="left",
-    )
-    groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
-    for kind, parts in groups:
-        for part_name, part in parts.items():
-            keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
-            table.add_row(f"{part_name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
-    for bound, about in rows.BOUNDS.items():
-        table.add_row(f"{bound} (bound)", about, "")
-    _wide().print(table)
+    show.wide().print(show.parts())
     typer.echo("fedheal methods NAME says what the parameters mean and where their defaults come from.")
-
-
-def _explained(name: str) -> Table:
-    table = Table("part", "parameter", "default", "what it is", "source of the default", title_justify="left")
-    table.title = method_table.get(name).name
-    for part, key, value, default, said in method_table.explained(name):
-        shown = str(default).lower() if isinstance(default, bool) else str(default)
-        table.add_row(part, key, shown if value == default else f"{shown} (here {value})", said.about, said.source)
-    if not table.rows:
-        table.add_row(name, "no parameters", "", "", "")
-    return table
 
 
 def _canonical(method: str | None) -> str | None:
@@ -435,37 +406,6 @@ def _canonical(method: str | None) -> str | None:
 
 def _folder(path: Path) -> Path:
     return path if path.is_dir() else path.parent
-
-
-def _write_page(
-    found: Sequence[rows.Row],
-    path: Path,
-    title: str = "",
-    reference: str | None = None,
-    extras: Sequence[Extra] = (),
-) -> str:
-    """Write the HTML page and say where it is."""
-    text = page(found, title, reference, extras)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    records.write_text(path, text)
-    return str(path)
-
-
-def _diagnose(runs: Sequence[Path], by: str | None, figures: Path | None) -> None:
-    if len(runs) != 1:
-        raise ValueError(f"--diagnose looks at one run, but there are {len(runs)} folders: name one")
-    found = diagnosis.diagnose(runs[0], by)
-    head, *body = diagnosis.lines(found)
-    table = Table()
-    for i, word in enumerate(head):
-        table.add_column(word, justify="right" if i else "left")
-    for line in body:
-        table.add_row(*line)
-    _wide().print(table)
-    typer.echo("\n".join(diagnosis.sentences(found)))
-    written = diagnosis.write_picture(found, (figures or runs[0]) / f"diagnosis-{found.what}")
-    if written:
-        typer.echo(str(written[-1]))
 
 
 def _run(planned: Sequence[Job], console: Console, jobs: int, ray: str | None = None) -> None:
@@ -500,77 +440,6 @@ def _is_override(word: str) -> bool:
     """A word with = and no earlier : is an override; `fedprox:mu=0.1` is a method."""
     before, equals, _ = word.partition("=")
     return bool(equals) and ":" not in before
-
-
-def _report(found: Sequence[rows.Row], form: str, reference: str | None = None) -> None:
-    typer.echo(_reported(found, form, reference))
-
-
-def _reported(found: Sequence[rows.Row], form: str, reference: str | None) -> str:
-    parts = []
-    for table in tables.tables(found):
-        parts.append(f"{table.data}: {table.about}")
-        parts.append(tables.FORMATS[form](table))
-        own = [row for row in found if str(row.summaries[0]["data"]) == table.data]
-        said = conclusions.sentences(own, reference)
-        notes = (note for row in own for summary in row.summaries for note in summary.get("data_notes", ()))
-        said += [f"Note: {note}." for note in dict.fromkeys(notes)]
-        bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
-        parts.append("\n".join(f"{bullet}{sentence}" for sentence in said))
-    if form == "latex":
-        parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _notes(summaries: Sequence[Mapping[str, Any]]) -> None:
-    """What is special about the data, each thing once."""
-    for note in dict.fromkeys(note for summary in summaries for note in summary.get("data_notes", ())):
-        typer.echo(f"Note: {note}.")
-
-
-def _show(summaries: Sequence[Mapping[str, Any]]) -> None:
-    _wide().print(_table(summaries))
-
-
-def _wide() -> Console:
-    """Where nobody looks at a terminal there is no width to keep to."""
-    return Console(width=None if sys.stdout.isatty() else 200)
-
-
-def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """Methods against domains, AVG, STD and worst; the best of each column stands out."""
-    columns = list(summaries[0]["domains"])
-    table = Table()
-    table.add_column("method", no_wrap=True)
-    for name in (*columns, "AVG", "STD", "worst"):
-        table.add_column(name, justify="right")
-    values = [[s["domains"][c] for c in columns] + [s["avg"], s["std"], s["worst"]] for s in summaries]
-    best = [min(column) if i == len(columns) + 1 else max(column) for i, column in enumerate(zip(*values, strict=True))]
-    for summary, row in zip(summaries, values, strict=True):
-        cells = [
-            f"[bold]{x:.1f}[/]" if len(values) > 1 and x == b else f"{x:.1f}" for x, b in zip(row, best, strict=True)
-        ]
-        table.add_row(summary["method"], *cells)
-    return table
-
-
-def _sweep_table(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
-    table = Table(title="mean over seeds; chosen on validation, the test set for information", title_justify="left")
-    for key in chosen.point:
-        table.add_column(key, justify="right")
-    for where in ("validation", "test"):
-        for name in ("avg", "std", "worst"):
-            table.add_column(f"{where} {name}", justify="right")
-    table.add_column("")
-    for trial in found:
-        numbers = [
-            sum(part[name]) / len(part[name])
-            for part in (trial.validation, trial.test)
-            for name in ("avg", "std", "worst")
-        ]
-        mark = "chosen" if trial is chosen else ""
-        table.add_row(*(str(v) for v in trial.point.values()), *(f"{x:.2f}" for x in numbers), mark)
-    return table
 
 
 @contextmanager

@@ -182,6 +182,7 @@ def summary(
         "dropouts": sum(record.cohort - record.replied for record in history),
         "skipped": sum(len(record.report.get("skipped", {})) for record in history),
         "device": "clients'",
+        "hardware": "clients'",
         "precision": "fp32",
         "threads": torch.get_num_threads(),
         "data_fingerprint": "",
