@@ -26,7 +26,7 @@ def machine(monkeypatch):
     def made(number: int, cores: int = 16, free: int = 80 * GIB) -> list[int]:
         monkeypatch.setattr(places, "number", lambda: number)
         monkeypatch.setattr(places, "gpus", lambda: looked.append(1) or tuple(cards(number, free)))
-        monkeypatch.setattr("os.cpu_count", lambda: cores)
+        monkeypatch.setattr(places, "cores", lambda: cores)
         return looked
 
     return made

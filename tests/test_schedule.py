@@ -33,7 +33,7 @@ class Threads(ThreadPoolExecutor):
 def two_gpus(monkeypatch):
     monkeypatch.setattr(places, "number", lambda: 2)
     monkeypatch.setattr(places, "gpus", lambda: (Gpu(0, 80 * GIB), Gpu(1, 80 * GIB)))
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr(places, "cores", lambda: 16)
 
 
 class Stage:
@@ -67,6 +67,7 @@ def stage(monkeypatch, two_gpus):
     made = Stage()
     monkeypatch.setattr(schedule, "_pool", Threads)
     monkeypatch.setattr(schedule, "_do", made.do)
+    monkeypatch.setattr(schedule, "_do_there", made.do)
     return made
 
 

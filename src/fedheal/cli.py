@@ -25,6 +25,7 @@ from fedheal.cli_data import data_app
 from fedheal.compare import plan, seeds_of
 from fedheal.execute import run as execute
 from fedheal.experiment import FREE, Experiment, overridden
+from fedheal.interrupt import stop_on_terminate
 from fedheal.progress import Progress
 from fedheal.recipes import RECIPES, Options, suffix
 from fedheal.recipes import planned as planned_runs
@@ -61,6 +62,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ± is no reason to fail
+    stop_on_terminate()
     with _sentences():
         try:
             code = app(standalone_mode=False)

@@ -22,7 +22,7 @@ from fedheal.data.augment import PAD
 from fedheal.data.describe import Description
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.data.real import Wanted, share
-from fedheal.engine.lanes import MOST
+from fedheal.engine.lanes import MOST_LANES
 from fedheal.engine.serial import EVALUATE_PIXELS
 from fedheal.experiment import Experiment, clients_of, takes_part, wanted_of
 
@@ -77,7 +77,7 @@ def _demand(experiment: Experiment) -> Demand:
     height, width = domains.domains[0].test.images.shape[-2:]
     batch = min(experiment.batch_size, max(held))
     step = traced(experiment.model, experiment.width, len(domains.classes), (batch, 3, height, width))
-    lanes = 1 if experiment.engine == "serial" else min(experiment.lanes or MOST, len(held))
+    lanes = 1 if experiment.engine == "serial" else min(experiment.lanes or MOST_LANES, len(held))
     model = FLOAT * step.parameters
     training = lanes * (ACTIVATIONS * step.activations + COPIES * model)
     evaluating = MAPS * step.widest / (batch * height * width) * EVALUATE_PIXELS

@@ -20,7 +20,7 @@ from fedheal.demand import Demand, demand
 from fedheal.experiment import Experiment
 
 FILLS = 2e10  # floating-point operations a step: with so many the lanes of one run fill a GPU
-MOST = 4  # runs that share a GPU
+MOST_RUNS = 4  # that share a GPU
 SHARE = 0.9  # of the memory that is free: an estimate is not exact
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -39,6 +39,11 @@ class Place:
 
     gpu: int | None
     slots: int
+
+
+def cores() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def number() -> int:
@@ -71,7 +76,7 @@ def side_by_side(free: float, need: Demand) -> int:
     """
     if need.flops_per_step >= FILLS:
         return 1
-    return max(1, min(MOST, int(SHARE * free / need.bytes)))
+    return max(1, min(MOST_RUNS, int(SHARE * free / need.bytes)))
 
 
 def spread(there: Sequence[Gpu], processes: int, needs: Iterable[Demand], cores: int) -> list[Place]:
@@ -96,14 +101,14 @@ def places(experiments: Sequence[Experiment], processes: int = 0) -> list[Place]
     processes = 1 if len(experiments) == 1 else processes
     kind, _, index = experiments[0].device.partition(":")
     seen = number() if kind in ("auto", "cuda") else 0
-    cores = os.cpu_count() or 1
     named = [i for i in range(seen) if not index or index == str(i)]
     if not named:  # where a GPU was asked for, the first run says that there is none
-        return [Place(None, 1 if kind == "cuda" else processes or cores)]
+        each = max(experiment.threads * experiment.workers for experiment in experiments)
+        return [Place(None, 1 if kind == "cuda" else processes or max(1, cores() // each))]
     needs = [] if processes else [demand(experiment) for experiment in experiments]
     open_question = bool(needs) and all(need.flops_per_step < FILLS for need in needs)
     free = {gpu.index: gpu.free for gpu in gpus()} if open_question else {}
-    found = spread([Gpu(i, free.get(i, 0)) for i in named], processes, needs, cores)
+    found = spread([Gpu(i, free.get(i, 0)) for i in named], processes, needs, cores())
     return [Place(None, place.slots) for place in found] if index else found
 
 

@@ -11,9 +11,11 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,8 +24,10 @@ from typing import Any
 import torch
 
 from fedheal.demand import demand
+from fedheal.engine.workers import end_with_parent
 from fedheal.execute import run
 from fedheal.experiment import Experiment
+from fedheal.interrupt import stop_on_terminate
 from fedheal.places import VISIBLE, Place, emptiest, places, side_by_side, visible, worded
 
 UNSEEN = 16 << 30  # bytes taken to be free on a GPU of a cluster, which cannot be asked from here
@@ -89,13 +93,14 @@ def _at_once(jobs: Sequence[Job], there: Sequence[Place]) -> Iterator[Job]:
         while waiting or running:
             while waiting and (place := emptiest(there, (taken for _, taken in running.values()))) is not None:
                 job = waiting.popleft()
-                running[pools[place].submit(_do, job)] = job, place
+                with _unheard():
+                    running[pools[place].submit(_do_there, job)] = job, place
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
                 job, _ = running.pop(ended)
                 ended.result()
                 yield job
     except BaseException:
-        # What runs can be resumed; what waits must not start.
+        # What waits must not start; what runs is told to save what it has.
         workers = [process for pool in pools.values() for process in (pool._processes or {}).values()]
         for pool in pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
@@ -112,12 +117,35 @@ def _pool(place: Place) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(place.slots, get_context("spawn"), _begin, (seen,))
 
 
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal, but those that start here do not hear it: this one ends the others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _begin(seen: str | None) -> None:
     """In a new process, before CUDA starts there."""
-    # Ctrl-C reaches every process of a terminal: it is the first one that ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # idle, it ends when it is told that there is no more to do
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
     if seen is not None:
         os.environ[VISIBLE] = seen
+
+
+def _do_there(job: Job) -> None:
+    """In a process of a pool: stopped, a run saves its state."""
+    stop_on_terminate()
+    try:
+        _do(job)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _do(job: Job) -> None:

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,58 @@ def test_a_kill_at_any_step_of_saving_loses_nothing(tmp_path: Path) -> None:
     assert troubles == ""
     for plan in once + twice:
         assert_same(tmp_path / "-".join(map(str, plan)), reference)
+
+
+def waited(condition: Callable[[], bool], seconds: float = 120) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def running(word: str) -> list[str]:
+    """The processes whose environment has this word."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if word.encode() in (process / "environ").read_bytes():
+                found.append(process.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_runs_side_by_side_that_are_stopped_save_what_they_have_and_leave_no_process(
+    how: signal.Signals, tmp_path: Path
+) -> None:
+    mark = f"FEDHEAL_TEST_{how.name}={tmp_path.name}"
+    keys = words("rounds=100000", "model=tiny_data:normed", "save_seconds=1000")[1:]  # but for the data
+    command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "fedheal", "--seeds", "1", "--jobs", "2", *keys]
+    command += ["--data", "tiny_data:load", "--out", str(tmp_path / "both"), "--quiet"]
+    process = subprocess.Popen(
+        command,
+        env=ENVIRONMENT | dict([mark.split("=")]),
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  (background jobs ignore it)
+    )
+    try:
+        folders = [tmp_path / "both" / f"{name}-tiny_data_load-seed0" for name in ("fedavg", "fedavg+fedheal")]
+        assert waited(lambda: all(lines(folder) > 3 for folder in folders)), list(tmp_path.rglob("*"))
+        if how == signal.SIGINT:
+            os.killpg(process.pid, how)  # as a terminal does
+        else:
+            process.send_signal(how)
+        _, said = process.communicate(timeout=60)
+        assert waited(lambda: not running(mark), 30), running(mark)
+        if how == signal.SIGKILL:
+            return
+        assert process.returncode == 130
+        assert b"Traceback" not in said
+        for folder in folders:
+            (state,) = (folder / "state").glob("*.safetensors")
+            assert int(state.stem) >= 3
+            assert int(state.stem) <= lines(folder) <= int(state.stem) + 1
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

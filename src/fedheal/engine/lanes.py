@@ -37,7 +37,7 @@ from fedheal.local.term import Arrays
 log = logging.getLogger("fedheal")
 
 PIXELS = 1 << 22  # in the batches of all lanes together: where an H200 is full
-MOST = 8
+MOST_LANES = 8
 
 
 class Lanes:
@@ -138,7 +138,7 @@ def _side_by_side(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]
 def _most(bench: Bench) -> int:
     """As many lanes as fill the device, which large images do sooner; more give nothing and take memory."""
     height, width = next(iter(bench.examples.values())).images.shape[-2:]
-    return max(4, min(MOST, PIXELS // (bench.training.batch_size * height * width)))
+    return max(4, min(MOST_LANES, PIXELS // (bench.training.batch_size * height * width)))
 
 
 def _shared_out(steps: Sequence[int], most: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context, parent_process
+from multiprocessing.process import BaseProcess
 
 import torch
 
@@ -65,12 +66,15 @@ def _start(bench: Bench, threads: int) -> None:
     )  # Ctrl-C reaches every process of a terminal: the run's own ends the others
     torch.set_num_threads(threads)
     _bench = replace(bench, module=copy.deepcopy(bench.module))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
-def _end_with_parent() -> None:
-    """A run that is killed takes its workers with it."""
-    parent = parent_process()
+def end_with_parent() -> None:
+    """From now on, whoever kills the process that started this one ends this one too."""
+    threading.Thread(target=_watch, args=(parent_process(),), daemon=True).start()
+
+
+def _watch(parent: BaseProcess | None) -> None:
     if parent is not None:
         parent.join()
         os._exit(1)

@@ -50,4 +50,4 @@ def lowered_weights(convolutions: list[nn.Conv2d], device: torch.device) -> Iter
         yield
     finally:
         for conv in convolutions:
-            del conv.__dict__["weight"]
+            conv.__dict__.pop("weight", None)
