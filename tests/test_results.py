@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+import fedheal
 from fedheal import Experiment
 from fedheal.metrics import fairness
 from fedheal.recipes import RECIPES
@@ -22,6 +24,7 @@ from tiny_data import QUICK
 ROOT = Path(__file__).parents[1]
 DATA = "tiny_data:load"
 RECIPE = RECIPES["headline"]
+SLOW = {"lr": 0.003}  # or all rows would be perfect
 
 
 @pytest.fixture
@@ -39,13 +42,28 @@ def table(results) -> ModuleType:
 def tool(results, monkeypatch, tmp_path):
     """The tool with a plan of tiny data, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    slow = {key: value for key, value in QUICK.items() if key != "data"} | {"lr": 0.003}  # or all rows would be perfect
-    monkeypatch.setattr(results, "PLAN", {DATA: slow})
+    monkeypatch.setattr(results, "PLAN", {DATA: {key: value for key, value in QUICK.items() if key != "data"} | SLOW})
 
     def call(*words):
         return results.main([*words])
 
     return call
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    """A run of the plan of tiny data, to be copied."""
+    folder = tmp_path_factory.mktemp("finished") / "fedavg-tiny_data_load-seed0"
+    fedheal.run(Experiment(**QUICK | SLOW, method="fedavg"), folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def kept(tool, finished, tmp_path):
+    """The tool, and a run among its results."""
+    shutil.copytree(finished, tmp_path / "runs" / "results" / finished.name)
+    assert tool("collect") == 0
+    return tool, tmp_path / "results" / "tiny_data.load" / finished.name
 
 
 def run(tool, *words):
@@ -66,7 +84,7 @@ def of(method, under):
 def test_the_page_is_current(results, table):
     folders = {data: ROOT / "results" / results.folder_of(data) for data in results.PLAN}
     written = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-    assert written == table.page(RECIPE, folders), "run: make results"
+    assert written == table.page(RECIPE, folders, results.PLAN), "run: make results"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/findings.md"])
@@ -208,13 +226,80 @@ def test_collecting_takes_what_is_light_and_leaves_what_is_there(tool, capsys, t
     assert read_json(taken / "result.json")["seconds"] == {}
 
 
-def test_a_damaged_result_is_named_and_the_page_stays_as_it_was(tool, capsys, tmp_path):
-    run(tool, "--rows", "fedavg")
-    tool("collect")
+def edited(name, change):
+    """Damage: a file of a kept run, its text changed (or the file removed, where nothing is given back)."""
+
+    def edit(folder):
+        text = change((folder / name).read_text())
+        (folder / name).unlink() if text is None else (folder / name).write_text(text)
+
+    return edit
+
+
+def said_otherwise(**keys):
+    """`result.json` with other values, without those that are None."""
+
+    def change(text):
+        return json.dumps({key: value for key, value in (json.loads(text) | keys).items() if value is not None})
+
+    return edited("result.json", change)
+
+
+def scored_otherwise(text):
+    *lines, last = text.splitlines()
+    record = json.loads(last)
+    return "\n".join([*lines, json.dumps(record | {"domains": record["domains"] | {"plain": 1.25}})])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (edited("rounds.jsonl", lambda text: None), "rounds.jsonl is missing"),
+        (edited("rounds.jsonl", lambda text: ""), "rounds.jsonl: it holds 0 rounds, but experiment.toml says 3"),
+        (edited("rounds.jsonl", lambda text: text + "gar"), "rounds.jsonl: line 4 is no record of round 4"),
+        (edited("rounds.jsonl", lambda text: text[:-9]), "rounds.jsonl: line 3 is no record of round 3"),
+        (edited("rounds.jsonl", lambda text: text.split("\n", 1)[1]), "rounds.jsonl: line 1 is no record of round 1"),
+        (edited("rounds.jsonl", lambda text: text.replace("plain", "plane")), "rounds.jsonl: line 1 has not the acc"),
+        (
+            edited("rounds.jsonl", lambda text: text.replace('"seconds"', '"minutes"')),
+            "rounds.jsonl: line 1 has no sec",
+        ),
+        (edited("rounds.jsonl", scored_otherwise), "but the last rounds of rounds.jsonl give"),
+        (edited("result.json", lambda text: None), "result.json is missing"),
+        (edited("result.json", lambda text: "{}"), "result.json: there is no method"),
+        (edited("result.json", lambda text: "[]"), "result.json does not hold a JSON object"),
+        (edited("result.json", lambda text: text[: len(text) // 2]), "result.json is not JSON: "),
+        (said_otherwise(hardware=None), "result.json: there is no hardware"),
+        (said_otherwise(versions="1"), "result.json: versions = '1' is of the wrong kind"),
+        (said_otherwise(domains={"plain": "good"}), "result.json: domains = {'plain': 'good'} are no accuracies"),
+        (
+            said_otherwise(domains={"plain": 1.0, "noisy": 99.999, "dark": 1.0}),
+            "result.json: plain = 1.0, but the last",
+        ),
+        (said_otherwise(avg=99.999), "result.json: avg = 99.999, but the last rounds of rounds.jsonl give"),
+        (said_otherwise(std=float("nan")), "result.json: std = nan, but the last rounds of rounds.jsonl give"),
+        (said_otherwise(averaged=2), "result.json: averaged = 2, but rounds.jsonl has 3 evaluated rounds"),
+        (said_otherwise(seed=1), "result.json: seed = 1, but experiment.toml says 0"),
+        (said_otherwise(method="fedprox"), "result.json: method = fedprox, but experiment.toml says fedavg"),
+        (said_otherwise(rounds=200), "result.json: rounds = 200, but experiment.toml says 3"),
+        (edited("experiment.toml", lambda text: None), "experiment.toml cannot be read"),
+        (edited("experiment.toml", lambda text: text + "bogus = 1"), "experiment.toml: "),
+        (
+            lambda folder: shutil.copytree(folder, folder.with_name("copy")),
+            "copy: its run belongs into a folder called",
+        ),
+    ],
+)
+def test_a_damaged_result_is_named_and_the_page_stays_as_it_was(kept, capsys, tmp_path, damage, said):
+    tool, folder = kept
     page = (tmp_path / "results" / "README.md").read_text()
-    (of("fedavg", tmp_path / "results") / "result.json").write_text("{}")
+    damage(folder)
+    capsys.readouterr()
     assert tool("table") == 2
-    assert "fedavg-tiny_data_load-seed0: no row of the plan is None" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert said in err
+    assert str(Path("results/tiny_data.load")) in err
+    assert err.count("\n") == 1
     assert (tmp_path / "results" / "README.md").read_text() == page
 
 
@@ -286,17 +371,19 @@ def test_more_seeds_are_paired(tool, tmp_path):
     assert "1 to 2 seeds, ± standard deviation over them" in page
 
 
-def forged(folder, data, method, domains, rounds, seconds=(1.0,)):
+def forged(folder, data, method, domains, rounds, seconds=()):
     """A run that never was, with these accuracies."""
     experiment = Experiment(data=data, method=method, rounds=rounds)
     path = folder / experiment.folder_name
     path.mkdir(parents=True)
     (path / "experiment.toml").write_text(experiment.to_toml())
     record = {"domains": domains, "fairness": fairness(domains)}
+    seconds = seconds or [1.0] * rounds
     records = [record | {"round": i, "seconds": {"train": s - 0.5, "evaluate": 0.5}} for i, s in enumerate(seconds, 1)]
     (path / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     summary = {
-        "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": 5, "domains": domains,
+        "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": min(5, rounds),
+        "domains": domains,
         **fairness(domains), "pool": False, "only": [], "without": [], "precision": "bf16", "hardware": "a GPU",
         "data_fingerprint": "x", "versions": {"fedheal": "1"}, "data_notes": [],
     }  # fmt: skip
@@ -307,7 +394,7 @@ def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside
     near = {"mnist": 91.6 - 5.1, "usps": 91.6 + 3.1, "svhn": 81.6 - 2.9, "syn_standin": 50.0}
     forged(tmp_path, "digits", "fedavg", near, 200)
     page = table.page(RECIPE, {"digits": tmp_path})
-    assert page.count("| syn_standin (stand-in for syn) |") == 3  # one round does not move, and nothing is subtracted
+    assert page.count("| syn_standin (stand-in for syn) |") == 4  # in all tables but that of differences
     assert "syn_standin is a stand-in for syn: its column is no result on syn" in page
     assert "| difference | **-5.1** | **+3.1** | -2.9 | +27.0 |" in page
     assert "More apart than 5 on mnist, 3 on usps, 3 on svhn: FedAvg on mnist (-5.1), FedAvg on usps (+3.1)." in page

@@ -177,7 +177,9 @@ def table(asked: argparse.Namespace) -> int:
     from results_table import page  # statistics and tables, which running needs none of
 
     asked.results.mkdir(parents=True, exist_ok=True)
-    write_text(asked.results / "README.md", page(RECIPE, {data: asked.results / folder_of(data) for data in PLAN}))
+    write_text(
+        asked.results / "README.md", page(RECIPE, {data: asked.results / folder_of(data) for data in PLAN}, PLAN)
+    )
     say(str(asked.results / "README.md"))
     return 0
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedheal.data import DESCRIPTIONS, protocol
-from fedheal.experiment import FREE, Experiment
+from fedheal.data import DESCRIPTIONS
+from fedheal.experiment import Experiment
+from fedheal.metrics import fairness
 from fedheal.recipes import beside
 from fedheal.recipes.recipe import Entry, Planned, Recipe
-from fedheal.records import read_json, read_rounds
 from fedheal.report.tables import EVENNESS, over_rounds
 from fedheal.schedule import Job
+from results_kept import Run, found
 
 NOISE = 20  # evaluated rounds
 BASES = ("FedAvg", "uniform weights")
@@ -39,34 +38,8 @@ INDEPENDENT_SOURCE = (
 LIMITS = {"mnist": 5.0, "usps": 3.0, "svhn": 3.0}  # points; more is a bug until it is explained
 
 
-@dataclass(frozen=True)
-class Run:
-    """One finished run of a row."""
-
-    entry: Entry
-    folder: Path
-    experiment: Experiment
-    summary: Mapping[str, Any]
-
-    @cached_property
-    def records(self) -> list[dict[str, Any]]:
-        return read_rounds(self.folder)
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """Accuracy per domain, then AVG, STD and worst."""
-        return dict(self.summary["domains"]) | {name: self.summary[key] for name, key in EVENNESS.items()}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What must be the same for two runs to differ by their methods alone."""
-        varied = FREE | {"method"}
-        fixed = {key: value for key, value in self.experiment.to_dict().items() if key not in varied}
-        return fixed | {"data_fingerprint": self.summary["data_fingerprint"]}
-
-
-def page(recipe: Recipe, folders: Mapping[str, Path]) -> str:
-    """The page as Markdown; `folders` holds the runs of each data set."""
+def page(recipe: Recipe, folders: Mapping[str, Path], plan: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    """The page as Markdown; `folders` holds the runs of each data set, `plan` what is said beside the protocol."""
     parts = [
         "# Results",
         "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
@@ -74,13 +47,14 @@ def page(recipe: Recipe, folders: Mapping[str, Path]) -> str:
         "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`).",
     ]
     for data, folder in folders.items():
-        parts += [f"## {data}", *_about(recipe, data, folder)]
+        usual = Experiment.of({"data": data} | dict((plan or {}).get(data, {}))).rounds
+        parts += [f"## {data}", *_about(recipe, data, folder, usual)]
     return "\n\n".join(parts) + "\n"
 
 
-def _about(recipe: Recipe, data: str, folder: Path) -> list[str]:
+def _about(recipe: Recipe, data: str, folder: Path, usual: int) -> list[str]:
     entries = recipe.entries(data)
-    runs = found(entries, data, folder)
+    runs = found(entries, data, folder, usual)
     parts = []
     if runs:
         parts += _numbers(runs, data)
@@ -90,19 +64,6 @@ def _about(recipe: Recipe, data: str, folder: Path) -> list[str]:
         parts += _independent(runs, data)
         parts += _machines(runs)
     return [*parts, *_open(entries, runs, data)]
-
-
-def found(entries: Sequence[Entry], data: str, folder: Path) -> list[Run]:
-    """The runs in a folder, in the order of the rows and their seeds. One that is no row's is refused."""
-    names = [Experiment.of({"method": entry.method, "data": data}).method_name for entry in entries]
-    runs = []
-    for path in sorted(folder.glob("*/result.json")):
-        summary, described = read_json(path), Experiment.read(path.parent / "experiment.toml")
-        method = summary.get("method")
-        if method not in names:
-            raise ValueError(f"{path.parent}: no row of the plan is {method}; the rows are {', '.join(names)}")
-        runs.append(Run(entries[names.index(method)], path.parent, described, summary))
-    return sorted(runs, key=lambda run: (entries.index(run.entry), run.experiment.seed))
 
 
 def _numbers(runs: Sequence[Run], data: str) -> list[str]:
@@ -130,10 +91,9 @@ def _numbers(runs: Sequence[Run], data: str) -> list[str]:
         f"Accuracy in percent, {averaged}; STD is over domains (ddof = 1), worst is the worst domain. Seconds are those of "
         "training, aggregation and evaluation, mean and median over all rounds; the first compiles what the others use."
     ]
-    usual = protocol(data).get("rounds")
-    fewer = [f"{run.entry.label} ({run.summary['rounds']})" for run in runs if usual and run.summary["rounds"] != usual]
-    if fewer:
-        said.append(f"Not the protocol's {usual} rounds: {', '.join(fewer)}.")
+    others = [f"{run.entry.label} ({run.experiment.rounds})" for run in runs if not run.full]
+    if others:
+        said.append(f"Not the protocol's {runs[0].usual} rounds: {', '.join(others)}.")
     said += [f"**{note}.**" for note in stand_ins(columns, data)]
     return [grid(head, lines), bullets(said)]
 
@@ -179,7 +139,10 @@ def _noise(runs: Sequence[Run], data: str) -> list[str]:
     lines = []
     for run in runs:
         last = [r for r in run.records if r["domains"] is not None][-NOISE:]
-        values = [r["domains"] | {name: r["fairness"][key] for name, key in EVENNESS.items()} for r in last]
+        evenness = [fairness(r["domains"]) for r in last]
+        values = [
+            r["domains"] | {c: e[key] for c, key in EVENNESS.items()} for r, e in zip(last, evenness, strict=True)
+        ]
         if len(values) > 1:
             spread = {c: float(np.std([v[c] for v in values], ddof=1)) for c in columns}
             lines.append([run.entry.label, str(run.experiment.seed), *_cells(spread, columns), str(len(values))])
@@ -194,10 +157,9 @@ def _noise(runs: Sequence[Run], data: str) -> list[str]:
 
 def _independent(runs: Sequence[Run], data: str) -> list[str]:
     known = INDEPENDENT.get(data, {})
-    usual = protocol(data).get("rounds")
     lines, beyond = [], []
     for run in runs:
-        if run.entry.label not in known or run.experiment.seed or run.summary["rounds"] != usual:
+        if run.entry.label not in known or run.experiment.seed or not run.full:
             continue
         first, *others = known[run.entry.label]
         theirs = dict(zip(INDEPENDENT_COLUMNS, first, strict=True))
