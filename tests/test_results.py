@@ -184,10 +184,13 @@ def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, resul
         (["run", "--data", DATA, "--device", "cpu", "--seconds", "nan"], "seconds = nan: use a positive number"),
         (["run", "--data", DATA, "--device", "cpu", "--seeds", "many"], "seeds = many: use a number of seeds"),
         (["run", "--data", DATA, "--device", "cpu", "--rounds", "0"], "rounds = 0"),
+        (["run", "--data", DATA, "--rounds", "0", "rounds=2"], "'rounds' is given twice: rounds=0 and rounds=2"),
+        (["run", "--data", DATA, "--device", "cpu", "device=cpu"], "'device' is given twice"),
         (["run", "--data", DATA, "--device", "cpu", "bogus=1"], "bogus"),
         (["run", "--data", DATA, "--device", "cpu", "seed=1"], "seed is what a recipe sets"),
         (["run", "--data", DATA, "--device", "nowhere"], "device = 'nowhere' cannot be used here"),
         (["collect", "--runs", "nowhere"], "nowhere does not exist"),
+        (["table", "--results", "nowhere"], "results = nowhere: there is no such folder"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(tool, capsys, tmp_path, words, said):
@@ -301,6 +304,36 @@ def test_a_damaged_result_is_named_and_the_page_stays_as_it_was(kept, capsys, tm
     assert str(Path("results/tiny_data.load")) in err
     assert err.count("\n") == 1
     assert (tmp_path / "results" / "README.md").read_text() == page
+
+
+def test_what_was_left_of_a_copy_is_no_run(kept, tmp_path):
+    tool, folder = kept
+    page = (tmp_path / "results" / "README.md").read_text()
+    shutil.copytree(folder, folder.with_name(folder.name + ".tmp"))
+    assert tool("table") == 0
+    assert (tmp_path / "results" / "README.md").read_text() == page
+
+
+def test_a_copy_that_fails_leaves_nothing(tool, results, finished, monkeypatch, capsys, tmp_path):
+    shutil.copytree(finished, tmp_path / "runs" / "results" / finished.name)
+
+    def full(source, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(results.shutil, "copyfile", full)
+    assert tool("collect") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list((tmp_path / "results").rglob("*")) == [tmp_path / "results" / "tiny_data.load"]
+
+
+def test_a_damaged_run_is_not_taken(tool, finished, capsys, tmp_path):
+    folder = tmp_path / "runs" / "results" / finished.name
+    shutil.copytree(finished, folder)
+    (folder / "rounds.jsonl").unlink()
+    assert tool("collect") == 0
+    assert "left, since" in (out := capsys.readouterr().out)
+    assert "rounds.jsonl is missing" in out
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["README.md"]
 
 
 def test_where_data_lay_is_not_kept(tool, tmp_path):

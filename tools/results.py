@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fedheal
+import results_kept
 from fedheal.compare import seeds_of
 from fedheal.experiment import FREE, Experiment, overridden
 from fedheal.progress import summary
@@ -85,8 +86,8 @@ def plan(asked: argparse.Namespace) -> Planned:
     """The rows that were asked for, all validated."""
     if asked.data not in PLAN:
         raise ValueError(f"data = {asked.data}: there is no plan for it; use one of {', '.join(PLAN)}")
-    rounds = {} if asked.rounds is None else {"rounds": asked.rounds}
-    values = PLAN[asked.data] | {"device": asked.device} | rounds | overridden(asked.words)
+    options = [f"{key}={value}" for key in ("rounds", "device") if (value := getattr(asked, key)) is not None]
+    values = PLAN[asked.data] | {"device": "cuda"} | overridden([*options, *asked.words])  # either form, but once
     if str(values["device"]).startswith("cuda"):
         values = {"precision": "bf16"} | values
     patterns = [word.strip() for word in asked.rows.split(",") if word.strip()]
@@ -124,12 +125,16 @@ def collect(asked: argparse.Namespace) -> int:
     """Take the light files of finished runs into the results, leaving what is there."""
     found = [Path(summary["folder"]) for summary in find([asked.runs])]
     for folder in found:
-        experiment = Experiment.read(folder / "experiment.toml")
-        amiss = strange(experiment)
-        target = asked.results / folder_of(experiment.data) / experiment.folder_name
+        try:
+            experiment, *_ = results_kept.read(folder)
+            amiss = strange(experiment)
+        except ValueError as error:
+            amiss = str(error)
         if amiss:
             say(f"{folder}: left, since {amiss}")
-        elif target.exists():
+            continue
+        target = asked.results / folder_of(experiment.data) / experiment.folder_name
+        if target.exists():
             same = (folder / "result.json").read_bytes() == (target / "result.json").read_bytes()
             say(f"{target}: is there already{'' if same else ', from another run: remove it to take this one'}")
         else:
@@ -137,6 +142,7 @@ def collect(asked: argparse.Namespace) -> int:
             say(f"{target}: taken")
     if not found:
         say(f"{asked.runs} holds no finished run")
+    asked.results.mkdir(parents=True, exist_ok=True)
     return table(asked)
 
 
@@ -163,20 +169,25 @@ def folder_of(data: str) -> str:
 
 def take(folder: Path, experiment: Experiment, target: Path) -> None:
     """Copy what is light, whole or not at all. Where the data lay on the machine of the run concerns no one else."""
-    partial = target.with_name(target.name + ".tmp")
+    partial = target.with_name(target.name + results_kept.PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_text(partial / "experiment.toml", experiment.model_copy(update={"data_root": None}).to_toml())
-    for name in ("rounds.jsonl", "result.json"):
-        shutil.copyfile(folder / name, partial / name)
-    partial.replace(target)
+    try:
+        write_text(partial / "experiment.toml", experiment.model_copy(update={"data_root": None}).to_toml())
+        for name in ("rounds.jsonl", "result.json"):
+            shutil.copyfile(folder / name, partial / name)
+        partial.replace(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def table(asked: argparse.Namespace) -> int:
     """Write the page from the folders in the results, and from nothing else."""
     from results_table import page  # statistics and tables, which running needs none of
 
-    asked.results.mkdir(parents=True, exist_ok=True)
+    if not asked.results.is_dir():
+        raise ValueError(f"results = {asked.results}: there is no such folder; collect makes one")
     write_text(
         asked.results / "README.md", page(RECIPE, {data: asked.results / folder_of(data) for data in PLAN}, PLAN)
     )
@@ -200,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--rows", default="", help="only these: names or patterns, such as 'fedavg,*released*'")
     running.add_argument("--seeds", default="1", help="how many (3), a range (0-2) or a list (0,2)")
     running.add_argument("--rounds", type=int, help="fewer than the protocol's; the tables say so")
-    running.add_argument("--device", default="cuda")
+    running.add_argument("--device", help="cuda unless it is said")
     running.add_argument("--seconds", type=float, default=math.inf, help="stop between rounds after so many")
     running.add_argument("--runs", **runs)
     running.set_defaults(do=run)
