@@ -82,9 +82,8 @@ def of(method, under):
 
 
 def test_the_page_is_current(results, table):
-    folders = {data: ROOT / "results" / results.folder_of(data) for data in results.PLAN}
     written = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-    assert written == table.page(RECIPE, folders, results.PLAN), "run: make results"
+    assert written == table.page(RECIPE, results.parts(ROOT / "results")), "run: make results"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/findings.md"])
@@ -326,6 +325,41 @@ def test_a_copy_that_fails_leaves_nothing(tool, results, finished, monkeypatch, 
     assert list((tmp_path / "results").rglob("*")) == [tmp_path / "results" / "tiny_data.load"]
 
 
+def test_the_full_run_takes_the_place_of_a_shorter_one_and_not_the_other_way_round(tool, finished, capsys, tmp_path):
+    run(tool, "--rows", "fedavg", "--rounds", "2", "--runs", "short")
+    shutil.copytree(finished, tmp_path / "full" / finished.name)
+    target = tmp_path / "results" / "tiny_data.load" / finished.name
+    for words, said in (
+        (["--runs", "short"], f"{finished.name}: taken\n"),
+        (["--runs", "full"], f"{finished.name}: taken, with 3 rounds in place of 2\n"),
+        (["--runs", "short"], f"left, since it has 2 rounds, and {target.relative_to(tmp_path)} has 3\n"),
+        (["--runs", "full"], f"{finished.name}: is there already\n"),
+    ):
+        capsys.readouterr()
+        assert tool("collect", *words) == 0
+        assert said in capsys.readouterr().out
+    assert list(target.parent.iterdir()) == [target]
+    assert (target / "rounds.jsonl").read_bytes() == (finished / "rounds.jsonl").read_bytes()
+
+
+def test_a_replacement_that_fails_leaves_what_was_there(tool, results, finished, monkeypatch, tmp_path):
+    run(tool, "--rows", "fedavg", "--rounds", "2", "--runs", "short")
+    tool("collect", "--runs", "short")
+    target = tmp_path / "results" / "tiny_data.load" / finished.name
+    real = Path.replace
+
+    def failing(path, goal):
+        if path.name == f"{finished.name}.tmp":
+            raise OSError(5, "Input/output error", str(path))
+        return real(path, goal)
+
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        results.take(finished, Experiment.read(finished / "experiment.toml"), target)
+    assert list(target.parent.iterdir()) == [target]
+    assert Experiment.read(target / "experiment.toml").rounds == 2
+
+
 def test_a_damaged_run_is_not_taken(tool, finished, capsys, tmp_path):
     folder = tmp_path / "runs" / "results" / finished.name
     shutil.copytree(finished, folder)
@@ -391,7 +425,7 @@ def test_runs_with_other_settings_are_not_subtracted(tool, tmp_path):
     tool("collect")
     page = (tmp_path / "results" / "README.md").read_text()
     assert set(lines_of(page, "| less FedAvg ")) >= {"FedHEAL (paper)"}
-    assert "nothing is subtracted: uniform weights (beside FedAvg), FedAvg (beside uniform weights)," in page
+    assert "nothing is subtracted: uniform weights, 4 rounds (beside FedAvg), FedAvg (beside uniform weights)," in page
 
 
 def test_more_seeds_are_paired(tool, tmp_path):
@@ -426,7 +460,7 @@ def forged(folder, data, method, domains, rounds, seconds=()):
 def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside(table, tmp_path):
     near = {"mnist": 91.6 - 5.1, "usps": 91.6 + 3.1, "svhn": 81.6 - 2.9, "syn_standin": 50.0}
     forged(tmp_path, "digits", "fedavg", near, 200)
-    page = table.page(RECIPE, {"digits": tmp_path})
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
     assert page.count("| syn_standin (stand-in for syn) |") == 4  # in all tables but that of differences
     assert "syn_standin is a stand-in for syn: its column is no result on syn" in page
     assert "| difference | **-5.1** | **+3.1** | -2.9 | +27.0 |" in page
@@ -437,17 +471,37 @@ def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside
 
 def test_fewer_rounds_are_said_and_not_held_against_an_independent_version(table, tmp_path):
     forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}, 20)
-    page = table.page(RECIPE, {"digits": tmp_path})
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
     assert "Not the protocol's 200 rounds: FedAvg (20)." in page
-    assert "independent" not in page
+    assert "### Beside an independent" not in page
+
+
+def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(table, tmp_path):
+    accuracy = {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}
+    forged(tmp_path, "digits", "fedavg", accuracy, 20)
+    forged(tmp_path, "digits", "fedavg+fedheal:variant=released", accuracy, 200)
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    beside = page.partition("### Beside the paper")[2].partition("###")[0]
+    assert "| FedAvg, 20 rounds | ours | 50.00 |" in beside
+    assert [line.split(" | ")[1] for line in beside.splitlines() if line.startswith("|  | ")][1:] == [
+        "paper",
+        "difference",
+    ]
+    assert (
+        "Not the protocol's 200 rounds, so that the paper's numbers do not stand beside: FedAvg, 20 rounds." in beside
+    )
+    assert "against FedAvg" not in beside  # what is claimed of rows is not held against a part of one
+    left = page.partition("### Open")[2]
+    assert "- FedAvg (so far with 20 rounds): `python tools/results.py run --data digits --rows FedAvg`" in left
+    assert "FedHEAL (released)" not in left
 
 
 def test_seconds_are_of_all_phases_as_mean_and_median_over_rounds(table, tmp_path):
     forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 60.0}, 3, seconds=(5.0, 1.0, 1.5))
-    assert "| 2.50 | 1.50 | 3 | bf16 | a GPU |" in table.page(RECIPE, {"digits": tmp_path})
+    assert "| 2.50 | 1.50 | 3 | bf16 | a GPU |" in table.page(RECIPE, [("digits", tmp_path, 200)])
 
 
 def test_a_run_that_is_no_row_is_refused_by_name(table, tmp_path):
     forged(tmp_path, "digits", "fedprox", {"mnist": 50.0}, 20)
     with pytest.raises(ValueError, match="no row of the plan is fedprox; the rows are fedavg, fedavg"):
-        table.page(RECIPE, {"digits": tmp_path})
+        table.page(RECIPE, [("digits", tmp_path, 200)])

@@ -133,17 +133,33 @@ def collect(asked: argparse.Namespace) -> int:
         if amiss:
             say(f"{folder}: left, since {amiss}")
             continue
-        target = asked.results / folder_of(experiment.data) / experiment.folder_name
-        if target.exists():
-            same = (folder / "result.json").read_bytes() == (target / "result.json").read_bytes()
-            say(f"{target}: is there already{'' if same else ', from another run: remove it to take this one'}")
-        else:
-            take(folder, experiment, target)
-            say(f"{target}: taken")
+        offer(folder, experiment, asked.results / folder_of(experiment.data) / experiment.folder_name)
     if not found:
         say(f"{asked.runs} holds no finished run")
     asked.results.mkdir(parents=True, exist_ok=True)
     return table(asked)
+
+
+def offer(folder: Path, experiment: Experiment, target: Path) -> None:
+    """Take a run, unless there is one already whose number of rounds is as near to the plan's."""
+    if not target.exists():
+        take(folder, experiment, target)
+        say(f"{target}: taken")
+        return
+    ours, there = experiment.rounds, results_kept.described(target).rounds
+    wanted = planned_rounds(experiment.data)
+    if abs(ours - wanted) < abs(there - wanted):
+        take(folder, experiment, target)
+        say(f"{target}: taken, with {ours} rounds in place of {there}")
+    elif ours != there:
+        say(f"{folder}: left, since it has {ours} rounds, and {target} has {there}")
+    else:
+        same = (folder / "result.json").read_bytes() == (target / "result.json").read_bytes()
+        say(f"{target}: is there already{'' if same else ', from another run: remove it to take this one'}")
+
+
+def planned_rounds(data: str) -> int:
+    return Experiment.of(PLAN[data] | {"data": data}).rounds
 
 
 def strange(experiment: Experiment) -> str:
@@ -168,18 +184,27 @@ def folder_of(data: str) -> str:
 
 
 def take(folder: Path, experiment: Experiment, target: Path) -> None:
-    """Copy what is light, whole or not at all. Where the data lay on the machine of the run concerns no one else."""
-    partial = target.with_name(target.name + results_kept.PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
+    """Copy what is light, whole or not at all, in place of what is there.
+
+    Where the data lay on the machine of the run concerns no one else.
+    """
+    partial, former = (target.with_name(target.name + end + results_kept.PARTIAL) for end in ("", ".former"))
+    for left in (partial, former):
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         write_text(partial / "experiment.toml", experiment.model_copy(update={"data_root": None}).to_toml())
         for name in ("rounds.jsonl", "result.json"):
             shutil.copyfile(folder / name, partial / name)
+        if target.exists():
+            target.replace(former)
         partial.replace(target)
     except BaseException:
+        if former.exists() and not target.exists():
+            former.replace(target)
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def table(asked: argparse.Namespace) -> int:
@@ -188,11 +213,14 @@ def table(asked: argparse.Namespace) -> int:
 
     if not asked.results.is_dir():
         raise ValueError(f"results = {asked.results}: there is no such folder; collect makes one")
-    write_text(
-        asked.results / "README.md", page(RECIPE, {data: asked.results / folder_of(data) for data in PLAN}, PLAN)
-    )
+    write_text(asked.results / "README.md", page(RECIPE, parts(asked.results)))
     say(str(asked.results / "README.md"))
     return 0
+
+
+def parts(results: Path) -> list[tuple[str, Path, int]]:
+    """The data sets, where the runs of each are kept, and how many rounds they should have."""
+    return [(data, results / folder_of(data), planned_rounds(data)) for data in PLAN]
 
 
 def say(line: str) -> None:

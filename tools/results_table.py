@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fedheal.data import DESCRIPTIONS
-from fedheal.experiment import Experiment
 from fedheal.metrics import fairness
 from fedheal.recipes import beside
 from fedheal.recipes.recipe import Entry, Planned, Recipe
@@ -38,16 +37,15 @@ INDEPENDENT_SOURCE = (
 LIMITS = {"mnist": 5.0, "usps": 3.0, "svhn": 3.0}  # points; more is a bug until it is explained
 
 
-def page(recipe: Recipe, folders: Mapping[str, Path], plan: Mapping[str, Mapping[str, Any]] | None = None) -> str:
-    """The page as Markdown; `folders` holds the runs of each data set, `plan` what is said beside the protocol."""
+def page(recipe: Recipe, sets: Iterable[tuple[str, Path, int]]) -> str:
+    """The page as Markdown, from data sets, where the runs of each are kept, and the rounds that they should have."""
     parts = [
         "# Results",
         "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
         "folder: the complete description of the run (`experiment.toml`), every round (`rounds.jsonl`) and what came out "
         "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`).",
     ]
-    for data, folder in folders.items():
-        usual = Experiment.of({"data": data} | dict((plan or {}).get(data, {}))).rounds
+    for data, folder, usual in sets:
         parts += [f"## {data}", *_about(recipe, data, folder, usual)]
     return "\n\n".join(parts) + "\n"
 
@@ -75,7 +73,7 @@ def _numbers(runs: Sequence[Run], data: str) -> list[str]:
         where = f"{run.folder.parent.name}/{run.folder.name}/"
         lines.append(
             [
-                f"[{run.entry.label}]({where})",
+                f"[{run.label}]({where})",
                 f"`{run.summary['method']}`",
                 str(run.experiment.seed),
                 *_cells(run.numbers, columns),
@@ -99,10 +97,21 @@ def _numbers(runs: Sequence[Run], data: str) -> list[str]:
 
 
 def _paper(recipe: Recipe, data: str, runs: Sequence[Run]) -> list[str]:
-    rows = [(entry, [Job(run.experiment, run.folder) for run in group]) for entry, group in by_entry(runs).items()]
+    rows, other = [], []
+    for label, group in by_label(runs).items():
+        entry = group[0].entry
+        if not group[0].full:  # shown, but the paper's numbers are of another length
+            entry = replace(entry, label=label, published=(), misprint=((), ""))
+            other.append(label)
+        rows.append((entry, [Job(run.experiment, run.folder) for run in group]))
     table = beside.beside(recipe, Planned(data, rows))
     head, *lines = beside.cells(table)
     said = [*table.notes, *beside.claims(recipe, table)]
+    if other:
+        said.append(
+            f"Not the protocol's {runs[0].usual} rounds, so that the paper's numbers do not stand beside: "
+            f"{'; '.join(other)}."
+        )
     return ["### Beside the paper", grid([*head[:2], *heads(head[2:], data)], lines), bullets(said)]
 
 
@@ -114,15 +123,15 @@ def _differences(runs: Sequence[Run], data: str) -> list[str]:
     for label in BASES:
         bases = [run for run in runs if run.entry.label == label]
         lines = []
-        for entry, group in by_entry(runs).items():
+        for row, group in by_label(runs).items():
             pairs = [(run, base) for run in group for base in bases if run.settings == base.settings]
-            if entry.label == label or not bases:
+            if group[0].entry.label == label or not bases:
                 continue
             if not pairs:
-                unlike |= {f"{entry.label} (beside {label})": None}
+                unlike |= {f"{row} (beside {label})": None}
                 continue
             apart = {c: [a.numbers[c] - b.numbers[c] for a, b in pairs] for c in columns}
-            lines.append([entry.label, *(_spread(apart[c], sign="+") for c in columns), str(len(pairs))])
+            lines.append([row, *(_spread(apart[c], sign="+") for c in columns), str(len(pairs))])
         parts += [grid([f"less {label}", *heads(columns, data), "seeds"], lines)] if lines else []
     if len(parts) == 1:
         return []
@@ -145,7 +154,7 @@ def _noise(runs: Sequence[Run], data: str) -> list[str]:
         ]
         if len(values) > 1:
             spread = {c: float(np.std([v[c] for v in values], ddof=1)) for c in columns}
-            lines.append([run.entry.label, str(run.experiment.seed), *_cells(spread, columns), str(len(values))])
+            lines.append([run.label, str(run.experiment.seed), *_cells(spread, columns), str(len(values))])
     if not lines:
         return []
     said = (
@@ -186,7 +195,7 @@ def _machines(runs: Sequence[Run]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.summary["versions"].items())
-        groups.setdefault(f"{run.summary['hardware']}; {versions}", []).append(run.entry.label)
+        groups.setdefault(f"{run.summary['hardware']}; {versions}", []).append(run.label)
     every = len(groups) == 1
     lines = [words if every else f"{words}: {', '.join(dict.fromkeys(rows))}" for words, rows in groups.items()]
     prints = {run.summary["data_fingerprint"] for run in runs}
@@ -195,19 +204,23 @@ def _machines(runs: Sequence[Run]) -> list[str]:
 
 
 def _open(entries: Sequence[Entry], runs: Sequence[Run], data: str) -> list[str]:
-    done = by_entry(runs)
+    done = {run.entry for run in runs if run.full}
     left = [entry for entry in entries if entry not in done]
     if not left:
         return ["### Open", "Nothing: every row of the plan was run."]
-    command = "python tools/results.py run --data {} --rows {}"
-    lines = [f"{entry.label}: `{command.format(data, shlex.quote(entry.label))}`" for entry in left]
+    lines = []
+    for entry in left:
+        reached = sorted({run.experiment.rounds for run in runs if run.entry == entry})
+        so_far = f" (so far with {' and '.join(map(str, reached))} rounds)" if reached else ""
+        command = f"python tools/results.py run --data {data} --rows {shlex.quote(entry.label)}"
+        lines.append(f"{entry.label}{so_far}: `{command}`")
     return ["### Open", "Not run yet, with what would run it (then `python tools/results.py collect`):", bullets(lines)]
 
 
-def by_entry(runs: Sequence[Run]) -> dict[Entry, list[Run]]:
-    groups: dict[Entry, list[Run]] = {}
+def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(run.entry, []).append(run)
+        groups.setdefault(run.label, []).append(run)
     return groups
 
 
