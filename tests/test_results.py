@@ -178,7 +178,10 @@ def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, resul
     ("words", "said"),
     [
         (["run", "--data", "digitz"], "data = digitz: there is no plan for it; use one of tiny_data:load"),
-        (["run", "--data", DATA, "--device", "cpu", "--rows", "fedavgg"], "rows = fedavgg: no row is called so"),
+        (
+            ["run", "--data", DATA, "--device", "cpu", "--rows", "fedavgg"],
+            "rows = fedavgg: no row is called so; the rows are 'FedAvg' (fedavg), ",
+        ),
         (["run", "--data", DATA, "--device", "cpu", "--seconds", "0"], "seconds = 0: use a positive number"),
         (["run", "--data", DATA, "--device", "cpu", "--seconds", "nan"], "seconds = nan: use a positive number"),
         (["run", "--data", DATA, "--device", "cpu", "--seeds", "many"], "seeds = many: use a number of seeds"),
@@ -464,7 +467,10 @@ def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside
     assert page.count("| syn_standin (stand-in for syn) |") == 4  # in all tables but that of differences
     assert "syn_standin is a stand-in for syn: its column is no result on syn" in page
     assert "| difference | **-5.1** | **+3.1** | -2.9 | +27.0 |" in page
-    assert "More apart than 5 on mnist, 3 on usps, 3 on svhn: FedAvg on mnist (-5.1), FedAvg on usps (+3.1)." in page
+    assert "| difference to the nearest, by column | -5.1 | +2.6 | -2.1 | +27.0 |" in page
+    assert "further from its first line than 5 on mnist, 3 on usps, 3 on svhn (points)" in page
+    assert "counts as a bug, in either of the two, until it is explained" in page
+    assert "Flagged: FedAvg on mnist (-5.1), FedAvg on usps (+3.1)." in page
     assert "| FedAvg | ours | 86.50 | 94.70 | 78.70 | 50.00 |  | " in page
     assert "|  | paper | 89.84 | 93.25 | 79.54 |  | 41.35 | 76.00 | 23.82 |  |" in page
 
@@ -496,9 +502,22 @@ def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(
     assert "FedHEAL (released)" not in left
 
 
+def test_what_is_quoted_is_said_at_the_head(table, tmp_path):
+    forged(tmp_path, "digits", "fedavg+uniform", {"mnist": 90.0, "usps": 90.0, "svhn": 80.0, "syn_standin": 30.0}, 200)
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    head, _, below = page.partition("## digits")
+    assert "numbers and those of an independent implementation are quoted" in head
+    assert "Everything else is computed from the folders." in head
+    assert "its own split and first model, so that a difference of a few points is expected from that alone" in below
+    assert "Flagged: nothing." in below
+    assert "difference to the nearest" not in below  # it has one seed of this row
+
+
 def test_seconds_are_of_all_phases_as_mean_and_median_over_rounds(table, tmp_path):
     forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 60.0}, 3, seconds=(5.0, 1.0, 1.5))
-    assert "| 2.50 | 1.50 | 3 | bf16 | a GPU |" in table.page(RECIPE, [("digits", tmp_path, 200)])
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    assert "| 2.50 | 1.50 | 3 | bf16 | a GPU |" in page
+    assert "the first round of a process compiles what the others use" in page
 
 
 def test_a_run_that_is_no_row_is_refused_by_name(table, tmp_path):
