@@ -5,6 +5,7 @@ python benchmarks/aggregate_gpu.py
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from fedheal import Layout, Updates, aggregate, models
-from fedheal.aggregate.kernels import cuda, reference
+from fedheal.aggregate.kernels import reference
 from fedheal.layout import matrix
 from fedheal.types import Kept
 
@@ -45,6 +46,11 @@ def alone(kernel: str, work: Callable[[], object], repeats: int = 20) -> float:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        print("aggregate_gpu.py: there is no GPU here; benchmarks/aggregate.py measures on a CPU", file=sys.stderr)
+        sys.exit(2)
+    from fedheal.aggregate.kernels import cuda  # needs Triton, which is there only where there is a GPU
+
     layout = Layout.of(models.build("resnet10", classes=10))
     sizes = layout.sizes()
     tensors, size = [length for _, length in sizes.tensors], sizes.params

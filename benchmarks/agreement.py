@@ -3,16 +3,17 @@
     python benchmarks/agreement.py --data digits --repeats 8 rounds=20 epochs=1 lr=0.01
 
 Repeats of one engine differ by the order of sums alone, since runs are not asked to be deterministic: their spread is the
-noise that a difference between the engines has to be judged by.
+noise that a difference between the engines has to be judged by. Lanes need a GPU: on a CPU there is nothing to compare.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,9 +21,10 @@ from scipy import stats
 
 import fedheal
 from fedheal.execute import device_of, hardware_of
-from fedheal.experiment import Experiment, overridden
+from fedheal.experiment import Experiment, build, domains_of, overridden
 
 PROTOCOL = {"model": "resnet10", "rounds": 20, "epochs": 1, "lr": 0.01}
+OURS = ("data", "device", "engine", "eval_every")  # fields that the options and the comparison itself set
 
 
 def accuracy(keys: dict[str, Any]) -> dict[str, float]:
@@ -31,20 +33,44 @@ def accuracy(keys: dict[str, Any]) -> dict[str, float]:
     return {**result.domains, "AVG": result.avg}
 
 
+def wanted(asked: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
+    """Where to run and what, tried out here: in a process of its own an error comes late and with a traceback."""
+    if asked.repeats < 2:
+        raise ValueError(f"repeats = {asked.repeats}: a spread needs at least 2")
+    if asked.at_a_time < 1:
+        raise ValueError(f"at-a-time = {asked.at_a_time}: use 1 or more")
+    said = overridden(asked.words)
+    if taken := [key for key in said if key in OURS]:
+        raise ValueError(
+            f"{taken[0]} cannot be given as {taken[0]}={said[taken[0]]}: the options or the comparison set it"
+        )
+    device = device_of(asked.device)
+    keys = PROTOCOL | said | {"data": asked.data, "device": str(device)}
+    experiment = Experiment.of(keys)
+    build(experiment, domains_of(experiment), device)
+    return device, keys
+
+
+def refuse(sentence: str) -> NoReturn:
+    print(f"agreement.py: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("words", nargs="*", metavar="key=value", help="what differs from the protocol")
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=8, help="of each engine, at least 2")
     parser.add_argument("--at-a-time", type=int, default=4, help="runs in processes of their own")
-    asked = parser.parse_args()
-    device = device_of(asked.device)
-    keys = PROTOCOL | overridden(asked.words) | {"data": asked.data, "device": str(device)}
+    asked = parser.parse_intermixed_args()  # words may stand after options, too
+    try:
+        device, keys = wanted(asked)
+    except ValueError as error:
+        refuse(str(error))
     engines = ["lanes", "serial"] if device.type == "cuda" else ["serial"]
     with ProcessPoolExecutor(asked.at_a_time, get_context("spawn")) as pool:
-        wanted = [keys | {"engine": engine} for engine in engines for _ in range(asked.repeats)]
-        found = list(pool.map(accuracy, wanted))
+        found = list(pool.map(accuracy, [keys | {"engine": e} for e in engines for _ in range(asked.repeats)]))
     names = list(found[0])
     by_engine = {
         engine: np.array([[run[name] for name in names] for run in found[i * asked.repeats : (i + 1) * asked.repeats]])
@@ -62,6 +88,8 @@ def main() -> None:
         gap, test = lanes.mean(axis=0) - serial.mean(axis=0), stats.ttest_ind(lanes, serial, equal_var=False)
         print(f"| difference | {' | '.join(f'{points:+.2f}' for points in gap)} |")
         print(f"| p (Welch, not corrected for {len(names)} columns) | {' | '.join(f'{p:.2f}' for p in test.pvalue)} |")
+    else:
+        print("\nNothing is compared: there is one engine on a CPU, and lanes need a GPU.")
 
 
 if __name__ == "__main__":

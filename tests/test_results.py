@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+import fedheal
 from fedheal import Experiment
 from fedheal.metrics import fairness
 from fedheal.recipes import RECIPES
@@ -22,6 +24,7 @@ from tiny_data import QUICK
 ROOT = Path(__file__).parents[1]
 DATA = "tiny_data:load"
 RECIPE = RECIPES["headline"]
+SLOW = {"lr": 0.003}  # or all rows would be perfect
 
 
 @pytest.fixture
@@ -39,13 +42,28 @@ def table(results) -> ModuleType:
 def tool(results, monkeypatch, tmp_path):
     """The tool with a plan of tiny data, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    slow = {key: value for key, value in QUICK.items() if key != "data"} | {"lr": 0.003}  # or all rows would be perfect
-    monkeypatch.setattr(results, "PLAN", {DATA: slow})
+    monkeypatch.setattr(results, "PLAN", {DATA: {key: value for key, value in QUICK.items() if key != "data"} | SLOW})
 
     def call(*words):
         return results.main([*words])
 
     return call
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    """A run of the plan of tiny data, to be copied."""
+    folder = tmp_path_factory.mktemp("finished") / "fedavg-tiny_data_load-seed0"
+    fedheal.run(Experiment(**QUICK | SLOW, method="fedavg"), folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def kept(tool, finished, tmp_path):
+    """The tool, and a run among its results."""
+    shutil.copytree(finished, tmp_path / "runs" / "results" / finished.name)
+    assert tool("collect") == 0
+    return tool, tmp_path / "results" / "tiny_data.load" / finished.name
 
 
 def run(tool, *words):
@@ -64,9 +82,8 @@ def of(method, under):
 
 
 def test_the_page_is_current(results, table):
-    folders = {data: ROOT / "results" / results.folder_of(data) for data in results.PLAN}
     written = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-    assert written == table.page(RECIPE, folders), "run: make results"
+    assert written == table.page(RECIPE, results.parts(ROOT / "results")), "run: make results"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/findings.md"])
@@ -161,15 +178,21 @@ def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, resul
     ("words", "said"),
     [
         (["run", "--data", "digitz"], "data = digitz: there is no plan for it; use one of tiny_data:load"),
-        (["run", "--data", DATA, "--device", "cpu", "--rows", "fedavgg"], "rows = fedavgg: no row is called so"),
+        (
+            ["run", "--data", DATA, "--device", "cpu", "--rows", "fedavgg"],
+            "rows = fedavgg: no row is called so; the rows are 'FedAvg' (fedavg), ",
+        ),
         (["run", "--data", DATA, "--device", "cpu", "--seconds", "0"], "seconds = 0: use a positive number"),
         (["run", "--data", DATA, "--device", "cpu", "--seconds", "nan"], "seconds = nan: use a positive number"),
         (["run", "--data", DATA, "--device", "cpu", "--seeds", "many"], "seeds = many: use a number of seeds"),
         (["run", "--data", DATA, "--device", "cpu", "--rounds", "0"], "rounds = 0"),
+        (["run", "--data", DATA, "--rounds", "0", "rounds=2"], "'rounds' is given twice: rounds=0 and rounds=2"),
+        (["run", "--data", DATA, "--device", "cpu", "device=cpu"], "'device' is given twice"),
         (["run", "--data", DATA, "--device", "cpu", "bogus=1"], "bogus"),
         (["run", "--data", DATA, "--device", "cpu", "seed=1"], "seed is what a recipe sets"),
         (["run", "--data", DATA, "--device", "nowhere"], "device = 'nowhere' cannot be used here"),
         (["collect", "--runs", "nowhere"], "nowhere does not exist"),
+        (["table", "--results", "nowhere"], "results = nowhere: there is no such folder"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(tool, capsys, tmp_path, words, said):
@@ -208,14 +231,146 @@ def test_collecting_takes_what_is_light_and_leaves_what_is_there(tool, capsys, t
     assert read_json(taken / "result.json")["seconds"] == {}
 
 
-def test_a_damaged_result_is_named_and_the_page_stays_as_it_was(tool, capsys, tmp_path):
-    run(tool, "--rows", "fedavg")
-    tool("collect")
+def edited(name, change):
+    """Damage: a file of a kept run, its text changed (or the file removed, where nothing is given back)."""
+
+    def edit(folder):
+        text = change((folder / name).read_text())
+        (folder / name).unlink() if text is None else (folder / name).write_text(text)
+
+    return edit
+
+
+def said_otherwise(**keys):
+    """`result.json` with other values, without those that are None."""
+
+    def change(text):
+        return json.dumps({key: value for key, value in (json.loads(text) | keys).items() if value is not None})
+
+    return edited("result.json", change)
+
+
+def scored_otherwise(text):
+    *lines, last = text.splitlines()
+    record = json.loads(last)
+    return "\n".join([*lines, json.dumps(record | {"domains": record["domains"] | {"plain": 1.25}})])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (edited("rounds.jsonl", lambda text: None), "rounds.jsonl is missing"),
+        (edited("rounds.jsonl", lambda text: ""), "rounds.jsonl: it holds 0 rounds, but experiment.toml says 3"),
+        (edited("rounds.jsonl", lambda text: text + "gar"), "rounds.jsonl: line 4 is no record of round 4"),
+        (edited("rounds.jsonl", lambda text: text[:-9]), "rounds.jsonl: line 3 is no record of round 3"),
+        (edited("rounds.jsonl", lambda text: text.split("\n", 1)[1]), "rounds.jsonl: line 1 is no record of round 1"),
+        (edited("rounds.jsonl", lambda text: text.replace("plain", "plane")), "rounds.jsonl: line 1 has not the acc"),
+        (
+            edited("rounds.jsonl", lambda text: text.replace('"seconds"', '"minutes"')),
+            "rounds.jsonl: line 1 has no sec",
+        ),
+        (edited("rounds.jsonl", scored_otherwise), "but the last rounds of rounds.jsonl give"),
+        (edited("result.json", lambda text: None), "result.json is missing"),
+        (edited("result.json", lambda text: "{}"), "result.json: there is no method"),
+        (edited("result.json", lambda text: "[]"), "result.json does not hold a JSON object"),
+        (edited("result.json", lambda text: text[: len(text) // 2]), "result.json is not JSON: "),
+        (said_otherwise(hardware=None), "result.json: there is no hardware"),
+        (said_otherwise(versions="1"), "result.json: versions = '1' is of the wrong kind"),
+        (said_otherwise(domains={"plain": "good"}), "result.json: domains = {'plain': 'good'} are no accuracies"),
+        (
+            said_otherwise(domains={"plain": 1.0, "noisy": 99.999, "dark": 1.0}),
+            "result.json: plain = 1.0, but the last",
+        ),
+        (said_otherwise(avg=99.999), "result.json: avg = 99.999, but the last rounds of rounds.jsonl give"),
+        (said_otherwise(std=float("nan")), "result.json: std = nan, but the last rounds of rounds.jsonl give"),
+        (said_otherwise(averaged=2), "result.json: averaged = 2, but rounds.jsonl has 3 evaluated rounds"),
+        (said_otherwise(seed=1), "result.json: seed = 1, but experiment.toml says 0"),
+        (said_otherwise(method="fedprox"), "result.json: method = fedprox, but experiment.toml says fedavg"),
+        (said_otherwise(rounds=200), "result.json: rounds = 200, but experiment.toml says 3"),
+        (edited("experiment.toml", lambda text: None), "experiment.toml cannot be read"),
+        (edited("experiment.toml", lambda text: text + "bogus = 1"), "experiment.toml: "),
+        (
+            lambda folder: shutil.copytree(folder, folder.with_name("copy")),
+            "copy: its run belongs into a folder called",
+        ),
+    ],
+)
+def test_a_damaged_result_is_named_and_the_page_stays_as_it_was(kept, capsys, tmp_path, damage, said):
+    tool, folder = kept
     page = (tmp_path / "results" / "README.md").read_text()
-    (of("fedavg", tmp_path / "results") / "result.json").write_text("{}")
+    damage(folder)
+    capsys.readouterr()
     assert tool("table") == 2
-    assert "fedavg-tiny_data_load-seed0: no row of the plan is None" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert said in err
+    assert str(Path("results/tiny_data.load")) in err
+    assert err.count("\n") == 1
     assert (tmp_path / "results" / "README.md").read_text() == page
+
+
+def test_what_was_left_of_a_copy_is_no_run(kept, tmp_path):
+    tool, folder = kept
+    page = (tmp_path / "results" / "README.md").read_text()
+    shutil.copytree(folder, folder.with_name(folder.name + ".tmp"))
+    assert tool("table") == 0
+    assert (tmp_path / "results" / "README.md").read_text() == page
+
+
+def test_a_copy_that_fails_leaves_nothing(tool, results, finished, monkeypatch, capsys, tmp_path):
+    shutil.copytree(finished, tmp_path / "runs" / "results" / finished.name)
+
+    def full(source, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(results.shutil, "copyfile", full)
+    assert tool("collect") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list((tmp_path / "results").rglob("*")) == [tmp_path / "results" / "tiny_data.load"]
+
+
+def test_the_full_run_takes_the_place_of_a_shorter_one_and_not_the_other_way_round(tool, finished, capsys, tmp_path):
+    run(tool, "--rows", "fedavg", "--rounds", "2", "--runs", "short")
+    shutil.copytree(finished, tmp_path / "full" / finished.name)
+    target = tmp_path / "results" / "tiny_data.load" / finished.name
+    for words, said in (
+        (["--runs", "short"], f"{finished.name}: taken\n"),
+        (["--runs", "full"], f"{finished.name}: taken, with 3 rounds in place of 2\n"),
+        (["--runs", "short"], f"left, since it has 2 rounds, and {target.relative_to(tmp_path)} has 3\n"),
+        (["--runs", "full"], f"{finished.name}: is there already\n"),
+    ):
+        capsys.readouterr()
+        assert tool("collect", *words) == 0
+        assert said in capsys.readouterr().out
+    assert list(target.parent.iterdir()) == [target]
+    assert (target / "rounds.jsonl").read_bytes() == (finished / "rounds.jsonl").read_bytes()
+
+
+def test_a_replacement_that_fails_leaves_what_was_there(tool, results, finished, monkeypatch, tmp_path):
+    run(tool, "--rows", "fedavg", "--rounds", "2", "--runs", "short")
+    tool("collect", "--runs", "short")
+    target = tmp_path / "results" / "tiny_data.load" / finished.name
+    real = Path.replace
+
+    def failing(path, goal):
+        if path.name == f"{finished.name}.tmp":
+            raise OSError(5, "Input/output error", str(path))
+        return real(path, goal)
+
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        results.take(finished, Experiment.read(finished / "experiment.toml"), target)
+    assert list(target.parent.iterdir()) == [target]
+    assert Experiment.read(target / "experiment.toml").rounds == 2
+
+
+def test_a_damaged_run_is_not_taken(tool, finished, capsys, tmp_path):
+    folder = tmp_path / "runs" / "results" / finished.name
+    shutil.copytree(finished, folder)
+    (folder / "rounds.jsonl").unlink()
+    assert tool("collect") == 0
+    assert "left, since" in (out := capsys.readouterr().out)
+    assert "rounds.jsonl is missing" in out
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["README.md"]
 
 
 def test_where_data_lay_is_not_kept(tool, tmp_path):
@@ -273,7 +428,7 @@ def test_runs_with_other_settings_are_not_subtracted(tool, tmp_path):
     tool("collect")
     page = (tmp_path / "results" / "README.md").read_text()
     assert set(lines_of(page, "| less FedAvg ")) >= {"FedHEAL (paper)"}
-    assert "nothing is subtracted: uniform weights (beside FedAvg), FedAvg (beside uniform weights)," in page
+    assert "nothing is subtracted: uniform weights, 4 rounds (beside FedAvg), FedAvg (beside uniform weights)," in page
 
 
 def test_more_seeds_are_paired(tool, tmp_path):
@@ -286,17 +441,19 @@ def test_more_seeds_are_paired(tool, tmp_path):
     assert "1 to 2 seeds, ± standard deviation over them" in page
 
 
-def forged(folder, data, method, domains, rounds, seconds=(1.0,)):
+def forged(folder, data, method, domains, rounds, seconds=()):
     """A run that never was, with these accuracies."""
     experiment = Experiment(data=data, method=method, rounds=rounds)
     path = folder / experiment.folder_name
     path.mkdir(parents=True)
     (path / "experiment.toml").write_text(experiment.to_toml())
     record = {"domains": domains, "fairness": fairness(domains)}
+    seconds = seconds or [1.0] * rounds
     records = [record | {"round": i, "seconds": {"train": s - 0.5, "evaluate": 0.5}} for i, s in enumerate(seconds, 1)]
     (path / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     summary = {
-        "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": 5, "domains": domains,
+        "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": min(5, rounds),
+        "domains": domains,
         **fairness(domains), "pool": False, "only": [], "without": [], "precision": "bf16", "hardware": "a GPU",
         "data_fingerprint": "x", "versions": {"fedheal": "1"}, "data_notes": [],
     }  # fmt: skip
@@ -306,28 +463,64 @@ def forged(folder, data, method, domains, rounds, seconds=(1.0,)):
 def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside(table, tmp_path):
     near = {"mnist": 91.6 - 5.1, "usps": 91.6 + 3.1, "svhn": 81.6 - 2.9, "syn_standin": 50.0}
     forged(tmp_path, "digits", "fedavg", near, 200)
-    page = table.page(RECIPE, {"digits": tmp_path})
-    assert page.count("| syn_standin (stand-in for syn) |") == 3  # one round does not move, and nothing is subtracted
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    assert page.count("| syn_standin (stand-in for syn) |") == 4  # in all tables but that of differences
     assert "syn_standin is a stand-in for syn: its column is no result on syn" in page
     assert "| difference | **-5.1** | **+3.1** | -2.9 | +27.0 |" in page
-    assert "More apart than 5 on mnist, 3 on usps, 3 on svhn: FedAvg on mnist (-5.1), FedAvg on usps (+3.1)." in page
+    assert "| difference to the nearest, by column | -5.1 | +2.6 | -2.1 | +27.0 |" in page
+    assert "further from its first line than 5 on mnist, 3 on usps, 3 on svhn (points)" in page
+    assert "counts as a bug, in either of the two, until it is explained" in page
+    assert "Flagged: FedAvg on mnist (-5.1), FedAvg on usps (+3.1)." in page
     assert "| FedAvg | ours | 86.50 | 94.70 | 78.70 | 50.00 |  | " in page
     assert "|  | paper | 89.84 | 93.25 | 79.54 |  | 41.35 | 76.00 | 23.82 |  |" in page
 
 
 def test_fewer_rounds_are_said_and_not_held_against_an_independent_version(table, tmp_path):
     forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}, 20)
-    page = table.page(RECIPE, {"digits": tmp_path})
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
     assert "Not the protocol's 200 rounds: FedAvg (20)." in page
-    assert "independent" not in page
+    assert "### Beside an independent" not in page
+
+
+def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(table, tmp_path):
+    accuracy = {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}
+    forged(tmp_path, "digits", "fedavg", accuracy, 20)
+    forged(tmp_path, "digits", "fedavg+fedheal:variant=released", accuracy, 200)
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    beside = page.partition("### Beside the paper")[2].partition("###")[0]
+    assert "| FedAvg, 20 rounds | ours | 50.00 |" in beside
+    assert [line.split(" | ")[1] for line in beside.splitlines() if line.startswith("|  | ")][1:] == [
+        "paper",
+        "difference",
+    ]
+    assert (
+        "Not the protocol's 200 rounds, so that the paper's numbers do not stand beside: FedAvg, 20 rounds." in beside
+    )
+    assert "against FedAvg" not in beside  # what is claimed of rows is not held against a part of one
+    left = page.partition("### Open")[2]
+    assert "- FedAvg (so far with 20 rounds): `python tools/results.py run --data digits --rows FedAvg`" in left
+    assert "FedHEAL (released)" not in left
+
+
+def test_what_is_quoted_is_said_at_the_head(table, tmp_path):
+    forged(tmp_path, "digits", "fedavg+uniform", {"mnist": 90.0, "usps": 90.0, "svhn": 80.0, "syn_standin": 30.0}, 200)
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    head, _, below = page.partition("## digits")
+    assert "numbers and those of an independent implementation are quoted" in head
+    assert "Everything else is computed from the folders." in head
+    assert "its own split and first model, so that a difference of a few points is expected from that alone" in below
+    assert "Flagged: nothing." in below
+    assert "difference to the nearest" not in below  # it has one seed of this row
 
 
 def test_seconds_are_of_all_phases_as_mean_and_median_over_rounds(table, tmp_path):
     forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 60.0}, 3, seconds=(5.0, 1.0, 1.5))
-    assert "| 2.50 | 1.50 | 3 | bf16 | a GPU |" in table.page(RECIPE, {"digits": tmp_path})
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    assert "| 2.50 | 1.50 | 3 | bf16 | a GPU |" in page
+    assert "the first round of a process compiles what the others use" in page
 
 
 def test_a_run_that_is_no_row_is_refused_by_name(table, tmp_path):
     forged(tmp_path, "digits", "fedprox", {"mnist": 50.0}, 20)
     with pytest.raises(ValueError, match="no row of the plan is fedprox; the rows are fedavg, fedavg"):
-        table.page(RECIPE, {"digits": tmp_path})
+        table.page(RECIPE, [("digits", tmp_path, 200)])

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fedheal
+import results_kept
 from fedheal.compare import seeds_of
 from fedheal.experiment import FREE, Experiment, overridden
 from fedheal.progress import summary
@@ -85,8 +86,8 @@ def plan(asked: argparse.Namespace) -> Planned:
     """The rows that were asked for, all validated."""
     if asked.data not in PLAN:
         raise ValueError(f"data = {asked.data}: there is no plan for it; use one of {', '.join(PLAN)}")
-    rounds = {} if asked.rounds is None else {"rounds": asked.rounds}
-    values = PLAN[asked.data] | {"device": asked.device} | rounds | overridden(asked.words)
+    options = [f"{key}={value}" for key in ("rounds", "device") if (value := getattr(asked, key)) is not None]
+    values = PLAN[asked.data] | {"device": "cuda"} | overridden([*options, *asked.words])  # either form, but once
     if str(values["device"]).startswith("cuda"):
         values = {"precision": "bf16"} | values
     patterns = [word.strip() for word in asked.rows.split(",") if word.strip()]
@@ -124,20 +125,41 @@ def collect(asked: argparse.Namespace) -> int:
     """Take the light files of finished runs into the results, leaving what is there."""
     found = [Path(summary["folder"]) for summary in find([asked.runs])]
     for folder in found:
-        experiment = Experiment.read(folder / "experiment.toml")
-        amiss = strange(experiment)
-        target = asked.results / folder_of(experiment.data) / experiment.folder_name
+        try:
+            experiment, *_ = results_kept.read(folder)
+            amiss = strange(experiment)
+        except ValueError as error:
+            amiss = str(error)
         if amiss:
             say(f"{folder}: left, since {amiss}")
-        elif target.exists():
-            same = (folder / "result.json").read_bytes() == (target / "result.json").read_bytes()
-            say(f"{target}: is there already{'' if same else ', from another run: remove it to take this one'}")
-        else:
-            take(folder, experiment, target)
-            say(f"{target}: taken")
+            continue
+        offer(folder, experiment, asked.results / folder_of(experiment.data) / experiment.folder_name)
     if not found:
         say(f"{asked.runs} holds no finished run")
+    asked.results.mkdir(parents=True, exist_ok=True)
     return table(asked)
+
+
+def offer(folder: Path, experiment: Experiment, target: Path) -> None:
+    """Take a run, unless there is one already whose number of rounds is as near to the plan's."""
+    if not target.exists():
+        take(folder, experiment, target)
+        say(f"{target}: taken")
+        return
+    ours, there = experiment.rounds, results_kept.described(target).rounds
+    wanted = planned_rounds(experiment.data)
+    if abs(ours - wanted) < abs(there - wanted):
+        take(folder, experiment, target)
+        say(f"{target}: taken, with {ours} rounds in place of {there}")
+    elif ours != there:
+        say(f"{folder}: left, since it has {ours} rounds, and {target} has {there}")
+    else:
+        same = (folder / "result.json").read_bytes() == (target / "result.json").read_bytes()
+        say(f"{target}: is there already{'' if same else ', from another run: remove it to take this one'}")
+
+
+def planned_rounds(data: str) -> int:
+    return Experiment.of(PLAN[data] | {"data": data}).rounds
 
 
 def strange(experiment: Experiment) -> str:
@@ -162,24 +184,43 @@ def folder_of(data: str) -> str:
 
 
 def take(folder: Path, experiment: Experiment, target: Path) -> None:
-    """Copy what is light, whole or not at all. Where the data lay on the machine of the run concerns no one else."""
-    partial = target.with_name(target.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    """Copy what is light, whole or not at all, in place of what is there.
+
+    Where the data lay on the machine of the run concerns no one else.
+    """
+    partial, former = (target.with_name(target.name + end + results_kept.PARTIAL) for end in ("", ".former"))
+    for left in (partial, former):
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_text(partial / "experiment.toml", experiment.model_copy(update={"data_root": None}).to_toml())
-    for name in ("rounds.jsonl", "result.json"):
-        shutil.copyfile(folder / name, partial / name)
-    partial.replace(target)
+    try:
+        write_text(partial / "experiment.toml", experiment.model_copy(update={"data_root": None}).to_toml())
+        for name in ("rounds.jsonl", "result.json"):
+            shutil.copyfile(folder / name, partial / name)
+        if target.exists():
+            target.replace(former)
+        partial.replace(target)
+    except BaseException:
+        if former.exists() and not target.exists():
+            former.replace(target)
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def table(asked: argparse.Namespace) -> int:
     """Write the page from the folders in the results, and from nothing else."""
     from results_table import page  # statistics and tables, which running needs none of
 
-    asked.results.mkdir(parents=True, exist_ok=True)
-    write_text(asked.results / "README.md", page(RECIPE, {data: asked.results / folder_of(data) for data in PLAN}))
+    if not asked.results.is_dir():
+        raise ValueError(f"results = {asked.results}: there is no such folder; collect makes one")
+    write_text(asked.results / "README.md", page(RECIPE, parts(asked.results)))
     say(str(asked.results / "README.md"))
     return 0
+
+
+def parts(results: Path) -> list[tuple[str, Path, int]]:
+    """The data sets, where the runs of each are kept, and how many rounds they should have."""
+    return [(data, results / folder_of(data), planned_rounds(data)) for data in PLAN]
 
 
 def say(line: str) -> None:
@@ -198,7 +239,7 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--rows", default="", help="only these: names or patterns, such as 'fedavg,*released*'")
     running.add_argument("--seeds", default="1", help="how many (3), a range (0-2) or a list (0,2)")
     running.add_argument("--rounds", type=int, help="fewer than the protocol's; the tables say so")
-    running.add_argument("--device", default="cuda")
+    running.add_argument("--device", help="cuda unless it is said")
     running.add_argument("--seconds", type=float, default=math.inf, help="stop between rounds after so many")
     running.add_argument("--runs", **runs)
     running.set_defaults(do=run)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fedheal.data import DESCRIPTIONS, protocol
-from fedheal.experiment import FREE, Experiment
+from fedheal.data import DESCRIPTIONS
+from fedheal.metrics import fairness
 from fedheal.recipes import beside
 from fedheal.recipes.recipe import Entry, Planned, Recipe
-from fedheal.records import read_json, read_rounds
 from fedheal.report.tables import EVENNESS, over_rounds
 from fedheal.schedule import Job
+from results_kept import Run, found
 
 NOISE = 20  # evaluated rounds
 BASES = ("FedAvg", "uniform weights")
 
-# Not ours and not the paper's: by row, what another program found on the same data, the first with the same seed.
+# Not ours and not the paper's: by row, what another program found on the same data, a line a seed. Its seeds are its own: with
+# the same number it splits the data and begins its model otherwise than we do, so that no line is paired with a run of ours.
 INDEPENDENT = {
     "digits": {
         "FedAvg": ((91.6, 91.6, 81.6, 23.0, 71.9, 33.0), (95.3, 92.1, 80.8, 22.9, 72.8, 33.8)),
@@ -34,53 +33,30 @@ INDEPENDENT = {
 INDEPENDENT_COLUMNS = ("mnist", "usps", "svhn", "syn_standin", "AVG", "STD")
 INDEPENDENT_SOURCE = (
     "An independent throw-away implementation of the same protocol, written apart from this one: same data, bf16, means of the "
-    "last five of 200 rounds, one seed a line."
+    "last five of 200 rounds, one seed a line. It has its own split and first model, so that a difference of a few points is "
+    "expected from that alone. Its numbers are quoted: there are no records of its runs here."
 )
 LIMITS = {"mnist": 5.0, "usps": 3.0, "svhn": 3.0}  # points; more is a bug until it is explained
 
 
-@dataclass(frozen=True)
-class Run:
-    """One finished run of a row."""
-
-    entry: Entry
-    folder: Path
-    experiment: Experiment
-    summary: Mapping[str, Any]
-
-    @cached_property
-    def records(self) -> list[dict[str, Any]]:
-        return read_rounds(self.folder)
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """Accuracy per domain, then AVG, STD and worst."""
-        return dict(self.summary["domains"]) | {name: self.summary[key] for name, key in EVENNESS.items()}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What must be the same for two runs to differ by their methods alone."""
-        varied = FREE | {"method"}
-        fixed = {key: value for key, value in self.experiment.to_dict().items() if key not in varied}
-        return fixed | {"data_fingerprint": self.summary["data_fingerprint"]}
-
-
-def page(recipe: Recipe, folders: Mapping[str, Path]) -> str:
-    """The page as Markdown; `folders` holds the runs of each data set."""
+def page(recipe: Recipe, sets: Iterable[tuple[str, Path, int]]) -> str:
+    """The page as Markdown, from data sets, where the runs of each are kept, and the rounds that they should have."""
     parts = [
         "# Results",
         "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
         "folder: the complete description of the run (`experiment.toml`), every round (`rounds.jsonl`) and what came out "
         "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`).",
+        "The paper's numbers and those of an independent implementation are quoted, and the latter have no records in this "
+        "repository. Everything else is computed from the folders.",
     ]
-    for data, folder in folders.items():
-        parts += [f"## {data}", *_about(recipe, data, folder)]
+    for data, folder, usual in sets:
+        parts += [f"## {data}", *_about(recipe, data, folder, usual)]
     return "\n\n".join(parts) + "\n"
 
 
-def _about(recipe: Recipe, data: str, folder: Path) -> list[str]:
+def _about(recipe: Recipe, data: str, folder: Path, usual: int) -> list[str]:
     entries = recipe.entries(data)
-    runs = found(entries, data, folder)
+    runs = found(entries, data, folder, usual)
     parts = []
     if runs:
         parts += _numbers(runs, data)
@@ -92,19 +68,6 @@ def _about(recipe: Recipe, data: str, folder: Path) -> list[str]:
     return [*parts, *_open(entries, runs, data)]
 
 
-def found(entries: Sequence[Entry], data: str, folder: Path) -> list[Run]:
-    """The runs in a folder, in the order of the rows and their seeds. One that is no row's is refused."""
-    names = [Experiment.of({"method": entry.method, "data": data}).method_name for entry in entries]
-    runs = []
-    for path in sorted(folder.glob("*/result.json")):
-        summary, described = read_json(path), Experiment.read(path.parent / "experiment.toml")
-        method = summary.get("method")
-        if method not in names:
-            raise ValueError(f"{path.parent}: no row of the plan is {method}; the rows are {', '.join(names)}")
-        runs.append(Run(entries[names.index(method)], path.parent, described, summary))
-    return sorted(runs, key=lambda run: (entries.index(run.entry), run.experiment.seed))
-
-
 def _numbers(runs: Sequence[Run], data: str) -> list[str]:
     columns = columns_of(runs)
     head = ["row", "method", "seed", *heads(columns, data), "s a round", "median", "rounds", "precision", "on"]
@@ -114,7 +77,7 @@ def _numbers(runs: Sequence[Run], data: str) -> list[str]:
         where = f"{run.folder.parent.name}/{run.folder.name}/"
         lines.append(
             [
-                f"[{run.entry.label}]({where})",
+                f"[{run.label}]({where})",
                 f"`{run.summary['method']}`",
                 str(run.experiment.seed),
                 *_cells(run.numbers, columns),
@@ -128,21 +91,32 @@ def _numbers(runs: Sequence[Run], data: str) -> list[str]:
     averaged = over_rounds(frozenset(int(run.summary["averaged"]) for run in runs))
     said = [
         f"Accuracy in percent, {averaged}; STD is over domains (ddof = 1), worst is the worst domain. Seconds are those of "
-        "training, aggregation and evaluation, mean and median over all rounds; the first compiles what the others use."
+        "training, aggregation and evaluation, mean and median over all rounds; the first round of a process compiles what the "
+        "others use."
     ]
-    usual = protocol(data).get("rounds")
-    fewer = [f"{run.entry.label} ({run.summary['rounds']})" for run in runs if usual and run.summary["rounds"] != usual]
-    if fewer:
-        said.append(f"Not the protocol's {usual} rounds: {', '.join(fewer)}.")
+    others = [f"{run.entry.label} ({run.experiment.rounds})" for run in runs if not run.full]
+    if others:
+        said.append(f"Not the protocol's {runs[0].usual} rounds: {', '.join(others)}.")
     said += [f"**{note}.**" for note in stand_ins(columns, data)]
     return [grid(head, lines), bullets(said)]
 
 
 def _paper(recipe: Recipe, data: str, runs: Sequence[Run]) -> list[str]:
-    rows = [(entry, [Job(run.experiment, run.folder) for run in group]) for entry, group in by_entry(runs).items()]
+    rows, other = [], []
+    for label, group in by_label(runs).items():
+        entry = group[0].entry
+        if not group[0].full:  # shown, but the paper's numbers are of another length
+            entry = replace(entry, label=label, published=(), misprint=((), ""))
+            other.append(label)
+        rows.append((entry, [Job(run.experiment, run.folder) for run in group]))
     table = beside.beside(recipe, Planned(data, rows))
     head, *lines = beside.cells(table)
     said = [*table.notes, *beside.claims(recipe, table)]
+    if other:
+        said.append(
+            f"Not the protocol's {runs[0].usual} rounds, so that the paper's numbers do not stand beside: "
+            f"{'; '.join(other)}."
+        )
     return ["### Beside the paper", grid([*head[:2], *heads(head[2:], data)], lines), bullets(said)]
 
 
@@ -154,15 +128,15 @@ def _differences(runs: Sequence[Run], data: str) -> list[str]:
     for label in BASES:
         bases = [run for run in runs if run.entry.label == label]
         lines = []
-        for entry, group in by_entry(runs).items():
+        for row, group in by_label(runs).items():
             pairs = [(run, base) for run in group for base in bases if run.settings == base.settings]
-            if entry.label == label or not bases:
+            if group[0].entry.label == label or not bases:
                 continue
             if not pairs:
-                unlike |= {f"{entry.label} (beside {label})": None}
+                unlike |= {f"{row} (beside {label})": None}
                 continue
             apart = {c: [a.numbers[c] - b.numbers[c] for a, b in pairs] for c in columns}
-            lines.append([entry.label, *(_spread(apart[c], sign="+") for c in columns), str(len(pairs))])
+            lines.append([row, *(_spread(apart[c], sign="+") for c in columns), str(len(pairs))])
         parts += [grid([f"less {label}", *heads(columns, data), "seeds"], lines)] if lines else []
     if len(parts) == 1:
         return []
@@ -179,10 +153,13 @@ def _noise(runs: Sequence[Run], data: str) -> list[str]:
     lines = []
     for run in runs:
         last = [r for r in run.records if r["domains"] is not None][-NOISE:]
-        values = [r["domains"] | {name: r["fairness"][key] for name, key in EVENNESS.items()} for r in last]
+        evenness = [fairness(r["domains"]) for r in last]
+        values = [
+            r["domains"] | {c: e[key] for c, key in EVENNESS.items()} for r, e in zip(last, evenness, strict=True)
+        ]
         if len(values) > 1:
             spread = {c: float(np.std([v[c] for v in values], ddof=1)) for c in columns}
-            lines.append([run.entry.label, str(run.experiment.seed), *_cells(spread, columns), str(len(values))])
+            lines.append([run.label, str(run.experiment.seed), *_cells(spread, columns), str(len(values))])
     if not lines:
         return []
     said = (
@@ -194,25 +171,33 @@ def _noise(runs: Sequence[Run], data: str) -> list[str]:
 
 def _independent(runs: Sequence[Run], data: str) -> list[str]:
     known = INDEPENDENT.get(data, {})
-    usual = protocol(data).get("rounds")
     lines, beyond = [], []
     for run in runs:
-        if run.entry.label not in known or run.experiment.seed or run.summary["rounds"] != usual:
+        if run.entry.label not in known or run.experiment.seed or not run.full:
             continue
-        first, *others = known[run.entry.label]
-        theirs = dict(zip(INDEPENDENT_COLUMNS, first, strict=True))
-        apart = {c: run.numbers[c] - theirs[c] for c in INDEPENDENT_COLUMNS if c in run.numbers}
+        theirs = [dict(zip(INDEPENDENT_COLUMNS, line, strict=True)) for line in known[run.entry.label]]
+        each = {c: [run.numbers[c] - line[c] for line in theirs] for c in INDEPENDENT_COLUMNS if c in run.numbers}
+        apart = {c: differences[0] for c, differences in each.items()}
         over = {c: x for c, x in apart.items() if abs(x) > LIMITS.get(c, float("inf"))}
         beyond += [f"{run.entry.label} on {c} ({x:+.1f})" for c, x in over.items()]
         lines.append([run.entry.label, "ours", *_cells(run.numbers, INDEPENDENT_COLUMNS)])
-        lines.append(["", "theirs", *_cells(theirs, INDEPENDENT_COLUMNS, 1)])
-        lines += [["", "theirs, another seed", *(f"{x:.1f}" for x in other)] for other in others]
-        shown = [(f"**{apart[c]:+.1f}**" if c in over else f"{apart[c]:+.1f}") if c in apart else "" for c in theirs]
-        lines.append(["", "difference", *shown])
+        for number, line in enumerate(theirs):
+            lines.append(["", "theirs, another seed" if number else "theirs", *_cells(line, INDEPENDENT_COLUMNS, 1)])
+        shown = {c: f"**{x:+.1f}**" if c in over else f"{x:+.1f}" for c, x in apart.items()}
+        lines.append(["", "difference", *(shown.get(c, "") for c in INDEPENDENT_COLUMNS)])
+        if len(theirs) > 1:
+            nearest = {c: f"{min(differences, key=abs):+.1f}" for c, differences in each.items()}
+            lines.append(
+                ["", "difference to the nearest, by column", *(nearest.get(c, "") for c in INDEPENDENT_COLUMNS)]
+            )
     if not lines:
         return []
     limits = ", ".join(f"{limit:g} on {column}" for column, limit in LIMITS.items())
-    said = [INDEPENDENT_SOURCE, f"More apart than {limits}: {', '.join(beyond) or 'nothing'}."]
+    said = [
+        INDEPENDENT_SOURCE,
+        f"Bold is a flag: ours is further from its first line than {limits} (points). What is flagged counts as a bug, in "
+        f"either of the two, until it is explained. Flagged: {', '.join(beyond) or 'nothing'}.",
+    ]
     return [
         "### Beside an independent implementation",
         grid(["row", "", *heads(INDEPENDENT_COLUMNS, data)], lines),
@@ -224,7 +209,7 @@ def _machines(runs: Sequence[Run]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.summary["versions"].items())
-        groups.setdefault(f"{run.summary['hardware']}; {versions}", []).append(run.entry.label)
+        groups.setdefault(f"{run.summary['hardware']}; {versions}", []).append(run.label)
     every = len(groups) == 1
     lines = [words if every else f"{words}: {', '.join(dict.fromkeys(rows))}" for words, rows in groups.items()]
     prints = {run.summary["data_fingerprint"] for run in runs}
@@ -233,19 +218,23 @@ def _machines(runs: Sequence[Run]) -> list[str]:
 
 
 def _open(entries: Sequence[Entry], runs: Sequence[Run], data: str) -> list[str]:
-    done = by_entry(runs)
+    done = {run.entry for run in runs if run.full}
     left = [entry for entry in entries if entry not in done]
     if not left:
         return ["### Open", "Nothing: every row of the plan was run."]
-    command = "python tools/results.py run --data {} --rows {}"
-    lines = [f"{entry.label}: `{command.format(data, shlex.quote(entry.label))}`" for entry in left]
+    lines = []
+    for entry in left:
+        reached = sorted({run.experiment.rounds for run in runs if run.entry == entry})
+        so_far = f" (so far with {' and '.join(map(str, reached))} rounds)" if reached else ""
+        command = f"python tools/results.py run --data {data} --rows {shlex.quote(entry.label)}"
+        lines.append(f"{entry.label}{so_far}: `{command}`")
     return ["### Open", "Not run yet, with what would run it (then `python tools/results.py collect`):", bullets(lines)]
 
 
-def by_entry(runs: Sequence[Run]) -> dict[Entry, list[Run]]:
-    groups: dict[Entry, list[Run]] = {}
+def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(run.entry, []).append(run)
+        groups.setdefault(run.label, []).append(run)
     return groups
 
 

@@ -77,8 +77,9 @@ def test_rows_by_label_method_or_pattern(tmp_path):
 
     assert methods("fedavg", "MOON + AFL") == ["fedavg", "moon+afl"]
     assert methods("fedprox*") == ["fedprox", "fedprox+uniform", "fedprox+afl", "fedprox+qffl", "fedprox+fedheal"]
-    with pytest.raises(ValueError, match="rows = fedavgg: no row is called so; the rows are fedavg, "):
+    with pytest.raises(ValueError, match="rows = fedavgg: no row is called so; the rows are 'FedAvg' ") as caught:
         methods("fedavgg")
+    assert "'MOON + AFL' (moon+afl)" in str(caught.value)
 
 
 @pytest.mark.parametrize(

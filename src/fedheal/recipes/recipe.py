@@ -109,7 +109,7 @@ def _chosen(entries: list[Entry], patterns: Sequence[str]) -> list[Entry]:
     """The rows that any pattern fits, by label or method, without regard to case."""
     for pattern in patterns:
         if not any(_fits(entry, pattern) for entry in entries):
-            known = ", ".join(dict.fromkeys(entry.method for entry in entries))
+            known = ", ".join(f"{entry.label!r} ({entry.method})" for entry in entries)
             raise ValueError(f"rows = {pattern}: no row is called so; the rows are {known}")
     return [entry for entry in entries if not patterns or any(_fits(entry, pattern) for pattern in patterns)]
 

@@ -1,0 +1,66 @@
+"""Benchmarks that need a GPU: what they say without one, and to words that mean nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TINY = ["--data", "tiny_data:load", "--device", "cpu", "model=tiny_data:linear"]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Runs a benchmark's `main` with these words."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+    def call(name, *words):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        importlib.import_module(name).main()
+
+    return call
+
+
+def assert_refused(benchmark, capsys, said, name, *words):
+    with pytest.raises(SystemExit) as end:
+        benchmark(name, *words)
+    seen = capsys.readouterr()
+    assert end.value.code == 2
+    assert said in seen.err
+    assert len(seen.err.splitlines()) == 1
+    assert seen.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "cuda:99"], "device = 'cuda:99' cannot be used here"),
+        (["--data", "nope", "--device", "cpu"], "there is no data set 'nope'"),
+        ([*TINY, "foo=1"], "unknown field 'foo'"),
+        ([*TINY, "rounds=0"], "rounds = 0"),
+        ([*TINY, "engine=lanes"], "engine cannot be given as engine=lanes"),
+        ([*TINY, "samples_per_client=1000"], "2 clients with 1000 samples each need 2000"),
+        ([*TINY, "--repeats", "0"], "repeats = 0: a spread needs at least 2"),
+        ([*TINY, "--repeats", "1"], "repeats = 1: a spread needs at least 2"),
+        ([*TINY, "--at-a-time", "0"], "at-a-time = 0: use 1 or more"),
+    ],
+)
+def test_agreement_of_nothing_is_a_sentence(benchmark, capsys, words, said):
+    assert_refused(benchmark, capsys, said, "agreement", *words)
+
+
+def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys):
+    benchmark("agreement", *TINY, "--repeats", "2", "--at-a-time", "1", "rounds=1")
+    out = capsys.readouterr().out
+    assert "| serial | " in out
+    assert "lanes |" not in out
+    assert out.splitlines()[-1] == "Nothing is compared: there is one engine on a CPU, and lanes need a GPU."
+
+
+def test_aggregation_on_a_gpu_without_one_is_a_sentence(benchmark, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_refused(benchmark, capsys, "there is no GPU here", "aggregate_gpu")
