@@ -508,7 +508,7 @@ def test_what_is_quoted_is_said_at_the_head(table, tmp_path):
     head, _, below = page.partition("## digits")
     assert "numbers and those of an independent implementation are quoted" in head
     assert "Everything else is computed from the folders." in head
-    assert "its own split and first model, so that a difference of a few points is expected from that alone" in below
+    assert "its own split and first model, so that some of a difference comes from that alone" in below
     assert "Flagged: nothing." in below
     assert "difference to the nearest" not in below  # it has one seed of this row
 

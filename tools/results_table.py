@@ -33,8 +33,8 @@ INDEPENDENT = {
 INDEPENDENT_COLUMNS = ("mnist", "usps", "svhn", "syn_standin", "AVG", "STD")
 INDEPENDENT_SOURCE = (
     "An independent throw-away implementation of the same protocol, written apart from this one: same data, bf16, means of the "
-    "last five of 200 rounds, one seed a line. It has its own split and first model, so that a difference of a few points is "
-    "expected from that alone. Its numbers are quoted: there are no records of its runs here."
+    "last five of 200 rounds, one seed a line. It has its own split and first model, so that some of a difference "
+    "comes from that alone; how much is not known yet. Its numbers are quoted: there are no records of its runs here."
 )
 LIMITS = {"mnist": 5.0, "usps": 3.0, "svhn": 3.0}  # points; more is a bug until it is explained
 
