@@ -120,7 +120,8 @@ def run(
     elif not quiet:
         show.compared([result.summary])
         typer.echo(f"Accuracy in percent, {tables.over_rounds(frozenset({int(result.summary['averaged'])}))}.")
-        show.notes([result.summary])
+        for note in show.notes([result.summary]):
+            typer.echo(note)
         typer.echo(f"{folder}")
 
 

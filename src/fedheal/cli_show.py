@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ def wide() -> Console:
 
 
 def compared(summaries: Sequence[Mapping[str, Any]]) -> None:
+    """Runs side by side, on the screen."""
     wide().print(_table(summaries))
 
 
@@ -46,13 +47,14 @@ def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def notes(summaries: Sequence[Mapping[str, Any]]) -> None:
+def notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
     """What is special about the data, each thing once."""
-    for note in dict.fromkeys(note for summary in summaries for note in summary.get("data_notes", ())):
-        typer.echo(f"Note: {note}.")
+    said = (note for summary in summaries for note in summary.get("data_notes", ()))
+    return [f"Note: {note}." for note in dict.fromkeys(said)]
 
 
 def searched(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
+    """What a search tried, and what it chose."""
     table = Table(title="mean over seeds; chosen on validation, the test set for information", title_justify="left")
     for key in chosen.point:
         table.add_column(key, justify="right")
@@ -72,14 +74,14 @@ def searched(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
 
 
 def reported(found: Sequence[rows.Row], form: str, reference: str | None = None) -> str:
+    """A table for each data set, what may be concluded from it, and what is special about the data."""
     parts = []
     for table in tables.tables(found):
         parts.append(f"{table.data}: {table.about}")
         parts.append(tables.FORMATS[form](table))
         own = [row for row in found if str(row.summaries[0]["data"]) == table.data]
         said = conclusions.sentences(own, reference)
-        notes = (note for row in own for summary in row.summaries for note in summary.get("data_notes", ()))
-        said += [f"Note: {note}." for note in dict.fromkeys(notes)]
+        said += notes(summary for row in own for summary in row.summaries)
         bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
         parts.append("\n".join(f"{bullet}{sentence}" for sentence in said))
     if form == "latex":
@@ -102,6 +104,7 @@ def write_page(
 
 
 def diagnosed(runs: Sequence[Path], by: str | None, figures: Path | None) -> None:
+    """Who is under-served in a run: a table, sentences and a picture."""
     if len(runs) != 1:
         raise ValueError(f"--diagnose looks at one run, but there are {len(runs)} folders: name one")
     found = diagnosis.diagnose(runs[0], by)
@@ -128,8 +131,8 @@ def parts() -> Table:
         title_justify="left",
     )
     groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
-    for kind, parts in groups:
-        for part_name, part in parts.items():
+    for kind, named in groups:
+        for part_name, part in named.items():
             keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
             table.add_row(f"{part_name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
     for bound, about in rows.BOUNDS.items():
@@ -138,6 +141,7 @@ def parts() -> Table:
 
 
 def explained(name: str) -> Table:
+    """A method's parameters, and the source of each default."""
     table = Table("part", "parameter", "default", "what it is", "source of the default", title_justify="left")
     table.title = method_table.get(name).name
     for part, key, value, default, said in method_table.explained(name):
