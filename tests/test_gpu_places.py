@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import fedheal
 from fedheal import Layout, places, records
 from fedheal.demand import CONTEXT, demand
+from fedheal.engine.memory import give_back
 from fedheal.experiment import Experiment, build, domains_of
 from fedheal.places import Place
 from fedheal.run import initial_state
@@ -34,10 +34,7 @@ def _gpu():
 def measured() -> Iterator[dict[str, int]]:
     """Bytes that torch took from the GPU at most, from a clean start."""
     found: dict[str, int] = {}
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+    give_back()
     torch.cuda.reset_peak_memory_stats()
     yield found
     torch.cuda.synchronize()

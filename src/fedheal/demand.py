@@ -1,8 +1,8 @@
 """What a run needs of a GPU, estimated without one.
 
 Memory and work follow from shapes: one step of the model is traced on torch's `meta` device, which computes nothing, and the
-sizes of a described data set are known before it is read. The result errs on the side of too much. What a user's own model or
-data do not let us see is taken to need a whole GPU.
+sizes of a described data set are known before it is read. It is what a run holds once it is under way; while cuDNN tries its
+algorithms it takes more, where there is more. What a user's own model or data do not let us see is taken to need a whole GPU.
 """
 
 from __future__ import annotations

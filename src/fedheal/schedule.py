@@ -6,7 +6,6 @@ description nor its result depends on where it went.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -21,9 +20,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedheal.demand import demand
+from fedheal.engine.memory import give_back
 from fedheal.engine.workers import end_with_parent
 from fedheal.execute import run
 from fedheal.experiment import Experiment
@@ -155,11 +153,7 @@ def _do(job: Job) -> None:
 
         callbacks.append(tracker(job.track, job.folder))
     run(job.experiment, job.folder, resume=True, callbacks=callbacks, progress=False)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # Others may share the GPU: what this run has left goes back, cuBLAS's workspaces for its streams included.
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+    give_back()  # others may share the GPU
 
 
 def _on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:

@@ -13,7 +13,6 @@ engine. The serial engine is this one's obvious twin: same seeds, same batches, 
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from fedheal.data.augment import normalised
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.lane import Lane
+from fedheal.engine.memory import give_back
 from fedheal.engine.numerics import lowered
 from fedheal.engine.resident import Resident
 from fedheal.engine.scratch import Unable
@@ -110,11 +110,7 @@ class Lanes:
 
     def _release(self) -> None:
         self.lanes.clear()
-        if self.bench.device.type == "cuda":
-            torch.cuda.synchronize()
-            gc.collect()
-            torch._C._cuda_clearCublasWorkspaces()  # one a stream, which new lanes, with new streams, do not use
-            torch.cuda.empty_cache()
+        give_back()
 
 
 _END = object()
