@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import fedheal
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = ["--data", "tiny_data:load", "--device", "cpu", "model=tiny_data:linear"]
@@ -64,3 +67,34 @@ def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys):
 def test_aggregation_on_a_gpu_without_one_is_a_sentence(benchmark, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_refused(benchmark, capsys, "there is no GPU here", "aggregate_gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_apply", "normalisation"),
+        (
+            "void at::native::batch_norm_transform_input_channels_last_kernel<c10::BFloat16, float, float, 4>",
+            "normalisation",
+        ),
+        ("sm90_xmma_wgrad_indexed_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize64x64x64", "convolutions"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<3>>",
+            "optimiser and other",
+        ),
+        ("Memset (Device)", "copies and casts"),
+        (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align2>",
+            "everything else",
+        ),
+    ],
+)
+def test_kernels_are_told_apart_by_their_names(monkeypatch, name, kind):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    assert importlib.import_module("kernels").kind_of(name).startswith(kind)
+
+
+def test_every_kernel_of_the_normalisation_is_known_as_one(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    source = (Path(fedheal.__file__).parent / "models" / "_fused_cuda.py").read_text()
+    assert set(re.findall(r"@triton\.jit.*\ndef (\w+)\(", source)) == importlib.import_module("kernels").OURS
