@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import re
@@ -395,3 +396,35 @@ def test_a_run_killed_before_its_description_was_written_can_be_resumed(finished
     (folder / "experiment.toml.tmp").write_text('name = ""\nmeth')
     go(folder)
     assert model(folder) == model(finished)
+
+
+class Intruder(fedheal.Callback):
+    """Starts the same run in the same folder while it goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+
+    def round(self, record: Any) -> None:
+        with pytest.raises(ValueError, match="another process is running") as refused:
+            fedheal.run(quick(rounds=2), self.folder, resume=True)
+        self.said.append(str(refused.value))
+
+
+def test_two_runs_cannot_be_in_one_folder(tmp_path):
+    alone = fedheal.run(quick(rounds=2), tmp_path / "alone")
+    intruder = Intruder(tmp_path / "run")
+    disturbed = fedheal.run(quick(rounds=2), tmp_path / "run", callbacks=[intruder])
+    assert len(intruder.said) == 2
+    assert str(tmp_path / "run") in intruder.said[0]
+    assert bits(disturbed) == bits(alone)
+    assert [record["round"] for record in records.read_rounds(tmp_path / "run")] == [1, 2]
+    fedheal.run(quick(rounds=2), tmp_path / "run", resume=True)  # the lock went with the run
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+    def unable(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unable)
+    assert fedheal.run(quick(rounds=1), tmp_path / "run").summary["rounds"] == 1

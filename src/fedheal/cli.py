@@ -192,7 +192,11 @@ def compare(
     planned = plan(named, seeds_of(seeds), values | {"data": data}, folder, track)
     console = Console(quiet=quiet or as_json)
     how = at_a_time(planned, _processes(jobs), ray)
-    console.print(f"{len(planned)} runs into {folder}, {how}:", highlight=False, soft_wrap=True)
+    console.print(
+        f"{len(planned)} {'run' if len(planned) == 1 else 'runs'} into {folder}, {how}:",
+        highlight=False,
+        soft_wrap=True,
+    )
     _run(planned, console, jobs, ray)
     summaries = [records.read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned]
     found = rows.rows(summaries)

@@ -70,9 +70,13 @@ def run(
         precision = precision_of(experiment.precision, device)
         stack.enter_context(numerics(precision, experiment.deterministic, device))
         federation = build(experiment, domains, device)  # before the folder: what cannot be built leaves no trace
-        kept, history = _open(folder, experiment, resume) if folder else (None, [])
-        if folder is not None and (folder / "result.json").exists():
-            return _finished(folder, history)
+        kept, history = None, list[RoundRecord]()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(records.alone(folder))
+            kept, history = _open(folder, experiment, resume)
+            if (folder / "result.json").exists():
+                return _finished(folder, history)
         state = initial_state(federation) if kept is None else restored_state(*kept, device)
         shown = watched() if progress is None else progress
         watchers = [stack.enter_context(callback) for callback in [*callbacks, *([Progress()] if shown else [])]]
@@ -142,7 +146,7 @@ def load(folder: str | Path) -> nn.Module:
 def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | None, list[RoundRecord]]:
     """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
     described = folder / "experiment.toml"
-    if folder.exists() and any(path.suffix != ".tmp" for path in folder.iterdir()):
+    if any(path.suffix != ".tmp" for path in folder.iterdir()):
         if not described.exists():
             raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
         if Experiment.read(described).identity != experiment.identity:
@@ -152,7 +156,6 @@ def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | No
         if (folder / "result.json").exists():
             return None, _history(folder)
         return _resumed(folder, experiment)
-    folder.mkdir(parents=True, exist_ok=True)
     records.write_text(described, experiment.to_toml())
     return None, []
 

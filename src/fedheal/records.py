@@ -16,6 +16,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,27 @@ KEPT = 2  # states
 
 class BadState(ValueError):
     """A state that cannot be used, with the reason."""
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """No other process is let in meanwhile: two would mix their rounds. The lock goes with its process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is running in {folder}: wait until it has ended, or stop it") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(opened)
 
 
 def write_text(path: Path, text: str) -> None:
