@@ -50,6 +50,15 @@ def test_finished_runs_are_not_run_again(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_finished_runs_of_other_experiments_are_not_taken_for_these(tmp_path):
+    ran(plan(["fedavg"], [0], QUICK, tmp_path))
+    with pytest.raises(ValueError, match=r"fedavg.* belongs to another experiment"):
+        ran(plan(["fedheal", "fedavg"], [0], QUICK | {"lr": 0.5}, tmp_path))
+    assert not list(tmp_path.glob("fedheal*"))  # it was seen before anything ran
+    freely = QUICK | {"save_seconds": 1.0}
+    assert [job.finished for job in plan(["fedavg"], [0], freely, tmp_path)] == [True]
+
+
 def test_an_error_in_one_run_stops_the_rest_and_keeps_what_is_done(tmp_path):
     good, bad = quick(name="good"), quick(name="bad", lr=1e9)
     planned = [Job(good, tmp_path / "good"), Job(bad, tmp_path / "bad")]

@@ -145,6 +145,7 @@ def test_it_is_said_beforehand(two_gpus, tmp_path):
     assert at_a_time(planned, 0, ray="auto") == "as tasks of a Ray cluster"
     for job in planned:
         job.folder.mkdir()
+        (job.folder / "experiment.toml").write_text(job.experiment.to_toml())
         (job.folder / "result.json").write_text("{}")
     assert at_a_time(planned, 0) == "all of them finished"
 

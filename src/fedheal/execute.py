@@ -149,8 +149,7 @@ def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | No
     if any(path.suffix != ".tmp" for path in folder.iterdir()):
         if not described.exists():
             raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
-        if Experiment.read(described).identity != experiment.identity:
-            raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
+        check_owner(folder, experiment)
         if not resume:
             raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
         if (folder / "result.json").exists():
@@ -158,6 +157,12 @@ def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | No
         return _resumed(folder, experiment)
     records.write_text(described, experiment.to_toml())
     return None, []
+
+
+def check_owner(folder: Path, experiment: Experiment) -> None:
+    """Refuse the folder of another experiment: its results are not this one's."""
+    if Experiment.read(folder / "experiment.toml").identity != experiment.identity:
+        raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
 def _resumed(folder: Path, experiment: Experiment) -> tuple[Kept | None, list[RoundRecord]]:

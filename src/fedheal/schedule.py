@@ -23,7 +23,7 @@ from typing import Any
 from fedheal.demand import demand
 from fedheal.engine.memory import give_back
 from fedheal.engine.workers import end_with_parent
-from fedheal.execute import run
+from fedheal.execute import check_owner, run
 from fedheal.experiment import Experiment
 from fedheal.interrupt import stop_on_terminate
 from fedheal.places import VISIBLE, Place, emptiest, places, side_by_side, visible, worded
@@ -41,7 +41,11 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        return (self.folder / "result.json").exists()
+        """A run in the folder counts only if it is this one."""
+        done = (self.folder / "result.json").exists()
+        if done:
+            check_owner(self.folder, self.experiment)
+        return done
 
 
 def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> Iterator[Job]:
