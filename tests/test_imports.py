@@ -12,7 +12,7 @@ ROOT = Path(fedheal.__file__).parent
 # A part may import the parts on lines before its own, and itself.
 ORDER = [
     {"layout", "metrics", "rng", "version"},
-    {"types", "collect", "records"},
+    {"types", "collect", "records", "fits"},
     {"aggregate", "models", "data"},
     {"local"},
     {"methods"},

@@ -16,10 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 import fedheal
-from fedheal import methods
+from fedheal import Method, methods
 from fedheal.engine import serial
 from fedheal.execute import Result, hardware_of
 from fedheal.experiment import Experiment, build
+from fedheal.local.proximal import Proximal
+from fedheal.methods import get
 from fedheal.run import Federation, drops_out, initial_state, run_round, sample
 from fedheal.types import RoundRecord, RunState
 from tiny_data import CLIENTS, SAMPLES, TEST, load, quick
@@ -502,3 +504,33 @@ def test_experiments_on_the_embedded_digits_learn() -> None:
 
 def test_names_of_methods_are_those_that_run() -> None:
     assert [*itertools.islice(methods.names(), 2)] == ["fedavg", "fedavg+uniform"]
+
+
+def test_a_method_of_ones_own_can_be_resumed_and_loaded(tmp_path):
+    own = Method((Proximal(0.5),), get("fedavg").aggregator, "mine")
+    whole = fedheal.run(quick(method=own, rounds=3))
+    with pytest.raises(KeyboardInterrupt):
+        fedheal.run(quick(method=own, rounds=3), tmp_path / "run", callbacks=[StopAt(2)])
+    resumed = fedheal.run(quick(method=own, rounds=3), tmp_path / "run", resume=True)
+    assert [record.round for record in resumed.history] == [1, 2, 3]
+    loaded = fedheal.load(tmp_path / "run").state_dict()
+    assert all(value.equal(loaded[name]) for name, value in whole.model.state_dict().items())
+    with pytest.raises(ValueError, match="belongs to another experiment"):
+        fedheal.run(quick(method=own, rounds=4), tmp_path / "run", resume=True)
+
+
+def test_a_changed_method_needs_a_name_of_its_own():
+    changed = replace(get("fedprox"), local=(Proximal(5.0),))
+    with pytest.raises(ValueError, match="method 'fedprox' is another one here: give yours a name of its own"):
+        quick(method=changed)
+    assert quick(method=replace(changed, name="strong")).method_name == "strong"
+    assert quick(method=get("fedprox", mu=0.5)).identity == quick(method="fedprox", mu=0.5).identity
+
+
+class StopAt(fedheal.Callback):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def round(self, record: RoundRecord) -> None:
+        if record.round == self.number:
+            raise KeyboardInterrupt

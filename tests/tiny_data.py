@@ -159,3 +159,44 @@ class Looking(nn.Module):
 
 def looking(classes: int) -> nn.Module:
     return Looking(classes)
+
+
+def narrow(classes: int) -> nn.Module:
+    return linear(classes - 1)
+
+
+def frozen(classes: int) -> nn.Module:
+    return linear(classes).requires_grad_(False)
+
+
+def lazy(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+
+
+def empty(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten())
+
+
+def normed_flat(classes: int) -> nn.Module:
+    """Normalises over the images of a batch, of which there must be two."""
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3 * SIDE * SIDE), nn.Linear(3 * SIDE * SIDE, classes))
+
+
+class Odd(nn.Module):
+    """Gives two things, of which neither is asked for, and keeps another."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.inner = linear(classes)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.inner(x)
+        return logits, logits
+
+
+class Secretive(Odd):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass

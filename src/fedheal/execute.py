@@ -23,7 +23,7 @@ from fedheal.aggregate.directions import spread
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine import check_engine, trainer
 from fedheal.engine.numerics import numerics, precision_of
-from fedheal.experiment import Experiment, build, domains_of, module_of
+from fedheal.experiment import Experiment, build, domains_of, module_of, read_toml
 from fedheal.interrupt import Interrupts
 from fedheal.metrics import LAST, fairness, last_mean
 from fedheal.progress import Progress, watched
@@ -137,7 +137,8 @@ def load(folder: str | Path) -> nn.Module:
     for name in ("experiment.toml", "model.safetensors", "result.json"):
         if not (path / name).exists():
             raise ValueError(f"{path} holds no finished run: there is no {name}")
-    experiment = Experiment.read(path / "experiment.toml")
+    # Whichever method trained it: one of somebody's own has only its name there.
+    experiment = Experiment.of(read_toml(path / "experiment.toml") | {"method": "fedavg"})
     module = module_of(experiment, len(records.read_json(path / "result.json")["classes"]))
     module.load_state_dict(records.load_tensors(path / "model.safetensors"))
     return module.eval()
@@ -161,7 +162,10 @@ def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | No
 
 def check_owner(folder: Path, experiment: Experiment) -> None:
     """Refuse the folder of another experiment: its results are not this one's."""
-    if Experiment.read(folder / "experiment.toml").identity != experiment.identity:
+    there = read_toml(folder / "experiment.toml")
+    if there.get("method") == experiment.to_dict()["method"]:
+        there["method"] = experiment.method  # it may be of somebody's own, of which the folder has only the name
+    if Experiment.of(there).identity != experiment.identity:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 

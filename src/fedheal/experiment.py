@@ -25,6 +25,7 @@ from fedheal.data.partition import Client, partition
 from fedheal.data.real import share
 from fedheal.engine.numerics import precision_of
 from fedheal.engine.serial import Bench, Training, seeded
+from fedheal.fits import check_fits
 from fedheal.layout import Layout
 from fedheal.methods import Method, suggestion
 from fedheal.rng import derive
@@ -126,6 +127,8 @@ class Experiment(BaseModel):
             raise ValueError(
                 f"unknown field '{next(iter(rest))}'{suggestion(next(iter(rest)), list(cls.model_fields))}"
             )
+        elif isinstance(method, Method) and not method.spelled and methods.known(method.name):
+            raise ValueError(f"method '{method.name}' is another one here: give yours a name of its own")
         return {key: value for key, value in protocol.items() if key in cls.model_fields} | own
 
     @property
@@ -161,20 +164,22 @@ class Experiment(BaseModel):
     @staticmethod
     def read(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
         """From a TOML file and `key=value` words, which win. A `ValueError` says what is wrong in one sentence."""
-        values: dict[str, Any] = {}
-        if path is not None:
-            try:
-                values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-            except OSError as error:
-                raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path} is not TOML: {error}") from error
-        return Experiment(**values | overridden(overrides))
+        return Experiment(**({} if path is None else read_toml(Path(path))) | overridden(overrides))
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Experiment:
         """From a dictionary."""
         return Experiment(**values)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A `ValueError` says why it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
 
 
 def wanted_of(experiment: Experiment) -> datasets.Wanted:
@@ -211,7 +216,10 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     train = {c.id: _taken(domains[c.domain], held[c.id][0], device) for c in clients if takes_part(experiment, c)}
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
-    _check_fits(module, experiment, domains.domains[0].test, device)
+    image = normalised(domains.domains[0].test.images[:1].to(device))
+    size = training.batch_size
+    smallest = {client: len(split) % size or size for client, split in train.items()}
+    check_fits(module, experiment.model, image, len(domains.classes), smallest)
     method = experiment.resolved_method
     asked = {"momentum": training.momentum, "weight_decay": training.weight_decay} | dict(method.training)
     training = replace(training, momentum=asked["momentum"], weight_decay=asked["weight_decay"])
@@ -248,22 +256,6 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         experiment.participation,
         experiment.dropout,
     )
-
-
-def _check_fits(module: torch.nn.Module, experiment: Experiment, test: Split, device: torch.device) -> None:
-    """One image through the model, so that what does not fit is said before anything is written."""
-    was = module.training
-    try:
-        with torch.no_grad():
-            logits = module.eval()(normalised(test.images[:1].to(device)))
-    except RuntimeError as error:
-        shape = tuple(test.images.shape[1:])
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"model '{experiment.model}' does not fit images of shape {shape} ({reason})") from error
-    finally:
-        module.train(was)
-    if logits.ndim != 2:
-        raise ValueError(f"model '{experiment.model}' gives {tuple(logits.shape)} for one image, not (1, classes)")
 
 
 def takes_part(experiment: Experiment, client: Client) -> bool:

@@ -257,14 +257,14 @@ PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES}
 class Method:
     """A whole algorithm as a value: the terms of local training, and the aggregator.
 
-    `name` is canonical and leaves defaults out; `spelled` has every parameter. One of your own needs a name of its own.
+    `name` is canonical and leaves defaults out. One of your own needs a name of its own.
     """
 
     local: tuple[Term, ...]
     aggregator: Aggregator
     name: str = "custom"
-    spelled: str = ""
     training: Mapping[str, float] = field(default_factory=dict)  # what it asks of the optimiser
+    spelled: str = field(default="", init=False)  # by `get` alone, with every parameter: a changed copy has none
 
     @property
     def personalised(self) -> bool:
@@ -303,7 +303,18 @@ def get(name: str, **keys: Any) -> Method:
         stage = chain(stage, STAGES["uniform"]())
     aggregator = trained.aggregator or Aggregator(stage, reducer(*variants or {"paper"}))
     short, spelled = (_spell(parts[:1] + chosen, everything) for everything in (False, True))
-    return Method(trained.terms, aggregator, short, spelled, trained.training)
+    method = Method(trained.terms, aggregator, short, trained.training)
+    object.__setattr__(method, "spelled", spelled)
+    return method
+
+
+def known(name: str) -> bool:
+    """Whether `get` knows a method of that name."""
+    try:
+        get(name)
+    except ValueError:
+        return False
+    return True
 
 
 def names() -> list[str]:

@@ -1,0 +1,36 @@
+"""A model that cannot be trained on the data is refused with a sentence, before there is a folder."""
+
+from __future__ import annotations
+
+import pytest
+
+import fedheal
+from tiny_data import quick
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "said"),
+    [
+        ("narrow", {}, r"model 'tiny_data:narrow' tells 2 classes apart, and the data have 3"),
+        ("lazy", {}, r"model 'tiny_data:lazy' has layers whose sizes are not said \(lazy ones\)"),
+        ("frozen", {}, "model 'tiny_data:frozen' has no parameter to train"),
+        ("empty", {}, "model 'tiny_data:empty' has no parameter to train"),
+        ("broad", {}, r"model 'tiny_data:broad' does not fit images of shape \(3, 8, 8\)"),
+        ("Odd", {}, r"model 'tiny_data:Odd' gives a tuple for one image, not a tensor of shape \(1, 3\)"),
+        ("Secretive", {}, "model 'tiny_data:Secretive' cannot be averaged: .*extra_state.*is a dict"),
+        (
+            "normed_flat",
+            {"batch_size": 1},
+            "the last batch of client .* is a single image: another batch_size would help",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_first(tmp_path, model, keys, said):
+    with pytest.raises(ValueError, match=said):
+        fedheal.run(quick(model=f"tiny_data:{model}", **keys), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_whose_batches_are_large_enough_is_not_refused(tmp_path):
+    run = fedheal.run(quick(model="tiny_data:normed_flat", rounds=1, batch_size=8), tmp_path / "run")
+    assert run.summary["rounds"] == 1
