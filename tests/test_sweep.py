@@ -80,6 +80,7 @@ def test_ranges_are_added_as_decimals():
     [
         (["tau=0.9:0:0.1"], "first:last:step"),
         (["tau=0:1:0"], "first:last:step"),
+        (["tau=1e:2:3"], "should be first:last:step, three numbers"),
         (["tau=0,1", "tau=0.5"], "given twice"),
         (["tau"], "should be key=value"),
     ],
@@ -94,8 +95,18 @@ def test_nothing_to_search_or_to_judge_by_is_refused(tmp_path):
         Search({}, QUICK, [0], tmp_path)
     with pytest.raises(ValueError, match="metric = bogus"):
         search(tmp_path, metric="bogus")
-    with pytest.raises(ValueError, match="validation = 0"):
-        Search({"tau": [0, 1]}, QUICK | {"validation": 0}, [0], tmp_path)
+    for share in (0, 1, "abc"):
+        with pytest.raises(ValueError, match=f"validation = {share}: a sweep needs a share"):
+            Search({"tau": [0, 1]}, QUICK | {"validation": share}, [0], tmp_path)
+
+
+@pytest.mark.parametrize("field", ["seed", "name", "validation"])
+def test_what_a_sweep_has_ways_of_its_own_for_is_not_searched(tmp_path, field):
+    with pytest.raises(ValueError, match=f"{field} cannot be searched"):
+        Search({"tau": [0, 1], field: [0, 1]}, QUICK, [0], tmp_path)
+    if field != "validation":
+        with pytest.raises(ValueError, match=f"{field} is what a sweep varies"):
+            Search({"tau": [0, 1]}, QUICK | {field: 5}, [0], tmp_path)
 
 
 def test_every_metric_says_which_way_is_better():

@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fedheal.records import read_json
 from fedheal.schedule import Job
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
+VALIDATION = 0.2  # share of each client's examples, unless another is given
 Point = dict[str, Any]
 Runner = Callable[[Sequence[Job]], object]
 
@@ -56,17 +57,22 @@ class Search:
             )
         if self.metric not in METRICS:
             raise ValueError(f"metric = {self.metric}: use one of {', '.join(METRICS)}")
-        if not 0 < float(self.fixed.get("validation", 0.2)) < 1:
-            raise ValueError(
-                f"validation = {self.fixed['validation']}: a sweep needs a share between 0 and 1 to judge by"
-            )
+        for field in ("seed", "name", "validation"):
+            if field in self.space:
+                raise ValueError(f"{field} cannot be searched{'; --seeds says how many' if field == 'seed' else ''}")
+        for field in ("seed", "name"):
+            if field in self.fixed:
+                raise ValueError(f"{field} is what a sweep varies: it cannot be given as {field}={self.fixed[field]}")
+        share = self.fixed.get("validation", VALIDATION)
+        if not isinstance(share, int | float) or not 0 < share < 1:
+            raise ValueError(f"validation = {share}: a sweep needs a share between 0 and 1 to judge by")
 
     def points(self) -> list[Point]:
         """The whole grid."""
         return [dict(zip(self.space, values, strict=True)) for values in itertools.product(*self.space.values())]
 
     def jobs(self, point: Point) -> list[Job]:
-        values = {"validation": 0.2, **self.fixed, **point}
+        values = {"validation": VALIDATION, **self.fixed, **point}
         label = ",".join(f"{key}={value}" for key, value in point.items())
         made = [Experiment.of(values | {"seed": seed, "name": f"{label}-seed{seed}"}) for seed in self.seeds]
         return [Job(experiment, self.out / experiment.folder_name) for experiment in made]
@@ -145,7 +151,10 @@ def space_of(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, Any]
 
 def _range(word: str, text: str) -> list[float]:
     """Both ends belong to it; decimals are added as decimals, so 0.1 three times is 0.3."""
-    first, last, step = (Decimal(part) for part in text.split(":"))
+    try:
+        first, last, step = (Decimal(part) for part in text.split(":"))
+    except InvalidOperation:
+        raise ValueError(f"'{word}' should be first:last:step, three numbers") from None
     if step <= 0 or last < first:
         raise ValueError(f"'{word}' should be first:last:step with a step above 0 and the last not below the first")
     return [float(first + i * step) for i in range(int((last - first) / step) + 1)]
