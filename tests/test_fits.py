@@ -34,3 +34,7 @@ def test_what_does_not_fit_is_said_first(tmp_path, model, keys, said):
 def test_a_model_whose_batches_are_large_enough_is_not_refused(tmp_path):
     run = fedheal.run(quick(model="tiny_data:normed_flat", rounds=1, batch_size=8), tmp_path / "run")
     assert run.summary["rounds"] == 1
+
+
+def test_a_single_image_that_no_step_reaches_is_no_obstacle():
+    assert fedheal.run(quick(model="tiny_data:normed_flat", rounds=1, batch_size=4, steps=3)).summary["rounds"] == 1

@@ -534,3 +534,31 @@ class StopAt(fedheal.Callback):
     def round(self, record: RoundRecord) -> None:
         if record.round == self.number:
             raise KeyboardInterrupt
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        fedheal.run(quick(), tmp_path / "run", callbacks=[StopAt(2)])
+    given = load()
+    first = given.domains[0]
+    images = first.test.images.clone()
+    images[0, 0, 0, 0] ^= 1
+    other = replace(first, test=replace(first.test, images=images))
+    monkeypatch.setattr("tiny_data.load", lambda: replace(given, domains=(other, *given.domains[1:])))
+    with pytest.raises(ValueError, match=r"the data of .*run have changed since it was begun"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+    monkeypatch.undo()
+    assert len(fedheal.run(quick(), tmp_path / "run", resume=True).history) == 3
+
+
+class Unable(fedheal.Callback):
+    def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None:
+        raise ValueError("the tracker does not answer")
+
+
+def test_what_stopped_before_its_first_round_is_not_in_the_way(tmp_path):
+    with pytest.raises(ValueError, match="does not answer"):
+        fedheal.run(quick(), tmp_path / "run", callbacks=[Unable()])
+    fedheal.run(quick(), tmp_path / "run")
+    with pytest.raises(ValueError, match="holds this experiment already"):
+        fedheal.run(quick(), tmp_path / "run")

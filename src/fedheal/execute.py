@@ -70,11 +70,12 @@ def run(
         precision = precision_of(experiment.precision, device)
         stack.enter_context(numerics(precision, experiment.deterministic, device))
         federation = build(experiment, domains, device)  # before the folder: what cannot be built leaves no trace
+        used = fingerprint_of_used(federation.bench.examples, federation.tests)
         kept, history = None, list[RoundRecord]()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(records.alone(folder))
-            kept, history = _open(folder, experiment, resume)
+            kept, history = _open(folder, experiment, resume, used)
             if (folder / "result.json").exists():
                 return _finished(folder, history)
         state = initial_state(federation) if kept is None else restored_state(*kept, device)
@@ -85,7 +86,7 @@ def run(
         ways = experiment.engine, experiment.workers, experiment.threads, experiment.lanes
         train = stack.enter_context(trainer(federation.bench, *ways))
         interrupts = stack.enter_context(Interrupts())
-        saver = _Saver(folder, experiment, state)
+        saver = _Saver(folder, experiment, used, state)
         try:
             for after, record in rounds(
                 federation, state, interrupts.around(train), experiment.rounds, experiment.eval_every
@@ -105,7 +106,7 @@ def run(
         module = federation.bench.module
         final = judged_model(federation, state.model, state.terms, sorted(federation.homes))
         module.load_state_dict(federation.bench.layout.unpack(final))
-        result = _result(experiment, history, state, federation, domains)
+        result = _result(experiment, history, state, federation, domains, used)
         if folder is not None:
             records.save_tensors(folder / "model.safetensors", module.state_dict())
             records.write_text(folder / "result.json", json.dumps(result.summary, indent=2, allow_nan=False) + "\n")
@@ -117,8 +118,8 @@ def run(
 class _Saver:
     """Saves a run's state every so often, at its end, and when asked."""
 
-    def __init__(self, folder: Path | None, experiment: Experiment, state: RunState) -> None:
-        self.folder, self.experiment = folder, experiment
+    def __init__(self, folder: Path | None, experiment: Experiment, used: str, state: RunState) -> None:
+        self.folder, self.experiment, self.used = folder, experiment, used
         self.round, self.at = state.round, time.monotonic()
 
     def due(self, state: RunState) -> None:
@@ -127,7 +128,9 @@ class _Saver:
 
     def save(self, state: RunState) -> None:
         if self.folder is not None and state.round > self.round:
-            records.save_state(self.folder, state.round, *state.to_arrays(), self.experiment.identity)
+            arrays, described = state.to_arrays()
+            described["used"] = self.used
+            records.save_state(self.folder, state.round, arrays, described, self.experiment.identity)
             self.round, self.at = state.round, time.monotonic()
 
 
@@ -144,18 +147,18 @@ def load(folder: str | Path) -> nn.Module:
     return module.eval()
 
 
-def _open(folder: Path, experiment: Experiment, resume: bool) -> tuple[Kept | None, list[RoundRecord]]:
+def _open(folder: Path, experiment: Experiment, resume: bool, used: str) -> tuple[Kept | None, list[RoundRecord]]:
     """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
     described = folder / "experiment.toml"
     if any(path.suffix != ".tmp" for path in folder.iterdir()):
         if not described.exists():
             raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
         check_owner(folder, experiment)
-        if not resume:
+        if not resume and (folder / "rounds.jsonl").exists():  # what stopped before its first round left nothing
             raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
         if (folder / "result.json").exists():
             return None, _history(folder)
-        return _resumed(folder, experiment)
+        return _resumed(folder, experiment, used)
     records.write_text(described, experiment.to_toml())
     return None, []
 
@@ -169,11 +172,13 @@ def check_owner(folder: Path, experiment: Experiment) -> None:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
-def _resumed(folder: Path, experiment: Experiment) -> tuple[Kept | None, list[RoundRecord]]:
+def _resumed(folder: Path, experiment: Experiment, used: str) -> tuple[Kept | None, list[RoundRecord]]:
     troubles: list[str] = []
     for path in records.states(folder):
         try:
             arrays, described = records.load_state(path, experiment.identity)
+            if described.get("used", used) != used:
+                raise ValueError(f"the data of {folder} have changed since it was begun: remove it, or restore them")
             records.cut_rounds(folder, described["round"])
             for trouble in troubles:
                 log.warning("%s; going on from %s", trouble, path.name)
@@ -191,7 +196,12 @@ def _history(folder: Path) -> list[RoundRecord]:
 
 
 def _result(
-    experiment: Experiment, history: list[RoundRecord], state: RunState, federation: Federation, domains: Domains
+    experiment: Experiment,
+    history: list[RoundRecord],
+    state: RunState,
+    federation: Federation,
+    domains: Domains,
+    used: str,
 ) -> Result:
     judged = [record for record in history if record.domains is not None]
     accuracy = last_mean([record.domains or {} for record in judged])
@@ -218,7 +228,7 @@ def _result(
         "precision": federation.bench.precision,
         "threads": experiment.threads,
         "data_fingerprint": fingerprint(domains),
-        "used_fingerprint": fingerprint_of_used(federation.bench.examples, federation.tests),
+        "used_fingerprint": used,
         "data_notes": list(domains.notes),
         "bytes_sent": state.sent,
         "bytes_received": state.received,

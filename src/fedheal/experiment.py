@@ -218,7 +218,12 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
     image = normalised(domains.domains[0].test.images[:1].to(device))
     size = training.batch_size
-    smallest = {client: len(split) % size or size for client, split in train.items()}
+    smallest = {
+        client: size
+        if training.steps is not None and training.steps * size <= len(split)
+        else len(split) % size or size
+        for client, split in train.items()
+    }
     check_fits(module, experiment.model, image, len(domains.classes), smallest)
     method = experiment.resolved_method
     asked = {"momentum": training.momentum, "weight_decay": training.weight_decay} | dict(method.training)
