@@ -37,7 +37,7 @@ from torch import Tensor
 
 from fedheal.aggregate.checks import check_count, check_share
 from fedheal.aggregate.consistency import exact
-from fedheal.aggregate.gram import blocks
+from fedheal.aggregate.gram import blocks, inner_products
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns
 from fedheal.layout import Layout
@@ -83,9 +83,7 @@ def conflict_free(alpha: float = 0.1, tau: int = 1) -> Stage:
         past = np.array([client not in draft.clients for client in before.clients], bool)
         remembered = before.updates[torch.from_numpy(past)]
         age = np.concatenate([np.zeros(k, np.int64), now - before.last[past]])
-        matrix = np.zeros((len(age), len(age)))
-        for _, block in _with_past(draft, remembered):
-            matrix += block @ block.T
+        matrix = inner_products((block for _, block in _with_past(draft, remembered)), len(age))
         largest = float(np.diag(matrix).max()) or 1.0
         unit = matrix / largest
 
@@ -142,21 +140,22 @@ def external(gram: Floats, coefficients: Floats, age: Integers, tau: int) -> Flo
     return coefficients
 
 
-def _with_past(draft: Draft, remembered: Tensor) -> Iterator[tuple[slice, Floats]]:
+def _with_past(draft: Draft, remembered: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for columns, block in blocks(draft):
-        past = remembered[:, columns].to("cpu", torch.float64).numpy()
-        yield columns, np.concatenate([block, past])
+        yield columns, torch.cat([block, remembered[:, columns].to(block)])
 
 
 def _step(draft: Draft, remembered: Tensor, coefficients: Floats, least: float) -> Tensor:
     """The combination, given the length of the plain mean of this round's updates; zero if it is no longer than `least`."""
-    step = np.zeros(draft.sizes.params)
-    square = 0.0
+    device = draft.updates.deltas.device
+    given = torch.from_numpy(coefficients).to(device)
+    step = torch.zeros(draft.sizes.params, dtype=torch.float64, device=device)
+    square = torch.zeros((), dtype=torch.float64, device=device)
     for columns, block in _with_past(draft, remembered):
-        step[columns] = coefficients @ block
-        square += float((block[: len(draft.rows)].mean(axis=0) ** 2).sum())
-    left = float(np.linalg.norm(step))
-    return torch.from_numpy(step * (math.sqrt(square) / left if left > least else 0.0))
+        step[columns] = given @ block
+        square += (block[: len(draft.rows)].mean(dim=0) ** 2).sum()
+    left = float(step.norm())
+    return step * (math.sqrt(float(square)) / left if left > least else 0.0)
 
 
 def _remember(before: FedFVState, draft: Draft, past: NDArray[np.bool_], tau: int) -> FedFVState:

@@ -156,7 +156,8 @@ def stressed(draft: Draft, columns: slice, weights: Floats, rates: Floats, rho: 
     step, z, zz = np.zeros(size), np.zeros(size), np.zeros(size)
     lost = []
     for i in range(len(draft.rows)):
-        (delta,) = draft.kernel.masked(draft.updates.deltas, draft.rows[i : i + 1], None, columns.start, columns.stop)
+        row = draft.rows[i : i + 1]
+        delta = draft.kernel.masked(draft.updates.deltas, row, None, columns.start, columns.stop)[0].cpu().numpy()
         number = _number(rates[i], size)
         dropped = add_undropped(delta, number, weights[i], step, z, zz)
         if number:

@@ -5,7 +5,7 @@
 - `measure(deltas, rows, tensors) -> Measured`: the same without counts; everything is kept.
 - `average(params, deltas, rows, weights, kept) -> (params [G], unkept)`: per entry `W + sum u k D / sum u k`, unmoved where
   nobody keeps it, and the number of such entries. Sums are kept in float64 and rounded once, to the dtype of `params`.
-- `masked(deltas, rows, kept, start, stop) -> float64 [k, stop - start]`: a block of `k * D`, on the CPU.
+- `masked(deltas, rows, kept, start, stop) -> float64 [k, stop - start]`: a block of `k * D`, where the updates are.
 
 `rows` are in the order of the clients' ids and every sum runs in that order, so results do not depend on the order of
 arrival. `tensors` are the lengths of the parameter tensors. Work goes in column blocks: temporaries stay small.

@@ -76,13 +76,13 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
     return torch.from_numpy(after).to(params.dtype), int(unkept.sum())
 
 
-def masked(deltas: Tensor, rows: Integers, kept: Kept | None, start: int, stop: int) -> Floats:
+def masked(deltas: Tensor, rows: Integers, kept: Kept | None, start: int, stop: int) -> Tensor:
     if deltas.dtype not in (torch.float32, torch.float64) or not deltas.is_contiguous():
         return reference.masked(deltas, rows, kept, start, stop)
     block = np.empty((len(rows), stop - start))
     table, slots, low, high, sign = _rule(rows, kept)
     _fill_masked(deltas.numpy(), rows, table, slots, low, high, sign, start, stop, block)
-    return block
+    return torch.from_numpy(block)
 
 
 def _rule(rows: Integers, kept: Kept | None) -> tuple[NDArray[Any], Integers, NDArray[Any], NDArray[Any], int]:

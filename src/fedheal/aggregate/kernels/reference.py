@@ -76,9 +76,11 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
     return after, unkept
 
 
-def masked(deltas: Tensor, rows: Integers, kept: Mask | None, start: int, stop: int) -> Floats:
-    block = [deltas[row, start:stop].to(torch.float64) for row in rows]
-    return torch.stack([d * mask(kept, i, d, start, stop) for i, d in enumerate(block)]).cpu().numpy()
+def masked(deltas: Tensor, rows: Integers, kept: Mask | None, start: int, stop: int) -> Tensor:
+    block = deltas[torch.from_numpy(rows).to(deltas.device), start:stop].to(torch.float64)
+    if kept is None:
+        return block
+    return torch.stack([d * mask(kept, i, d, start, stop) for i, d in enumerate(block)])
 
 
 def measured(deltas: Tensor, rows: Integers, tensors: Sequence[int], kept: Mask | None) -> Measured:
