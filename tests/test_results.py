@@ -524,3 +524,19 @@ def test_a_run_that_is_no_row_is_refused_by_name(table, tmp_path):
     forged(tmp_path, "digits", "fedprox", {"mnist": 50.0}, 20)
     with pytest.raises(ValueError, match="no row of the plan is fedprox; the rows are fedavg, fedavg"):
         table.page(RECIPE, [("digits", tmp_path, 200)])
+
+
+def test_where_a_result_might_have_ended_is_said(table):
+    judged = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 0.0]
+    run = SimpleNamespace(
+        label="FedAvg",
+        experiment=SimpleNamespace(seed=0),
+        records=[{"domains": {"a": value, "b": 90.0}} for value in judged] + [{"domains": None}],
+        numbers={"a": 36.0, "b": 90.0, "AVG": 63.0, "STD": 38.2, "worst": 36.0},
+    )
+    said = "\n\n".join(table._noise([run], "digits"))
+    reach = lines_of(said, "in it.")["FedAvg"]  # means of five in a row: 30, 40, 36
+    assert reach == ["0", "30.0 to 40.0", "90.0 to 90.0", "60.0 to 65.0", "35.4 to 42.4", "30.0 to 40.0", "7"]
+    assert "Lowest and highest mean of 5 rounds in a row" in said
+    few = SimpleNamespace(**vars(run) | {"records": run.records[:5]})
+    assert "Lowest" not in "\n\n".join(table._noise([few], "digits"))

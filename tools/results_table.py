@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fedheal.data import DESCRIPTIONS
-from fedheal.metrics import fairness
+from fedheal.metrics import LAST, fairness, last_mean
 from fedheal.recipes import beside
 from fedheal.recipes.recipe import Entry, Planned, Recipe
 from fedheal.report.tables import EVENNESS, over_rounds
@@ -18,6 +18,7 @@ from fedheal.schedule import Job
 from results_kept import Run, found
 
 NOISE = 20  # evaluated rounds
+WINDOWS = 50
 BASES = ("FedAvg", "uniform weights")
 
 # Not ours and not the paper's: by row, what another program found on the same data, a line a seed. Its seeds are its own: with
@@ -148,25 +149,38 @@ def _differences(runs: Sequence[Run], data: str) -> list[str]:
     return [*parts, bullets(said)]
 
 
+def _with_evenness(domains: Mapping[str, float]) -> dict[str, float]:
+    evenness = fairness(domains)
+    return dict(domains) | {column: evenness[key] for column, key in EVENNESS.items()}
+
+
 def _noise(runs: Sequence[Run], data: str) -> list[str]:
     columns = columns_of(runs)
-    lines = []
+    lines, ranges = [], []
     for run in runs:
-        last = [r for r in run.records if r["domains"] is not None][-NOISE:]
-        evenness = [fairness(r["domains"]) for r in last]
-        values = [
-            r["domains"] | {c: e[key] for c, key in EVENNESS.items()} for r, e in zip(last, evenness, strict=True)
-        ]
+        judged = [r["domains"] for r in run.records if r["domains"] is not None]
+        seed = str(run.experiment.seed)
+        values = [_with_evenness(domains) for domains in judged[-NOISE:]]
         if len(values) > 1:
             spread = {c: float(np.std([v[c] for v in values], ddof=1)) for c in columns}
-            lines.append([run.label, str(run.experiment.seed), *_cells(spread, columns), str(len(values))])
+            lines.append([run.label, seed, *_cells(spread, columns), str(len(values))])
+        tail = judged[-WINDOWS:]
+        if len(tail) > LAST:
+            means = [_with_evenness(last_mean(tail[: i + LAST])) for i in range(len(tail) - LAST + 1)]
+            reach = [f"{min(m[c] for m in means):.1f} to {max(m[c] for m in means):.1f}" for c in columns]
+            ranges.append([run.label, seed, *reach, str(len(tail))])
     if not lines:
         return []
     said = (
         f"Standard deviation over the last {NOISE} evaluated rounds of a run, or as many as there are, in points: a first "
         "measure of noise. What another seed would change is not in it."
     )
-    return ["### How much the last rounds move", grid(["row", "seed", *heads(columns, data), "rounds"], lines), said]
+    head = ["row", "seed", *heads(columns, data), "rounds"]
+    found = ["### How much the last rounds move", grid(head, lines), said]
+    if ranges:
+        reach = f"Lowest and highest mean of {LAST} rounds in a row within the last {WINDOWS}: where a result might have ended."
+        found += [grid(head, ranges), reach]
+    return found
 
 
 def _independent(runs: Sequence[Run], data: str) -> list[str]:
