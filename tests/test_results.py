@@ -464,7 +464,7 @@ def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside
     near = {"mnist": 91.6 - 5.1, "usps": 91.6 + 3.1, "svhn": 81.6 - 2.9, "syn_standin": 50.0}
     forged(tmp_path, "digits", "fedavg", near, 200)
     page = table.page(RECIPE, [("digits", tmp_path, 200)])
-    assert page.count("| syn_standin (stand-in for syn) |") == 4  # in all tables but that of differences
+    assert page.count("| syn_standin (stand-in for syn) |") == 5  # in all tables but that of differences
     assert "syn_standin is a stand-in for syn: its column is no result on syn" in page
     assert "| difference | **-5.1** | **+3.1** | -2.9 | +27.0 |" in page
     assert "| difference to the nearest, by column | -5.1 | +2.6 | -2.1 | +27.0 |" in page
@@ -532,7 +532,7 @@ def test_where_a_result_might_have_ended_is_said(table):
         label="FedAvg",
         experiment=SimpleNamespace(seed=0),
         records=[{"domains": {"a": value, "b": 90.0}} for value in judged] + [{"domains": None}],
-        numbers={"a": 36.0, "b": 90.0, "AVG": 63.0, "STD": 38.2, "worst": 36.0},
+        summary={"domains": {"a": 36.0, "b": 90.0}},
     )
     said = "\n\n".join(table._noise([run], "digits"))
     reach = lines_of(said, "in it.")["FedAvg"]  # means of five in a row: 30, 40, 36
