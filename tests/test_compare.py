@@ -178,3 +178,10 @@ def test_validation_examples_are_held_out_of_training():
     assert fedheal.run(quick(), progress=False).summary["validation"] is None
     with pytest.raises(ValueError, match="leaves 0 to validate"):
         fedheal.run(quick(validation=0.001), progress=False)
+
+
+@pytest.mark.parametrize(("field", "value"), [("only", "dark"), ("without", "dark"), ("pool", True)])
+def test_what_bounds_vary_cannot_be_given_beside_them(tmp_path, field, value):
+    with pytest.raises(ValueError, match=f"{field} is what bounds vary"):
+        plan(["fedavg", "standalone"], [0], QUICK | {field: value}, tmp_path)
+    assert plan(["fedavg"], [0], QUICK | {field: value}, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 import fedheal
-from fedheal import Method, methods
+from fedheal import Method, methods, records
 from fedheal.engine import serial
 from fedheal.execute import Result, hardware_of
 from fedheal.experiment import Experiment, build
 from fedheal.local.proximal import Proximal
 from fedheal.methods import get
+from fedheal.metrics import fairness
 from fedheal.run import Federation, drops_out, initial_state, run_round, sample
 from fedheal.types import RoundRecord, RunState
 from tiny_data import CLIENTS, SAMPLES, TEST, load, quick
@@ -562,3 +564,60 @@ def test_what_stopped_before_its_first_round_is_not_in_the_way(tmp_path):
     fedheal.run(quick(), tmp_path / "run")
     with pytest.raises(ValueError, match="holds this experiment already"):
         fedheal.run(quick(), tmp_path / "run")
+
+
+def test_other_classes_are_other_data(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        fedheal.run(quick(), tmp_path / "run", callbacks=[StopAt(2)])
+    given = load()
+    monkeypatch.setattr("tiny_data.load", lambda: replace(given, classes=(*given.classes, "another")))
+    with pytest.raises(ValueError, match=r"the data of .*run have changed since it was begun"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+
+
+class Broken(fedheal.Callback):
+    def round(self, record: RoundRecord) -> None:
+        if record.round == 2:
+            raise RuntimeError("something else")
+
+
+def test_an_error_between_rounds_loses_none(tmp_path):
+    with pytest.raises(RuntimeError, match="something else"):
+        fedheal.run(quick(), tmp_path / "run", callbacks=[Broken()])
+    assert [path.name for path in records.states(tmp_path / "run")] == ["00000002.safetensors"]
+    assert bits(fedheal.run(quick(), tmp_path / "run", resume=True).model) == bits(run().model)
+
+
+class KillWorkers(fedheal.Callback):
+    """As the system does that runs out of memory."""
+
+    def round(self, record: RoundRecord) -> None:
+        if record.round == 2:
+            for process in multiprocessing.active_children():
+                process.kill()
+                process.join()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_a_sentence_and_loses_no_round(tmp_path):
+    with pytest.raises(ChildProcessError, match="a process was ended from outside"):
+        fedheal.run(quick(workers=2), tmp_path / "run", callbacks=[KillWorkers()])
+    assert [path.name for path in records.states(tmp_path / "run")] == ["00000002.safetensors"]
+    assert bits(fedheal.run(quick(workers=2), tmp_path / "run", resume=True).model) == bits(run().model)
+
+
+def test_fairness_over_clients_is_that_of_their_mean_accuracies():
+    summary = run(rounds=4).summary
+    assert summary["client_fairness"] == fairness(summary["clients"])
+
+
+def test_a_model_that_stays_with_clients_cannot_be_pooled():
+    with pytest.raises(
+        ValueError, match="method 'fedbn' keeps a part of the model with each client: pool=true leaves none"
+    ):
+        run(method="fedbn", pool=True, model="tiny_data:normed")
+
+
+@pytest.mark.parametrize("name", ["2024-01-01", "5", "true-ish"])
+def test_a_name_may_look_like_something_else(name):
+    assert Experiment.read(None, [f"name={name}"]).folder_name == name

@@ -80,6 +80,8 @@ def test_ranges_are_added_as_decimals():
     [
         (["tau=0.9:0:0.1"], "first:last:step"),
         (["tau=0:1:0"], "first:last:step"),
+        (["tau=0.3,0.30"], "has a value twice"),
+        (["tau=0:1:1e-12"], "has 1,000,000,000,001 values: 10,000 are the most"),
         (["tau=1e:2:3"], "should be first:last:step, three numbers"),
         (["tau=0,1", "tau=0.5"], "given twice"),
         (["tau"], "should be key=value"),

@@ -129,7 +129,10 @@ def run(
 def demo(
     out: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="The seed of all four runs.")] = 0,
-    rounds: Annotated[int | None, typer.Option(help="Fewer rounds than the data's protocol, for a first look.")] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Fewer rounds than the data's protocol, for a first look; with an --out of its own."),
+    ] = None,
     jobs: Jobs = 0,
     quiet: Quiet = False,
     as_json: AsJson = False,

@@ -30,6 +30,9 @@ def plan(
     for field in ("seed", "method", "name"):
         if field in values:
             raise ValueError(f"{field} is what a comparison varies: it cannot be given as {field}={values[field]}")
+    for field in ("only", "without", "pool"):
+        if field in values and set(methods) & set(BOUNDS):
+            raise ValueError(f"{field} is what bounds vary: it cannot be given beside {', '.join(BOUNDS)}")
     _check_parameters(methods, values)
     domains = domains_of(Experiment.of(dict(values) | {"method": "fedavg"})) if set(methods) & set(BOUNDS) else None
     jobs = [

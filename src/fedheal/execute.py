@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from fedheal.version import __version__
 log = logging.getLogger("fedheal")
 
 Kept = tuple[dict[str, Tensor], dict[str, Any]]  # a saved state
+Used = Mapping[str, Any]  # what tells the data that a run uses from others
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ def run(
         precision = precision_of(experiment.precision, device)
         stack.enter_context(numerics(precision, experiment.deterministic, device))
         federation = build(experiment, domains, device)  # before the folder: what cannot be built leaves no trace
-        used = fingerprint_of_used(federation.bench.examples, federation.tests)
+        used = {
+            "fingerprint": fingerprint_of_used(federation.bench.examples, federation.tests),
+            "classes": list(domains.classes),
+        }
         kept, history = None, list[RoundRecord]()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -99,9 +103,10 @@ def run(
                 saver.due(state)
                 for callback in watchers:
                     callback.round(record)
-        except KeyboardInterrupt:
+        except BaseException as stopped:
             if not interrupts.held:  # else the state's memory is in use by the round that was under way
-                saver.save(state)
+                with nullcontext() if isinstance(stopped, KeyboardInterrupt) else suppress(OSError):
+                    saver.save(state)
             raise
         module = federation.bench.module
         final = judged_model(federation, state.model, state.terms, sorted(federation.homes))
@@ -118,7 +123,7 @@ def run(
 class _Saver:
     """Saves a run's state every so often, at its end, and when asked."""
 
-    def __init__(self, folder: Path | None, experiment: Experiment, used: str, state: RunState) -> None:
+    def __init__(self, folder: Path | None, experiment: Experiment, used: Used, state: RunState) -> None:
         self.folder, self.experiment, self.used = folder, experiment, used
         self.round, self.at = state.round, time.monotonic()
 
@@ -147,10 +152,10 @@ def load(folder: str | Path) -> nn.Module:
     return module.eval()
 
 
-def _open(folder: Path, experiment: Experiment, resume: bool, used: str) -> tuple[Kept | None, list[RoundRecord]]:
+def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
     """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
     described = folder / "experiment.toml"
-    if any(path.suffix != ".tmp" for path in folder.iterdir()):
+    if any(path.suffix != ".tmp" and path.name != records.LOCK for path in folder.iterdir()):
         if not described.exists():
             raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
         check_owner(folder, experiment)
@@ -165,6 +170,8 @@ def _open(folder: Path, experiment: Experiment, resume: bool, used: str) -> tupl
 
 def check_owner(folder: Path, experiment: Experiment) -> None:
     """Refuse the folder of another experiment: its results are not this one's."""
+    if not (folder / "experiment.toml").exists():
+        return
     there = read_toml(folder / "experiment.toml")
     if there.get("method") == experiment.to_dict()["method"]:
         there["method"] = experiment.method  # it may be of somebody's own, of which the folder has only the name
@@ -172,7 +179,7 @@ def check_owner(folder: Path, experiment: Experiment) -> None:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
-def _resumed(folder: Path, experiment: Experiment, used: str) -> tuple[Kept | None, list[RoundRecord]]:
+def _resumed(folder: Path, experiment: Experiment, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
     troubles: list[str] = []
     for path in records.states(folder):
         try:
@@ -201,10 +208,11 @@ def _result(
     state: RunState,
     federation: Federation,
     domains: Domains,
-    used: str,
+    used: Used,
 ) -> Result:
     judged = [record for record in history if record.domains is not None]
     accuracy = last_mean([record.domains or {} for record in judged])
+    clients = last_mean([record.clients or {} for record in judged])
     evenness = fairness(accuracy)
     phases = ("train", "aggregate", "evaluate")
     trained = {client: federation.homes.get(client, "") for client in federation.clients}
@@ -216,8 +224,8 @@ def _result(
         "averaged": min(LAST, len(judged)),  # rounds that the accuracies are means of
         "domains": accuracy,
         **evenness,
-        "clients": last_mean([record.clients or {} for record in judged]),
-        "client_fairness": last_mean([record.client_fairness or {} for record in judged]),
+        "clients": clients,
+        "client_fairness": fairness(clients) if clients else {},
         "validation": _validation(judged),
         "trained": trained,
         **{key: value for key, value in experiment.to_dict().items() if key in ("only", "without", "pool")},
@@ -228,7 +236,7 @@ def _result(
         "precision": federation.bench.precision,
         "threads": experiment.threads,
         "data_fingerprint": fingerprint(domains),
-        "used_fingerprint": used,
+        "used_fingerprint": used["fingerprint"],
         "data_notes": list(domains.notes),
         "bytes_sent": state.sent,
         "bytes_received": state.received,

@@ -232,6 +232,8 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         raise ValueError(
             f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none"
         )
+    if experiment.pool and method.personalised:
+        raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
     if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
         raise ValueError(
             f"method '{method.name}' needs examples held out of each client's training data: give validation=0.2"
@@ -417,9 +419,10 @@ def override(word: str) -> tuple[str, Any]:
     if not equals or not key.isidentifier():
         raise ValueError(f"'{word}' should be key=value")
     try:
-        return key, tomllib.loads(f"x = {text}")["x"]
+        value = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return key, text
+    return key, value if key != "name" or isinstance(value, str) else text  # 5 and 2024-01-01 are names, too
 
 
 def _sentence(error: ValidationError) -> str:

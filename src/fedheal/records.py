@@ -5,6 +5,7 @@
     state/NNNNNNNN.safetensors   the newest two states: tensors, with JSON in the metadata
     model.safetensors   the final model
     result.json         written last: a run that has it is finished
+    .lock               empty: who holds it is at work here
 
 A crash at any moment loses nothing but the rounds since the last state: files appear whole by one rename, and lines
 beyond the state that a resume starts from are cut off. Damage inside a state is found by a checksum.
@@ -27,6 +28,7 @@ from torch import Tensor
 
 FORMAT = "fedheal-state-1"
 KEPT = 2  # states
+LOCK = ".lock"
 
 
 class BadState(ValueError):
@@ -41,7 +43,7 @@ def alone(folder: Path) -> Iterator[None]:
     except ImportError:  # no such locks on this system
         yield
         return
-    opened = os.open(folder, os.O_RDONLY)
+    opened = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # to be written to, or NFS would not lock it
     try:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,7 +22,7 @@ from typing import Any
 
 from fedheal.demand import demand
 from fedheal.engine.memory import give_back
-from fedheal.engine.workers import end_with_parent
+from fedheal.engine.workers import end_with_parent, unbroken
 from fedheal.execute import check_owner, run
 from fedheal.experiment import Experiment
 from fedheal.interrupt import stop_on_terminate
@@ -41,11 +41,9 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """A run in the folder counts only if it is this one."""
-        done = (self.folder / "result.json").exists()
-        if done:
-            check_owner(self.folder, self.experiment)
-        return done
+        """A run in the folder counts only if it is this one, and another one is not to be overwritten."""
+        check_owner(self.folder, self.experiment)
+        return (self.folder / "result.json").exists()
 
 
 def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> Iterator[Job]:
@@ -95,11 +93,12 @@ def _at_once(jobs: Sequence[Job], there: Sequence[Place]) -> Iterator[Job]:
         while waiting or running:
             while waiting and (place := emptiest(there, (taken for _, taken in running.values()))) is not None:
                 job = waiting.popleft()
-                with _unheard():
+                with _unheard(), unbroken():
                     running[pools[place].submit(_do_there, job)] = job, place
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
                 job, _ = running.pop(ended)
-                ended.result()
+                with unbroken():
+                    ended.result()
                 yield job
     except BaseException:
         # What waits must not start; what runs is told to save what it has.

@@ -22,6 +22,7 @@ from fedheal.records import read_json
 from fedheal.schedule import Job
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
+MOST = 10_000  # values of a field
 VALIDATION = 0.2  # share of each client's examples, unless another is given
 Point = dict[str, Any]
 Runner = Callable[[Sequence[Job]], object]
@@ -144,6 +145,8 @@ def space_of(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, Any]
             space[key] = _range(word, text)
         elif "," in text and not (key == "method" and ":" in text):
             space[key] = [override(f"{key}={part.strip()}")[1] for part in text.split(",")]
+            if len(set(map(str, space[key]))) < len(space[key]):
+                raise ValueError(f"'{word}' has a value twice")
         else:
             fixed[key] = value
     return space, fixed
@@ -157,4 +160,7 @@ def _range(word: str, text: str) -> list[float]:
         raise ValueError(f"'{word}' should be first:last:step, three numbers") from None
     if step <= 0 or last < first:
         raise ValueError(f"'{word}' should be first:last:step with a step above 0 and the last not below the first")
-    return [float(first + i * step) for i in range(int((last - first) / step) + 1)]
+    number = int((last - first) / step) + 1
+    if number > MOST:
+        raise ValueError(f"'{word}' has {number:,} values: {MOST:,} are the most")
+    return [float(first + i * step) for i in range(number)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -182,12 +182,6 @@ def normalised(values: Floats) -> Floats:
     """Shares that sum to 1, or zeros; numbers whose sum would overflow are no exception."""
     top = values.max(initial=0.0)
     return (values / top) / (values / top).sum() if top > 0 else np.zeros_like(values)
-
-
-class Savable(Protocol):
-    """A state that turns into arrays and JSON."""
-
-    def to_arrays(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)

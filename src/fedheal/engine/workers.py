@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context, parent_process
@@ -44,8 +45,10 @@ def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
     def train(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
         # Longest first onto whoever is free; replies in the order that was asked for.
         longest = sorted(tasks, key=lambda task: -len(bench.examples[task.client]))
-        asked = {task.client: pool.submit(_train, model, shared, task) for task in longest}
-        return (asked[task.client].result() for task in tasks)
+        with unbroken():
+            asked = {task.client: pool.submit(_train, model, shared, task) for task in longest}
+            for task in tasks:
+                yield asked[task.client].result()
 
     try:
         yield train
@@ -57,6 +60,17 @@ def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Says what it means when a process of a pool is killed."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise ChildProcessError(
+            "a process was ended from outside, perhaps for lack of memory; the same command goes on from what was saved"
+        ) from None
 
 
 def _start(bench: Bench, threads: int) -> None:
