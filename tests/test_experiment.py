@@ -134,7 +134,8 @@ def test_the_methods_parameters_travel() -> None:
     [
         ("tau=0.3", ("tau", 0.3)),
         ("tau=.3", ("tau", ".3")),
-        ("name=3", ("name", 3)),
+        ("name=3", ("name", "3")),
+        ("width=3", ("width", 3)),
         ('name="3"', ("name", "3")),
         ("fphl=false", ("fphl", False)),
         ("method=fedprox:mu=0.1", ("method", "fedprox:mu=0.1")),
