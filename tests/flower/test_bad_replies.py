@@ -189,7 +189,7 @@ def test_a_client_that_did_not_count_forgets_that_round():
         if number == 2:  # not even asked to train
             messages = [m for m in messages if m.metadata.dst_node_id != BAD]
         strategy.aggregate_train(number, grid.send_and_receive(messages))
-        strategy.end_round(number)
+        strategy.aggregate_evaluate(number, ())
     assert torch.equal(lost.state.model.params, strategy.state.model.params)
 
 

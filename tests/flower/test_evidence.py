@@ -68,6 +68,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_anyone_trains(tmp_path):
     (tmp_path / "file").write_text("")
     sites = Sites(rounds=1)
     grid = sites.grid()
-    with pytest.raises(OSError, match="file"):
-        sites.strategy(folder=tmp_path / "file" / "run").start(grid, sites.initial, num_rounds=1)
+    for folder, words in (("file", "file' is a file: give another folder"), ("file/run", "run' cannot be made: .*file")):
+        with pytest.raises(ValueError, match=words):
+            sites.strategy(folder=tmp_path / folder).start(grid, sites.initial, num_rounds=1)
     assert grid.asked == []

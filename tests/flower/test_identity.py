@@ -84,5 +84,5 @@ def test_history_belongs_to_the_name_whatever_the_node():
         grid = old if number < 3 else new
         asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
         arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
-        strategy.end_round(number)
+        strategy.aggregate_evaluate(number, ())
     assert torch.equal(strategy.state.model.params, whole.state.model.params)

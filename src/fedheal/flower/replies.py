@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedheal.flower import wire
@@ -55,7 +55,8 @@ class Admission:
 
     def __post_init__(self) -> None:
         for key, bound in (("max_examples", self.max_examples), ("max_norm", self.max_norm)):
-            if bound is not None and (isinstance(bound, bool) or not 0 < bound < float("inf")):
+            number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+            if bound is not None and not (number and 0 < bound < float("inf")):
                 raise ValueError(f"{key} = {bound!r}: use a finite number above 0")
 
 
@@ -94,6 +95,20 @@ def numbers(records: Mapping[str, MetricRecord]) -> dict[str, float]:
         found |= {k: float(v) for k, v in record.items() if isinstance(v, (int, float))}
     found.pop("partition-id", None)
     return found
+
+
+def averaged(contents: list[RecordDict], examples_key: str) -> MetricRecord:
+    """Each metric, a number or a list, averaged by examples over the clients that send it whole: finite, and of one length."""
+    sums: dict[str, tuple[NDArray[Any], float]] = {}
+    for content in contents:
+        examples = numbers(content.metric_records)[examples_key]
+        for name, value in (item for record in content.metric_records.values() for item in record.items()):
+            found = np.asarray(value, np.float64)
+            total, weight = sums.get(name, (np.zeros_like(found), 0.0))
+            if total.shape == found.shape and np.isfinite(found).all():
+                sums[name] = total + examples * found, weight + examples
+    left_out = {examples_key, "partition-id"}
+    return MetricRecord({k: (total / n).tolist() for k, (total, n) in sorted(sums.items()) if k not in left_out})
 
 
 def difference(
@@ -135,7 +150,7 @@ def _model(record: ArrayRecord, layout: Layout) -> dict[str, NDArray[Any]]:
             values = wire.viewed(array)
         except ValueError as flaw:
             raise Refused(f"its '{entry.name}' cannot be read: {flaw}") from None
-        kind = "iub" if entry.kind == "counter" else "fc"
+        kind = "iub" if entry.kind == "counter" else "c" if entry.dtype.is_complex else "f"
         if values.shape != entry.shape or values.dtype.kind not in kind:
             raise Refused(
                 f"its '{entry.name}' is {values.dtype} of shape {values.shape}; {entry.dtype} of shape "
