@@ -101,7 +101,7 @@ def judged(
     name: str | None = None,
     domain: str | None = None,
 ) -> Message:
-    """The answer to an evaluation message: what was found (`accuracy`, from 0 to 1, is what a report shows), and who this is."""
+    """The answer to an evaluation message: what was found (a report shows `accuracy`, from 0 to 1), and who this is."""
     return Message(_content(name or name_of(context), domain, message, num_examples, metrics), reply_to=message)
 
 

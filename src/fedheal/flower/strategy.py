@@ -68,7 +68,8 @@ class FairStrategy(Strategy):
     `train_metrics_aggr_fn`, `evaluate_metrics_aggr_fn`: as in Flower's FedAvg, given the replies that count; without, every
     metric is averaged by examples over the clients that send it.
 
-    `placement="client"`: the clients apply FPHL's mask with this `tau` (see `fedheal.flower.FedHEAL`); `method` says the weights.
+    `placement="client"`: the clients apply FPHL's mask with this `tau` (see `fedheal.flower.FedHEAL`), and `method` gives the
+    weights alone.
     """
 
     def __init__(
