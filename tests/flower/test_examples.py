@@ -1,12 +1,14 @@
-"""What the ready app makes of its settings, without an engine."""
+"""What the ready app makes of its settings, and Flower of the guide's, without an engine."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from flwr.app import Context, RecordDict
+from flwr.cli.typing import SuperLinkConnection
 
 from fedheal.flower import FairStrategy
 
@@ -46,3 +48,12 @@ def test_methods_that_cannot_be_placed_on_the_sites_are_refused(served, method):
 def test_an_unknown_placement_is_refused(served):
     with pytest.raises(ValueError, match="placement = 'clients': use one of"):
         served(method="fedheal", placement="clients")
+
+
+def test_the_guides_connection_is_one_that_flower_takes():
+    guide = (FOLDER.parents[1] / "docs" / "flower.md").read_text(encoding="utf-8")
+    block = re.search(r"^```\n(\[superlink\..*?)^```", guide, re.S | re.M)
+    (name, keys), *_ = tomllib.loads(block[1])["superlink"].items()
+    found = SuperLinkConnection(name, **{key.replace("-", "_"): value for key, value in keys.items()})
+    assert found.address == "127.0.0.1:8000"
+    assert not found.insecure
