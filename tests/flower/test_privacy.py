@@ -102,7 +102,7 @@ def test_flowers_own_loop_leaves_a_whole_run_folder(tmp_path):
 
 
 def test_flowers_own_loop_cannot_go_on_from_a_folder(tmp_path):
-    wrapped(tmp_path / "run", 0.5, 2)
+    FedHEAL(folder=tmp_path / "run").start(grid(), START, num_rounds=2)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     nodes = grid()
     with pytest.raises(ValueError, match="round 1 cannot follow round 2: Flower's own loop"):

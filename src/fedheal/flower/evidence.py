@@ -102,6 +102,10 @@ class Folder:
         records.write_text(toml, tomli_w.dumps(self.described))
         return saved
 
+    def done(self) -> int:
+        """How many rounds the folder holds."""
+        return max((int(path.stem) for path in records.states(self.path) if path.stem.isdigit()), default=0)
+
     def _lock(self) -> None:
         """One process a folder: a ServerApp that was thought dead must not write into the run that goes on. It ends with us."""
         if sys.platform == "win32":

@@ -209,13 +209,9 @@ class FairStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Ask this round's nodes to train."""
+        self._check_next(server_round)
         if self.state is None:
             self.begin(arrays)
-        if self.history and server_round != self.history[-1].round + 1:
-            raise ValueError(
-                f"round {server_round} cannot follow round {self.history[-1].round}: Flower's own loop, which its wrappers "
-                "run, starts at round 1 with the initial model, so that there a strategy and its folder serve once"
-            )
         self._take(arrays)
         fraction, least = self.attendance.fraction_train, self.attendance.min_train_nodes
         there = self.attendance.awaited(grid, least) if fraction else list(grid.get_node_ids())
@@ -256,7 +252,8 @@ class FairStrategy(Strategy):
         )
         self._sent = wire.record_of(self._layout, self.state.model)
         now.clock.lap("aggregate")
-        contents = [one.message.content for one in arrived if one.trouble is None and one.client in taken]
+        counted = set(taken)
+        contents = [one.message.content for one in arrived if one.trouble is None and one.client in counted]
         key = self.admission.examples_key
         return self._sent, self.train_metrics_aggr_fn(contents, key) if contents else None
 
@@ -337,6 +334,17 @@ class FairStrategy(Strategy):
     def _layout(self) -> Layout:
         assert self.layout is not None
         return self.layout
+
+    def _check_next(self, number: int) -> None:
+        """Nobody may do a round twice, nor put a model of their own in the place of a folder's."""
+        done = self.history[-1].round if self.history else 0
+        if self.state is None and self.folder is not None:
+            done = self.folder.done()
+        if done and (self.state is None or number != done + 1):
+            raise ValueError(
+                f"round {number} cannot follow round {done}: Flower's own loop, which its wrappers run, starts at round 1 "
+                "with the initial model, so that there a strategy and its folder serve once"
+            )
 
     def _sound(self, arrays: ArrayRecord) -> Packed:
         """The model in these arrays, which must be one to go on from."""
