@@ -275,6 +275,7 @@ def test_a_metric_that_is_not_a_number_does_not_cost_a_site_its_accuracy():
     def spoil(node: int, reply: Message) -> list[Message]:
         if "accuracy" in reply.content["metrics"]:
             metric("auc", math.nan if node == BAD else 0.5)(reply)
+            metric("odds", 1e308)(reply)
             metric("recall", [0.0, math.nan] if node == BAD else [0.25, 0.75])(reply)
         return [reply]
 
@@ -283,6 +284,7 @@ def test_a_metric_that_is_not_a_number_does_not_cost_a_site_its_accuracy():
     assert set(strategy.history[0].clients) == set(sites.names)
     assert "not_judged" not in strategy.history[0].report
     assert result.evaluate_metrics_clientapp[1]["auc"] == pytest.approx(0.5)  # of those who have one
+    assert result.evaluate_metrics_clientapp[1]["odds"] == pytest.approx(1e308)
     assert result.evaluate_metrics_clientapp[1]["recall"] == pytest.approx([0.25, 0.75])
 
 

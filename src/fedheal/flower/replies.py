@@ -99,16 +99,17 @@ def numbers(records: Mapping[str, MetricRecord]) -> dict[str, float]:
 
 def averaged(contents: list[RecordDict], examples_key: str) -> MetricRecord:
     """Each metric, a number or a list, averaged by examples over the clients that send it whole: finite, and of one length."""
-    sums: dict[str, tuple[NDArray[Any], float]] = {}
+    means: dict[str, tuple[NDArray[Any], float]] = {}  # so far, and of how many examples
     for content in contents:
         examples = numbers(content.metric_records)[examples_key]
         for name, value in (item for record in content.metric_records.values() for item in record.items()):
             found = np.asarray(value, np.float64)
-            total, weight = sums.get(name, (np.zeros_like(found), 0.0))
-            if total.shape == found.shape and np.isfinite(found).all():
-                sums[name] = total + examples * found, weight + examples
+            mean, before = means.get(name, (np.zeros_like(found), 0.0))
+            if mean.shape == found.shape and np.isfinite(found).all():
+                share = examples / (before + examples)  # of numbers near the largest, sums would overflow
+                means[name] = (1 - share) * mean + share * found, before + examples
     left_out = {examples_key, "partition-id"}
-    return MetricRecord({k: (total / n).tolist() for k, (total, n) in sorted(sums.items()) if k not in left_out})
+    return MetricRecord({k: mean.tolist() for k, (mean, _) in sorted(means.items()) if k not in left_out})
 
 
 def difference(
