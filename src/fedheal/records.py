@@ -113,9 +113,11 @@ def load_state(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def append_round(folder: Path, record: Mapping[str, Any]) -> None:
-    """One line; a crash can only leave a part of the last."""
+    """One line, on the disk before a state can count it; a crash can only leave a part of the last."""
     with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:

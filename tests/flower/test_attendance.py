@@ -6,12 +6,13 @@ import json
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 from flwr.clientapp import ClientApp
 
 import fedheal
-from fedheal.flower import FedHEAL, NotEnoughNodes
+from fedheal.flower import FairStrategy, FedHEAL, NotEnoughNodes
 from flower.local_grid import LocalGrid
 from flower.sites import Sites
 
@@ -97,11 +98,28 @@ def test_evaluation_every_so_many_rounds_and_in_the_last():
         ({"placement": "edge"}, "placement = 'edge': use one of"),
         ({"tau": 2}, "tau = 2"),
         ({"placement": "client", "variant": "released"}, "placement = 'client' is for variant = 'paper'"),
+        ({"resume": "false"}, "resume = 'false': use True or False"),
+        ({"model": "x"}, "model = 'x': use the module or its Layout"),
+        ({"max_norm": "3"}, "max_norm = '3': use a finite number above 0"),
+        ({"max_examples": "3"}, "max_examples = '3': use a finite number above 0"),
     ],
 )
 def test_settings_that_cannot_be_are_named(keys, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         FedHEAL(**keys)
+
+
+def test_a_number_of_rounds_that_cannot_be_is_named():
+    for rounds in ("3", -1, 2.5, True):
+        with pytest.raises(ValueError, match=f"num_rounds = {rounds!r}: use a whole number"):
+            Sites(rounds=1).strategy().start(Sites(rounds=1).grid(), Sites(rounds=1).initial, num_rounds=rounds)
+
+
+@pytest.mark.parametrize("method", ["fedfv", "fedheal", "fphl", "fedpw", "fedavg+fael:variant=released"])
+def test_masks_on_clients_are_for_methods_without_a_mask_or_a_mean_of_their_own(method):
+    with pytest.raises(ValueError, match=r"placement = 'client' with .*, which has a mask or a mean of its own"):
+        FairStrategy(method, placement="client")
+    FairStrategy("fedavg+uniform", placement="client")
 
 
 def test_methods_that_need_more_than_a_federation_gives_are_refused():
@@ -161,3 +179,13 @@ def test_nobody_judges_where_the_fraction_is_nothing():
     grid = sites.grid()
     sites.strategy(fraction_evaluate=0.0).start(grid, sites.initial, num_rounds=1)
     assert len(grid.asked) == 1
+
+
+def test_nobody_trains_where_the_fraction_is_nothing():
+    sites = Sites(rounds=2)
+    grid = sites.grid()
+    strategy = sites.strategy(fraction_train=0.0)
+    result = strategy.start(grid, sites.initial, num_rounds=2)
+    assert grid.asked == [[], [100, 101, 102, 103, 104]] * 2  # judged all the same
+    assert all(np.array_equal(array.numpy(), sites.initial[name].numpy()) for name, array in result.arrays.items())
+    assert strategy.history[-1].domains

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 
 from flower.sites import Sites
 
@@ -85,6 +85,8 @@ CASES = {
     "NaN in a buffer": (arrays(put("body.1.running_var", Array(np.full(4, math.nan, np.float32)))), "buffers"),
     "a wrong shape": (arrays(put("head.bias", Array(np.zeros(4, np.float32)))), r"shape \(4,\)"),
     "a wrong dtype": (arrays(put("head.bias", Array(np.zeros(3, np.int32)))), "int32"),
+    "complex numbers": (arrays(put("head.bias", Array(np.zeros(3, np.complex64)))), "complex64"),
+    "a complex buffer": (arrays(put("body.1.running_var", Array(np.zeros(4, np.complex128)))), "complex128"),
     "text for numbers": (arrays(put("head.bias", Array("float32", (3,), "numpy.ndarray", b"hello"))), "no array"),
     "too few bytes": (arrays(lambda r: put("head.bias", _cut(r["head.bias"]))(r)), "no array"),
     "another serialisation": (arrays(put("head.bias", Array("float32", (3,), "pickle", b""))), "pickle"),
@@ -170,27 +172,38 @@ def test_what_a_term_tells_the_server_is_checked_too():
         del reply.content["fedheal.messages"]
         return [reply]
 
+    def told(values: np.ndarray) -> Callable[[Message], list[Message]]:
+        return lambda reply: (reply.content["fedheal.messages"].update({"0.change": Array(values)}), [reply])[1]
+
+    words, long = told(np.array(["a", "b"])), told(np.zeros(2, np.longdouble))
     expected, _ = run(ABSENT, "scaffold")
-    for spoil in (nan, short, none):
+    for spoil in (nan, short, none, words, long):
         strategy, name = run(spoil, "scaffold")
         assert list(strategy.history[1].report["skipped"]) == [name]
         assert torch.equal(strategy.state.model.params, expected.state.model.params)
 
 
-def test_a_client_that_did_not_count_forgets_that_round():
-    """SCAFFOLD's control variate must not move on the client when it did not on the server."""
-    lost, _ = run(ABSENT, "scaffold")  # trained, but the reply never arrived
-    sites = Sites(method="scaffold")
-    grid, strategy = sites.grid(), sites.strategy(fraction_evaluate=0.0)
-    strategy.begin(sites.initial)
-    strategy._rounds = 3
-    for number in (1, 2, 3):
-        messages = strategy.configure_train(number, strategy._sent, ConfigRecord(), grid)
-        if number == 2:  # not even asked to train
-            messages = [m for m in messages if m.metadata.dst_node_id != BAD]
-        strategy.aggregate_train(number, grid.send_and_receive(messages))
-        strategy.end_round(number)
-    assert torch.equal(lost.state.model.params, strategy.state.model.params)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_client_that_did_not_count_forgets_that_round(number):
+    """SCAFFOLD's control variate must not move on the client when it did not on the server, not even in the first round."""
+
+    def params(asked: bool) -> torch.Tensor:
+        sites = Sites(method="scaffold")
+        grid, strategy = sites.grid(), sites.strategy(fraction_evaluate=0.0)
+        strategy.begin(sites.initial)
+        strategy._rounds = 3
+        for now in (1, 2, 3):
+            messages = strategy.configure_train(now, strategy._sent, ConfigRecord(), grid)
+            if now == number and not asked:
+                messages = [m for m in messages if m.metadata.dst_node_id != BAD]
+            replies = grid.send_and_receive(messages)
+            if now == number:  # trained, but the reply never arrives
+                replies = [reply for reply in replies if reply.metadata.src_node_id != BAD]
+            strategy.aggregate_train(now, replies)
+            strategy.aggregate_evaluate(now, ())
+        return strategy.state.model.params
+
+    assert torch.equal(params(asked=True), params(asked=False))
 
 
 def test_everyone_bad_leaves_the_model_as_it_was():
@@ -215,6 +228,23 @@ def test_a_metric_that_nobody_sends_is_a_mistake_of_the_app():
         sites.run(drop)
 
 
+def test_one_client_without_the_metric_ends_nothing_while_the_others_are_silent_or_fail():
+    sites = Sites(method="afl", rounds=2)
+    strategy = sites.strategy(fraction_evaluate=0.0)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if strategy._round.number == 2:
+            return [reply]
+        if node == BAD:
+            del reply.content["metrics"]["loss"]
+            return [reply]
+        return error(reply) if node == 100 else []
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=2)
+    assert "no metric 'loss'" in strategy.history[0].report["skipped"][sites.names[BAD - 100]]
+    assert len(strategy.history[1].weights) == 5
+
+
 def test_one_client_without_the_metric_is_left_out():
     def drop(reply: Message) -> list[Message]:
         del reply.content["metrics"]["loss"]
@@ -237,3 +267,31 @@ def test_a_bad_judge_is_left_out_of_the_evidence():
     name = sites.names[BAD - 100]
     assert "accuracy = 7" in strategy.history[0].report["not_judged"][name]
     assert set(strategy.history[0].clients) == set(sites.names) - {name}
+
+
+def test_a_metric_that_is_not_a_number_does_not_cost_a_site_its_accuracy():
+    sites = Sites(method="fedheal", rounds=1)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if "accuracy" in reply.content["metrics"]:
+            metric("auc", math.nan if node == BAD else 0.5)(reply)
+            metric("odds", 1e308)(reply)
+            metric("recall", [0.0, math.nan] if node == BAD else [0.25, 0.75])(reply)
+        return [reply]
+
+    strategy = sites.strategy()
+    result = strategy.start(sites.grid(spoil), sites.initial, num_rounds=1)
+    assert set(strategy.history[0].clients) == set(sites.names)
+    assert "not_judged" not in strategy.history[0].report
+    assert result.evaluate_metrics_clientapp[1]["auc"] == pytest.approx(0.5)  # of those who have one
+    assert result.evaluate_metrics_clientapp[1]["odds"] == pytest.approx(1e308)
+    assert result.evaluate_metrics_clientapp[1]["recall"] == pytest.approx([0.25, 0.75])
+
+
+def test_an_unsound_initial_model_is_refused_before_anyone_trains():
+    sites = Sites(rounds=1)
+    grid = sites.grid()
+    bad = ArrayRecord({**sites.initial, "head.bias": Array(np.full(3, math.nan, np.float32))})
+    with pytest.raises(ValueError, match="holds NaN or infinity: start from a sound one"):
+        sites.strategy().start(grid, bad, num_rounds=1)
+    assert grid.asked == []

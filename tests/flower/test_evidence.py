@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tomllib
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import fedheal
 from fedheal import records
 from fedheal.cli import app
+from fedheal.flower import FedHEAL
 from flower.sites import Sites
 
 
@@ -68,6 +70,35 @@ def test_a_folder_that_cannot_be_written_is_said_before_anyone_trains(tmp_path):
     (tmp_path / "file").write_text("")
     sites = Sites(rounds=1)
     grid = sites.grid()
-    with pytest.raises(OSError, match="file"):
-        sites.strategy(folder=tmp_path / "file" / "run").start(grid, sites.initial, num_rounds=1)
+    for folder, words in (
+        ("file", "file' is a file: give another folder"),
+        ("file/run", "run' cannot be made: .*file"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sites.strategy(folder=tmp_path / folder).start(grid, sites.initial, num_rounds=1)
     assert grid.asked == []
+
+
+def test_federation_toml_has_what_the_strategy_was_given(tmp_path):
+    sites = Sites(rounds=1)
+    keys = {"roll_call": True, "clients": 7, "budget": 10**9, "tau": 0.6, "placement": "client", "min_replies": 2}
+    FedHEAL(folder=tmp_path / "run", **keys).start(sites.grid(), sites.initial, num_rounds=1)
+    told = tomllib.loads((tmp_path / "run" / "federation.toml").read_text())
+    assert {key: told[key] for key in keys if key != "placement"} | {"masked": told["masked"]} == {
+        **{key: value for key, value in keys.items() if key != "placement"},
+        "masked": True,
+    }
+
+
+def test_a_rounds_line_is_on_the_disk_before_the_state_that_counts_it(tmp_path, monkeypatch):
+    synced: list[str] = []
+
+    def fsync(opened: int) -> None:
+        same = (path for path in (tmp_path / "run").rglob("*") if os.path.samestat(os.fstat(opened), path.stat()))
+        path = next(same)
+        synced.append(f"{path.name} {len(path.read_bytes().splitlines())}" if path.suffix == ".jsonl" else path.name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Sites(rounds=2).run(folder=tmp_path / "run", fraction_evaluate=0.0)
+    order = [name for name in synced if not name.startswith(("federation", "model"))]
+    assert order == ["rounds.jsonl 1", "00000001.safetensors.tmp", "rounds.jsonl 2", "00000002.safetensors.tmp"]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
+from fedheal import records
+from fedheal.flower import FairStrategy, FedHEAL, client
+from flower.local_grid import LocalGrid
 from flower.sites import Sites
+from flower.test_bad_replies import error_of_the_superlink
 
 
 def renamed(reply: Message, name: str | None) -> list[Message]:
@@ -55,7 +62,7 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
     sites = Sites(rounds=4)
     strategy = sites.strategy(fraction_evaluate=0.0)
     grid = sites.grid()
-    own, moved = sites.names[4], 104
+    own = sites.names[4]
 
     def spoil(node: int, reply: Message) -> list[Message]:
         number = strategy._round.number
@@ -69,7 +76,79 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
     assert third.weights[own] > 0  # node 204 speaks for it now
     assert third.report["missing"] == [own]
     assert "nodes 104 and 204 both use this name" in fourth.report["skipped"][own]  # both answer: nobody can tell
-    assert moved in grid.contexts
+    assert strategy.names.get(204) == own
+    assert 104 not in strategy.names  # the name has moved
+
+
+def test_an_error_of_the_old_node_does_not_speak_for_a_client_that_answers_from_its_new_one():
+    sites = Sites(method="scaffold", rounds=3)
+    strategy, grid, own = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        number = strategy._round.number
+        if number == 2 and node == 104:
+            grid.contexts[204] = grid.contexts[104]
+        return error_of_the_superlink(reply) if number == 3 and node == 104 else [reply]
+
+    grid.spoil = spoil
+    strategy.start(grid, sites.initial, num_rounds=3)
+    third = strategy.history[2]
+    assert third.weights[own] > 0
+    assert third.report["skipped"] == {}
+    assert third.report["missing"] == [own]  # the old node, under the name it had
+    assert strategy.known.accepted[own] == 3
+
+
+def half_named(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
+    """Training gives a name and a domain; what evaluation gives is up to the caller."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        i, number = context.node_config["partition-id"], message.content["config"]["server-round"]
+        step = torch.tensor([1.0, (-1.0) ** (number + i), 1.0 if number % (i + 2) else -1.0])
+        model = {"w": client.received(message)["w"] + step}
+        return client.reply(message, context, model, 10, name=f"site{i}", domain="rural" if i else "city")
+
+    app.evaluate()(evaluate)
+    return app
+
+
+def accuracy(context: Context) -> dict[str, float]:
+    return {"accuracy": 0.5 + 0.1 * context.node_config["partition-id"]}
+
+
+def unnamed(message: Message, context: Context) -> Message:
+    return Message(RecordDict({"metrics": MetricRecord({**accuracy(context), "num-examples": 10})}), reply_to=message)
+
+
+def with_partition(message: Message, context: Context) -> Message:
+    reply = unnamed(message, context)
+    reply.content["who"] = ConfigRecord({"partition-id": context.node_config["partition-id"]})
+    return reply
+
+
+def with_helper(message: Message, context: Context) -> Message:
+    i = context.node_config["partition-id"]
+    return client.judged(message, context, 10, accuracy(context), name=f"site{i}", domain="rural" if i else "city")
+
+
+@pytest.mark.parametrize("evaluate", [unnamed, with_partition, with_helper])
+def test_an_evaluation_that_says_less_keeps_the_name_the_domain_and_the_memory(evaluate, tmp_path):
+    def run(**settings: Any) -> FairStrategy:
+        strategy = FedHEAL(tau=0.6, placement="client", **settings)
+        grid = LocalGrid(half_named(evaluate), {7 + i: {"partition-id": i} for i in range(3)})
+        strategy.start(grid, ArrayRecord({"w": torch.zeros(3)}), num_rounds=6)
+        return strategy
+
+    judged, blind = run(folder=tmp_path / "run"), run(fraction_evaluate=0.0)
+    assert judged.names == {7: "site0", 8: "site1", 9: "site2"}
+    assert min(judged.history[-1].report["kept"].values()) < 1  # the clients' sign counts are still there
+    assert torch.equal(judged.state.model.params, blind.state.model.params)
+    result = records.read_json(tmp_path / "run" / "result.json")
+    assert result["clients"] == pytest.approx({"site0": 50, "site1": 60, "site2": 70})
+    assert result["domains"] == pytest.approx({"city": 50, "rural": 65})
+    assert result["trained"] == {"site0": "city", "site1": "rural", "site2": "rural"}
 
 
 def test_history_belongs_to_the_name_whatever_the_node():
@@ -84,5 +163,5 @@ def test_history_belongs_to_the_name_whatever_the_node():
         grid = old if number < 3 else new
         asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
         arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
-        strategy.end_round(number)
+        strategy.aggregate_evaluate(number, ())
     assert torch.equal(strategy.state.model.params, whole.state.model.params)

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 
 from fedheal import records
 from fedheal.flower import FedHEAL
+from fedheal.flower.memory import memory_of, recalled
 from flower.sites import Sites
 
 
@@ -60,6 +62,49 @@ def test_masks_on_clients_survive_a_new_run(tmp_path):
         part = FedHEAL(**keys, folder=tmp_path / "run", resume=resume)
         part.start(sites.grid(), sites.initial, num_rounds=rounds)
     assert torch.equal(part.state.model.params, whole.state.model.params)
+
+
+@pytest.mark.parametrize("where", ["folder", "context"])
+def test_a_second_federation_starts_with_clients_that_remember_nothing_of_the_first(where, tmp_path):
+    sites = Sites(tmp_path / "sites" if where == "folder" else None, method="scaffold", rounds=4)
+
+    def params(sites, grid, seed):
+        strategy = sites.strategy(fraction_train=0.4, fraction_evaluate=0.0, min_train_nodes=1, seed=seed)
+        strategy.start(grid, sites.initial, num_rounds=4)
+        return strategy.state.model.params
+
+    grid = sites.grid()
+    params(sites, grid, 0)
+    fresh = Sites(method="scaffold", rounds=4)
+    for seed in (1, 2, 3):  # other cohorts: a client may first be asked in a late round
+        assert torch.equal(params(sites, grid, seed), params(fresh, fresh.grid(), seed))
+
+
+def test_a_federation_that_finds_anothers_memory_of_a_round_that_counted_says_so(tmp_path, caplog):
+    for federation, number in (("first", 3), ("second", 3)):
+        memory = memory_of(Context(1, 2, {}, RecordDict(), {}), "clinic", tmp_path, federation)
+        assert recalled(memory, number + 1, number) == ({}, {})
+        memory.save(number, {"n": torch.tensor([number])}, {})
+    assert "belongs to another experiment: this client goes on without" in caplog.text
+    assert recalled(memory, 4, 3)[0]["n"].item() == 3
+
+
+def test_a_site_whose_memory_is_damaged_goes_on_without(tmp_path, caplog):
+    sites = Sites(tmp_path / "sites", method="scaffold", rounds=4)
+    strategy = sites.strategy(fraction_evaluate=0.0)
+
+    def spoil(node, reply):
+        if strategy._round.number == 2 and node == 100:
+            for path in (tmp_path / "sites" / f"client-{sites.names[0]}").rglob("*.safetensors"):
+                data = bytearray(path.read_bytes())
+                data[-3] ^= 1
+                path.write_bytes(data)
+            (tmp_path / "sites" / f"client-{sites.names[0]}" / "state" / "copy of 1.safetensors").write_text("")
+        return [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=4)
+    assert [record.report["skipped"] for record in strategy.history] == [{}] * 4
+    assert caplog.text.count("goes on without what it remembered") == 1
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):
@@ -114,8 +159,10 @@ def test_what_cannot_be_gone_on_with_is_said(tmp_path):
     sites.run(folder=tmp_path / "run")
     with pytest.raises(ValueError, match="holds a federation already: resume=True goes on with it"):
         sites.run(folder=tmp_path / "run")
+    described = (tmp_path / "run" / "federation.toml").read_text()
     with pytest.raises(ValueError, match="belongs to another experiment"):
         Sites(method="fedavg").run(folder=tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "federation.toml").read_text() == described
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match="not empty and not a federation's run folder"):

@@ -148,7 +148,28 @@ def test_the_callers_config_is_not_changed_and_reaches_the_clients():
     config = ConfigRecord({"lr": 0.5})
     FedHEAL(fraction_evaluate=0.0).start(grid(app), ArrayRecord(module().state_dict()), 1, train_config=config)
     assert dict(config) == {"lr": 0.5}
-    assert seen == [{"lr": 0.5, "server-round": 1}] * 3
+    stocks = [{key: value for key, value in one.items() if not key.startswith("fedheal.")} for one in seen]
+    assert stocks == [{"lr": 0.5, "server-round": 1}] * 3
+
+
+def test_metrics_may_be_put_together_by_the_caller_and_may_be_lists():
+    spoilt, seen = grid(stock()), []
+
+    def aggregated(contents: list[RecordDict], key: str) -> MetricRecord:
+        seen.append([content["metrics"][key] for content in contents])
+        return MetricRecord({"largest": max(seen[-1])})
+
+    def lists(node: int, reply: Message) -> list[Message]:
+        reply.content["metrics"]["by_class"] = [1.0, float(node)]
+        return [reply] if node != 8 else [reply, reply]  # a second answer: does not count
+
+    spoilt.spoil = lists
+    keys = {"train_metrics_aggr_fn": aggregated, "evaluate_metrics_aggr_fn": aggregated}
+    result = FedHEAL(**keys).start(spoilt, ArrayRecord(module().state_dict()), num_rounds=1)
+    assert seen == [[30, 10], [10, 10]]
+    assert result.train_metrics_clientapp[1]["largest"] == 30
+    plain = FedHEAL(fraction_evaluate=0.0).start(spoilt, ArrayRecord(module().state_dict()), num_rounds=1)
+    assert plain.train_metrics_clientapp[1]["by_class"] == pytest.approx([1.0, (30 * 7 + 10 * 9) / 40])
 
 
 def test_central_evaluation_is_called_as_flower_calls_it():

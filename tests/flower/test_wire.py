@@ -76,7 +76,9 @@ def test_a_nodes_name():
 @pytest.fixture(params=["context", "folder"])
 def memory(request, tmp_path):
     return (
-        InContext(Context(1, 2, {}, RecordDict(), {})) if request.param == "context" else InFolder(tmp_path / "a", "a")
+        InContext(Context(1, 2, {}, RecordDict(), {}), "a")
+        if request.param == "context"
+        else InFolder(tmp_path / "a", "a")
     )
 
 

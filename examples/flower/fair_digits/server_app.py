@@ -1,9 +1,12 @@
 """The server: one strategy, and a run folder that a crash cannot spoil."""
 
+from typing import Any
+
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fair_digits.task import DOMAINS, experiment
+from fedheal import methods
 from fedheal.experiment import module_of
 from fedheal.flower import FairStrategy, FedHEAL
 
@@ -29,12 +32,22 @@ def main(grid: Grid, context: Context) -> None:
         "wait_seconds": float(config["wait-seconds"]),
     }
     if config["placement"] == "client":
-        strategy = FedHEAL(placement="client", **settings)
+        strategy = placed_on_clients(described.method_name, **settings)
     else:
-        strategy = FairStrategy(described.resolved_method, **settings)
+        strategy = FairStrategy(described.resolved_method, placement=str(config["placement"]), **settings)
     strategy.start(
         grid,
         ArrayRecord(module.state_dict()),
         num_rounds=int(config["num-server-rounds"]),
         timeout=float(config["timeout"]),
     )
+
+
+def placed_on_clients(method: str, **settings: Any) -> FairStrategy:
+    """FedHEAL as `method` describes it, with FPHL's mask on the sites; no other method can be placed there."""
+    keys = {k: v for k, v in methods.parameters(method).items() if k in ("tau", "beta", "variant", "fphl", "fael")}
+    if "tau" not in keys or methods.get("fedheal", **keys).name != method:
+        raise ValueError(
+            f"placement = 'client' with method = '{method}': use 'fedheal', with tau, beta or fael if you like"
+        )
+    return FedHEAL(placement="client", **keys, **settings)

@@ -28,7 +28,7 @@ from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.serial import Bench, Task
 from fedheal.flower import wire
-from fedheal.flower.memory import Memory, memory_of, recalled
+from fedheal.flower.memory import Memory, memory_of, newest, recalled
 from fedheal.layout import Layout, Packed
 
 
@@ -80,8 +80,8 @@ def reply(
     local = {k: v.detach().cpu() for k, v in model.items()}
     told = _told(message)
     if "tau" in told:
-        memory = memory_of(context, name, folder)
-        arrays, described = _recalled(memory, told)
+        memory, counted = _memory(context, name, folder, told)
+        arrays, described = recalled(memory, int(told["round"]), counted)
         before = message.content.array_records[key]
         layout = layout or wire.layout_of(before)
         masked, kept, state = _masked(layout, wire.packed(layout, before), layout.pack(local), told, arrays, described)
@@ -90,6 +90,19 @@ def reply(
         memory.save(int(told["round"]), *_prefixed(state))
     content[key] = wire.record(local)
     return Message(content, reply_to=message)
+
+
+def judged(
+    message: Message,
+    context: Context,
+    num_examples: float,
+    metrics: Mapping[str, float],
+    *,
+    name: str | None = None,
+    domain: str | None = None,
+) -> Message:
+    """The answer to an evaluation message: what was found (a report shows `accuracy`, from 0 to 1), and who this is."""
+    return Message(_content(name or name_of(context), domain, message, num_examples, metrics), reply_to=message)
 
 
 def train(
@@ -108,8 +121,8 @@ def train(
     """
     client = client or name_of(context)
     told = _told(message)
-    memory = memory_of(context, client, folder)
-    arrays, described = _recalled(memory, told)
+    memory, counted = _memory(context, client, folder, told)
+    arrays, described = recalled(memory, int(told["round"]), counted)
     slots = _slots(arrays, len(bench.terms))
     shared = wire.grouped(message.content.array_records.get(wire.SHARED), len(bench.terms))
     model = wire.packed(bench.layout, message.content.array_records[key])
@@ -150,21 +163,25 @@ def evaluate(
     """Judge the received model on the client's own test examples; what a personalised method keeps here has its say."""
     client = client or name_of(context)
     model = wire.packed(bench.layout, message.content.array_records[key])
-    memory = memory_of(context, client, folder)
-    known = memory.rounds()
-    slots = _slots(memory.load(known[-1])[0] if known else {}, len(bench.terms))
+    told = _told(message)
+    memory, counted = _memory(context, client, folder, told)
+    # Nothing is forgotten yet: the server may die before it has saved this round.
+    arrays, _ = newest(memory, int(told["round"]) if counted is None else counted)
+    slots = _slots(arrays, len(bench.terms))
     for term, slot in zip(bench.terms, slots, strict=True):
         model = term.evaluated(model, {}, {client: slot})
     loss, accuracy = serial.judge(bench, model, test)
-    content = _content(client, domain, message, len(test), {"eval_loss": loss, "accuracy": accuracy})
-    return Message(content, reply_to=message)
+    found = {"eval_loss": loss, "accuracy": accuracy}
+    return judged(message, context, len(test), found, name=client, domain=domain)
 
 
 def _told(message: Message) -> dict[str, Any]:
     """What the strategy says of the round; a stock strategy says less."""
-    configs = message.content.config_records
-    stock = {k: v for record in configs.values() for k, v in record.items() if k == "server-round"}
-    return {"round": stock.get("server-round", 1), "rounds": 0, "needs": [], **configs.get(wire.ABOUT, {})}
+    told: dict[str, Any] = {"round": 1, "rounds": 0, "needs": [], "federation": ""}
+    for record in message.content.config_records.values():
+        told |= {"round": record["server-round"]} if "server-round" in record else {}
+        told |= {key.removeprefix(wire.TOLD): value for key, value in record.items() if key.startswith(wire.TOLD)}
+    return told
 
 
 def _content(
@@ -176,9 +193,13 @@ def _content(
     return RecordDict({"metrics": MetricRecord(numbers), wire.ABOUT: ConfigRecord(about)})
 
 
-def _recalled(memory: Memory, told: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    accepted = told.get("accepted")
-    return recalled(memory, int(told["round"]), None if accepted is None else int(accepted))
+def _memory(
+    context: Context, client: str, folder: str | Path | None, told: Mapping[str, Any]
+) -> tuple[Memory, int | None]:
+    """Where the client remembers, and which of its rounds counted last, where the server says so."""
+    federation, found = str(told["federation"]), told.get("counted")
+    memory = memory_of(context, client, folder, federation)
+    return memory, None if found is None else wire.counted_of(client, str(found), federation)
 
 
 def _slots(arrays: Mapping[str, Tensor], terms: int) -> tuple[dict[str, Tensor], ...]:

@@ -83,18 +83,28 @@ class Folder:
             json.dumps([self.described["method"], self.described["seed"], shapes]).encode()
         ).hexdigest()
         toml = self.path / "federation.toml"
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"folder = {str(self.path)!r} is a file: give another folder")
+        saved = None
         if self.path.exists() and any(path.suffix != ".tmp" for path in self.path.iterdir()):
             if not toml.exists():
                 raise ValueError(f"{self.path} is not empty and not a federation's run folder: give another folder")
             if not self.resume:
                 raise ValueError(f"{self.path} holds a federation already: resume=True goes on with it")
             self._lock()
-            records.write_text(toml, tomli_w.dumps(self.described))
-            return self._newest()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock()
+            saved = self._newest()
+        else:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"folder = {str(self.path)!r} cannot be made: {error}") from None
+            self._lock()
         records.write_text(toml, tomli_w.dumps(self.described))
-        return None
+        return saved
+
+    def done(self) -> int:
+        """How many rounds the folder holds."""
+        return max((int(path.stem) for path in records.states(self.path) if path.stem.isdigit()), default=0)
 
     def _lock(self) -> None:
         """One process a folder: a ServerApp that was thought dead must not write into the run that goes on. It ends with us."""
@@ -134,7 +144,7 @@ class Folder:
         arrays, described = state.to_arrays()
         records.save_state(self.path, state.round, arrays, described | {"flower": dict(told)}, self.owner)
 
-    def finish(
+    def conclude(
         self,
         layout: Layout,
         state: RunState,
@@ -142,13 +152,14 @@ class Folder:
         homes: Mapping[str, str],
         tests: Mapping[str, float],
     ) -> None:
-        """The final model, and the result where the clients judged it; the folder is free again."""
+        """The final model, and the result where the clients judged it."""
         records.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
         if any(record.domains for record in history):
             found = summary(self.described, state, history, homes, tests)
             records.write_text(self.path / "result.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
-        else:
-            log.warning("no client sent an 'accuracy': %s has no result.json, and a report cannot show it", self.path)
+
+    def release(self) -> None:
+        """Let other processes in."""
         if self._held is not None:
             os.close(self._held)
             self._held = None

@@ -2,6 +2,7 @@
 
 Who a client is: the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else
 `partition-<id>` where the reply holds a `partition-id`, else `node-<id>`. Only the last does not survive a node's restart.
+A reply that gives less (say, of a stock evaluation) is its node's: the name and domain that are known of it stay.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ class Asked:
         return {message.message_id: message.dst_node_id for message in self.messages if message.message_id}
 
 
-def heard(message: Message, number: int, asked: Asked, known: Mapping[int, str]) -> Heard:
-    """Who sent this message, and whether it is an answer to round `number` at all."""
+def heard(message: Message, number: int, asked: Asked, known: Mapping[int, str], homes: Mapping[str, str]) -> Heard:
+    """Who sent this message, and whether it is an answer to round `number` at all.
+
+    `known`: nodes' names so far; `homes`: clients' domains.
+    """
     node = message.metadata.src_node_id
     if message.has_error():
         # Of a node that died the SuperLink itself reports, under an id of its own.
@@ -55,19 +59,20 @@ def heard(message: Message, number: int, asked: Asked, known: Mapping[int, str])
     records: list[Mapping[str, Any]] = [*content.config_records.values(), *content.metric_records.values()]
     for record in records:
         partition = record.get("partition-id", partition)
-    named = True
+    named, before = True, known.get(node)
     if isinstance(name, str) and name:
         client = name
-    elif isinstance(partition, (int, float, str)):
+    elif isinstance(partition, (int, float, str)) and (before is None or before.startswith("partition-")):
         client = f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}"
     else:
-        client, named = f"node-{node}", False
+        client, named = before or f"node-{node}", False
     domain = about.get("domain")
+    home = domain if isinstance(domain, str) and domain else homes.get(client, client)
     answered = about.get("round", number)
     stale = None if answered == number else f"it answers round {answered}, this is round {number}"
     if asked.ids and message.metadata.reply_to_message_id not in asked.ids:
         stale = "it answers a message that was not sent in this round"
-    return Heard(message, node, client, domain if isinstance(domain, str) and domain else client, named, stale)
+    return Heard(message, node, client, home, named, stale)
 
 
 def told_apart(
@@ -77,6 +82,7 @@ def told_apart(
 
     `holders`: which node had a name last. A name may move to another node once its holder is gone, or was asked and is
     silent; while the holder is connected and was not asked, nobody can tell a restart from a second site of that name.
+    An error of the holder is silence where its client answers from another node: the old node is what has died.
     """
     found = sorted(arrived, key=lambda one: (one.client, one.node))
     by_node: dict[int, int] = {}
@@ -101,7 +107,9 @@ def told_apart(
             )
         return one.trouble
 
-    return [replace(one, trouble=trouble(one)) for one in found]
+    judged = [replace(one, trouble=trouble(one)) for one in found]
+    sound = {one.client for one in judged if one.trouble is None}
+    return [one for one in judged if not (one.message.has_error() and one.client in sound)]
 
 
 def _last_line(message: Message) -> str:

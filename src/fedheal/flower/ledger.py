@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from fedheal.flower.identity import Asked
 class Known:
     """What the strategy remembers of clients beside the state: JSON in the checkpoint."""
 
+    federation: str = field(default_factory=lambda: secrets.token_hex(8))  # whose clients' memories are meant
     accepted: dict[str, int] = field(default_factory=dict)  # the last round in which its update counted
     homes: dict[str, str] = field(default_factory=dict)  # its domain
     tests: dict[str, float] = field(default_factory=dict)  # examples it last judged with
@@ -44,6 +46,6 @@ class Round:
     replied: int = 0
     weights: dict[str, float] = field(default_factory=dict)
     train_loss: float | None = None
-    report: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=lambda: {"skipped": {}, "missing": []})
     judges: Asked = field(default_factory=lambda: Asked({}))
     judged: list[Judged] = field(default_factory=list)

@@ -2,12 +2,14 @@
 
 `context.state` is empty again in a new run, so a federation that is resumed, or a client whose node restarts without its
 key, needs a folder to go on with the same results. Either keeps what the client remembered after each of two rounds: the last
-that counted on the server, and the one it trained last, which may not have counted.
+that counted on the server, and the one it trained last, which may not have counted. What another federation left behind, or
+what is damaged, is forgotten: a client that knows nothing can still train.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +20,13 @@ from torch import Tensor
 from fedheal import records
 from fedheal.flower import wire
 
+log = logging.getLogger("flwr.fedheal")
+
 Kept = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class Memory(Protocol):
-    """Arrays and JSON by round."""
+    """Arrays and JSON by round; `load` raises `records.BadState` where it is of no use."""
 
     def rounds(self) -> list[int]: ...
 
@@ -39,30 +43,42 @@ def recalled(memory: Memory, number: int, accepted: int | None) -> Kept:
     `accepted`: the last round that counted for this client, where the server knows; else any earlier round may have.
     """
     last = number - 1 if accepted is None else min(accepted, number - 1)
-    for later in [r for r in memory.rounds() if r > last]:
-        memory.drop(later)
-    left = memory.rounds()
-    for older in left[:-1]:
-        memory.drop(older)
-    return memory.load(left[-1]) if left else ({}, {})
+    kept = [r for r in memory.rounds() if r <= last][-1:]
+    for other in memory.rounds():
+        if other not in kept:
+            memory.drop(other)
+    return newest(memory, last)
+
+
+def newest(memory: Memory, last: int) -> Kept:
+    """What the client remembers up to round `last`; nothing where that is of no use."""
+    for number in [r for r in memory.rounds() if r <= last][-1:]:
+        try:
+            return memory.load(number)
+        except records.BadState as trouble:
+            log.warning("%s: this client goes on without what it remembered", trouble)
+            memory.drop(number)
+    return {}, {}
 
 
 class InContext:
     """In `context.state`, as records called `fedheal.memory.<round>`."""
 
-    def __init__(self, context: Context) -> None:
-        self.state = context.state
+    def __init__(self, context: Context, owner: str) -> None:
+        self.state, self.owner = context.state, owner
 
     def rounds(self) -> list[int]:
         return sorted(int(key.rpartition(".")[2]) for key in self.state if key.startswith("fedheal.memory."))
 
     def load(self, number: int) -> Kept:
-        described = json.loads(str(self.state.config_records[f"fedheal.about.{number}"]["json"]))
-        return wire.tensors(self.state.array_records[f"fedheal.memory.{number}"]), described
+        about = self.state.config_records[f"fedheal.about.{number}"]
+        if about["owner"] != self.owner:
+            raise records.BadState(f"what this node remembers of round {number} belongs to another federation")
+        return wire.tensors(self.state.array_records[f"fedheal.memory.{number}"]), json.loads(str(about["json"]))
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
         self.state[f"fedheal.memory.{number}"] = wire.record(arrays)
-        self.state[f"fedheal.about.{number}"] = ConfigRecord({"json": json.dumps(described)})
+        self.state[f"fedheal.about.{number}"] = ConfigRecord({"json": json.dumps(described), "owner": self.owner})
 
     def drop(self, number: int) -> None:
         for name in ("memory", "about"):
@@ -72,18 +88,18 @@ class InContext:
 class InFolder:
     """In a folder: a checked, atomically written file a round."""
 
-    def __init__(self, folder: Path, client: str) -> None:
-        self.folder, self.client = folder, client
+    def __init__(self, folder: Path, owner: str) -> None:
+        self.folder, self.owner = folder, owner
 
     def rounds(self) -> list[int]:
-        return sorted(int(path.stem) for path in records.states(self.folder))
+        return sorted(int(path.stem) for path in records.states(self.folder) if path.stem.isdigit())
 
     def load(self, number: int) -> Kept:
-        return records.load_state(self._path(number), self.client)
+        return records.load_state(self._path(number), self.owner)
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        records.save_state(self.folder, number, arrays, described, self.client)
+        records.save_state(self.folder, number, arrays, described, self.owner)
 
     def drop(self, number: int) -> None:
         self._path(number).unlink(missing_ok=True)
@@ -92,8 +108,10 @@ class InFolder:
         return self.folder / "state" / f"{number:08d}.safetensors"
 
 
-def memory_of(context: Context, client: str, folder: str | Path | None) -> Memory:
+def memory_of(context: Context, client: str, folder: str | Path | None, federation: str = "") -> Memory:
+    """What `client` keeps for this federation."""
+    owner = f"{federation}/{client}"
     if folder is None:
-        return InContext(context)
+        return InContext(context, owner)
     safe = "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in client)
-    return InFolder(Path(folder) / f"client-{safe}", client)
+    return InFolder(Path(folder) / f"client-{safe}", owner)

@@ -48,7 +48,11 @@ def AFL(gamma: float = 0.01, floor: float = 1e-3, reset: bool = False, **setting
 
 
 def QFFL(q: float = 1.0, mode: str = "reweight", **settings: Any) -> FairStrategy:
-    """q-FFL (Li et al. 2020); clients must send the `loss` of the received model."""
+    """q-FFL (Li et al. 2020); clients must send the `loss` of the received model.
+
+    `mode="qfedavg"` also needs their learning rate as `lr`, `mode="qfedavg_eff"` how far their steps reach as `reach`:
+    `fedheal.flower.client.train` sends what is asked for.
+    """
     return FairStrategy(methods.get("qffl", q=q, mode=mode), **settings)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedheal.flower import wire
@@ -55,7 +55,8 @@ class Admission:
 
     def __post_init__(self) -> None:
         for key, bound in (("max_examples", self.max_examples), ("max_norm", self.max_norm)):
-            if bound is not None and (isinstance(bound, bool) or not 0 < bound < float("inf")):
+            number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+            if bound is not None and not (number and 0 < bound < float("inf")):
                 raise ValueError(f"{key} = {bound!r}: use a finite number above 0")
 
 
@@ -94,6 +95,21 @@ def numbers(records: Mapping[str, MetricRecord]) -> dict[str, float]:
         found |= {k: float(v) for k, v in record.items() if isinstance(v, (int, float))}
     found.pop("partition-id", None)
     return found
+
+
+def averaged(contents: list[RecordDict], examples_key: str) -> MetricRecord:
+    """Each metric, a number or a list, averaged by examples over the clients that send it whole: finite, and of one length."""
+    means: dict[str, tuple[NDArray[Any], float]] = {}  # so far, and of how many examples
+    for content in contents:
+        examples = numbers(content.metric_records)[examples_key]
+        for name, value in (item for record in content.metric_records.values() for item in record.items()):
+            found = np.asarray(value, np.float64)
+            mean, before = means.get(name, (np.zeros_like(found), 0.0))
+            if mean.shape == found.shape and np.isfinite(found).all():
+                share = examples / (before + examples)  # of numbers near the largest, sums would overflow
+                means[name] = (1 - share) * mean + share * found, before + examples
+    left_out = {examples_key, "partition-id"}
+    return MetricRecord({k: mean.tolist() for k, (mean, _) in sorted(means.items()) if k not in left_out})
 
 
 def difference(
@@ -135,7 +151,7 @@ def _model(record: ArrayRecord, layout: Layout) -> dict[str, NDArray[Any]]:
             values = wire.viewed(array)
         except ValueError as flaw:
             raise Refused(f"its '{entry.name}' cannot be read: {flaw}") from None
-        kind = "iub" if entry.kind == "counter" else "fc"
+        kind = "iub" if entry.kind == "counter" else "c" if entry.dtype.is_complex else "f"
         if values.shape != entry.shape or values.dtype.kind not in kind:
             raise Refused(
                 f"its '{entry.name}' is {values.dtype} of shape {values.shape}; {entry.dtype} of shape "

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from fedheal.aggregate import Aggregated, Aggregator
-from fedheal.aggregate.reduce import finite
+from fedheal.aggregate.reduce import finite, mean
 from fedheal.aggregate.server import Server
 from fedheal.flower.client_placed import divided
 from fedheal.flower.intake import Cohort
@@ -15,6 +15,7 @@ from fedheal.layout import Layout, Packed
 from fedheal.local.control_variates import ControlVariates
 from fedheal.local.term import ServerContext, Term
 from fedheal.local.validated import LeaveOneOut
+from fedheal.methods import Method
 from fedheal.types import RunState, TermState, Updates
 
 
@@ -25,6 +26,16 @@ def check_terms(terms: tuple[Term, ...]) -> None:
             raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
         if isinstance(term, LeaveOneOut):
             raise ValueError("fedce tells every client its own weight, which one broadcast cannot: simulate it instead")
+
+
+def check_placed(method: Method) -> None:
+    """Where clients mask their updates the mean is that of what they kept, and the method can only say the weights."""
+    aggregator = method.aggregator
+    if "mask" in aggregator.stage.gives or aggregator.reduce is not mean:
+        raise ValueError(
+            f"placement = 'client' with '{method.name}', which has a mask or a mean of its own: use "
+            "fedheal.flower.FedHEAL(placement='client'), or a method that gives weights alone"
+        )
 
 
 def stepped(

@@ -2,7 +2,8 @@
 
 Flower's messages become `Updates`, `Aggregator.apply` makes the new model, and what survives a round is the same `RunState` as
 in a simulation, saved after every round, so that a new run goes on where a dead one stopped. A round reads top to bottom in
-`start`.
+`start`. Flower's own loop, which its differential-privacy wrappers run, calls the same four methods and may change the model in
+between; nobody says then which round is the last.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from fedheal import methods
 from fedheal.aggregate import Aggregated, Aggregator
 from fedheal.aggregate.checks import check_among, check_count, check_share, check_switch
+from fedheal.aggregate.reduce import finite
 from fedheal.aggregate.server import Server
 from fedheal.flower import wire
 from fedheal.flower.attendance import Attendance, chosen
@@ -30,9 +32,9 @@ from fedheal.flower.evidence import Folder, Judged
 from fedheal.flower.identity import Asked, Heard, heard, told_apart
 from fedheal.flower.intake import Cohort, Intake
 from fedheal.flower.ledger import Known, Round
-from fedheal.flower.replies import Admission, numbers
-from fedheal.flower.server_step import check_terms, stepped
-from fedheal.layout import Layout
+from fedheal.flower.replies import Admission, averaged, numbers
+from fedheal.flower.server_step import check_placed, check_terms, stepped
+from fedheal.layout import Layout, Packed
 from fedheal.methods import Method
 from fedheal.rng import generator
 from fedheal.types import RoundRecord, RunState, TermState, Updates
@@ -63,7 +65,11 @@ class FairStrategy(Strategy):
     number of examples that is not positive or above `max_examples`, an update longer than `max_norm`. `budget`: bytes of
     updates held in memory; more goes to a temporary file.
 
-    `placement="client"`: the clients apply FPHL's mask with this `tau` (see `fedheal.flower.FedHEAL`).
+    `train_metrics_aggr_fn`, `evaluate_metrics_aggr_fn`: as in Flower's FedAvg, given the replies that count; without, every
+    metric is averaged by examples over the clients that send it.
+
+    `placement="client"`: the clients apply FPHL's mask with this `tau` (see `fedheal.flower.FedHEAL`), and `method` gives the
+    weights alone.
     """
 
     def __init__(
@@ -95,15 +101,22 @@ class FairStrategy(Strategy):
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
+        train_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
+        evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
     ) -> None:
         whole = methods.get(method) if isinstance(method, str) else method
         if isinstance(whole, Aggregator):
             whole = Method((), whole, name or "custom")
         check_terms(whole.local)
         check_among("placement", placement, PLACEMENTS)
+        if placement == "client":
+            check_placed(whole)
         check_share("tau", tau)
         check_count("seed", seed)
         check_switch("roll_call", roll_call)
+        check_switch("resume", resume)
+        if not isinstance(model, nn.Module | Layout | None):
+            raise ValueError(f"model = {model!r}: use the module or its Layout, or leave it out")
         _check_least("min_replies", 1, min_replies)
         _check_least("evaluate_every", 1, evaluate_every)
         _check_least("clients", 1, clients)
@@ -124,6 +137,8 @@ class FairStrategy(Strategy):
             placement == "client",
         )
         self.configrecord_key, self.tau = configrecord_key, tau
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn or averaged
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or averaged
         self.roll_call = roll_call
         self.min_replies, self.evaluate_every, self.clients, self.budget = min_replies, evaluate_every, clients, budget
         self.folder = None if folder is None else Folder(Path(folder), resume)
@@ -151,6 +166,7 @@ class FairStrategy(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Rounds up to `num_rounds`, from where the folder's state stands. `timeout`: seconds a round waits for replies."""
+        _check_least("num_rounds", 0, num_rounds)
         self._rounds, self._timeout = num_rounds, timeout
         result = Result()
         arrays = result.arrays = self.begin(initial_arrays)
@@ -168,7 +184,6 @@ class FairStrategy(Strategy):
             _keep(result.evaluate_metrics_clientapp, number, judged)
             if evaluate_fn:
                 _keep(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
-            self.end_round(number)
         self.finish()
         return result
 
@@ -178,7 +193,7 @@ class FairStrategy(Strategy):
         self._intake = Intake(layout, self.admission, self.budget)
         self.history, self.known, self.names = [], Known(), {}
         terms = tuple(TermState(term.init(layout), {}) for term in self.terms)
-        model = wire.packed(layout, initial_arrays)
+        model = self._sound(initial_arrays)
         self.state = RunState(0, self.seed, model, self.aggregator.init(layout), self.server.init(), terms)
         if self.folder is not None:
             saved = self.folder.open(self._described(), layout)
@@ -194,15 +209,16 @@ class FairStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Ask this round's nodes to train."""
+        self._check_next(server_round)
         if self.state is None:
             self.begin(arrays)
-        if arrays is not self._sent:  # the caller has changed the model between rounds
-            self.state = replace(self._state, model=wire.packed(self._layout, arrays))
-        there = self.attendance.awaited(grid, self.attendance.min_train_nodes)
-        if self.roll_call:
-            self._call_roll(grid, there, server_round)
+        self._take(arrays)
         fraction, least = self.attendance.fraction_train, self.attendance.min_train_nodes
-        nodes = chosen(there, fraction, least, generator(self.seed, "cohort", server_round), self.names)
+        there = self.attendance.awaited(grid, least) if fraction else list(grid.get_node_ids())
+        if self.roll_call and fraction:
+            self._call_roll(grid, there, server_round)
+        chance = generator(self.seed, "cohort", server_round)
+        nodes = chosen(there, fraction, least, chance, self.names) if fraction else []
         log.info("[round %d/%s] %d nodes train", server_round, self._rounds or "?", len(nodes))
         records: dict[str, Any] = {self.admission.arrays_key: arrays}
         shared = tuple(
@@ -236,14 +252,16 @@ class FairStrategy(Strategy):
         )
         self._sent = wire.record_of(self._layout, self.state.model)
         now.clock.lap("aggregate")
-        return self._sent, _averaged(
-            {c: cohort.read[c].metrics for c in taken}, {c: cohort.read[c].num_examples for c in taken}
-        )
+        counted = set(taken)
+        contents = [one.message.content for one in arrived if one.trouble is None and one.client in counted]
+        key = self.admission.examples_key
+        return self._sent, self.train_metrics_aggr_fn(contents, key) if contents else None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Ask nodes to judge the model; nobody where it is not this round's turn."""
+        self._take(arrays)
         now, state = self._current(server_round), self._state
         due = server_round % self.evaluate_every == 0 or server_round == self._rounds
         if not self.attendance.fraction_evaluate or not due:
@@ -262,10 +280,9 @@ class FairStrategy(Strategy):
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """What the clients found, each by name."""
+        """What the clients found, each by name; with this the round is over, and written down."""
         now = self._current(server_round)
-        metrics: dict[str, Mapping[str, float]] = {}
-        examples: dict[str, float] = {}
+        contents: list[RecordDict] = []
         for one in self._arrived(list(replies), now.judges):
             found = {} if one.trouble else numbers(one.message.content.metric_records)
             number = found.pop(self.admission.examples_key, 0.0)
@@ -274,12 +291,13 @@ class FairStrategy(Strategy):
                 log.warning("round %d, evaluation: '%s' is left out: %s", server_round, one.client, why)
                 now.report.setdefault("not_judged", {})[one.client] = why
                 continue
-            metrics[one.client], examples[one.client] = found, number
+            contents.append(one.message.content)
             self.known.homes[one.client], self.known.tests[one.client] = one.domain, number
             accuracy = next((found[key] for key in ACCURACY if key in found), None)
             now.judged.append(Judged(one.client, one.domain, number, accuracy))
         now.clock.lap("evaluate")
-        return _averaged(metrics, examples)
+        self._end_round(now)
+        return self.evaluate_metrics_aggr_fn(contents, self.admission.examples_key) if contents else None
 
     def summary(self) -> None:
         """Log what this strategy is."""
@@ -295,24 +313,14 @@ class FairStrategy(Strategy):
         if self.folder is not None:
             log.info("run folder: %s", self.folder.path.resolve())
 
-    def end_round(self, server_round: int) -> None:
-        """Write down what the round left behind; from here on a resume does not repeat it."""
-        now = self._current(server_round)
-        record = RoundRecord(
-            server_round, len(now.asked.nodes), now.replied, now.weights, now.train_loss, now.report, now.clock.seconds
-        )
-        record = replace(record, **Judged.together(now.judged))
-        self.history.append(record)
-        log.info("[round %d] %s", server_round, _line(record))
-        if self.folder is not None:
-            self.known.nodes = {str(node): client for node, client in self.names.items()}
-            self.folder.save(self._state, record, asdict(self.known))
-        self._round = None
-
     def finish(self) -> None:
-        """Write the final model and the result."""
+        """Write the final model and the result; the folder is free again."""
         if self.folder is not None:
-            self.folder.finish(self._layout, self._state, self.history, self.known.homes, self.known.tests)
+            self._conclude(self.folder)
+            self.folder.release()
+            if not any(record.domains for record in self.history):
+                where = self.folder.path
+                log.warning("no client sent an 'accuracy': %s has no result.json, and a report cannot show it", where)
 
     # The parts of these.
 
@@ -327,6 +335,48 @@ class FairStrategy(Strategy):
         assert self.layout is not None
         return self.layout
 
+    def _check_next(self, number: int) -> None:
+        """Nobody may do a round twice, nor put a model of their own in the place of a folder's."""
+        done = self.history[-1].round if self.history else 0
+        if self.state is None and self.folder is not None:
+            done = self.folder.done()
+        if done and (self.state is None or number != done + 1):
+            raise ValueError(
+                f"round {number} cannot follow round {done}: Flower's own loop, which its wrappers run, starts at round 1 "
+                "with the initial model, so that there a strategy and its folder serve once"
+            )
+
+    def _sound(self, arrays: ArrayRecord) -> Packed:
+        """The model in these arrays, which must be one to go on from."""
+        model = wire.packed(self._layout, arrays)
+        if not (finite(model.params) and finite(model.buffers)):
+            raise ValueError("the model to go on from holds NaN or infinity: start from a sound one")
+        return model
+
+    def _take(self, arrays: ArrayRecord) -> None:
+        """Take over the model as the caller has it: a wrapper may add noise to what we gave it."""
+        if arrays is not self._sent:
+            self.state, self._sent = replace(self._state, model=self._sound(arrays)), arrays
+
+    def _end_round(self, now: Round) -> None:
+        """Write down what the round left behind; from here on a resume does not repeat it."""
+        record = RoundRecord(
+            now.number, len(now.asked.nodes), now.replied, now.weights, now.train_loss, now.report, now.clock.seconds
+        )
+        record = replace(record, **Judged.together(now.judged))
+        self.state = replace(self._state, round=now.number)  # also where a wrapper kept the replies to itself
+        self.history.append(record)
+        log.info("[round %d] %s", now.number, _line(record))
+        if self.folder is not None:
+            self.known.nodes = {str(node): client for node, client in self.names.items()}
+            self.folder.save(self._state, record, asdict(self.known))
+            if not self._rounds:  # not our own loop: any round may be the last
+                self._conclude(self.folder)
+        self._round = None
+
+    def _conclude(self, folder: Folder) -> None:
+        folder.conclude(self._layout, self._state, self.history, self.known.homes, self.known.tests)
+
     def _current(self, number: int) -> Round:
         if self._round is None or self._round.number != number:
             raise RuntimeError(f"round {number} has not been configured: configure_train comes first")
@@ -339,16 +389,20 @@ class FairStrategy(Strategy):
     def _messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
     ) -> list[Message]:
-        """One message a node: the records, the config with the round in it, and what `fedheal.flower.client` is told."""
-        records = records | {self.configrecord_key: ConfigRecord({**config, "server-round": number})}
+        """One message a node: the records, and the config with the round and what `fedheal.flower.client` is told."""
         told: dict[str, Any] = {"round": number, "rounds": self._rounds, "needs": list(self.admission.needs)}
-        if self.admission.masked:
-            told["tau"] = self.tau
+        told |= {"federation": self.known.federation} | ({"tau": self.tau} if self.admission.masked else {})
+        accepted = self.known.accepted
+        everyone = wire.counted(accepted, self.known.federation)
         made = []
         for node in nodes:
-            # Where the node's client is known it is told which of its rounds counted last: it undoes a later one.
-            last = {"accepted": self.known.accepted.get(self.names[node], 0)} if node in self.names else {}
-            content = RecordDict({**records, wire.ABOUT: ConfigRecord({**told, **last})})
+            # A client is told which of its rounds counted last: it undoes a later one. A node not heard yet may be anyone.
+            client = self.names.get(node)
+            own = {client: accepted[client]} if client in accepted else {}
+            told["counted"] = everyone if client is None else wire.counted(own, self.known.federation)
+            ours = {f"{wire.TOLD}{key}": value for key, value in told.items()}
+            written = ConfigRecord({**config, "server-round": number, **ours})
+            content = RecordDict({**records, self.configrecord_key: written})
             made.append(Message(content, dst_node_id=node, message_type=kind, group_id=str(number)))
         return made
 
@@ -357,7 +411,7 @@ class FairStrategy(Strategy):
         assert self._round is not None
         holders = {client: node for node, client in self.names.items()}
         found = told_apart(
-            (heard(message, self._round.number, asked, self.names) for message in replies),
+            (heard(message, self._round.number, asked, self.names, self.known.homes) for message in replies),
             asked,
             holders,
             self._round.connected,
@@ -383,7 +437,7 @@ class FairStrategy(Strategy):
         messages = self._messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
         replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
         asked, holders = self._asked(messages), {client: node for node, client in self.names.items()}
-        arrived = (heard(message, number, asked, self.names) for message in replies)
+        arrived = (heard(message, number, asked, self.names, self.known.homes) for message in replies)
         for one in told_apart(arrived, asked, holders, frozenset(there)):
             if one.trouble is None and one.named:
                 self.names[one.node] = one.client
@@ -392,7 +446,9 @@ class FairStrategy(Strategy):
         """What can be aggregated of this round's replies."""
         assert self._intake is not None
         cohort = self._intake.cohort((one for one in arrived if one.trouble is None), self._state.model)
-        if cohort.unmeasured and not self.known.accepted:
+        sound = {one.node for one in arrived if one.trouble is None}
+        # Of clients that are silent or fail nobody can say that they would not send it.
+        if cohort.unmeasured and not self.known.accepted and sound >= now.asked.nodes.keys():
             raise ValueError(
                 f"'{self.name}' needs the client metric '{cohort.unmeasured}', which no client sends: train with "
                 "fedheal.flower.client.train, or send it with fedheal.flower.client.reply"
@@ -430,27 +486,17 @@ class FairStrategy(Strategy):
     def _misjudged(self, found: Mapping[str, float], number: float) -> str | None:
         if not 0 < number <= self.admission.max_examples:
             return f"{self.admission.examples_key} = {number:g}"
-        wrong = [f"{name} = {value}" for name, value in found.items() if not math.isfinite(value)]
-        wrong += [f"{key} = {found[key]}" for key in ACCURACY if key in found and not 0 <= found[key] <= 1]
+        wrong = [f"{key} = {found[key]}" for key in ACCURACY if key in found and not 0 <= found[key] <= 1]
         return ", ".join(wrong) or None
 
     def _described(self) -> dict[str, Any]:
         """What `federation.toml` holds."""
         told = {"method": self.name, "data": self.data, "seed": self.seed, "rounds": self._rounds}
         told |= {"min_replies": self.min_replies, "evaluate_every": self.evaluate_every}
+        told |= {"roll_call": self.roll_call, "clients": self.clients, "budget": self.budget}
+        told |= {"tau": self.tau if self.admission.masked else None}
         settings = asdict(self.attendance) | asdict(self.admission) | {"server": asdict(self.server)}
-        return told | {key: value for key, value in settings.items() if value is not None}
-
-
-def _averaged(metrics: Mapping[str, Mapping[str, float]], examples: Mapping[str, float]) -> MetricRecord | None:
-    """The metrics that all clients sent, averaged by examples as Flower does."""
-    total = sum(examples.values())
-    if not total:
-        return None
-    common = set.intersection(*(set(found) for found in metrics.values()))
-    return MetricRecord(
-        {name: sum(metrics[c][name] * n for c, n in examples.items()) / total for name in sorted(common)}
-    )
+        return {key: value for key, value in (told | settings).items() if value is not None}
 
 
 def _line(record: RoundRecord) -> str:

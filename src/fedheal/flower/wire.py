@@ -1,12 +1,15 @@
 """What travels in Flower's messages: models as named arrays, and beside them what fedheal's two sides tell each other.
 
 A stock client reads the model and the config and answers with a model and metrics; it never looks at the rest. Every record
-of ours has a name that starts with `fedheal`.
+of ours has a name that starts with `fedheal`; what clients are told stands in the config itself, under keys that do, since
+Flower's mods take messages with one config only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import math
 import tokenize
 from collections.abc import Mapping
@@ -22,7 +25,8 @@ from torch import Tensor
 from fedheal.layout import Entry, Kind, Layout, Packed
 from fedheal.local.term import Arrays
 
-ABOUT = "fedheal"  # a ConfigRecord: to clients the round and what is needed, from clients who they are
+TOLD = "fedheal."  # how keys begin that tell clients of the round, of what is needed, and which of their rounds counted
+ABOUT = "fedheal"  # from clients, a ConfigRecord: who they are
 SHARED = "fedheal.shared"  # to clients: what the method's terms share
 MESSAGES = "fedheal.messages"  # from clients: what the terms tell the server
 KEPT = "fedheal.kept"  # from clients that mask their own update: which entries they kept, as bits
@@ -33,7 +37,7 @@ NPY = b"\x93NUMPY\x01\x00"  # how numpy's file format, version 1.0, begins
 BUFFERS = ("running_mean", "running_var")
 
 
-def layout_of(record: ArrayRecord, buffers: tuple[str, ...] = BUFFERS) -> Layout:
+def layout_of(record: ArrayRecord) -> Layout:
     """The layout of a record's arrays: integers are counters, names that end like these are float buffers.
 
     >>> layout_of(ArrayRecord({"w": Array(np.zeros(3)), "bn.running_mean": Array(np.zeros(2))})).sizes()
@@ -42,10 +46,10 @@ def layout_of(record: ArrayRecord, buffers: tuple[str, ...] = BUFFERS) -> Layout
     entries: list[Entry] = []
     ends: dict[Kind, int] = {"param": 0, "buffer": 0, "counter": 0}
     for name, array in record.items():
-        values = torch.from_numpy(np.array(viewed(array)))
+        values = _tensor(array)
         kind: Kind = "counter"
         if values.is_floating_point():
-            kind = "buffer" if name.endswith(buffers) else "param"
+            kind = "buffer" if name.endswith(BUFFERS) else "param"
         elif values.is_complex():
             raise ValueError(f"'{name}' holds complex numbers: give the strategy the module itself as `model`")
         start = ends[kind]
@@ -58,7 +62,7 @@ def layout_of(record: ArrayRecord, buffers: tuple[str, ...] = BUFFERS) -> Layout
 
 def packed(layout: Layout, record: ArrayRecord) -> Packed:
     """A record's arrays as vectors, in memory of their own."""
-    return layout.pack({name: torch.from_numpy(np.array(viewed(array))) for name, array in record.items()})
+    return layout.pack(tensors(record))
 
 
 def record_of(layout: Layout, model: Packed) -> ArrayRecord:
@@ -78,7 +82,7 @@ def record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 def tensors(record: ArrayRecord) -> dict[str, Tensor]:
     """An ArrayRecord as tensors, in memory of their own."""
-    return {name: torch.from_numpy(np.array(viewed(array))) for name, array in record.items()}
+    return {name: _tensor(array) for name, array in record.items()}
 
 
 def viewed(array: Array) -> NDArray[Any]:
@@ -94,6 +98,13 @@ def viewed(array: Array) -> NDArray[Any]:
     except (ValueError, TypeError, SyntaxError, EOFError, OverflowError, tokenize.TokenError) as error:
         raise ValueError(f"its bytes are no array ({error})") from None
     return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def _tensor(array: Array) -> Tensor:
+    try:
+        return torch.from_numpy(np.array(viewed(array)))
+    except TypeError:  # text, long doubles and the like
+        raise ValueError(f"it holds {array.dtype}, which torch does not have") from None
 
 
 @lru_cache(maxsize=4096)
@@ -122,6 +133,20 @@ def grouped(found: ArrayRecord | None, terms: int) -> tuple[dict[str, Tensor], .
     return groups
 
 
+def counted(rounds: Mapping[str, int], federation: str) -> str:
+    """The last rounds that counted, by client, so that each finds its own and no other's name."""
+    return json.dumps({_digest(client, federation): number for client, number in rounds.items()})
+
+
+def counted_of(client: str, found: str, federation: str) -> int:
+    """The client's own; 0 where none of its rounds did.
+
+    >>> counted_of("clinic", counted({"clinic": 3}, "f"), "f"), counted_of("hospital", counted({"clinic": 3}, "f"), "f")
+    (3, 0)
+    """
+    return int(json.loads(found).get(_digest(client, federation), 0))
+
+
 def bits(mask: Tensor) -> ArrayRecord:
     """Which entries are kept, eight to a byte."""
     return ArrayRecord({"bits": Array(np.packbits(mask.numpy()))})
@@ -135,6 +160,10 @@ def unbits(found: ArrayRecord, length: int) -> NDArray[np.uint8]:
     if packed_bits.dtype != np.uint8 or packed_bits.shape != (-(-length // 8),):
         raise ValueError(f"its mask has shape {packed_bits.shape}; {length} entries need {-(-length // 8)} bytes")
     return np.unpackbits(packed_bits, count=length)
+
+
+def _digest(client: str, federation: str) -> str:
+    return hashlib.sha256(f"{federation}/{client}".encode()).hexdigest()[:16]
 
 
 def _array(tensor: Tensor) -> Array:

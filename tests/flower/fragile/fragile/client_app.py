@@ -19,7 +19,7 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     here, name = _parts(context)
-    fault = _fault(context, name, int(message.content.config_records["fedheal"]["round"]))
+    fault = _fault(context, name, int(message.content.config_records["config"]["server-round"]))
     if fault == "raise":
         raise RuntimeError("this site is out of order")
     if fault == "sleep":
