@@ -77,8 +77,10 @@ def save_state(
     folder: Path, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any], owner: str
 ) -> None:
     """Write the state after round `number` and drop all but the newest two. `owner` says whose it is."""
-    states = folder / "state"
+    states, rounds = folder / "state", folder / "rounds.jsonl"
     states.mkdir(exist_ok=True)
+    if rounds.exists():  # a state that is on the disk needs the records of its rounds there
+        _sync(rounds)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
     text = json.dumps({"format": FORMAT, "owner": owner, "sum": _sum(own, described), "state": described})
     data = save(own, {"fedheal": text})
@@ -113,11 +115,9 @@ def load_state(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def append_round(folder: Path, record: Mapping[str, Any]) -> None:
-    """One line, on the disk before a state can count it; a crash can only leave a part of the last."""
+    """One line; a crash can only leave a part of the last."""
     with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
@@ -158,12 +158,16 @@ def _replace(path: Path, write: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        _sync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _sum(arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> int:

@@ -175,14 +175,15 @@ def summary(
     """What `result.json` holds: a simulation's fields, drop-outs and clients left out."""
     judged = [record for record in history if record.domains]
     accuracy = _last([record.domains or {} for record in judged])
+    clients = _last([record.clients or {} for record in judged])
     return {
         **{key: described[key] for key in ("method", "data", "seed")},
         "rounds": state.round,
         "averaged": min(LAST, len(judged)),
         "domains": accuracy,
         **fairness(accuracy),
-        "clients": _last([record.clients or {} for record in judged]),
-        "client_fairness": last_mean([record.client_fairness or {} for record in judged]),
+        "clients": clients,
+        "client_fairness": fairness(clients) if clients else {},
         "validation": None,
         "trained": dict(sorted(homes.items())),
         "only": [],
