@@ -130,7 +130,7 @@ class Term:
         """Change the gradients of `ctx.params`, before momentum."""
 
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
-        """Numbers that the aggregation needs from the client."""
+        """Numbers that the aggregation needs from the client; asked for before `finish`."""
         return {}
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
