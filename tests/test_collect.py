@@ -261,7 +261,9 @@ def test_the_reason_names_the_field_and_the_value(reply, said):
 )
 def test_what_is_no_reply_at_all_is_refused_like_one_that_does_not_fit(given):
     sent = [("good", np.ones(3), 1), given]
-    with pytest.raises(ValueError, match=r"^client '.*': its reply is a .*: give a Reply, or \(client, delta, num_examples\)"):
+    with pytest.raises(
+        ValueError, match=r"^client '.*': its reply is a .*: give a Reply, or \(client, delta, num_examples\)"
+    ):
         Updates.collect(sent)
     found = Updates.collect([("good", np.ones(3), 1), given], on_bad_update="skip")
     assert found.clients == ("good",)

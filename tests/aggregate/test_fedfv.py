@@ -140,7 +140,8 @@ def test_the_share_that_is_kept_is_that_of_exact_fractions(alpha):
 
 
 @pytest.mark.parametrize(
-    ("clients", "alpha", "kept"), [(4, 1 / 3, 2), (7, 2 / 3, 5), (1, 0.1, 1), (2, 0.1, 1), (11, 0.1, 2), (20, 0.1, 2), (20, 0.0, 0), (7, 1.0, 7)]
+    ("clients", "alpha", "kept"),
+    [(4, 1 / 3, 2), (7, 2 / 3, 5), (1, 0.1, 1), (2, 0.1, 1), (11, 0.1, 2), (20, 0.1, 2), (20, 0.0, 0), (7, 1.0, 7)],
 )
 def test_how_many_are_kept(clients, alpha, kept):
     assert len(kept_as_they_are(np.arange(clients), alpha)) == kept

@@ -255,7 +255,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
 
 
 def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
-    """0.6 and 1 over 1.6 among two are 0.75 and 1.25 of a half. Alone, a has an equal part of one, which is all; b keeps its."""
+    """0.6 and 1 over 1.6 among two are 0.75 and 1.25 of a half. Alone, a has an equal part of one, all of it; b keeps its."""
     weights = Rounds(Aggregator(fedce()), 2)
     weights("ab", [[1.0, 0.0], [0.0, 1.0]], without_me=[0.4, 0.0])
     assert weights.state.stage.e.tolist() == pytest.approx([0.75, 1.25])

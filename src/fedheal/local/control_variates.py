@@ -5,8 +5,9 @@ momentum (K without it; the plain `K eta` would make c an order of magnitude too
 gradient of the client's loss at W. The server moves by `eta_g` times the aggregated update, and `c` by the mean of the changes
 of `c_m` times the share of clients present. Parameters only; buffers are averaged.
 
-`fair_controls="p"`: `c = sum_m p_m c_m` with the weights of the model's average; an absent client counts as it last did, its share
-times the size of that cohort. With uniform controls, re-weighting the average alone does not change where SCAFFOLD converges.
+`fair_controls="p"`: `c = sum_m p_m c_m` with the weights of the model's average; an absent client counts as it last did, by its
+share times the size of that cohort. With uniform controls, re-weighting the average alone does not change where SCAFFOLD
+converges.
 """
 
 from __future__ import annotations
