@@ -46,9 +46,9 @@ def told(received: list[float], sent: list[float], progress: float) -> dict[str,
 
 
 def test_fedgas_metrics() -> None:
-    """Round 3 of 10 is 2/10 of the way; losses of the model received and of the local one."""
+    """The gap that is known in round 3 of 10 is the second round's, 1/10 of the way; losses of the models received and sent."""
     ctx = context(Gaps(), packed(1.0), round=3, validate=lambda at: (10 * at.params.item(), 0.5))
-    assert Gaps().metrics(ctx, packed(2.0)) == {"val_received": 10.0, "val_sent": 20.0, "progress": 0.2}
+    assert Gaps().metrics(ctx, packed(2.0)) == {"val_received": 10.0, "val_sent": 20.0, "progress": 0.1}
     assert Gaps().validates
 
 
@@ -73,6 +73,15 @@ def test_fedga_takes_from_whom_averaging_helps_and_goes_on_from_there() -> None:
     assert second == pytest.approx([0.4 / 0.95, 0.55 / 0.95], rel=1e-9)
     third = weights("ab", **told([3.0, 4.0], [1.0, 1.0], 0.0))
     assert third == pytest.approx([(second[0] + 0.1) / 1.2, (second[1] + 0.1) / 1.2], rel=1e-9)
+
+
+def test_fedgas_first_step_is_s0() -> None:
+    """s_t = s0 (1 - (t-1)/T) for the gap of round t, which acts in round t+1: with T = 5, 0.2, 0.16, 0.12, 0.08."""
+    steps = []
+    for number in range(2, 6):
+        ctx = context(Gaps(), packed(1.0), round=number, rounds=5, validate=lambda at: (1.0, 0.5))
+        steps.append(0.2 * (1 - Gaps().metrics(ctx, packed(2.0))["progress"]))
+    assert steps == pytest.approx([0.2, 0.16, 0.12, 0.08])
 
 
 def test_fedga_without_gaps_or_step_stays() -> None:

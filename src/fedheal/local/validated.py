@@ -29,7 +29,7 @@ class Gaps(Term):
     validates: bool = True
 
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
-        progress = (ctx.round - 1) / ctx.rounds
+        progress = max(ctx.round - 2, 0) / ctx.rounds  # of the round before, whose gap it is: the first step is s0
         received, sent = ctx.validate(ctx.received)[0], ctx.validate(local)[0]
         return {"val_received": received, "val_sent": sent, "progress": progress}
 
