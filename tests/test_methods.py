@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,20 @@ import pytest
 import torch
 
 import fedheal
-from fedheal import methods
+from fedheal import aggregate, methods
+from fedheal.aggregate import equidistant
+from fedheal.aggregate.fedce import fedce
+from fedheal.aggregate.fedfv import conflict_free
+from fedheal.aggregate.fedga import fedga
+from fedheal.aggregate.fedpw import parameter_wise
 from fedheal.aggregate.stages import STAGES
+from fedheal.local.contrastive import Contrastive
+from fedheal.local.control_variates import ControlVariates
+from fedheal.local.dynamic import Dynamic
+from fedheal.local.personal import Ditto, LocalNorm
+from fedheal.local.prototypes import FPL, FedProc, FedProto
 from fedheal.local.proximal import Proximal
+from fedheal.local.validated import Gaps, LeaveOneOut
 from tiny_data import quick
 
 
@@ -253,6 +265,58 @@ def test_a_method_is_a_value() -> None:
     assert methods.get("fedprox:mu=0.1").local == (Proximal(0.1),)
     assert torch.is_tensor(method.aggregator.apply(torch.zeros(2), fedheal.Updates(["a"], torch.ones(1, 2), [1]),
                                                    method.aggregator.init(fedheal.Layout.flat(2))).model)  # fmt: skip
+
+
+def defaults(part: Callable[..., Any]) -> dict[str, Any]:
+    """Of what may be given by position; a preset's `on_bad_update` and `kernel` may not."""
+    found = inspect.signature(part).parameters.values()
+    return {one.name: one.default for one in found if one.kind is not inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (STAGES["uniform"], aggregate.uniform),
+        (STAGES["afl"], aggregate.afl),
+        (STAGES["qffl"], aggregate.qffl),
+        (STAGES["fedheal"], aggregate.fedheal),
+        (STAGES["fael-exact"], equidistant.exact),
+        (methods.fedfv, aggregate.fedfv, conflict_free),
+        (methods.fedpw, aggregate.fedpw, parameter_wise),
+        (methods.fedce, fedce),
+        (methods.fedga, fedga),
+    ],
+    ids=lambda parts: parts[0].__name__,
+)
+def test_a_name_a_preset_and_a_stage_have_the_same_defaults(parts: tuple[Callable[..., Any], ...]) -> None:
+    for other in parts[1:]:
+        assert defaults(other) == defaults(parts[0])
+
+
+def test_fedheals_halves_have_its_defaults() -> None:
+    whole = defaults(STAGES["fedheal"])
+    halves = defaults(STAGES["fphl"]) | defaults(STAGES["fael"])
+    assert halves == {name: whole[name] for name in halves}
+
+
+@pytest.mark.parametrize(
+    ("name", "term"),
+    [
+        ("fedprox", Proximal),
+        ("scaffold", ControlVariates),
+        ("moon", Contrastive),
+        ("feddyn", Dynamic),
+        ("fedproc", FedProc),
+        ("fedproto", FedProto),
+        ("ditto", Ditto),
+        ("fedbn", LocalNorm),
+        ("fpl", FPL),
+        ("fedce", LeaveOneOut),
+        ("fedga", Gaps),
+    ],
+)
+def test_a_name_and_its_term_have_the_same_defaults(name: str, term: Callable[[], Any]) -> None:
+    assert methods.get(name).local == (term(),)
 
 
 def test_every_stage_has_a_docstring_and_defaults_that_it_accepts() -> None:

@@ -5,8 +5,8 @@ its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the cl
 it, averaged over its rounds by the client itself (`local/validated.py`); `b_m = 1 - mean accuracy`, normalised. `e ~ a * b`
 (`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged with the new e.
 
-Deviation: means are over a client's own rounds, so absent clients keep theirs. Weights are shares of the cohort; from one to the
-next `e` is kept times the cohort's size, so that 1 is an equal part among any number, and where a newcomer starts.
+Deviation: means are over a client's own rounds, so absent clients keep theirs. Weights are shares of the cohort; between rounds
+`e` is kept times the cohort's size, so that 1 is an equal part among any number, and where a newcomer starts.
 """
 
 from __future__ import annotations

@@ -77,8 +77,7 @@ def forgetting(gamma: float, tau: float = 0.3, variant: str = "paper", soft: boo
         reference.fade(draft.updates.deltas, draft.rows, counts, slots, left, sign)
         if past:
             observe_extras(draft, kept, left)
-        tensors = [length for _, length in draft.sizes.tensors]
-        measured = reference.measured(draft.updates.deltas, draft.rows, tensors, kept)
+        measured = reference.measured(draft.updates.deltas, draft.rows, draft.sizes.lengths, kept)
         report = dict(draft.report) | kept_fractions(draft, measured)
         after = ForgettingState(clients, n, counts, sign)
         return replace(draft, kernel=reference, kept=kept, measured=measured, report=report), after

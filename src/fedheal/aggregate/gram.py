@@ -14,7 +14,7 @@ BLOCK = 1 << 12  # columns: a cohort's block stays in a near cache
 def blocks(draft: Draft) -> Iterator[tuple[slice, Floats]]:
     """Columns of the kept updates `[k, columns]`, block by block. Raises `NonFinite` before the first if a row is not."""
     if draft.measured is None:  # else FPHL has already read them and found them finite
-        draft.kernel.measure(draft.updates.deltas, draft.rows, [length for _, length in draft.sizes.tensors])
+        draft.kernel.measure(draft.updates.deltas, draft.rows, draft.sizes.lengths)
     for start in range(0, draft.sizes.params, BLOCK):
         stop = min(start + BLOCK, draft.sizes.params)
         yield slice(start, stop), draft.kernel.masked(draft.updates.deltas, draft.rows, draft.kept, start, stop)

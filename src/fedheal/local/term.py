@@ -75,8 +75,7 @@ class Context:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat vector cut into the parameters' shapes."""
-        lengths = [length for _, length in self.layout.sizes().tensors]
-        parts = torch.split(flat, lengths)
+        parts = torch.split(flat, self.layout.sizes().lengths)
         return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
 
