@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from oracle import Client, Oracle
 
-TIE = Fraction(1, 10**5)
+TIE = Fraction(2, 10**5)
 
 
 @dataclass

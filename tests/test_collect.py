@@ -254,6 +254,39 @@ def test_the_reason_names_the_field_and_the_value(reply, said):
         Updates.collect([("good", np.ones(3), 1), reply])
 
 
+@pytest.mark.parametrize(
+    "given",
+    [5, None, {"client": "bad"}, "bad", np.ones(3), iter(("bad", np.ones(3), 1))],
+    ids=["number", "nothing", "mapping", "text", "array", "iterator"],
+)
+def test_what_is_no_reply_at_all_is_refused_like_one_that_does_not_fit(given):
+    sent = [("good", np.ones(3), 1), given]
+    with pytest.raises(
+        ValueError, match=r"^client '.*': its reply is a .*: give a Reply, or \(client, delta, num_examples\)"
+    ):
+        Updates.collect(sent)
+    found = Updates.collect([("good", np.ones(3), 1), given], on_bad_update="skip")
+    assert found.clients == ("good",)
+    assert len(found.refused) == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)], ids=str)
+def test_a_client_of_which_one_reply_is_refused_is_left_out_altogether(order):
+    """As where both would fit: nobody can say which of them is right."""
+    sent = [("a", np.ones(3), 1), ("a", np.ones(2), 1), ("b", np.full(3, 5.0), 1)]
+    found = Updates.collect([sent[i] for i in order], on_bad_update="skip", layout=Layout.flat(3))
+    for make in AGGREGATORS.values():
+        aggregator = make(on_bad_update="skip")
+        out = aggregator.apply(np.zeros(3), found, aggregator.init(Layout.flat(3)))
+        assert list(out.report["skipped"]) == ["a"]
+        assert "update has length 2" in out.report["skipped"]["a"]
+        assert dict(zip(found.clients, out.weights.tolist(), strict=True)) == {"a": 0.0, "b": 1.0}
+        assert out.model.tolist() == [5, 5, 5]
+    strict = fedavg()
+    with pytest.raises(ValueError, match="client 'a': its id stands in this cohort again"):
+        strict.apply(np.zeros(3), found, strict.init(Layout.flat(3)))
+
+
 def test_refused_and_bad_clients_are_both_reported():
     sent = [
         ("short", np.ones(2), 1),

@@ -52,6 +52,25 @@ def test_out_as_toml_and_in_again_is_the_same_experiment(keys: dict[str, Any]) -
     assert again(experiment).to_toml() == experiment.to_toml()
 
 
+def test_adam_on_the_server_has_a_rate_and_momentum_of_its_own_which_the_file_says() -> None:
+    assert (Experiment().server_lr, Experiment().server_momentum) == (1.0, 0.0)
+    adam = Experiment(server_optimizer="adam")
+    assert (adam.server_lr, adam.server_momentum) == (0.01, 0.9)
+    assert "server_lr = 0.01\nserver_momentum = 0.9\n" in adam.to_toml()
+    said = Experiment(server_optimizer="adam", server_lr=1, server_momentum=0)
+    assert (said.server_lr, said.server_momentum) == (1.0, 0.0)
+    assert (again(said).server_lr, again(said).server_momentum) == (1.0, 0.0)
+
+
+def test_adam_on_the_server_learns_with_what_it_comes_with() -> None:
+    """Steps of up to 10 in every entry, as with a rate of 1 and no momentum, made the loss hundreds."""
+    keys: dict[str, Any] = {"method": "fedavg", "rounds": 6, "epochs": 1, "samples_per_client": 40, "lr": 0.01}
+    experiment = Experiment(**keys, model="small_cnn", server_optimizer="adam", device="cpu", eval_every=6)
+    losses = [record.train_loss for record in fedheal.run(experiment, progress=False).history]
+    assert max(losses) < 1.5 * losses[0]
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize("name", methods.names())
 def test_every_method_goes_out_and_in(name: str) -> None:
     experiment = Experiment(method=name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +54,20 @@ def test_aggregation_gives_the_same_model_and_stays_on_the_device(settings, dtyp
         assert model.device.type == device
         finals.append(model.cpu())
     torch.testing.assert_close(finals[1], finals[0], rtol=0, atol=1e-12)
+
+
+def test_the_reducer_of_the_page_on_adding_a_method_runs_where_the_updates_are():
+    """The page itself runs on the CPU; its code is what people start from."""
+    page = (Path(__file__).parents[1] / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    examples = [example.source for example in doctest.DocTestParser().get_examples(page)]
+    names = {}
+    for source in examples[: 1 + next(i for i, source in enumerate(examples) if "def agreeing" in source)]:
+        exec(source, names)
+    gma = aggregate.Aggregator(aggregate.chain(), names["agreeing"](0.5))
+    deltas = torch.tensor([[1.0, 1, -1], [2, -1, -1], [3, 1, 0]], device="cuda")
+    sent = Updates(["a", "b", "c"], deltas, [1, 1, 2])
+    out = gma.apply(torch.zeros(3, device="cuda"), sent, gma.init(Layout.flat(3)))
+    assert out.model.tolist() == [2.25, 0.0, -0.5]
 
 
 @pytest.mark.parametrize("name", methods.names())

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import fedheal
-from fedheal import methods
+from fedheal import aggregate, methods
+from fedheal.aggregate import equidistant
+from fedheal.aggregate.fedce import fedce
+from fedheal.aggregate.fedfv import conflict_free
+from fedheal.aggregate.fedga import fedga
+from fedheal.aggregate.fedpw import parameter_wise
 from fedheal.aggregate.stages import STAGES
+from fedheal.local.contrastive import Contrastive
+from fedheal.local.control_variates import ControlVariates
+from fedheal.local.dynamic import Dynamic
+from fedheal.local.personal import Ditto, LocalNorm
+from fedheal.local.prototypes import FPL, FedProc, FedProto
 from fedheal.local.proximal import Proximal
+from fedheal.local.validated import Gaps, LeaveOneOut
 from tiny_data import quick
 
 
@@ -59,6 +73,11 @@ SAME = [
     ("fphl:forget=0.1,soft=true+fael:per_domain=true", "fedavg+fedheal:soft=true,forget=0.1,per_domain=true"),
     ("fedheal:per_domain=true", "fedavg+fedheal:per_domain=true"),
     ("fedheal:fael=False,fphl=TRUE", "fedavg+fedheal:fael=false"),
+    ("fphl+fael+directions", "fedavg+fedheal+directions"),
+    ("fphl:tau=0.4+directions+fael", "fedavg+fedheal:tau=0.4+directions"),
+    ("directions+fael+fphl", "fedavg+directions+fedheal"),
+    ("fedfv:tau=2.0", "fedfv:tau=2"),
+    ("scaffold:option=1.0", "scaffold:option=1"),
 ]
 
 
@@ -105,6 +124,9 @@ def test_keys_go_to_the_part_that_has_them() -> None:
     assert methods.get("fedheal", tau=0.4, beta=0.1).name == "fedavg+fedheal:tau=0.4,beta=0.1"
     assert methods.get("uniform+fphl", tau=0.4).name == "fedavg+uniform+fphl:tau=0.4"
     assert methods.get("fael+fphl", beta=0.9).name == "fedavg+fedheal:beta=0.9"
+    assert methods.get("fphl+fael", variant="released").name == "fedavg+fedheal:variant=released"
+    assert methods.get("fphl+fael", fael="exact").name == "fedavg+fedheal:fael=exact"
+    assert methods.get("fedfv", tau=2.0).name == "fedfv:tau=2"
     assert methods.get("fael-exact+fphl", floor=0.1, tau=0.9).name == "fedavg+fael-exact:floor=0.1+fphl:tau=0.9"
 
 
@@ -178,7 +200,20 @@ REFUSED = [
     ("fael-exact:towards=me", {}, "towards = 'me'"),
     ("fael-exact:floor=2", {}, "floor = 2"),
     ("fedheal:tau=0.2", {"tau": 0.3}, "tau = 0.3 contradicts.*tau = 0.2"),
-    ("fphl+fael", {"variant": "released"}, "'variant' belongs to several parts.*fphl, fael"),
+    ("afl+fael-exact", {"floor": 0.1}, "'floor' belongs to several parts.*afl, fael-exact"),
+    ("fedfv", {"tau": 1.5}, "tau = 1.5: a whole number is needed"),
+    ("fedfv:tau=1.5", {}, "tau = 1.5: a whole number is needed"),
+    ("fedfv:tau=x", {}, "tau = x: a whole number is needed"),
+    ("scaffold:option=1e400", {}, "option = 1e400: a whole number is needed"),
+    ("fedprox", {"mu": [0.1]}, r"mu = \[0.1\]: a number is needed"),
+    ("fedprox", {"mu": None}, "mu = None: a number is needed"),
+    ("fedprox", {"mu": {"a": 0.1}}, "mu = {'a': 0.1}: a number is needed"),
+    ("fael-exact", {"ridge": [1]}, r"ridge = \[1\]: a number is needed"),
+    ("fael-exact", {"ridge": None}, "ridge = None: a number is needed"),
+    ("directions", {"block": [2]}, r"block = \[2\]: a whole number is needed"),
+    ("fedheal", {"soft": [True]}, r"soft = \[True\]: use true or false"),
+    ("fedheal", {"variant": ["released"]}, "variant = .*released.*use one of"),
+    ("fedheal", {"fael": [False]}, "fael = .*False.*use one of"),
     ("fedheal+uniform", {}, "two of these stages give weights"),
     ("uniform+fael", {}, "two of these stages give weights"),
     ("fael+fael-exact", {}, "two of these stages give weights"),
@@ -200,6 +235,28 @@ def test_what_is_wrong_with_a_name_is_one_sentence(name: str, keys: dict[str, An
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("value", [None, [1], "1", {}, True], ids=str)
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        (methods.PARTS[part], key)
+        for part in methods.PARTS
+        for key, default in methods.parameters(part).items()
+        if isinstance(default, (int, float)) and not isinstance(default, bool)
+    ],
+    ids=lambda given: getattr(given, "__name__", given),
+)
+def test_what_is_no_number_is_refused_by_the_parts_themselves(part: Callable[..., Any], key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{key} = "):
+        part(**{key: value})
+
+
+def test_a_list_in_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text('method = "fedprox"\nmu = [0.1]\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^mu = \[0.1\]: a number is needed$"):
+        fedheal.Experiment.read(tmp_path / "one.toml")
+
+
 def test_a_method_is_a_value() -> None:
     method = methods.get("fedheal")
     with pytest.raises(AttributeError):
@@ -208,6 +265,58 @@ def test_a_method_is_a_value() -> None:
     assert methods.get("fedprox:mu=0.1").local == (Proximal(0.1),)
     assert torch.is_tensor(method.aggregator.apply(torch.zeros(2), fedheal.Updates(["a"], torch.ones(1, 2), [1]),
                                                    method.aggregator.init(fedheal.Layout.flat(2))).model)  # fmt: skip
+
+
+def defaults(part: Callable[..., Any]) -> dict[str, Any]:
+    """Of what may be given by position; a preset's `on_bad_update` and `kernel` may not."""
+    found = inspect.signature(part).parameters.values()
+    return {one.name: one.default for one in found if one.kind is not inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (STAGES["uniform"], aggregate.uniform),
+        (STAGES["afl"], aggregate.afl),
+        (STAGES["qffl"], aggregate.qffl),
+        (STAGES["fedheal"], aggregate.fedheal),
+        (STAGES["fael-exact"], equidistant.exact),
+        (methods.fedfv, aggregate.fedfv, conflict_free),
+        (methods.fedpw, aggregate.fedpw, parameter_wise),
+        (methods.fedce, fedce),
+        (methods.fedga, fedga),
+    ],
+    ids=lambda parts: parts[0].__name__,
+)
+def test_a_name_a_preset_and_a_stage_have_the_same_defaults(parts: tuple[Callable[..., Any], ...]) -> None:
+    for other in parts[1:]:
+        assert defaults(other) == defaults(parts[0])
+
+
+def test_fedheals_halves_have_its_defaults() -> None:
+    whole = defaults(STAGES["fedheal"])
+    halves = defaults(STAGES["fphl"]) | defaults(STAGES["fael"])
+    assert halves == {name: whole[name] for name in halves}
+
+
+@pytest.mark.parametrize(
+    ("name", "term"),
+    [
+        ("fedprox", Proximal),
+        ("scaffold", ControlVariates),
+        ("moon", Contrastive),
+        ("feddyn", Dynamic),
+        ("fedproc", FedProc),
+        ("fedproto", FedProto),
+        ("ditto", Ditto),
+        ("fedbn", LocalNorm),
+        ("fpl", FPL),
+        ("fedce", LeaveOneOut),
+        ("fedga", Gaps),
+    ],
+)
+def test_a_name_and_its_term_have_the_same_defaults(name: str, term: Callable[[], Any]) -> None:
+    assert methods.get(name).local == (term(),)
 
 
 def test_every_stage_has_a_docstring_and_defaults_that_it_accepts() -> None:

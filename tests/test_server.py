@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,24 @@ def test_adam_by_hand() -> None:
     found = steps(server, [[2, 0], [-1, 0]])
     assert [row[0] for row in found] == pytest.approx([first, second], rel=1e-6)
     assert [row[1] for row in found] == [0.0, 0.0]  # nothing over eps is nothing
+
+
+def test_each_optimiser_has_a_rate_and_momentum_of_its_own() -> None:
+    assert (Server().lr, Server().momentum) == (1.0, 0.0)
+    assert (Server("adam").lr, Server("adam").momentum) == (0.01, 0.9)
+    assert (Server("adam", 1.0, 0.0).lr, Server("adam", 1.0, 0.0).momentum) == (1.0, 0.0)
+    assert replace(Server("adam"), lr=0.1) == Server("adam", lr=0.1)
+
+
+def test_adams_first_step_is_no_longer_than_its_rate() -> None:
+    """0.1 Delta over 0.1 |Delta| + eps: just below 1, times 0.01, whether clients moved by 1 or by 100."""
+    for delta in (1.0, 100.0):
+        assert steps(Server("adam"), [[delta, -delta]])[0] == pytest.approx([0.01, -0.01], rel=0.02)
+
+
+def test_an_unknown_optimiser_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer = 'lion': use one of \('sgd', 'adam'\)"):
+        Server("lion")
 
 
 def test_buffers_and_counters_are_the_aggregated_ones() -> None:

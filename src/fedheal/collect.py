@@ -49,13 +49,13 @@ def collect(
     expected = None if layout is None else _lengths(layout.sizes())
     for given in replies:
         try:
-            reply = Reply(*given)
+            reply = _reply(given)
             delta, rest = _read(reply)
             found = {"update": len(delta)} | {k: len(v) for k, v in _extras(rest).items() if v is not None}
             expected = expected or found
             _compare(found, expected)
         except (TypeError, ValueError) as flaw:
-            client = str(given[0]) if given else "?"
+            client = str(given[0]) if isinstance(given, Sequence) and given else "?"
             if on_bad_update == "raise":
                 rows.close()
                 raise ValueError(f"client '{client}': {flaw}") from None
@@ -81,6 +81,12 @@ def collect(
         refused,
         [r.domain or "" for r in taken] if any(r.domain for r in taken) else None,
     )
+
+
+def _reply(given: Any) -> Reply:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise TypeError(f"its reply is a {type(given).__name__}: give a Reply, or (client, delta, num_examples)")
+    return Reply(*given)
 
 
 def _read(reply: Reply) -> tuple[Tensor, Reply]:

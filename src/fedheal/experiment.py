@@ -18,7 +18,7 @@ from torch import nn
 
 from fedheal import data as datasets
 from fedheal import methods, models
-from fedheal.aggregate.server import Server
+from fedheal.aggregate.server import USUAL, Server
 from fedheal.data.augment import normalised
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.data.partition import Client, partition
@@ -129,7 +129,9 @@ class Experiment(BaseModel):
             )
         elif isinstance(method, Method) and not method.spelled and methods.known(method.name):
             raise ValueError(f"method '{method.name}' is another one here: give yours a name of its own")
-        return {key: value for key, value in protocol.items() if key in cls.model_fields} | own
+        server = USUAL.get(str(own.get("server_optimizer", "sgd")), {})
+        usual = {f"server_{name}": value for name, value in server.items()}
+        return usual | {key: value for key, value in protocol.items() if key in cls.model_fields} | own
 
     @property
     def method_name(self) -> str:

@@ -50,8 +50,13 @@ class Sizes:
     counters: int = 0
 
     @property
+    def lengths(self) -> list[int]:
+        """Of the parameter tensors."""
+        return [length for _, length in self.tensors]
+
+    @property
     def params(self) -> int:
-        return sum(length for _, length in self.tensors)
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True)

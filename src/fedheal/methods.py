@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Annotated, Any
 from fedheal.aggregate import Aggregator, chain, presets
 from fedheal.aggregate import fedce as contribution
 from fedheal.aggregate import fedga as adjustment
-from fedheal.aggregate.checks import check_switch
+from fedheal.aggregate.checks import check_not_negative, check_positive, check_switch
 from fedheal.aggregate.parameter import Parameter, described
 from fedheal.aggregate.presets import reducer
 from fedheal.aggregate.stages import REPORTING, STAGES
@@ -72,7 +71,7 @@ def fedprox(
 ) -> Local:
     """Li et al. 2020: CE + mu/2 |w - W|^2. preset=group: mu = 1e-4, the effective value of the paper's group's code."""
     _preset(preset, mu=(mu, 0.01))
-    _at_least("mu", mu, 0)
+    check_not_negative("mu", mu)
     return Local((Proximal(1e-4 if preset == "group" else mu),))
 
 
@@ -94,8 +93,8 @@ def scaffold(
     _choice("option", option, 1, 2)
     _choice("fair_controls", fair_controls, "uniform", "p")
     _preset(preset, eta_g=(eta_g, 1.0), clip=(clip, 0.0))
-    _at_least("clip", clip, 0)
-    _above("eta_g", eta_g)
+    check_not_negative("clip", clip)
+    check_positive("eta_g", eta_g)
     if preset == "group":
         term = ControlVariates(option, 0.25, fair_controls, 100.0)
         return Local((term,), uniform=True, training={"momentum": 0.0, "weight_decay": 0.0})
@@ -109,8 +108,8 @@ def moon(
     temperature: Annotated[float, Parameter("of the contrast", "Li, He and Song 2021; RethinkFL, MarsFL")] = 0.5,
 ) -> Local:
     """Li, He and Song 2021: features near the global net's, far from the client's previous net's."""
-    _at_least("mu", mu, 0)
-    _above("temperature", temperature)
+    check_not_negative("mu", mu)
+    check_positive("temperature", temperature)
     return Local((Contrastive(mu, temperature),))
 
 
@@ -130,8 +129,8 @@ def feddyn(
     _choice("eval_model", eval_model, "average", "broadcast")
     _choice("fair_controls", fair_controls, "uniform", "p")
     _preset(preset, alpha=(alpha, 0.01))
-    _above("alpha", alpha)
-    _at_least("clip", clip, 0)
+    check_positive("alpha", alpha)
+    check_not_negative("clip", clip)
     if preset == "group":
         return Local()
     return Local((Dynamic(alpha, eval_model, fair_controls, clip or None),), uniform=True)
@@ -145,7 +144,7 @@ def fedproc(
     proto_weights: ProtoWeights = "uniform",
 ) -> Local:
     """Mu et al. 2023: prototypical contrast that hands over to cross-entropy."""
-    _above("temperature", temperature)
+    check_positive("temperature", temperature)
     check_switch("first_round_ce", first_round_ce)
     _choice("proto_weights", proto_weights, *PROTO_WEIGHTS)
     return Local((FedProc(proto_weights, temperature=temperature, first_round_ce=first_round_ce),))
@@ -159,7 +158,7 @@ def fedproto(
     proto_weights: ProtoWeights = "uniform",
 ) -> Local:
     """Tan et al. 2022, with a shared model: features pulled to the global class prototypes."""
-    _at_least("lam", lam, 0)
+    check_not_negative("lam", lam)
     _choice("proto_weights", proto_weights, *PROTO_WEIGHTS)
     return Local((FedProto(proto_weights, lam=lam),))
 
@@ -174,7 +173,7 @@ def ditto(
     ] = False,
 ) -> Local:
     """Li et al. 2021: a personal model per client; their average is judged (feedback: and broadcast)."""
-    _at_least("lam", lam, 0)
+    check_not_negative("lam", lam)
     check_switch("feedback", feedback)
     return Local((Ditto(lam, feedback),))
 
@@ -188,7 +187,7 @@ def fpl(
     temperature: Annotated[float, Parameter("of the contrast", "Huang et al. 2023, released code; MarsFL: 0.2")] = 0.02,
 ) -> Local:
     """Huang et al. 2023: cluster prototypes by FINCH for contrast, their mean for consistency."""
-    _above("temperature", temperature)
+    check_positive("temperature", temperature)
     return Local((FPL(temperature=temperature),))
 
 
@@ -287,10 +286,11 @@ def get(name: str, **keys: Any) -> Method:
             raise ValueError(f"method '{name}': '{part}' is not a stage; only one part can say how clients train")
     if parts[0][0] in WHOLE and len(parts) > 1:
         raise ValueError(f"method '{name}': {parts[0][0]} is a method of its own and takes no stage")
+    chosen = _merged(parts[1:], name)
+    parts = [parts[0], *chosen]
     for key, value in keys.items():
         _give(parts, key, value, name)
-    (local, own), *chosen = parts
-    chosen = _merged(chosen, name)
+    local, own = parts[0]
     trained = PARTS[local](**own)
     try:
         stage = chain(*(STAGES[part](**given) for part, given in chosen))
@@ -302,7 +302,7 @@ def get(name: str, **keys: Any) -> Method:
     if trained.uniform and "weights" not in stage.gives:
         stage = chain(stage, STAGES["uniform"]())
     aggregator = trained.aggregator or Aggregator(stage, reducer(*variants or {"paper"}))
-    short, spelled = (_spell(parts[:1] + chosen, everything) for everything in (False, True))
+    short, spelled = (_spell(parts, everything) for everything in (False, True))
     method = Method(trained.terms, aggregator, short, trained.training)
     object.__setattr__(method, "spelled", spelled)
     return method
@@ -368,23 +368,25 @@ def _give(parts: list[tuple[str, dict[str, Any]]], key: str, value: Any, name: s
         raise ValueError(
             f"parameter '{key}' belongs to several parts of '{name}' ({', '.join(owners)}): write it behind one"
         )
-    value = _value(owners[0], key, str(value)) if isinstance(value, (str, int, float)) else value
+    value = _value(owners[0], key, str(value))  # a list reads as no parameter does, and is refused like any such text
     if key in takers[0] and takers[0][key] != value:
         raise ValueError(f"{key} = {value} contradicts '{name}', which says {key} = {takers[0][key]}")
     takers[0][key] = value
 
 
 def _merged(stages: list[tuple[str, dict[str, Any]]], name: str) -> list[tuple[str, dict[str, Any]]]:
-    """`fphl+fael` is `fedheal`: one name for one method."""
+    """`fphl+fael` is `fedheal`, whatever else is there: one name for one method."""
     by_name = dict(stages)
     if len(stages) != len(by_name):
         raise ValueError(f"method '{name}' names a part twice")
-    if set(by_name) != {"fphl", "fael"}:
+    if not {"fphl", "fael"} <= set(by_name):
         return stages
     mask, weights = by_name["fphl"], by_name["fael"]
     if mask.get("variant", "paper") != weights.get("variant", "paper"):
         raise ValueError(f"method '{name}': its parts follow different variants; give both the same")
-    return [("fedheal", mask | weights)]
+    first = next(i for i, (part, _) in enumerate(stages) if part in ("fphl", "fael"))
+    others = [stage for stage in stages if stage[0] not in ("fphl", "fael")]
+    return [*others[:first], ("fedheal", mask | weights), *others[first:]]
 
 
 def _defaults(part: str) -> dict[str, Any]:
@@ -402,12 +404,21 @@ def _value(part: str, key: str, text: str) -> Any:
         return text.lower() == "true"
     if isinstance(defaults[key], bool):
         raise ValueError(f"{key} = {text}: use true or false")
-    if isinstance(defaults[key], (float, int)) and not isinstance(defaults[key], bool):
-        try:
-            return type(defaults[key])(text)
-        except ValueError:
-            raise ValueError(f"{key} = {text}: a number is needed") from None
+    if isinstance(defaults[key], (float, int)):
+        return _number(key, text, whole=isinstance(defaults[key], int))
     return text
+
+
+def _number(key: str, text: str, whole: bool) -> float:
+    """`2.0` is a whole number too."""
+    needed = ValueError(f"{key} = {text}: a {'whole ' if whole else ''}number is needed")
+    try:
+        number = float(text)
+    except ValueError:
+        raise needed from None
+    if whole and not number.is_integer():
+        raise needed
+    return int(number) if whole else number
 
 
 def _spell(parts: list[tuple[str, dict[str, Any]]], everything: bool) -> str:
@@ -435,16 +446,6 @@ def _preset(preset: str, **fixed: tuple[Any, Any]) -> None:
 def _choice(name: str, value: Any, *choices: Any) -> None:
     if isinstance(value, bool) or value not in choices:
         raise ValueError(f"{name} = {value!r}: use one of {', '.join(map(repr, choices))}")
-
-
-def _at_least(name: str, value: float, least: float) -> None:
-    if isinstance(value, bool) or not least <= value < math.inf:
-        raise ValueError(f"{name} = {value!r}: use a finite number not below {least:g}")
-
-
-def _above(name: str, value: float) -> None:
-    if isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{name} = {value!r}: use a finite number above 0")
 
 
 def suggestion(word: str, known: list[str]) -> str:

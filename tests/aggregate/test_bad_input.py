@@ -473,7 +473,7 @@ def test_tau_and_beta_are_numbers_from_0_to_1(name, value, variant):
 )
 def test_unknown_settings_are_refused_with_the_known_ones(settings, said):
     with pytest.raises(ValueError, match=said) as refused:
-        run(fedheal(**settings))
+        fedheal(**settings)
     one_sentence(refused.value)
 
 

@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from fedheal import Layout, Updates
-from fedheal.aggregate import fedheal
+from fedheal.aggregate import Aggregator, fedheal
 from fedheal.aggregate.equidistant import solve, variance
+from fedheal.aggregate.stages import fael_exact
 
 SETTINGS = {  # ridge, towards uniform?, floor as a share of 1/K
     "exact": (1e-4, False, 0.0),
     "exact-reg": (1.0, True, 0.2),
     "nearly no ridge": (1e-8, False, 0.0),
+    "half by floor": (1e-4, False, 0.5),
+    "nearly all by floor": (1e-4, False, 0.999),
 }
 
 
@@ -236,6 +239,16 @@ def test_the_regularised_rule_keeps_everyone_above_the_floor():
         assert p.min() >= 0.2 / k - 1e-15
     four = np.repeat(np.eye(4) * [1, 2, 3, 4], 5, axis=0) @ rng.normal(size=(4, 500)) + 0.3 * rng.normal(size=(20, 500))
     assert (assert_solved(*problem(four, "exact-reg")) > 0.2 / 20).sum() >= 15  # nearly all above it, none silenced
+
+
+@pytest.mark.parametrize("below", [0.0, 1e-15, 1e-13, 1e-11, 1e-9, 1e-6])
+def test_a_floor_of_an_equal_part_is_uniform_for_any_number_of_clients(below):
+    rng = np.random.default_rng(8)
+    for k in range(1, 65):
+        aggregator = Aggregator(fael_exact(floor=1.0 - below))
+        sent = Updates(range(k), rng.normal(size=(k, 50)), rng.integers(1, 90, k))
+        out = aggregator.apply(np.zeros(50), sent, aggregator.init(Layout.flat(50)))
+        np.testing.assert_allclose(out.weights, 1 / k, atol=1e-12 + below)
 
 
 def test_the_exact_rule_beats_example_shares_and_uniform_on_its_own_objective():

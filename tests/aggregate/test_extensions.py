@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
@@ -121,11 +121,11 @@ def test_a_tie_with_tau_is_kept_by_the_paper_and_not_by_the_released_code() -> N
     # gamma 0.1, signs + and -: of n = 1.9 the second has 1 to agree with, itself.
     tie = 1 / 1.9
     rounds = [([[1.0]], [1]), ([[-1.0]], [1])]
-    for tau, kept in ((tie, 1.0), (tie + 5e-6, 1.0), (tie + 2e-5, 0.0)):
+    for tau, kept in ((tie, 1.0), (tie + 1e-5, 1.0), (tie + 4e-5, 0.0)):
         assert play(fedheal(tau=tau, forget=0.1, fael=False), rounds, ("a",))[-1].report["kept"] == {"a": kept}
     # Released: of + and -, faded to 0.9 and 1 of 1.9, a third - agrees with 1/1.9.
     rounds.append(([[-1.0]], [1]))
-    for tau, kept in ((tie, 0.0), (tie - 5e-6, 0.0), (tie - 2e-5, 1.0)):
+    for tau, kept in ((tie, 0.0), (tie - 1e-5, 0.0), (tie - 4e-5, 1.0)):
         out = play(fedheal(tau=tau, forget=0.1, fael=False, variant="released"), rounds, ("a",))[-1]
         assert out.report["kept"] == {"a": kept}
 
@@ -326,9 +326,7 @@ def test_domains_that_are_not_known_are_refused() -> None:
     seed=st.integers(0, 2**32 - 1),
     variant=st.sampled_from(["paper", "released"]),
     soft=st.booleans(),
-    forget=st.sampled_from(
-        ["0", "0.05", "0.1", "0.5", "0.85"]
-    ),  # with 0.9, 1/10^5 may be left: just what counts as a tie
+    forget=st.sampled_from(["0", "0.05", "0.1", "0.5", "0.9"]),
     per_domain=st.booleans(),
     fael=st.booleans(),
     tau=st.sampled_from(["0", "0.25", "0.3", "0.5", "0.7", "1"]),
@@ -336,6 +334,8 @@ def test_domains_that_are_not_known_are_refused() -> None:
     clients=st.integers(1, 7),
     tensors=st.lists(st.integers(1, 5), min_size=1, max_size=3),
 )
+@example(1, "released", False, "0.9", False, False, "0", 0.0, 1, [1, 3])
+@example(644, "paper", False, "0.9", False, False, "1", 0.0, 7, [1])  # rounds long past that add up to nearly 1e-5
 def test_random_federations_match_the_independent_reading(
     seed, variant, soft, forget, per_domain, fael, tau, beta, clients, tensors
 ) -> None:

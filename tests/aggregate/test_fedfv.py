@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -130,8 +131,17 @@ def test_updates_of_zero():
     assert out[1].model.tolist() == out[0].model.tolist()
 
 
+@pytest.mark.parametrize("alpha", ["0.1", "0.2", "1/3", "0.5", "2/3", "0.7", "1"])
+def test_the_share_that_is_kept_is_that_of_exact_fractions(alpha):
+    """The paper's grid and more: K - ceil((K - 1) (1 - alpha)) clients, without any rounding."""
+    for clients in range(1, 200):
+        kept = clients - math.ceil((clients - 1) * (1 - Fraction(alpha)))
+        assert len(kept_as_they_are(np.arange(clients), float(Fraction(alpha)))) == kept
+
+
 @pytest.mark.parametrize(
-    ("clients", "alpha", "kept"), [(1, 0.1, 1), (2, 0.1, 1), (11, 0.1, 2), (20, 0.1, 2), (20, 0.0, 0), (7, 1.0, 7)]
+    ("clients", "alpha", "kept"),
+    [(4, 1 / 3, 2), (7, 2 / 3, 5), (1, 0.1, 1), (2, 0.1, 1), (11, 0.1, 2), (20, 0.1, 2), (20, 0.0, 0), (7, 1.0, 7)],
 )
 def test_how_many_are_kept(clients, alpha, kept):
     assert len(kept_as_they_are(np.arange(clients), alpha)) == kept

@@ -109,8 +109,8 @@ def test_the_servers_step_is_scaled() -> None:
 
 
 def test_weighted_controls_are_recomputed_from_the_clients() -> None:
-    """c = 1/4 * 10 + 3/4 * 20 = 17.5, whatever c was. Next round a alone comes, with all of that round's weight: a and
-    the absent b, whose last weight was 3/4, count 1 and 3/4: (30 + 0.75 * 20) / 1.75 = 25.714...
+    """c = 1/4 * 10 + 3/4 * 20 = 17.5, whatever c was. Next round a comes alone and has all of that round's weight, which is
+    no more than an equal part: it counts 1 * 1, and the absent b as it did among two, 2 * 3/4: (30 + 1.5 * 20) / 2.5 = 24.
     """
     term = ControlVariates(fair_controls="p")
     slots = {"a": {"c": vector(10.0)}, "b": {"c": vector(20.0)}}
@@ -119,7 +119,7 @@ def test_weighted_controls_are_recomputed_from_the_clients() -> None:
     slots["a"] = {"c": vector(30.0)}
     message = [{"change": vector(20.0)}]
     _, shared = absorbed(term, packed(1.0), {"a": vector(2.0)}, message, shared, weights=[1.0], slots=slots)
-    assert shared["c"].tolist() == pytest.approx([45 / 1.75], rel=1e-6)
+    assert shared["c"].tolist() == pytest.approx([24.0], rel=1e-6)
 
 
 def test_nobody_came() -> None:

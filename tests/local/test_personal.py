@@ -172,6 +172,18 @@ def test_fedbn_by_hand() -> None:
     assert term.prepare(context(term, received, module=module), received) is received
 
 
+def test_a_client_keeps_its_layers_and_their_places_and_nothing_as_long_as_the_model() -> None:
+    """Beside each number of 4 bytes its place, of 8; a counter has 8 and 8."""
+    module = models.build("resnet10", 10)
+    layout = Layout.of(module)
+    received = layout.pack(module.state_dict())
+    slot, _ = LocalNorm().finish(context(LocalNorm(), received, module=module), received)
+    sizes = {name: int(mask.sum()) for name, mask in norm_masks(module, layout).items()}
+    kept = sum(value.nbytes for value in slot.values())
+    assert kept == 12 * (sizes["params"] + sizes["buffers"]) + 16 * sizes["counters"]
+    assert kept < 0.01 * received.params.nbytes
+
+
 def test_the_global_models_normalisation_never_moves() -> None:
     fed = made(method="fedbn")
     state = after(fed, 4)

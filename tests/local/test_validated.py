@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+import fedheal
 from fedheal import Updates
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.fedce import cosines_to_others, fedce
 from fedheal.aggregate.fedga import fedga
+from fedheal.engine import serial
 from fedheal.layout import Layout
 from fedheal.local.validated import Gaps, LeaveOneOut
 from local.quadratic import absorbed, context, packed, vector
+from tiny_data import quick
 
 
 class Rounds:
@@ -43,9 +46,9 @@ def told(received: list[float], sent: list[float], progress: float) -> dict[str,
 
 
 def test_fedgas_metrics() -> None:
-    """Round 3 of 10 is 2/10 of the way; losses of the model received and of the local one."""
+    """The gap that is known in round 3 of 10 is the second round's, 1/10 of the way; losses of the models received and sent."""
     ctx = context(Gaps(), packed(1.0), round=3, validate=lambda at: (10 * at.params.item(), 0.5))
-    assert Gaps().metrics(ctx, packed(2.0)) == {"val_received": 10.0, "val_sent": 20.0, "progress": 0.2}
+    assert Gaps().metrics(ctx, packed(2.0)) == {"val_received": 10.0, "val_sent": 20.0, "progress": 0.1}
     assert Gaps().validates
 
 
@@ -72,6 +75,15 @@ def test_fedga_takes_from_whom_averaging_helps_and_goes_on_from_there() -> None:
     assert third == pytest.approx([(second[0] + 0.1) / 1.2, (second[1] + 0.1) / 1.2], rel=1e-9)
 
 
+def test_fedgas_first_step_is_s0() -> None:
+    """s_t = s0 (1 - (t-1)/T) for the gap of round t, which acts in round t+1: with T = 5, 0.2, 0.16, 0.12, 0.08."""
+    steps = []
+    for number in range(2, 6):
+        ctx = context(Gaps(), packed(1.0), round=number, rounds=5, validate=lambda at: (1.0, 0.5))
+        steps.append(0.2 * (1 - Gaps().metrics(ctx, packed(2.0))["progress"]))
+    assert steps == pytest.approx([0.2, 0.16, 0.12, 0.08])
+
+
 def test_fedga_without_gaps_or_step_stays() -> None:
     weights = Rounds(Aggregator(fedga(0.2)))
     weights("ab", **told([1.0, 1.0], [1.0, 2.0], 0.0))
@@ -92,31 +104,74 @@ def test_fedga_with_absent_clients_and_a_newcomer() -> None:
 # FedCE
 
 
+def kept(params: float, judged: tuple[float, float] = (1, 0), last: int = 1) -> dict[str, torch.Tensor]:
+    """What a client keeps: its model, how often it has judged and the sum of accuracies, and its last round."""
+    return {"params": vector(params), "buffers": torch.empty(0), "judged": vector(*judged), "round": torch.tensor(last)}
+
+
 def test_the_model_without_a_client_by_hand() -> None:
-    """W = 2 holds a quarter of this client's model 5: the others are at (2 - 1.25) / 0.75 = 1. Buffers alike."""
+    """W = 2 holds a quarter of this client's model 5: the others are at (2 - 1.25) / 0.75 = 1. Buffers alike.
+
+    An accuracy of 0.75 beside the first round's 0: 0.375 on average.
+    """
     asked = []
 
     def validate(model):
         asked.append((model.params.item(), model.buffers.tolist()))
         return 0.1, 0.75
 
-    slot = {"params": vector(5.0), "buffers": torch.empty(0)}
-    ctx = context(LeaveOneOut(), packed(2.0), slot=slot, shared={"e.a": vector(0.25)}, validate=validate)
-    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.75}
+    keys = {"slot": kept(5.0), "shared": {"e.a": vector(0.25)}, "validate": validate, "round": 2}
+    ctx = context(LeaveOneOut(), packed(2.0), **keys)
+    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.375}
     assert asked == [(pytest.approx(1.0), [])]
-    kept, message = LeaveOneOut().finish(ctx, packed(3.0))
-    assert kept["params"].tolist() == [3.0]
+    left, message = LeaveOneOut().finish(ctx, packed(3.0))
+    assert {name: value.tolist() for name, value in left.items()} == {
+        "params": [3.0],
+        "buffers": [],
+        "judged": [2.0, 0.75],
+        "round": 2,
+    }
     assert message == {}
 
 
-@pytest.mark.parametrize(
-    ("slot", "shared"),
-    [({}, {}), ({}, {"e.a": vector(0.5)}), ({"params": vector(5.0), "buffers": torch.empty(0)}, {"e.a": vector(1.0)})],
-    ids=["first round", "no model yet", "it was alone"],
-)
-def test_there_is_nothing_without_a_client_before_it_sent_something_or_if_it_was_alone(slot, shared) -> None:
-    ctx = context(LeaveOneOut(), packed(2.0), slot=slot, shared=shared)
+def test_a_client_starts_with_an_accuracy_of_nothing() -> None:
+    ctx = context(LeaveOneOut(), packed(2.0))
     assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.0}
+    assert LeaveOneOut().finish(ctx, packed(3.0))[0]["judged"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("e", "number", "loss"),
+    [(0.25, 4, 0.1), (1.0, 3, 0.1), (None, 3, 0.1), (0.25, 3, math.nan), (0.25, 3, math.inf)],
+    ids=["it was away", "it was alone", "it has no weight", "nan", "inf"],
+)
+def test_where_the_model_without_a_client_cannot_be_told_it_repeats_its_mean(e, number, loss) -> None:
+    """It was there in round 2 with 3 accuracies that sum to 1.2; none joins them now, and the next one makes the fourth."""
+    shared = {} if e is None else {"e.a": vector(e)}
+    keys = {"slot": kept(5.0, (3, 1.2), last=2), "shared": shared, "validate": lambda at: (loss, 0.1), "round": number}
+    ctx = context(LeaveOneOut(), packed(2.0), **keys)
+    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": pytest.approx(0.4)}
+    left, _ = LeaveOneOut().finish(ctx, packed(3.0))
+    assert left["judged"].tolist() == [3, 1.2]
+    keys = {"slot": left, "shared": {"e.a": vector(0.25)}, "validate": lambda at: (0.1, 0.8), "round": number + 1}
+    assert LeaveOneOut().metrics(context(LeaveOneOut(), packed(2.0), **keys), packed(3.0)) == {"without_me": 0.5}
+
+
+def test_models_without_a_client_are_sound_when_few_take_part(monkeypatch) -> None:
+    """Every model that is judged for the means has a loss, with clients that are away for many rounds."""
+    losses = []
+    validated = serial.judge
+
+    def judged(*given: Any) -> tuple[float, float]:
+        losses.append(validated(*given)[0])
+        return validated(*given)
+
+    monkeypatch.setattr(serial, "judge", judged)
+    keys: dict[str, Any] = {"rounds": 12, "participation": 0.5, "lr": 0.5, "steps": 5, "validation": 0.25}
+    result = fedheal.run(quick(method="fedce", model="tiny_data:normed", **keys), progress=False)
+    assert len(losses) > 5
+    assert all(map(math.isfinite, losses))
+    assert all(record.report["skipped"] == {} for record in result.history)
 
 
 def test_each_client_is_told_its_weight_and_the_absent_keep_theirs() -> None:
@@ -156,7 +211,7 @@ def test_fedce_by_hand() -> None:
 
 
 def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
-    """Accuracies 0.8, 0.4, 0 beside the first round's 0: b ~ 1 - (0.4, 0.2, 0) = (0.6, 0.8, 1) / 2.4.
+    """Mean accuracies 0.4, 0.2, 0: b ~ 1 - (0.4, 0.2, 0) = (0.6, 0.8, 1) / 2.4.
 
     With the weights of round 1, (500, 500, 1)/1001: the others' sums are (1, 501), (501, 1), (500, 500), all over 1001.
     """
@@ -177,7 +232,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
         a = np.maximum(a / a.sum(), 1e-3)
         a, b = a / a.sum(), np.array([0.6, 0.8, 1.0]) / 2.4
         wanted = a * b if mode == "times" else a + b
-        found = weights("abc", DELTAS, without_me=[0.8, 0.4, 0.0])
+        found = weights("abc", DELTAS, without_me=[0.4, 0.2, 0.0])
         assert found == pytest.approx((wanted / wanted.sum()).tolist(), rel=1e-6), mode
 
 
@@ -186,6 +241,32 @@ def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
     weights = Rounds(Aggregator(fedce()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     assert weights("ab", orthogonal, without_me=[0.0, 0.0]) == pytest.approx([0.5, 0.5])
-    found = weights("ab", orthogonal, without_me=[0.8, 0.0])
+    found = weights("ab", orthogonal, without_me=[0.4, 0.0])
     assert found == pytest.approx([0.6 / 1.6, 1.0 / 1.6])
     assert math.isclose(sum(found), 1.0)
+
+
+def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeypatch) -> None:
+    """All directions are orthogonal and all accuracies equal, so nobody has reason to count for more than another."""
+    starts = []
+
+    def noted(gram: np.ndarray, e: np.ndarray) -> np.ndarray:
+        starts.append(e.tolist())
+        return cosines_to_others(gram, e)
+
+    monkeypatch.setattr("fedheal.aggregate.fedce.cosines_to_others", noted)
+    weights = Rounds(Aggregator(fedce()), 8)
+    axes = dict(zip("abcdefgh", np.eye(8).tolist(), strict=True))
+    for cohort in ("abcde", "f", "abfgh", "gf"):
+        found = weights(cohort, [axes[c] for c in cohort], without_me=[0.0] * len(cohort))
+        assert found == pytest.approx([1 / len(cohort)] * len(cohort))
+        assert starts[-1] == pytest.approx([1 / len(cohort)] * len(cohort))
+
+
+def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
+    """0.6 and 1 over 1.6 among two are 0.75 and 1.25 of a half. Alone, a has an equal part of one, all of it; b keeps its."""
+    weights = Rounds(Aggregator(fedce()), 2)
+    weights("ab", [[1.0, 0.0], [0.0, 1.0]], without_me=[0.4, 0.0])
+    assert weights.state.stage.e.tolist() == pytest.approx([0.75, 1.25])
+    assert weights("a", [[1.0, 0.0]], without_me=[0.4]) == [1.0]
+    assert weights.state.stage.e.tolist() == pytest.approx([1.0, 1.25])

@@ -20,6 +20,11 @@ def check_not_negative(name: str, value: float) -> None:
         raise ValueError(f"{name} = {value!r}: use a finite number that is not negative")
 
 
+def check_positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} = {value!r}: use a finite number above 0")
+
+
 def check_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} = {value!r}: use a whole number that is not negative")

@@ -83,7 +83,7 @@ def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
         counts = room(before.counts, len(before.clients), len(clients), dtype, draft)
         at_least, below = np.array([thresholds(limit, int(m)) for m in n[slots]], np.int64).T
         kept = Kept(counts, slots, at_least, below, sign)
-        tensors = [length for _, length in draft.sizes.tensors]
+        tensors = draft.sizes.lengths
         measured = draft.kernel.observe(draft.updates.deltas, draft.rows, tensors, counts, slots, at_least, below, sign)
         if variant == "released":
             observe_extras(draft, kept)
@@ -172,7 +172,7 @@ def observe_extras(draft: Draft, kept: Mask, left: float | None = None) -> None:
 
 def kept_fractions(draft: Draft, measured: Measured) -> dict[str, Any]:
     """Kept fractions by client, and by parameter tensor over the cohort."""
-    lengths = np.array([length for _, length in draft.sizes.tensors], np.float64)
+    lengths = np.array(draft.sizes.lengths, np.float64)
     by_client = measured.kept.sum(axis=1) / max(lengths.sum(), 1)
     by_tensor = measured.kept.mean(axis=0) / np.maximum(lengths, 1)
     names = [name for name, _ in draft.sizes.tensors]

@@ -58,7 +58,7 @@ def directions(
     ceil(n/2), ..., n of the n rounds. A client's rounds are those it took part in.
     """
     for name, number in (("block", block), ("long", long)):
-        if isinstance(number, bool) or number < 2:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 2:
             raise ValueError(f"{name} = {number!r}: use 2 rounds or more")
 
     def init(layout: Layout) -> State:

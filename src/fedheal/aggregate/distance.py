@@ -167,8 +167,7 @@ def measured(draft: Draft) -> Measured:
     """What FPHL measured on the way, or a pass of our own."""
     if draft.measured is not None:
         return draft.measured
-    tensors = [length for _, length in draft.sizes.tensors]
-    found: Measured = draft.kernel.measure(draft.updates.deltas, draft.rows, tensors)
+    found: Measured = draft.kernel.measure(draft.updates.deltas, draft.rows, draft.sizes.lengths)
     return found
 
 

@@ -23,6 +23,7 @@ from fedheal.aggregate.stage import Stage, stateless
 from fedheal.types import Draft, Floats, normalised
 
 TOLERANCE = 1e-8
+NOTHING = 1e-12  # of the weight: what rounding may leave of it where everyone's least weight is an equal part
 
 
 def exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) -> Stage:
@@ -73,8 +74,8 @@ def solve(gram: Floats, reference: Floats, ridge: float, floor: float) -> tuple[
     m = len(gram)
     free = 1 - m * floor
     scale = np.diag(gram).mean()
-    if scale == 0 or m == 1:
-        return floor + free * reference if floor else reference.copy(), 0.0
+    if scale == 0 or m == 1 or free <= NOTHING:  # nothing to choose by, or nothing left to choose
+        return floor + max(free, 0.0) * reference if floor else reference.copy(), 0.0
     centre = np.eye(m) - 1 / m
     unit = gram / scale
     rows = np.vstack([2 * centre @ unit, np.sqrt(ridge * m) * np.eye(m)]) / np.sqrt(m)

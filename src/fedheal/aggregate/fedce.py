@@ -2,10 +2,11 @@
 
 Weights `e` start equal. Gradient space: `cos_m` between a client's update and the weighted sum of the others', averaged over
 its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the client's validation data of the model without
-it, averaged over its rounds (0 in its first); `b_m = 1 - mean accuracy`, normalised. `e ~ a * b` (`mode="times"`) or `a + b`
-(`"plus"`), each floored at 1e-3. The model is averaged with the new e.
+it, averaged over its rounds by the client itself (`local/validated.py`); `b_m = 1 - mean accuracy`, normalised. `e ~ a * b`
+(`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged with the new e.
 
-Deviation: means are over a client's own rounds, so absent clients keep theirs; weights are those of the cohort.
+Deviation: means are over a client's own rounds, so absent clients keep theirs. Weights are shares of the cohort; between rounds
+`e` is kept times the cohort's size, so that 1 is an equal part among any number, and where a newcomer starts.
 """
 
 from __future__ import annotations
@@ -28,25 +29,24 @@ FLOOR = 1e-3
 @kind("fedce")
 @dataclass(frozen=True)
 class FedCEState(State):
-    """Per client ever seen: rounds, sums of its cosines and of its accuracies without it, and its last weight."""
+    """Per client ever seen: rounds, the sum of its cosines, and its last weight times the size of that cohort."""
 
     clients: tuple[str, ...]
     n: Integers
     cosines: Floats
-    accuracies: Floats
     e: Floats
 
     def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return write_columns(self, "n", "cosines", "accuracies", "e"), {"clients": list(self.clients)}
+        return write_columns(self, "n", "cosines", "e"), {"clients": list(self.clients)}
 
     @classmethod
     def _read(cls, arrays: Arrays, json: Json) -> FedCEState:
         clients = tuple(json["clients"])
-        return cls(clients, *read_columns(arrays, len(clients), "n", "cosines", "accuracies", "e"))
+        return cls(clients, *read_columns(arrays, len(clients), "n", "cosines", "e"))
 
 
 def fedce(mode: str = "times") -> Stage:
-    """The stage: needs the accuracy, on each client's validation data, of the model without it."""
+    """The stage: needs the mean accuracy, over a client's rounds and on its validation data, of the model without it."""
     if mode not in ("times", "plus"):
         raise ValueError(f"mode = {mode!r}: use 'times' or 'plus'")
 
@@ -54,17 +54,17 @@ def fedce(mode: str = "times") -> Stage:
         before = expect(state, FedCEState)
         clients, slots = enrol(before.clients, draft.clients)
         n, cosines = extended(before.n, len(clients)), extended(before.cosines, len(clients))
-        accuracies, e = extended(before.accuracies, len(clients)), extended(before.e, len(clients), 1 / len(clients))
+        e = extended(before.e, len(clients), 1)
         n[slots] += 1
         cosines[slots] += cosines_to_others(gram_matrix(draft), normalised(e[slots]))
-        accuracies[slots] += draft.metric("without_me")
         a = _floored(1 - cosines[slots] / n[slots])
-        b = _floored(1 - accuracies[slots] / n[slots])
-        e[slots] = normalised(a * b if mode == "times" else a + b)
-        return replace(draft, weights=e[slots]), FedCEState(clients, n, cosines, accuracies, e)
+        b = _floored(1 - draft.metric("without_me"))
+        weights = normalised(a * b if mode == "times" else a + b)
+        e[slots] = weights * len(slots)
+        return replace(draft, weights=weights), FedCEState(clients, n, cosines, e)
 
     def init(layout: object) -> State:
-        return FedCEState((), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0))
+        return FedCEState((), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
 
     return Stage(init, apply, frozenset({"without_me"}))
 

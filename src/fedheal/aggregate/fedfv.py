@@ -36,7 +36,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedheal.aggregate.checks import check_count, check_share
-from fedheal.aggregate.consistency import exact
 from fedheal.aggregate.gram import blocks, inner_products
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind, read_columns
@@ -105,10 +104,13 @@ def conflict_free(alpha: float = 0.1, tau: int = 1) -> Stage:
 
 
 def kept_as_they_are(order: Integers, alpha: float) -> Integers:
-    """The clients with the largest losses, from place `ceil((K-1)(1-alpha))` of the order on."""
+    """The clients with the largest losses, from place `ceil((K-1)(1-alpha))` of the order on.
+
+    Less what rounding may have added to a whole number: neither 0.1 nor a third is a float.
+    """
     if alpha == 0:
         return order[:0]
-    return order[math.ceil((len(order) - 1) * (1 - exact(alpha))) :]
+    return order[math.ceil((len(order) - 1) * (1 - alpha) - 1e-9) :]
 
 
 def internal(gram: Floats, order: Integers, kept: Integers) -> Floats:

@@ -2,8 +2,8 @@
 
 Weights `a` start equal. A client whose validation loss rose most when its model became the global one gets more weight:
 `G_m = loss of the model received - loss of the model it sent the round before`, `a_m += (s_t / K) G_m / max |G|`, clipped to
-[0, 1], normalised; `s_t` falls linearly from `s0`. The gap of a round is known when its model is next received, so it acts in
-the round after, as in the authors' code. Public re-implementations have the sign reversed for accuracies.
+[0, 1], normalised; `s_t = s0 (1 - (t-1)/T)` in round t of T. The gap of a round is known when its model is next received, so it
+acts in the round after, with the step of its own round. Public re-implementations have the sign reversed for accuracies.
 
 Deviation: a cohort redistributes only the weight it holds, and a newcomer starts with an equal share, so that absent clients
 keep theirs.
@@ -43,7 +43,7 @@ class FedGAState(State):
 
 
 def fedga(s0: float = 0.2) -> Stage:
-    """The stage: needs the validation losses of the model received and of the model sent, and the run's progress."""
+    """The stage: needs the validation losses of the model received and of the model sent, and how far the run was then."""
     check_share("s0", s0)
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:

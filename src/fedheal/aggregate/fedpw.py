@@ -194,7 +194,7 @@ def _number(share: float, size: int) -> int:
 
 def _tensors(draft: Draft) -> Iterator[slice]:
     start = 0
-    for _, length in draft.sizes.tensors:
+    for length in draft.sizes.lengths:
         if length:
             yield slice(start, start + length)
         start += length

@@ -53,6 +53,8 @@ def flaws(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, st
         examples = float(updates.num_examples[row])
         if times[client] > 1:
             found[row] = f"its id stands {times[client]} times in this cohort"
+        elif client in updates.refused:
+            found[row] = f"its id stands in this cohort again, with a reply that is refused: {updates.refused[client]}"
         elif not 0 < examples < float("inf"):
             found[row] = f"num_examples = {examples:g}; a positive number is needed"
     if "domain" in needs:

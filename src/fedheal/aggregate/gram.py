@@ -18,7 +18,7 @@ def blocks(draft: Draft) -> Iterator[tuple[slice, Tensor]]:
     """Columns of the kept updates `[k, columns]`, block by block. Raises `NonFinite` before the first if a row is not."""
     deltas = draft.updates.deltas
     if draft.measured is None:  # else FPHL has already read them and found them finite
-        draft.kernel.measure(deltas, draft.rows, [length for _, length in draft.sizes.tensors])
+        draft.kernel.measure(deltas, draft.rows, draft.sizes.lengths)
     width = BLOCK if deltas.device.type == "cpu" else WIDE
     for start in range(0, draft.sizes.params, width):
         stop = min(start + width, draft.sizes.params)

@@ -2,8 +2,11 @@
 
 Reddi et al., "Adaptive Federated Optimization", ICLR 2021, with `Delta = aggregated - before` as pseudo-gradient.
 `sgd`: `v = momentum v + Delta`, `W + lr v`; with lr = 1 and no momentum exactly the aggregated model.
-`adam`: `m = b1 m + (1-b1) Delta`, `v = b2 v + (1-b2) Delta^2`, `W + lr m / (sqrt(v) + eps)`, without bias correction, as there.
-Buffers and counters are taken from the aggregated model.
+`adam`: `m = b1 m + (1-b1) Delta`, `v = b2 v + (1-b2) Delta^2`, `W + lr m / (sqrt(v) + eps)`, without bias correction, as there;
+`momentum` is b1. Buffers and counters are taken from the aggregated model.
+
+A step of Adam is about `lr` in every entry, whatever Delta: the lr of 1 that takes over the aggregated model would destroy it.
+So each has defaults of its own. Adam's b1, b2 and eps are those of Reddi et al., who tune lr from 1e-3 to 1; 0.01 is ours.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedheal.aggregate.checks import check_among
 from fedheal.aggregate.state import Arrays, Json, State, expect, kind
 from fedheal.layout import Packed
 
@@ -34,15 +38,36 @@ class ServerState(State):
         return cls(arrays["first"], arrays["second"])
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server optimiser; `init() -> state`, `apply(before, aggregated, state) -> model, state`."""
+# What a server's learning rate and momentum are where they are not said.
+USUAL: dict[str, dict[str, float]] = {"sgd": {"lr": 1.0, "momentum": 0.0}, "adam": {"lr": 0.01, "momentum": 0.9}}
 
-    optimizer: str = "sgd"
-    lr: float = 1.0
-    momentum: float = 0.0
-    beta2: float = 0.99
-    eps: float = 1e-3
+
+@dataclass(frozen=True, init=False)
+class Server:
+    """A server optimiser; `init() -> state`, `apply(before, aggregated, state) -> model, state`.
+
+    >>> Server("adam")
+    Server(optimizer='adam', lr=0.01, momentum=0.9, beta2=0.99, eps=0.001)
+    """
+
+    optimizer: str
+    lr: float
+    momentum: float
+    beta2: float
+    eps: float
+
+    def __init__(
+        self,
+        optimizer: str = "sgd",
+        lr: float | None = None,
+        momentum: float | None = None,
+        beta2: float = 0.99,
+        eps: float = 1e-3,
+    ) -> None:
+        check_among("optimizer", optimizer, tuple(USUAL))
+        said = {name: value for name, value in (("lr", lr), ("momentum", momentum)) if value is not None}
+        for name, value in {"optimizer": optimizer, **USUAL[optimizer], **said, "beta2": beta2, "eps": eps}.items():
+            object.__setattr__(self, name, value)
 
     def init(self) -> ServerState:
         return ServerState(torch.empty(0), torch.empty(0))

@@ -33,8 +33,7 @@ def soft(tau: float = 0.3, variant: str = "paper") -> Stage:
         # `at_least` includes this round's own sign where the history does not.
         need = (kept.at_least - past).astype(np.float64)
         mask = Graded(kept.counts, kept.slots, total.astype(np.float64), need, bool(past), kept.sign, soft=True)
-        tensors = [length for _, length in draft.sizes.tensors]
-        measured = reference.measured(draft.updates.deltas, draft.rows, tensors, mask)
+        measured = reference.measured(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
         return replace(draft, kernel=reference, kept=mask, measured=measured), after
 
     return Stage(hard.init, apply, hard.needs, hard.gives)

@@ -133,6 +133,7 @@ class Aggregator:
     def __post_init__(self) -> None:
         if self.on_bad_update not in ("raise", "skip"):
             raise ValueError(f"on_bad_update = {self.on_bad_update!r}: use 'raise' or 'skip'")
+        kernels.check(self.kernel)
 
     def init(self, layout: Layout) -> AggregatorState:
         """The state before the first round."""

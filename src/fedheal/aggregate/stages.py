@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Annotated
 
 from fedheal.aggregate.afl import afl
-from fedheal.aggregate.checks import check_among, check_part, check_share, check_switch
+from fedheal.aggregate.checks import check_among, check_part, check_positive, check_share, check_switch
 from fedheal.aggregate.consistency import consistency
 from fedheal.aggregate.directions import directions
 from fedheal.aggregate.distance import by_client, cumulative, momentum
@@ -92,8 +91,7 @@ def fael_exact(
     floor: Annotated[float, Parameter("least weight, as a share of 1/K", "ours: none")] = 0.0,
 ) -> Stage:
     """The weights that make the global model equally far from all clients; `floor` is a share of `1/K`."""
-    if isinstance(ridge, bool) or not 0 < ridge < math.inf:
-        raise ValueError(f"ridge = {ridge!r}: use a finite number above 0, which makes the weights unique")
+    check_positive("ridge", ridge)  # which makes the weights unique
     if towards not in ("examples", "uniform"):
         raise ValueError(f"towards = {towards!r}: use 'examples' or 'uniform'")
     check_share("floor", floor)

@@ -27,13 +27,10 @@ def finch(vectors: NDArray[Any]) -> Integers:
     partition = np.zeros(len(points), np.int64)
     while len(points) > 1:
         merged = _first_neighbours(points)
-        number = int(merged.max()) + 1
+        number = int(merged.max()) + 1  # at most half as many, since each point joins another
         if number == 1:
-            return partition if partition.any() else np.zeros(len(vectors), np.int64)
-        if number == len(points):
-            return labels
-        labels = merged[labels]
-        partition = labels
+            break
+        labels = partition = merged[labels]
         points = np.stack([vectors[labels == k].astype(np.float64).mean(axis=0) for k in range(number)])
     return partition
 

@@ -71,7 +71,8 @@ class LocalNorm(Term):
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         masks = norm_masks(ctx.module, ctx.layout)
-        return _own(local, masks) | {f"where_{name}": mask.to(torch.uint8) for name, mask in masks.items()}, {}
+        # Places rather than masks, which would be as long as the model.
+        return _own(local, masks) | {f"where_{name}": mask.nonzero().flatten() for name, mask in masks.items()}, {}
 
     def sent(self, ctx: Context, local: Packed) -> Packed:
         masks = norm_masks(ctx.module, ctx.layout)
@@ -83,8 +84,8 @@ class LocalNorm(Term):
             return model
         stacked = {name: torch.stack([slot[name] for slot in held]) for name in VECTORS}
         mean = {name: stacked[name].mean(dim=0) for name in ("params", "buffers")}
-        masks = {name: held[0][f"where_{name}"].bool() for name in VECTORS}
-        return _with_own(model, mean | {"counters": stacked["counters"].amax(dim=0)}, masks)
+        where = {name: held[0][f"where_{name}"] for name in VECTORS}
+        return _with_own(model, mean | {"counters": stacked["counters"].amax(dim=0)}, where)
 
 
 VECTORS = ("params", "buffers", "counters")
@@ -107,8 +108,9 @@ def _own(model: Packed, masks: Arrays) -> dict[str, torch.Tensor]:
     return {name: getattr(model, name)[mask] for name, mask in masks.items()}
 
 
-def _with_own(model: Packed, own: Arrays, masks: Arrays) -> Packed:
+def _with_own(model: Packed, own: Arrays, where: Arrays) -> Packed:
+    """The model with these values at these places, which may be masks."""
     changed = {name: getattr(model, name).clone() for name in VECTORS}
-    for name, mask in masks.items():
-        changed[name][mask] = own[name].to(changed[name])
+    for name, places in where.items():
+        changed[name][places] = own[name].to(changed[name])
     return replace(model, **changed)

@@ -75,8 +75,7 @@ class Context:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat vector cut into the parameters' shapes."""
-        lengths = [length for _, length in self.layout.sizes().tensors]
-        parts = torch.split(flat, lengths)
+        parts = torch.split(flat, self.layout.sizes().lengths)
         return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
 
@@ -130,7 +129,7 @@ class Term:
         """Change the gradients of `ctx.params`, before momentum."""
 
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
-        """Numbers that the aggregation needs from the client."""
+        """Numbers that the aggregation needs from the client; asked for before `finish`."""
         return {}
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:

@@ -20,18 +20,22 @@ from torch import Tensor
 from fedheal.aggregate.kernels import cpu, reference
 from fedheal.aggregate.kernels.reference import NonFinite
 
-__all__ = ["NonFinite", "choose", "cpu", "reference"]
+__all__ = ["NonFinite", "check", "choose", "cpu", "reference"]
 
 NAMES = ("cpu", "cuda", "reference")
 
 
+def check(name: str) -> None:
+    if name != "auto" and name not in NAMES:
+        raise ValueError(f"kernel = {name!r}: use 'auto' or one of {list(NAMES)}")
+
+
 def choose(name: str, deltas: Tensor) -> ModuleType:
     """The kernel called `name`; `auto` is the fastest one for where the updates are."""
+    check(name)
     where = deltas.device.type
     if name == "auto":
         return cpu if where == "cpu" else _fast(where) or reference
-    if name not in NAMES:
-        raise ValueError(f"kernel = {name!r}: use 'auto' or one of {list(NAMES)}")
     if name == "reference":
         return reference
     if name != where:
