@@ -23,6 +23,7 @@ class Extended(Oracle):
     homes: dict[str, str] | None = None
     domains: dict[str, Client] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)  # of each client or domain, whatever fades
+    nearest: float = math.inf  # how near a consistency has come to where it is just kept
 
     def enrol(self, examples):
         new = [name for name in examples if name not in self.clients]
@@ -49,7 +50,9 @@ class Extended(Oracle):
         if not self.fphl or total == 0:
             return [1] * len(delta)
         shares = [(c if g else total - c) / total for c, g in zip(history, up, strict=True)]
-        kept = [share > tau + tie if past else share >= tau - tie for share in shares]
+        edge = tau + tie if past else tau - tie
+        self.nearest = min([self.nearest, *(abs(float(share - edge)) for share in shares)])
+        kept = [share > edge if past else share >= edge for share in shares]
         return [k * (share if self.soft else 1) for k, share in zip(kept, shares, strict=True)]
 
     def distance(self, delta, kept):
