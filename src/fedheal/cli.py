@@ -143,8 +143,8 @@ def demo(
     how = at_a_time(planned, _processes(jobs))
     console.print(f"Four methods on ten digits in four domains, seed {seed}, {how}:", highlight=False)
     _run(planned, console, jobs)
-    summaries = [records.read_json(job.folder / "result.json") for job in planned]
-    found = rows.rows(s | {"folder": str(job.folder)} for s, job in zip(summaries, planned, strict=True))
+    summaries = [rows.read_result(job.folder) for job in planned]
+    found = rows.rows(summaries)
     written = show.write_page(found, out / "report.html", "FedHEAL on four domains of digits")
     if as_json:
         typer.echo(json.dumps(summaries, indent=2))
@@ -198,10 +198,14 @@ def compare(
         soft_wrap=True,
     )
     _run(planned, console, jobs, ray)
-    summaries = [records.read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned]
-    found = rows.rows(summaries)
+    found = rows.rows(rows.read_result(job.folder) for job in planned)
     if as_json:
-        typer.echo(json.dumps({"rows": tables.tidy(found), "conclusions": conclusions.sentences(found)}, indent=2))
+        said = [
+            sentence
+            for own in rows.by_data(found).values()
+            for sentence in conclusions.cautions(own) + conclusions.sentences(own)
+        ]
+        typer.echo(json.dumps({"rows": tables.tidy(found), "conclusions": said}, indent=2))
     elif not quiet:
         typer.echo(show.reported(found, "text"))
 

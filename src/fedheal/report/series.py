@@ -55,16 +55,14 @@ def series(rows: Sequence[Row]) -> list[Series]:
 def _series(method: str, group: Sequence[Row]) -> Series:
     runs = [(row.summaries[0], read_rounds(Path(str(row.summaries[0].get("folder", ""))))) for row in group]
     domains = list(group[0].domains)
-    judged = [[record for record in rounds if record.get("domains")] for _, rounds in runs]
-    shown = min((len(rounds) for rounds in judged), default=0)
-    lasting = min((len(rounds) for _, rounds in runs), default=0)
+    judged = _in_common([[record for record in rounds if record.get("domains")] for _, rounds in runs])
     homes = [dict(summary.get("trained", {})) for summary, _ in runs]
-    every = [rounds[:lasting] for _, rounds in runs]
+    every = _in_common([rounds for _, rounds in runs])
     return Series(
         method,
         len(runs),
-        np.array([record["round"] for record in judged[0][:shown]], np.float64) if runs else np.zeros(0),
-        _curves([rounds[:shown] for rounds in judged], domains) if shown else {},
+        np.array([record["round"] for record in judged[0]], np.float64) if runs else np.zeros(0),
+        _curves(judged, domains) if judged and judged[0] else {},
         np.array([record["round"] for record in every[0]], np.float64) if runs else np.zeros(0),
         _by_domain(every, homes, domains, lambda record: record.get("weights"), "sum"),
         _by_domain(every, homes, domains, lambda record: record.get("report", {}).get("kept"), "mean"),
@@ -75,6 +73,12 @@ def _series(method: str, group: Sequence[Row]) -> Series:
             for phase in PHASES
         },
     )
+
+
+def _in_common(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Mapping[str, Any]]]:
+    """Of each run, the rounds that all have: a mean over seeds is one of the same round."""
+    shared = set.intersection(*({record["round"] for record in run} for run in runs)) if runs else set()
+    return [[record for record in run if record["round"] in shared] for run in runs]
 
 
 def _curves(judged: Sequence[Sequence[Mapping[str, Any]]], domains: Sequence[str]) -> dict[str, Band]:
