@@ -77,7 +77,7 @@ def test_settings_that_differ_are_named_with_every_table(runs):
         "Not the same in all runs: lr (0.5, 0.001), dirichlet (not set, 0.1). Differences between rows"
     )
     assert said in page(found(runs))
-    assert alike.settings(found(runs)).differ["workers"] == ["not set", "3"]  # on the page, though it changes nothing
+    assert alike.settings(found(runs)).differ["workers"] == ["3", "not set"]  # on the page, though it changes nothing
 
 
 def test_a_federation_does_not_differ_in_what_it_does_not_say(runs):
