@@ -31,6 +31,11 @@ def test_what_does_not_fit_is_said_first(tmp_path, model, keys, said):
     assert not (tmp_path / "run").exists()
 
 
+def test_images_of_several_sizes_are_no_obstacle_to_a_model_that_takes_them():
+    run = fedheal.run(quick(data="tiny_data:uneven", model="resnet10", width=2, rounds=1))
+    assert set(run.domains) == {"plain", "noisy", "dark"}
+
+
 def test_a_model_whose_batches_are_large_enough_is_not_refused(tmp_path):
     run = fedheal.run(quick(model="tiny_data:normed_flat", rounds=1, batch_size=8), tmp_path / "run")
     assert run.summary["rounds"] == 1

@@ -187,7 +187,7 @@ def compare(
     if "data" in values:
         raise ValueError(f"the data set is given by --data: use --data {values['data']}")
     named = [word for word in words if not _is_override(word)]
-    named_after = ["compare", Path(data).name.replace(":", "."), *(o.replace("/", "_") for o in sorted(overrides))]
+    named_after = ["compare", data.replace(":", ".").replace("/", "_"), *(o.replace("/", "_") for o in sorted(overrides))]
     folder = out or Path("runs") / "-".join(named_after)
     planned = plan(named, seeds_of(seeds), values | {"data": data}, folder, track)
     console = Console(quiet=quiet or as_json)
@@ -293,14 +293,7 @@ def report(
 
     Example: fedheal report runs/compare-embedded --html
     """
-    if diagnose and (html or form != "text"):
-        raise ValueError(
-            f"--diagnose makes a table and a picture of its own: leave out {'--html' if html else '--format'}"
-        )
-    if html and form != "text":
-        raise ValueError(
-            f"format = {form}: the page of --html has its tables to copy in all formats; leave one of them out"
-        )
+    _refuse_idle(form, out, reference, html, figures, diagnose)
     if diagnose:
         show.diagnosed(runs, by, figures)
         return
@@ -336,6 +329,26 @@ def report(
         records.write_text(out, text + "\n")
 
 
+def _refuse_idle(
+    form: str, out: Path | None, reference: str | None, html: bool, figures: Path | None, diagnose: bool
+) -> None:
+    """Options of a report that would do nothing beside the others."""
+    given = {"--html": html, "--format": form != "text", "--out": out is not None, "--reference": reference is not None}
+    if diagnose and any(given.values()):
+        idle = next(option for option, there in given.items() if there)
+        raise ValueError(f"--diagnose makes a table and a picture of its own: leave out {idle}")
+    if html and form != "text":
+        raise ValueError(
+            f"format = {form}: the page of --html has its tables to copy in all formats; leave one of them out"
+        )
+    if figures is not None and form != "text":
+        raise ValueError(f"format = {form}: --figures writes no tables, but SVG, PDF and PNG; leave one of them out")
+    if figures is not None and out is not None and not html:
+        raise ValueError(f"out = {out}: --figures names the folder itself; leave out --out")
+    if reference is not None and form in ("csv", "parquet"):
+        raise ValueError(f"reference = {reference}: {form} has the numbers of every run and compares none; leave it out")
+
+
 @app.command()
 def reproduce(
     result: Annotated[str, typer.Argument(metavar="RESULT", help=f"One of {', '.join(RECIPES)}.")],
@@ -368,7 +381,7 @@ def reproduce(
     if result not in RECIPES:
         raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
     said = {"rounds": rounds, "device": device}
-    values = {key: value for key, value in said.items() if value is not None} | overridden(words or [])
+    values = overridden([*(f"{k}={v}" for k, v in said.items() if v is not None), *(words or [])])  # in either form, once
     options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
     parts = planned_runs(RECIPES[result], options, out)
     wanted = list({job.folder: job for part in parts for job in part.jobs}.values())

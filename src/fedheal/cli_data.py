@@ -20,7 +20,7 @@ from fedheal.compare import seeds_of
 from fedheal.data import archive, cache, export, inspect, real
 from fedheal.data import fetch as downloads
 from fedheal.data.locate import located, root_of
-from fedheal.experiment import Experiment, clients_of, domains_of, override, wanted_of
+from fedheal.experiment import Experiment, clients_of, domains_of, overridden, wanted_of
 
 data_app = typer.Typer(help="Data sets: what there is, what is on disk, and what to do with it.", no_args_is_help=True)
 
@@ -229,9 +229,12 @@ def _say_export(packed: Path, lacking: Sequence[str]) -> int:
 
 
 def _experiment(data: str, root: str | None, allow_missing: bool, words: list[str] | None) -> Experiment:
-    values = dict(override(word) for word in words or ())
-    said: dict[str, Any] = {"data": data, "data_root": root, "allow_missing": allow_missing}
-    return Experiment.of({key: value for key, value in said.items() if value} | values)
+    values = overridden(words or ())
+    said = {"data": data, "data_root": root, "allow_missing": allow_missing}
+    given = {key: value for key, value in said.items() if value}
+    for key in given.keys() & values.keys():
+        raise ValueError(f"'{key}' is given twice: {given[key]} and {key}={values[key]}")
+    return Experiment.of(given | values)
 
 
 def _say_notes(notes: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedheal.metrics import fairness
-from fedheal.records import read_rounds
+from fedheal.report.rounds import rounds_of
 from fedheal.report.rows import BOUNDS, Row
 
 Floats = NDArray[np.float64]
@@ -53,7 +53,7 @@ def series(rows: Sequence[Row]) -> list[Series]:
 
 
 def _series(method: str, group: Sequence[Row]) -> Series:
-    runs = [(row.summaries[0], read_rounds(Path(str(row.summaries[0].get("folder", ""))))) for row in group]
+    runs = [(row.summaries[0], rounds_of(Path(str(row.summaries[0].get("folder", ""))))) for row in group]
     domains = list(group[0].domains)
     judged = _in_common([[record for record in rounds if record.get("domains")] for _, rounds in runs])
     homes = [dict(summary.get("trained", {})) for summary, _ in runs]
@@ -65,7 +65,7 @@ def _series(method: str, group: Sequence[Row]) -> Series:
         _curves(judged, domains) if judged and judged[0] else {},
         np.array([record["round"] for record in every[0]], np.float64) if runs else np.zeros(0),
         _by_domain(every, homes, domains, lambda record: record.get("weights"), "sum"),
-        _by_domain(every, homes, domains, lambda record: record.get("report", {}).get("kept"), "mean"),
+        _by_domain(every, homes, domains, lambda record: (record.get("report") or {}).get("kept"), "mean"),
         _by_tensor(every),
         _consistency([summary for summary, _ in runs], homes, domains),
         {
@@ -117,7 +117,7 @@ def _by_domain(
 
 
 def _by_tensor(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Floats]:
-    told = [[record.get("report", {}).get("kept_by_tensor") or {} for record in run] for run in runs]
+    told = [[(record.get("report") or {}).get("kept_by_tensor") or {} for record in run] for run in runs]
     names = list(dict.fromkeys(name for run in told for record in run[:1] for name in record))
     return {
         name: mean_of(np.array([[record.get(name, np.nan) for record in run] for run in told], np.float64))
