@@ -428,7 +428,10 @@ def test_fewer_than_no_runs_at_a_time_are_refused(call, tmp_path: Path, command:
         (["table1", "--smoke", "method=fedavg"], "method is what a recipe sets"),
         (["consistency", "--smoke", "clients_per_domain=2"], "clients_per_domain is what a recipe sets"),
         (["table1", "--smoke", "--rounds", "1", "rounds=2"], "'rounds' is given twice: rounds=1 and rounds=2"),
-        (["table1", "--smoke", "--device", "cpu", "device=cuda:0"], "'device' is given twice: device=cpu and device=cuda:0"),
+        (
+            ["table1", "--smoke", "--device", "cpu", "device=cuda:0"],
+            "'device' is given twice: device=cpu and device=cuda:0",
+        ),
         (["table1", "--smoke", "nonsense"], "'nonsense' should be key=value"),
         (["table1", "--smoke", "--jobs", "-1"], "jobs = -1"),
     ],

@@ -187,7 +187,11 @@ def compare(
     if "data" in values:
         raise ValueError(f"the data set is given by --data: use --data {values['data']}")
     named = [word for word in words if not _is_override(word)]
-    named_after = ["compare", data.replace(":", ".").replace("/", "_"), *(o.replace("/", "_") for o in sorted(overrides))]
+    named_after = [
+        "compare",
+        data.replace(":", ".").replace("/", "_"),
+        *(o.replace("/", "_") for o in sorted(overrides)),
+    ]
     folder = out or Path("runs") / "-".join(named_after)
     planned = plan(named, seeds_of(seeds), values | {"data": data}, folder, track)
     console = Console(quiet=quiet or as_json)
@@ -346,7 +350,9 @@ def _refuse_idle(
     if figures is not None and out is not None and not html:
         raise ValueError(f"out = {out}: --figures names the folder itself; leave out --out")
     if reference is not None and form in ("csv", "parquet"):
-        raise ValueError(f"reference = {reference}: {form} has the numbers of every run and compares none; leave it out")
+        raise ValueError(
+            f"reference = {reference}: {form} has the numbers of every run and compares none; leave it out"
+        )
 
 
 @app.command()
@@ -381,7 +387,9 @@ def reproduce(
     if result not in RECIPES:
         raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
     said = {"rounds": rounds, "device": device}
-    values = overridden([*(f"{k}={v}" for k, v in said.items() if v is not None), *(words or [])])  # in either form, once
+    values = overridden(
+        [*(f"{k}={v}" for k, v in said.items() if v is not None), *(words or [])]
+    )  # in either form, once
     options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
     parts = planned_runs(RECIPES[result], options, out)
     wanted = list({job.folder: job for part in parts for job in part.jobs}.values())

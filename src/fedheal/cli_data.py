@@ -53,9 +53,9 @@ def check(
     Images in folders are counted, not opened: fedheal data prepare names those that cannot be read.
     """
     if data is None and root_of(data_root).is_file():  # an export, which says itself what it is of
-        packed = root_of(data_root)
-        known = datasets.DESCRIPTIONS.get(archive.manifest(packed).name)
-        raise typer.Exit(_say_export(packed, real.lacking(known, packed) if known else []))
+        file = root_of(data_root)
+        known = datasets.DESCRIPTIONS.get(archive.manifest(file).name)
+        raise typer.Exit(_say_export(file, real.lacking(known, file) if known else []))
     worst = 0
     for name in [data] if data else list(datasets.DESCRIPTIONS):
         described, wanted = datasets.description(name, datasets.Wanted(data_root))

@@ -123,7 +123,11 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
         ({"image": [b""], "kind": [0]}, None, "image and label are needed"),
         ({"image": [b""], "label": [7]}, {"label": names("a", "b")}, "labels from 7 to 7 for 2 classes"),
         ({"image": [b""], "label": [-1]}, {"label": names("a", "b")}, "labels from -1"),
-        ({"image": [b""] * 2, "label": [0, None]}, {"label": names("a", "b")}, r"a.parquet#1 has no label: remove the row"),
+        (
+            {"image": [b""] * 2, "label": [0, None]},
+            {"label": names("a", "b")},
+            r"a.parquet#1 has no label: remove the row",
+        ),
         ({"image": [b""] * 2, "label": ["a", None]}, None, r"a.parquet#1 has no label: remove the row"),
         ({"image": [b""], "label": [0.5]}, {"label": names("a", "b")}, "a column label of the kind double"),
         ({"image": [b""], "label": [0], "domain": [None]}, {"label": names("a", "b")}, "a.parquet#0 has no domain"),

@@ -57,7 +57,9 @@ def test_runs_on_other_data_are_named_and_not_subtracted(runs):
     # Where no seed is left, nothing is said of the method at all.
     edited(runs / "fedavg+fedheal-0", used_fingerprint="other")
     assert conclusions.gains(found(runs)) == []
-    assert not any("fedavg+fedheal" in s for s in conclusions.sentences(found(runs)) + conclusions.headline(found(runs)))
+    assert not any(
+        "fedavg+fedheal" in s for s in conclusions.sentences(found(runs)) + conclusions.headline(found(runs))
+    )
 
 
 def test_what_a_run_does_not_say_of_its_data_is_no_difference(runs):

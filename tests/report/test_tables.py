@@ -123,7 +123,9 @@ def test_two_runs_of_one_method_and_seed_cannot_both_be_a_row():
 def test_rows_over_other_domains_are_refused_by_name():
     other = row("fedheal", 2, 80.0, 70.0, "runs/y")
     other = replace(other, domains={"photo": 80.0, "sketch": 70.0})
-    with pytest.raises(ValueError, match=r"'toy' are not over the same .* runs/x has photo, line_art and runs/y has photo"):
+    with pytest.raises(
+        ValueError, match=r"'toy' are not over the same .* runs/x has photo, line_art and runs/y has photo"
+    ):
         tables([*ROWS, other])
 
 

@@ -106,7 +106,7 @@ def found(root: Path, name: str) -> Path | None:
 
 
 def _named(path: Path) -> str:
-    """What an export in a data root is of. One that cannot be read is said and passed over: others may be all that is needed."""
+    """What an export in a data root is of. One that cannot be read is said and passed over: others may be what is needed."""
     try:
         return manifest(path).name
     except (ValueError, OSError) as error:

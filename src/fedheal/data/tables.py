@@ -94,9 +94,7 @@ def _table(path: Path, domain: str) -> Table:
     return Table(tuple(f"{path}#{row}" for row in kept), labels[kept], classes, words)
 
 
-def _numbers(
-    path: Path, what: str, column: Any, names: tuple[str, ...]
-) -> tuple[Labels, tuple[str, ...], bool]:
+def _numbers(path: Path, what: str, column: Any, names: tuple[str, ...]) -> tuple[Labels, tuple[str, ...], bool]:
     """A column of numbers or words as numbers, what they mean, and whether they were words."""
     values = column.to_pylist()
     if None in values:

@@ -66,7 +66,7 @@ def beside(recipe: Recipe, planned: Planned) -> Beside:
         lines.append(Line(entry, numbers, _printed(entry, printed), printed))
     ours = [c for c in lines[0].ours if c not in EVENNESS]
     theirs = [c for c in printed if c not in ours and any(c in line.paper for line in lines)]
-    lacking = [d for d in printed if d not in ours and any(line.paper for line in lines)]
+    absent = [d for d in printed if d not in ours and any(line.paper for line in lines)]
     same = planned.data in paper.DOMAINS
     rounds = frozenset(int(row.summaries[0]["averaged"]) for row in results.values())
     return Beside(
@@ -75,7 +75,7 @@ def beside(recipe: Recipe, planned: Planned) -> Beside:
         (*ours, *theirs, *EVENNESS),
         tuple(lines),
         (
-            *_about(planned, rounds, lacking, same),
+            *_about(planned, rounds, absent, same),
             *cautions(own_rows),
             *_data_notes(own_rows),
             *_misprints(lines),
@@ -94,7 +94,7 @@ def _printed(entry: Entry, domains: Sequence[str]) -> dict[str, float]:
     return dict(zip(names, entry.published, strict=True)) if entry.published else {}
 
 
-def _about(planned: Planned, rounds: frozenset[int], lacking: Sequence[str], same: bool) -> list[str]:
+def _about(planned: Planned, rounds: frozenset[int], absent: Sequence[str], same: bool) -> list[str]:
     seeds = sorted({len(jobs) for _, jobs in planned.rows})
     number = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
     spread = f", {number} seeds, ± standard deviation over them" if seeds[-1] > 1 else ", one seed"
@@ -104,9 +104,9 @@ def _about(planned: Planned, rounds: frozenset[int], lacking: Sequence[str], sam
         said.append(
             f"The paper has no {planned.data} data: its numbers on other data stand beside, and nothing is subtracted."
         )
-    elif lacking:
+    elif absent:
         said.append(
-            f"Our data has no {', '.join(lacking)}: AVG and STD are over other domains than the paper's, and are not subtracted."
+            f"Our data has no {', '.join(absent)}: AVG and STD are over other domains than the paper's, and are not subtracted."
         )
     return said
 
