@@ -403,6 +403,33 @@ def test_a_comparison_says_how_many_runs_are_under_way(call, monkeypatch: pytest
     assert "2 runs into here, all of them finished:" in call(*command, "--out", "here").out
 
 
+def test_a_comparison_says_which_finished_run_was_on_other_data(call, tmp_path: Path) -> None:
+    given = [word for word in words("rounds=1") if not word.startswith("data=")]
+    command = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]
+    before = call(*command, "--out", "here")
+    assert "Observed against fedavg" in before.out
+    (path,) = (tmp_path / "here").glob("fedavg-*/result.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"used_fingerprint": "other"}))
+    after = call(*command, "--out", "here")
+    said = "Not on the data of fedavg's run with the same seed, and therefore not compared with it: fedavg+fedheal with seed 0"
+    assert said in after.out
+    assert "Observed against fedavg" not in after.out
+    assert said in json.loads(call(*command, "--out", "here", "--json").out)["conclusions"][0]
+
+
+def test_folders_of_one_name_are_compared_in_folders_of_their_own(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+
+    def plan(methods: object, seeds: object, values: object, folder: Path, track: object) -> None:
+        wanted.append(folder)
+        raise ValueError("this is as far as it goes")
+
+    monkeypatch.setattr(cli, "plan", plan)
+    for data in ("folder:a/photos", "folder:b/photos"):
+        assert call("compare", "fedavg", "--data", data).code == 2
+    assert [str(folder) for folder in wanted] == ["runs/compare-folder.a_photos", "runs/compare-folder.b_photos"]
+
+
 def test_a_gpu_that_is_too_small_is_a_sentence(call, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(job: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has ...")
