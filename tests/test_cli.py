@@ -229,6 +229,9 @@ WRONG = [
     (["data=tiny_data:nothing"], ["tiny_data:nothing"]),
     (["data=tiny_data:QUICK"], ["tiny_data:QUICK"]),
     (["data=tiny_data:linear"], ["tiny_data:linear"]),
+    (["data=tiny_data:failing"], ["the data set's function 'tiny_data:failing' ended with KeyError: 'nothing'"]),
+    (["data=tiny_data:uneven"], ["tiny_data:linear", "does not fit images of shape (3, 16, 16)"]),
+    (["data=tiny_data:uneven", "pool=true"], ["several sizes (plain 8 x 8, noisy 8 x 8, dark 16 x 16)", "one size"]),
     (["data=os:getcwd"], ["os:getcwd", "Domains"]),
     (["data=.x:load"], [".x:load"]),
     (["model=resnet11"], ["resnet11", "resnet10"]),
@@ -345,6 +348,9 @@ def test_reports_as_a_page_and_as_figures(call, tmp_path: Path) -> None:
     assert call("report", "runs", "--figures", "drawn").out == "24 files in drawn\n"
     assert len(list((tmp_path / "drawn").iterdir())) == 24
     assert_sentence(call("report", "runs", "--html", "--reference", "bogus"), "reference = bogus")
+    assert_sentence(call("report", "runs", "--figures", "drawn", "-f", "csv"), "format = csv", "--figures")
+    assert_sentence(call("report", "runs", "--figures", "drawn", "--out", "x"), "out = x", "--figures")
+    assert_sentence(call("report", "runs", "-f", "csv", "--reference", "bogus"), "reference = bogus", "leave it out")
 
 
 def test_the_text_report_says_what_its_marks_and_numbers_are(call, tmp_path: Path) -> None:
@@ -367,6 +373,8 @@ def test_a_diagnosis_is_a_table_sentences_and_a_picture(call, tmp_path: Path) ->
     assert (tmp_path / "drawn" / "diagnosis-client.svg").exists()
     assert_sentence(call("report", "run", "run", "--diagnose"), "one run")
     assert_sentence(call("report", "run", "--by", "client"), "by = client", "--diagnose")
+    for idle in (["--out", "x"], ["--reference", "fedavg"], ["--html"], ["-f", "csv"]):
+        assert_sentence(call("report", "run", "--diagnose", *idle), "a picture of its own: leave out --")
     assert_sentence(call("report", "elsewhere", "--diagnose"), "elsewhere", "holds no rounds")
 
 
@@ -395,6 +403,33 @@ def test_a_comparison_says_how_many_runs_are_under_way(call, monkeypatch: pytest
     assert "2 runs into here, all of them finished:" in call(*command, "--out", "here").out
 
 
+def test_a_comparison_says_which_finished_run_was_on_other_data(call, tmp_path: Path) -> None:
+    given = [word for word in words("rounds=1") if not word.startswith("data=")]
+    command = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]
+    before = call(*command, "--out", "here")
+    assert "Observed against fedavg" in before.out
+    (path,) = (tmp_path / "here").glob("fedavg-*/result.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"used_fingerprint": "other"}))
+    after = call(*command, "--out", "here")
+    said = "Not on the data of fedavg's run with the same seed, and therefore not compared with it: fedavg+fedheal with seed 0"
+    assert said in after.out
+    assert "Observed against fedavg" not in after.out
+    assert said in json.loads(call(*command, "--out", "here", "--json").out)["conclusions"][0]
+
+
+def test_folders_of_one_name_are_compared_in_folders_of_their_own(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+
+    def plan(methods: object, seeds: object, values: object, folder: Path, track: object) -> None:
+        wanted.append(folder)
+        raise ValueError("this is as far as it goes")
+
+    monkeypatch.setattr(cli, "plan", plan)
+    for data in ("folder:a/photos", "folder:b/photos"):
+        assert call("compare", "fedavg", "--data", data).code == 2
+    assert [str(folder) for folder in wanted] == ["runs/compare-folder.a_photos", "runs/compare-folder.b_photos"]
+
+
 def test_a_gpu_that_is_too_small_is_a_sentence(call, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(job: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has ...")
@@ -418,6 +453,12 @@ def test_fewer_than_no_runs_at_a_time_are_refused(call, tmp_path: Path, command:
         (["table1", "--smoke", "--rounds", "0"], "rounds = 0"),
         (["table1", "--smoke", "--seeds", "x"], "seeds = x"),
         (["table1", "--smoke", "method=fedavg"], "method is what a recipe sets"),
+        (["consistency", "--smoke", "clients_per_domain=2"], "clients_per_domain is what a recipe sets"),
+        (["table1", "--smoke", "--rounds", "1", "rounds=2"], "'rounds' is given twice: rounds=1 and rounds=2"),
+        (
+            ["table1", "--smoke", "--device", "cpu", "device=cuda:0"],
+            "'device' is given twice: device=cpu and device=cuda:0",
+        ),
         (["table1", "--smoke", "nonsense"], "'nonsense' should be key=value"),
         (["table1", "--smoke", "--jobs", "-1"], "jobs = -1"),
     ],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import fedheal
-from tiny_data import quick
+from fedheal import experiment
+from tiny_data import load, quick, uneven
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,17 @@ def test_what_does_not_fit_is_said_first(tmp_path, model, keys, said):
     with pytest.raises(ValueError, match=said):
         fedheal.run(quick(model=f"tiny_data:{model}", **keys), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_images_of_several_sizes_are_no_obstacle_to_a_model_that_takes_them():
+    run = fedheal.run(quick(data="tiny_data:uneven", model="resnet10", width=2, rounds=1))
+    assert set(run.domains) == {"plain", "noisy", "dark"}
+    # Side by side in lanes, which a GPU is for, they would have to be one size.
+    gpu = torch.device("cuda")
+    with pytest.raises(ValueError, match=r"dark 16 x 16\), which only engine=serial takes"):
+        experiment._check_sizes(quick(data="tiny_data:uneven"), uneven(), gpu)
+    experiment._check_sizes(quick(data="tiny_data:uneven", engine="serial"), uneven(), gpu)
+    experiment._check_sizes(quick(), load(), gpu)
 
 
 def test_a_model_whose_batches_are_large_enough_is_not_refused(tmp_path):

@@ -453,7 +453,7 @@ def forged(folder, data, method, domains, rounds, seconds=()):
     (path / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     summary = {
         "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": min(5, rounds),
-        "domains": domains,
+        "domains": domains, "clients": {}, "trained": {}, "test_sizes": dict.fromkeys(domains, 100),
         **fairness(domains), "pool": False, "only": [], "without": [], "precision": "bf16", "hardware": "a GPU",
         "data_fingerprint": "x", "versions": {"fedheal": "1"}, "data_notes": [],
     }  # fmt: skip

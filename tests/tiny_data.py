@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,17 @@ def told() -> Domains:
     with Path(os.environ["TINY_DATA_TOLD"]).open("a") as file:
         file.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     return load()
+
+
+def uneven() -> Domains:
+    """The last domain's images are larger than the others'."""
+    *most, dark = load().domains
+    larger = [Split(part.images.repeat(1, 1, 2, 2), part.labels) for part in (dark.train, dark.test)]
+    return replace(load(), domains=(*most, Domain("dark", *larger)))
+
+
+def failing() -> Domains:
+    return {}["nothing"]  # type: ignore[no-any-return]
 
 
 def many() -> Domains:

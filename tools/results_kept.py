@@ -14,23 +14,16 @@ from typing import Any
 from fedheal.experiment import FREE, Experiment
 from fedheal.metrics import LAST, fairness, last_mean
 from fedheal.recipes.recipe import Entry
-from fedheal.records import read_json
+from fedheal.report.rows import NEEDED as REPORTED
+from fedheal.report.rows import NUMBER, numbers, read_result
 from fedheal.report.tables import EVENNESS
 
 PARTIAL = ".tmp"  # ends the name of a folder that was never finished
 TOLERANCE = 1e-6  # points: sums may be taken in another order, and nothing else
-NUMBER = (int, float)
 NEEDED: Mapping[str, type | tuple[type, ...]] = {
-    "method": str,
-    "data": str,
-    "seed": int,
-    "rounds": int,
+    **REPORTED,
     "averaged": int,
-    "domains": dict,
     **dict.fromkeys(EVENNESS.values(), NUMBER),
-    "only": list,
-    "without": list,
-    "pool": bool,
     "precision": str,
     "hardware": str,
     "data_fingerprint": str,
@@ -96,7 +89,7 @@ def read(folder: Path) -> tuple[Experiment, dict[str, Any], list[dict[str, Any]]
     """A finished run: its description, its result and its rounds, which must agree with each other."""
     experiment = described(folder)
     path = folder / "result.json"
-    summary = _summary(path)
+    summary = read_result(folder, NEEDED)
     said = {"method": experiment.method_name, "data": experiment.data, "seed": experiment.seed}
     for key, value in (said | {"rounds": experiment.rounds}).items():
         if summary[key] != value:
@@ -123,23 +116,6 @@ def described(folder: Path) -> Experiment:
         raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
 
 
-def _summary(path: Path) -> dict[str, Any]:
-    try:
-        summary = read_json(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path} is not JSON: {error}") from error
-    for key, kind in NEEDED.items():
-        if key not in summary:
-            raise ValueError(f"{path}: there is no {key}")
-        if not isinstance(summary[key], kind):
-            raise ValueError(f"{path}: {key} = {summary[key]!r} is of the wrong kind")
-    if not summary["domains"] or not _numbers(summary["domains"]):
-        raise ValueError(f"{path}: domains = {summary['domains']!r} are no accuracies")
-    return summary
-
-
 def _records(path: Path, rounds: int, domains: set[str]) -> list[dict[str, Any]]:
     """A record a round. A last line cut short by a crash is no part of a finished run, and is refused too."""
     try:
@@ -161,13 +137,9 @@ def _record(path: Path, line: str, number: int, domains: set[str]) -> dict[str, 
         record = None
     if not isinstance(record, dict) or record.get("round") != number:
         raise ValueError(f"{path}: line {number} is no record of round {number}")
-    if not _numbers(record.get("seconds")):
+    if not numbers(record.get("seconds")):
         raise ValueError(f"{path}: line {number} has no seconds")
     judged = record.get("domains")
-    if "domains" not in record or (judged is not None and not (_numbers(judged) and set(judged) == domains)):
+    if "domains" not in record or (judged is not None and not (numbers(judged) and set(judged) == domains)):
         raise ValueError(f"{path}: line {number} has not the accuracies of {', '.join(sorted(domains))}")
     return record
-
-
-def _numbers(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(number, NUMBER) for number in value.values())

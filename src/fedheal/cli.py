@@ -146,8 +146,8 @@ def demo(
     how = at_a_time(planned, _processes(jobs))
     console.print(f"Four methods on ten digits in four domains, seed {seed}, {how}:", highlight=False)
     _run(planned, console, jobs)
-    summaries = [records.read_json(job.folder / "result.json") for job in planned]
-    found = rows.rows(s | {"folder": str(job.folder)} for s, job in zip(summaries, planned, strict=True))
+    summaries = [rows.read_result(job.folder) for job in planned]
+    found = rows.rows(summaries)
     written = show.write_page(found, out / "report.html", "FedHEAL on four domains of digits")
     if as_json:
         typer.echo(json.dumps(summaries, indent=2))
@@ -190,7 +190,11 @@ def compare(
     if "data" in values:
         raise ValueError(f"the data set is given by --data: use --data {values['data']}")
     named = [word for word in words if not _is_override(word)]
-    named_after = ["compare", Path(data).name.replace(":", "."), *(o.replace("/", "_") for o in sorted(overrides))]
+    named_after = [
+        "compare",
+        data.replace(":", ".").replace("/", "_"),
+        *(o.replace("/", "_") for o in sorted(overrides)),
+    ]
     folder = out or Path("runs") / "-".join(named_after)
     planned = plan(named, seeds_of(seeds), values | {"data": data}, folder, track)
     console = Console(quiet=quiet or as_json)
@@ -201,10 +205,14 @@ def compare(
         soft_wrap=True,
     )
     _run(planned, console, jobs, ray)
-    summaries = [records.read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned]
-    found = rows.rows(summaries)
+    found = rows.rows(rows.read_result(job.folder) for job in planned)
     if as_json:
-        typer.echo(json.dumps({"rows": tables.tidy(found), "conclusions": conclusions.sentences(found)}, indent=2))
+        said = [
+            sentence
+            for own in rows.by_data(found).values()
+            for sentence in conclusions.cautions(own) + conclusions.sentences(own)
+        ]
+        typer.echo(json.dumps({"rows": tables.tidy(found), "conclusions": said}, indent=2))
     elif not quiet:
         typer.echo(show.reported(found, "text"))
 
@@ -292,14 +300,7 @@ def report(
 
     Example: fedheal report runs/compare-embedded --html
     """
-    if diagnose and (html or form != "text"):
-        raise ValueError(
-            f"--diagnose makes a table and a picture of its own: leave out {'--html' if html else '--format'}"
-        )
-    if html and form != "text":
-        raise ValueError(
-            f"format = {form}: the page of --html has its tables to copy in all formats; leave one of them out"
-        )
+    _refuse_idle(form, out, reference, html, figures, diagnose)
     if diagnose:
         show.diagnosed(runs, by, figures)
         return
@@ -335,6 +336,28 @@ def report(
         records.write_text(out, text + "\n")
 
 
+def _refuse_idle(
+    form: str, out: Path | None, reference: str | None, html: bool, figures: Path | None, diagnose: bool
+) -> None:
+    """Options of a report that would do nothing beside the others."""
+    given = {"--html": html, "--format": form != "text", "--out": out is not None, "--reference": reference is not None}
+    if diagnose and any(given.values()):
+        idle = next(option for option, there in given.items() if there)
+        raise ValueError(f"--diagnose makes a table and a picture of its own: leave out {idle}")
+    if html and form != "text":
+        raise ValueError(
+            f"format = {form}: the page of --html has its tables to copy in all formats; leave one of them out"
+        )
+    if figures is not None and form != "text":
+        raise ValueError(f"format = {form}: --figures writes no tables, but SVG, PDF and PNG; leave one of them out")
+    if figures is not None and out is not None and not html:
+        raise ValueError(f"out = {out}: --figures names the folder itself; leave out --out")
+    if reference is not None and form in ("csv", "parquet"):
+        raise ValueError(
+            f"reference = {reference}: {form} has the numbers of every run and compares none; leave it out"
+        )
+
+
 @app.command()
 def reproduce(
     result: Annotated[str, typer.Argument(metavar="RESULT", help=f"One of {', '.join(RECIPES)}.")],
@@ -367,7 +390,9 @@ def reproduce(
     if result not in RECIPES:
         raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
     said = {"rounds": rounds, "device": device}
-    values = {key: value for key, value in said.items() if value is not None} | overridden(words or [])
+    values = overridden(
+        [*(f"{k}={v}" for k, v in said.items() if v is not None), *(words or [])]
+    )  # in either form, once
     options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
     parts = planned_runs(RECIPES[result], options, out)
     wanted = list({job.folder: job for part in parts for job in part.jobs}.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from fedheal.compare import seeds_of
 from fedheal.data import archive, cache, export, inspect, real
 from fedheal.data import fetch as downloads
 from fedheal.data.locate import located, root_of
-from fedheal.experiment import Experiment, clients_of, domains_of, override, wanted_of
+from fedheal.experiment import Experiment, clients_of, domains_of, overridden, wanted_of
 
 data_app = typer.Typer(help="Data sets: what there is, what is on disk, and what to do with it.", no_args_is_help=True)
 
@@ -52,13 +52,17 @@ def check(
     The exit code is 0 if everything is there (a stand-in counts), 1 if something is missing, 2 if something is damaged.
     Images in folders are counted, not opened: fedheal data prepare names those that cannot be read.
     """
+    if data is None and root_of(data_root).is_file():  # an export, which says itself what it is of
+        file = root_of(data_root)
+        known = datasets.DESCRIPTIONS.get(archive.manifest(file).name)
+        raise typer.Exit(_say_export(file, real.lacking(known, file) if known else []))
     worst = 0
     for name in [data] if data else list(datasets.DESCRIPTIONS):
         described, wanted = datasets.description(name, datasets.Wanted(data_root))
         root = root_of(wanted.root)
         packed = real.export_of(described, located(described, root), root)
         if packed is not None:
-            worst = max(worst, _say_export(packed))
+            worst = max(worst, _say_export(packed, real.lacking(described, packed)))
             continue
         found = inspect.inspected(described, wanted)
         if data is None and all(one.state == "missing" for one in found):
@@ -214,18 +218,23 @@ def _downloading() -> Iterator[downloads.Progress]:
         yield progress
 
 
-def _say_export(packed: Path) -> int:
+def _say_export(packed: Path, lacking: Sequence[str]) -> int:
     said = archive.manifest(packed)
     names = ", ".join(domain.name for domain in said.domains)
     typer.echo(f"{said.name}: an export, {packed}, of {names} for {said.settings}")
     archive.read(packed)
-    return 0
+    for name in lacking:
+        typer.echo(f"{name}: missing in {packed}")
+    return 1 if lacking else 0
 
 
 def _experiment(data: str, root: str | None, allow_missing: bool, words: list[str] | None) -> Experiment:
-    values = dict(override(word) for word in words or ())
-    said: dict[str, Any] = {"data": data, "data_root": root, "allow_missing": allow_missing}
-    return Experiment.of({key: value for key, value in said.items() if value} | values)
+    values = overridden(words or ())
+    said = {"data": data, "data_root": root, "allow_missing": allow_missing}
+    given = {key: value for key, value in said.items() if value}
+    for key in given.keys() & values.keys():
+        raise ValueError(f"'{key}' is given twice: {given[key]} and {key}={values[key]}")
+    return Experiment.of(given | values)
 
 
 def _say_notes(notes: tuple[str, ...]) -> None:

@@ -76,11 +76,12 @@ def searched(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
 def reported(found: Sequence[rows.Row], form: str, reference: str | None = None) -> str:
     """A table for each data set, what may be concluded from it, and what is special about the data."""
     parts = []
+    groups = rows.by_data(found)
     for table in tables.tables(found):
+        own = groups[table.data]
         parts.append(f"{table.data}: {table.about}")
         parts.append(tables.FORMATS[form](table))
-        own = [row for row in found if str(row.summaries[0]["data"]) == table.data]
-        said = conclusions.sentences(own, reference)
+        said = conclusions.cautions(own, reference) + conclusions.sentences(own, reference)
         said += notes(summary for row in own for summary in row.summaries)
         bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
         parts.append("\n".join(f"{bullet}{sentence}" for sentence in said))

@@ -216,9 +216,9 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     )
     held = {c.id: _held_out(experiment, c) for c in clients}
     train = {c.id: _taken(domains[c.domain], held[c.id][0], device) for c in clients if takes_part(experiment, c)}
+    _check_sizes(experiment, domains, device)
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
-    image = normalised(domains.domains[0].test.images[:1].to(device))
     size = training.batch_size
     smallest = {
         client: size
@@ -226,7 +226,10 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         else len(split) % size or size
         for client, split in train.items()
     }
-    check_fits(module, experiment.model, image, len(domains.classes), smallest)
+    splits = [*train.values(), *(domain.test for domain in reversed(domains.domains))]
+    for shape, image in {split.images.shape[1:]: split.images[:1] for split in splits}.items():
+        own = {client: number for client, number in smallest.items() if train[client].images.shape[1:] == shape}
+        check_fits(module, experiment.model, normalised(image.to(device)), len(domains.classes), own)
     method = experiment.resolved_method
     asked = {"momentum": training.momentum, "weight_decay": training.weight_decay} | dict(method.training)
     training = replace(training, momentum=asked["momentum"], weight_decay=asked["weight_decay"])
@@ -368,6 +371,19 @@ def _refuse_contradictions(own: Mapping[str, Any]) -> None:
     for one, other in (("samples_per_client", "fraction"), ("dirichlet", "class_filling")):
         if own.get(one) and own.get(other):
             raise ValueError(f"{one} = {own[one]} and {other} = {own[other]} exclude each other: give one of them")
+
+
+def _check_sizes(experiment: Experiment, domains: Domains, device: torch.device) -> None:
+    """Domains of one's own may have images of several sizes, where clients train one after the other."""
+    sizes = {d.name: sorted({tuple(s.images.shape[2:]) for s in (d.train, d.test)}) for d in domains.domains}
+    if len({size for found in sizes.values() for size in found}) == 1:
+        return
+    listed = ", ".join(f"{name} {' and '.join(f'{h} x {w}' for h, w in found)}" for name, found in sizes.items())
+    several = f"the images of '{experiment.data}' are of several sizes ({listed})"
+    if experiment.pool:
+        raise ValueError(f"{several} and cannot be pooled: bring them to one size")
+    if device.type == "cuda" and experiment.engine != "serial":
+        raise ValueError(f"{several}, which only engine=serial takes: give that, or bring them to one size")
 
 
 def module_of(experiment: Experiment, classes: int) -> nn.Module:

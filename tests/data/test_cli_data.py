@@ -56,6 +56,21 @@ def test_check_without_a_name_looks_for_all(root: Path, call) -> None:
     assert "pacs: nothing of it is here" in done.out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show", "digits", "data=embedded"], "'data' is given twice: digits and data=embedded"),
+        (["prepare", "digits", "data=embedded"], "'data' is given twice: digits and data=embedded"),
+        (["export", "digits", "seed=1", "seed=2"], "'seed' is given twice: seed=1 and seed=2"),
+        (["show", "digits", "--data-root", ".", "data_root=x"], "'data_root' is given twice: . and data_root=x"),
+    ],
+)
+def test_nothing_is_given_twice(call, words: list[str], said: str) -> None:
+    done = call("data", *words)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+
+
 def test_show_writes_a_sheet_for_each_domain(root: Path, call, tmp_path: Path) -> None:
     done = call("data", "show", "digits", "--data-root", root, "--out", tmp_path / "sheets")
     assert done.code == 0, done.err

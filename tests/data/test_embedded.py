@@ -45,7 +45,7 @@ def test_default_federation_fits_and_favours_the_large_domains(data: Domains) ->
 def test_load_refuses_other_bytes(data: Domains, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(data, domains=data.domains[::-1])
     monkeypatch.setattr(embedded, "draw", lambda: other)
-    with pytest.raises(RuntimeError, match="results would not compare"):
+    with pytest.raises(ValueError, match="results would not compare"):
         embedded.load()
 
 

@@ -177,6 +177,31 @@ def test_the_files_themselves_are_preferred_unless_they_are_fewer(digits: Path, 
     assert data.load("digits", data.Wanted(str(root)))["mnist"].excerpt is not None
 
 
+def test_check_of_an_export_says_what_it_lacks(digits: Path, tmp_path: Path, call) -> None:
+    whole = call("data", "check", "--data-root", digits)  # of which data set it says itself
+    assert whole.code == 0, whole
+    assert "digits: an export" in whole.out
+    root, out = layouts.office_caltech(tmp_path / "office", ("dslr",)), tmp_path / "office.export"
+    call("data", "export", "office-caltech", "--data-root", root, "--allow-missing", "--out", out, *SMALL)
+    for words in (("office-caltech", "--data-root", out), ("--data-root", out)):
+        some = call("data", "check", *words)
+        assert some.code == 1, some
+        assert f"webcam: missing in {out}" in some.out
+
+
+def test_a_file_that_is_no_export_is_passed_over(digits: Path, tmp_path: Path, call, caplog) -> None:
+    (digits.parent / "a.export").write_bytes(b"junk")
+    assert data.load("digits", data.Wanted(str(digits.parent)))["mnist"].excerpt is not None
+    root = layouts.office_caltech(tmp_path / "office", ("dslr",))
+    (root / "b.export").write_bytes(b"junk")
+    assert len(data.load("office-caltech", data.Wanted(str(root), allow_missing=True)).domains) == 1
+    done = call("data", "check", "--data-root", root)
+    assert done.code == 1, done
+    said = [record.getMessage() for record in caplog.records if "it is passed over" in record.getMessage()]
+    assert len(said) == 2  # once for each of them
+    assert "b.export is not an export, or is damaged" in said[1]
+
+
 def test_an_export_cannot_be_exported(digits: Path, call) -> None:
     done = call("data", "export", "digits", "--data-root", digits, "--seeds", "1", "--out", "again.export", *SMALL)
     assert (done.code, "is an export already" in done.err) == (2, True)

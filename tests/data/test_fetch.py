@@ -66,6 +66,9 @@ class Handler(BaseHTTPRequestHandler):
             and self.headers.get("If-Range", self.site.tag) == self.site.tag
         ):
             start = int(said.removeprefix("bytes=").split("-")[0])
+        if start >= len(body):
+            self._send(416, b"", {"Content-Range": f"bytes */{len(body)}"})
+            return
         headers = {"ETag": self.site.tag, "X-Repo-Commit": "c" * 40, "X-Linked-Size": str(len(body))}
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
@@ -164,6 +167,18 @@ def test_a_stopped_download_goes_on_in_the_next_process(site: Site, tmp_path: Pa
     assert found.path.read_bytes() == BODY
     assert site.asked[-1]["range"] == "bytes=400000-"
     assert names(tmp_path) == ["f.mat", "f.mat.sha256"]
+
+
+@pytest.mark.parametrize("left", [BODY, BODY + b"more"], ids=["all", "more"])
+def test_a_part_with_nothing_left_to_ask_for_is_begun_anew(site: Site, tmp_path: Path, left: bytes) -> None:
+    """As a process leaves it that is killed after the last byte and before the rename."""
+    site.files["/f.mat"] = BODY
+    (tmp_path / "f.mat.part").write_bytes(left)
+    (tmp_path / "f.mat.part.etag").write_text(site.tag)
+    found = fetch.from_web(Web(f"{site.address}/f.mat", sha(BODY)), tmp_path, quiet)
+    assert found.path.read_bytes() == BODY
+    assert [one.get("range") for one in site.asked] == [f"bytes={len(left)}-", None]
+    assert names(tmp_path) == ["f.mat"]
 
 
 @pytest.mark.parametrize("change", ["file", "ranges"])

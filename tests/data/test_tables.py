@@ -15,6 +15,7 @@ from pyarrow import parquet
 import layouts
 from fedheal import data
 from fedheal.data import tables
+from fedheal.data.inspect import inspected
 
 
 def write(path: Path, columns: dict[str, Any], features: dict[str, Any] | None = None, rows: int = 1000) -> None:
@@ -74,6 +75,27 @@ def test_labels_as_words(tmp_path: Path) -> None:
     assert len(found.train) == 16
 
 
+def test_a_file_need_not_have_images_of_every_class(tmp_path: Path) -> None:
+    shards = {"train-0": ["dog", "cat"], "train-1": ["cat", "owl"], "test-0": ["owl", "ant"]}
+    for name, labels in shards.items():
+        write(tmp_path / "data" / f"{name}.parquet", {"image": images(2), "label": labels})
+    found = tables.read("a", [tmp_path / "data" / f"{name}.parquet" for name in shards], "", ())
+    assert found.classes == ("ant", "cat", "dog", "owl")
+    assert found.train.labels.tolist() == [2, 1, 1, 3]
+    assert found.test.labels.tolist() == [3, 0]
+
+
+def test_a_label_beyond_the_known_classes_is_damage(tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "flwrlabs--usps" / "data"
+    for part in ("train", "test"):
+        write(folder / f"{part}.parquet", {"image": images(11), "label": list(range(11))})
+    (found,) = (f for f in inspected(data.DESCRIPTIONS["digits"], data.Wanted(str(tmp_path))) if f.name == "usps")
+    assert found.state == "damaged"
+    assert found.said.endswith("labels from 0 to 10 for 10 classes")
+    with pytest.raises(ValueError, match="labels from 0 to 10 for 10 classes"):
+        data.load("digits", data.Wanted(str(tmp_path), allow_missing=True))
+
+
 def test_splits_in_folders_of_their_own_and_files_that_are_not_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "ufldl-stanford--svhn" / "cropped_digits"
     for part, number in (("train", 12), ("test", 11), ("extra", 13)):
@@ -101,6 +123,15 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
         ({"image": [b""], "kind": [0]}, None, "image and label are needed"),
         ({"image": [b""], "label": [7]}, {"label": names("a", "b")}, "labels from 7 to 7 for 2 classes"),
         ({"image": [b""], "label": [-1]}, {"label": names("a", "b")}, "labels from -1"),
+        (
+            {"image": [b""] * 2, "label": [0, None]},
+            {"label": names("a", "b")},
+            r"a.parquet#1 has no label: remove the row",
+        ),
+        ({"image": [b""] * 2, "label": ["a", None]}, None, r"a.parquet#1 has no label: remove the row"),
+        ({"image": [b""], "label": [0.5]}, {"label": names("a", "b")}, "a column label of the kind double"),
+        ({"image": [b""], "label": [0], "domain": [None]}, {"label": names("a", "b")}, "a.parquet#0 has no domain"),
+        ({"image": [b""], "label": [0], "domain": [3]}, {"label": names("a", "b")}, "domains from 3 to 3 for 0 names"),
         ({"image": [b""], "label": [0]}, None, "does not say what its classes are called"),
     ],
 )
@@ -109,7 +140,7 @@ def test_tables_that_are_something_else(
 ) -> None:
     write(tmp_path / "a.parquet", columns, features)
     with pytest.raises(ValueError, match=sentence):
-        tables.read("a", [tmp_path / "a.parquet"], "", ())
+        tables.read("a", [tmp_path / "a.parquet"], "art", ())
 
 
 def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:

@@ -64,6 +64,43 @@ def test_since_when(tmp_path):
     ]
 
 
+def test_behind_on_average_but_not_in_the_last_round(tmp_path):
+    def recovering(t):
+        return {"big-0": 80.0, "small-0": [20.0, 20.0, 20.0, 80.0][t], "small-1": 80.0}
+
+    found = diagnose(federation(tmp_path / "run", clients=recovering))
+    i = [unit.name for unit in found.units].index("small-0")
+    # Gaps of -40, -40, -40 and 0: 30 on average, and no round from which it has always been behind.
+    assert found.under_served(i)
+    assert found.since(i) is None
+    assert lines(found)[1][:4] == ["small-0", "35.0", "-30.0", "on average"]
+    assert sentences(found)[0].startswith(
+        "small-0 is 30.0 points below the mean, on average over the last 4 evaluated rounds, though not more than 5 in the last"
+    )
+    assert picture(found) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weights", [0.5, 0.5]),
+        ("weights", {"big-0": "much"}),
+        ("clients", 3),
+        ("domains", [80.0]),
+        ("homes", "big"),
+        ("report", [1]),
+        ("report.kept", 0.5),
+        ("report.distance", {"big-0": [1]}),
+        ("report.kept_by_tensor", [0.5]),
+    ],
+)
+def test_rounds_that_somebody_made_something_else_of_are_refused_by_name(tmp_path, key, value):
+    outer, _, inner = key.partition(".")
+    run = federation(tmp_path / "run", **{outer: lambda t: {inner: value} if inner else value})
+    with pytest.raises(ValueError, match=rf"run/rounds.jsonl: {key} in line 1 is not what a run writes there"):
+        diagnose(run)
+
+
 def test_domains_are_taken_from_the_result_or_the_rounds(tmp_path):
     run = run_folder(tmp_path / "made", "fedavg+fedheal", rounds=6)
     found = diagnose(run)

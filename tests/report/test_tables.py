@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,9 @@ def test_who_gains_and_who_pays():
     assert conclusions.gains(one)[0].startswith(
         "fedheal against fedavg: line_art gains 10.0 points (standard error 2.1);"
     )
+    # A seed that only one of them has is no part of it.
+    unrelated = [row("fedavg", 0, 99.9, 99.9), row("fedavg", 1, 80.0, 60.0), row("fedheal", 1, 80.0, 70.0)]
+    assert conclusions.gains(unrelated) == conclusions.gains(one)
     assert conclusions.gains([row("a", 0, 1.0, 2.0), row("b", 1, 1.0, 2.0)]) == [
         "b and a share no seed: they are not compared."
     ]
@@ -114,6 +118,21 @@ def test_parquet_can_be_read_back(tmp_path):
 def test_two_runs_of_one_method_and_seed_cannot_both_be_a_row():
     with pytest.raises(ValueError, match=r"fedavg with seed 0 was run twice .* \(runs/x and runs/y\)"):
         tables([*ROWS, row("fedavg", 0, 1.0, 2.0, "runs/y")])
+
+
+def test_rows_over_other_domains_are_refused_by_name():
+    other = row("fedheal", 2, 80.0, 70.0, "runs/y")
+    other = replace(other, domains={"photo": 80.0, "sketch": 70.0})
+    with pytest.raises(
+        ValueError, match=r"'toy' are not over the same .* runs/x has photo, line_art and runs/y has photo"
+    ):
+        tables([*ROWS, other])
+
+
+def test_methods_that_share_no_seed_are_not_compared_and_the_others_are():
+    said = conclusions.sentences([*ROWS, row("fedavg+afl", 7, 80.0, 70.0)])
+    assert said[0] == "fedavg+afl and fedavg share no seed: they are not compared."
+    assert said[1:3] == conclusions.sentences(ROWS)[:2]
 
 
 def test_data_sets_have_tables_of_their_own():

@@ -65,13 +65,23 @@ def load(name: str, wanted: Wanted | None = None) -> Domains:
         return DATASETS[name].load(wanted)
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"the data set {name!r} cannot be imported: {error}") from error
+        made = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever somebody's module may raise
+        raise ValueError(f"the data set {name!r} cannot be imported: {_worded(error)}") from error
+    try:
+        found = made()
+    except Exception as error:  # nor does a function say what it may raise
+        raise ValueError(f"the data set's function {name!r} ended with {_worded(error)}") from error
     if not isinstance(found, Domains):
         raise ValueError(f"{name!r} returned a {type(found).__name__}, not a fedheal.data.domains.Domains")
     check(found, name)
     return found
+
+
+def _worded(error: Exception) -> str:
+    """An error's kind and its first line: a KeyError says no more than the key."""
+    reason = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def description(name: str, wanted: Wanted | None = None) -> tuple[Description, Wanted]:

@@ -9,6 +9,7 @@ result is compared.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import threading
@@ -25,6 +26,8 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 from fedheal.data.images import Unreadable
 from fedheal.data.raw import Bytes, Encoded, Excerpt, Labels, Pixels, Raw, RawDomain
+
+log = logging.getLogger("fedheal")
 
 FORMAT: Literal["fedheal-export-1"] = "fedheal-export-1"
 SUFFIX = ".export"
@@ -96,10 +99,25 @@ def found(root: Path, name: str) -> Path | None:
         if said != name:
             raise ValueError(f"{root} is an export of '{said}', not of '{name}'")
         return root
-    fitting = [path for path in sorted(root.glob(f"*{SUFFIX}")) if manifest(path).name == name]
+    fitting = [path for path in sorted(root.glob(f"*{SUFFIX}")) if _named(path) == name]
     if len(fitting) > 1:
         raise ValueError(f"{root} has several exports of '{name}': name one of {', '.join(p.name for p in fitting)}")
     return fitting[0] if fitting else None
+
+
+def _named(path: Path) -> str:
+    """What an export in a data root is of. One that cannot be read is said and passed over: others may be what is needed."""
+    try:
+        return manifest(path).name
+    except (ValueError, OSError) as error:
+        _pass_over(str(error))
+        return ""
+
+
+@cache
+def _pass_over(reason: str) -> None:
+    """Said once, however many data sets are looked for."""
+    log.warning("%s: it is passed over", reason)
 
 
 def manifest(path: Path) -> Manifest:

@@ -44,7 +44,7 @@ def load() -> Domains:
     data = draw()
     found = fingerprint(data)
     if found != FINGERPRINT:
-        raise RuntimeError(
+        raise ValueError(
             f"The embedded digits have the fingerprint {found} instead of {FINGERPRINT}: scikit-learn's digits or "
             "the glyph atlas are not those this version of fedheal was made with, so results would not compare."
         )

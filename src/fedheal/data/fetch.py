@@ -22,6 +22,7 @@ from fedheal.data.describe import Hub, Source, Web
 
 CHUNK = 1 << 20
 TIMEOUT = 60.0  # seconds without a byte
+NOTHING_MORE = 416  # what a server answers that is asked for bytes beyond the end of a file
 TRIES = 5  # connections for one file, each going on where the last one broke
 
 Progress = Callable[[str, int, int], None]  # file, bytes so far, bytes in all (0: not known)
@@ -133,7 +134,16 @@ def _go_on(url: str, part: Path, progress: Progress) -> None:
     headers = {"User-Agent": "fedheal", "Accept-Encoding": "identity"}
     if have and mark.is_file():
         headers |= {"Range": f"bytes={have}-", "If-Range": mark.read_text(encoding="utf-8")}
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as reply:
+    try:
+        opened = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code != NOTHING_MORE or "Range" not in headers:
+            raise
+        error.close()  # the part is as long as the file, or longer: who knows what it is
+        part.unlink()
+        mark.unlink()
+        return _go_on(url, part, progress)
+    with opened as reply:
         goes_on = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(f"bytes {have}-")
         if reply.status == 206 and not goes_on:
             raise ConnectionError("another part came than the one that was asked for")

@@ -136,11 +136,16 @@ def _refuse_missing(description: Description, places: Sequence[Place], root: Pat
 
 def _refuse_lacking(description: Description, packed: Path, wanted: Wanted) -> None:
     """An export of some domains is no more than that."""
-    here = {domain.name for domain in archive.manifest(packed).domains}
-    names = [{source.name, source.stand_in.name if source.stand_in else ""} for source in description.sources]
-    absent = [s.name for s, either in zip(description.sources, names, strict=True) if not either & here]
+    absent = lacking(description, packed)
     if absent and not wanted.allow_missing:
         raise ValueError(f"{packed} lacks the domains {', '.join(absent)}. allow_missing=true goes on without")
+
+
+def lacking(description: Description, packed: Path) -> list[str]:
+    """The domains of a data set that an export of it does not hold, nor stand-ins for them."""
+    here = {domain.name for domain in archive.manifest(packed).domains}
+    names = [{source.name, source.stand_in.name if source.stand_in else ""} for source in description.sources]
+    return [s.name for s, either in zip(description.sources, names, strict=True) if not either & here]
 
 
 def _gaps(domains: Sequence[Domain], classes: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Table:
     names: tuple[str, ...]
     labels: Labels
     classes: tuple[str, ...]
+    words: bool = False  # labels were words in the file: it does not know of classes that it has none of
 
 
 def files(folder: Path, patterns: Sequence[str]) -> tuple[Path, ...]:
@@ -42,13 +43,18 @@ def files(folder: Path, patterns: Sequence[str]) -> tuple[Path, ...]:
 
 def read(name: str, paths: Sequence[Path], domain: str, classes: tuple[str, ...]) -> RawDomain:
     """A domain; where no file is for testing, of every ten images of a class-sorted list the first eight are for training."""
-    train = [path for path in paths if not _for_testing(path)]
-    test = [path for path in paths if _for_testing(path)]
-    parts = [_joined([_table(path, domain) for path in group], group) for group in (train, test) if group]
-    if len({part.classes for part in parts}) != 1:
-        raise ValueError(f"the tables in {paths[0].parent} name other classes for training than for testing")
-    if not parts[0].classes and not classes:
+    tables = _numbered_alike([_table(path, domain) for path in paths])
+    if len({table.classes for table in tables}) != 1:
+        raise ValueError(f"the tables in {paths[0].parent} do not name the same classes")
+    classes = tables[0].classes or classes
+    if not classes:
         raise ValueError(f"{paths[0]} does not say what its classes are called")
+    for path, table in zip(paths, tables, strict=True):
+        if len(table.labels) and not 0 <= table.labels.min() <= table.labels.max() < len(classes):
+            low, high = table.labels.min(), table.labels.max()
+            raise ValueError(f"{path} has labels from {low} to {high} for {len(classes)} classes")
+    groups = [[t for p, t in zip(paths, tables, strict=True) if _for_testing(p) is kind] for kind in (False, True)]
+    parts = [_joined(group) for group in groups if group]
     fetch = _fetcher()
     if len(parts) == 1:
         order = np.argsort(parts[0].labels, kind="stable")
@@ -57,7 +63,7 @@ def read(name: str, paths: Sequence[Path], domain: str, classes: tuple[str, ...]
             _only(parts[0], order[np.arange(len(order)) % 10 >= OF_TEN]),
         ]
     first, second = (Encoded(part.names, part.labels, fetch) for part in parts)
-    return RawDomain(name, parts[0].classes or classes, first, second)
+    return RawDomain(name, classes, first, second)
 
 
 def _for_testing(path: Path) -> bool:
@@ -78,20 +84,44 @@ def _table(path: Path, domain: str) -> Table:
         raise ValueError(f"{path} is not a Parquet file that can be read ({error})") from error
     if label is None or IMAGE not in columns:
         raise ValueError(f"{path} has the columns {', '.join(columns)}; image and label are needed")
-    classes = tuple(features.get(label, {}).get("names", ()))
-    values = rows[label].to_pylist()
-    if values and isinstance(values[0], str):
-        classes = tuple(sorted(set(values)))
-        values = [classes.index(value) for value in values]
-    labels = np.array(values, dtype=np.int64)
-    if len(labels) and (labels.min() < 0 or (classes and labels.max() >= len(classes))):
-        raise ValueError(f"{path} has labels from {labels.min()} to {labels.max()} for {len(classes)} classes")
+    labels, classes, words = _numbers(path, label, rows[label], _named(features, label))
     kept = np.arange(len(labels))
     if domain and where:
-        kinds = features.get(where, {}).get("names")
-        said = [kinds[v] if kinds else v for v in rows[where].to_pylist()]
-        kept = np.flatnonzero([_same(str(v), domain) for v in said])
-    return Table(tuple(f"{path}#{row}" for row in kept), labels[kept], classes)
+        numbers, kinds, _ = _numbers(path, where, rows[where], _named(features, where))
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(kinds):
+            raise ValueError(f"{path} has domains from {numbers.min()} to {numbers.max()} for {len(kinds)} names")
+        kept = np.flatnonzero([_same(kinds[number], domain) for number in numbers])
+    return Table(tuple(f"{path}#{row}" for row in kept), labels[kept], classes, words)
+
+
+def _numbers(path: Path, what: str, column: Any, names: tuple[str, ...]) -> tuple[Labels, tuple[str, ...], bool]:
+    """A column of numbers or words as numbers, what they mean, and whether they were words."""
+    values = column.to_pylist()
+    if None in values:
+        raise ValueError(f"{path}#{values.index(None)} has no {what}: remove the row, or give it one")
+    if values and all(isinstance(value, str) for value in values):
+        names = tuple(sorted(set(values)))
+        number = {name: i for i, name in enumerate(names)}
+        return np.array([number[value] for value in values], dtype=np.int64), names, True
+    if not all(isinstance(value, int) for value in values):
+        raise ValueError(f"{path} has a column {what} of the kind {column.type}; whole numbers or words are needed")
+    return np.array(values, dtype=np.int64), names, False
+
+
+def _numbered_alike(tables: list[Table]) -> list[Table]:
+    """Words are numbered by those of all files together: one alone may lack some classes."""
+    if not any(table.words for table in tables) or not all(table.words for table in tables if table.names):
+        return tables
+    classes = tuple(sorted({name for table in tables for name in table.classes}))
+    place = {name: i for i, name in enumerate(classes)}
+    return [
+        replace(
+            table,
+            labels=np.array([place[table.classes[label]] for label in table.labels], dtype=np.int64),
+            classes=classes,
+        )
+        for table in tables
+    ]
 
 
 def _parquet() -> Any:
@@ -115,9 +145,14 @@ def _features(metadata: Any) -> dict[str, Any]:
         return {}
 
 
-def _joined(tables: Sequence[Table], paths: Sequence[Path]) -> Table:
-    if len({table.classes for table in tables}) != 1:
-        raise ValueError(f"the tables in {paths[0].parent} do not name the same classes")
+def _named(features: dict[str, Any], column: str) -> tuple[str, ...]:
+    """What a column's numbers mean, if the file says it."""
+    said = features.get(column)
+    names = said.get("names") if isinstance(said, dict) else None
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def _joined(tables: Sequence[Table]) -> Table:
     names = tuple(name for table in tables for name in table.names)
     return Table(names, np.concatenate([table.labels for table in tables]), tables[0].classes)
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from fedheal.recipes import paper
 from fedheal.recipes.recipe import BESIDE, Claim, Entry, Planned, Recipe
-from fedheal.records import read_json
+from fedheal.report.conclusions import cautions
 from fedheal.report.page import Extra
-from fedheal.report.rows import Row, rows
+from fedheal.report.rows import Row, by_data, read_result, rows
 from fedheal.report.tables import EVENNESS, over_rounds, value
 
 MARK = "†"
@@ -21,16 +21,17 @@ KINDS = ("ours", "paper", "difference")
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the recipe. `ours`: mean and spread over seeds by column; `paper`: what it prints."""
+    """One row of the recipe. `ours`: mean and spread over seeds by column; `paper`: what it prints, over its `domains`."""
 
     entry: Entry
     ours: Mapping[str, tuple[float, float | None]]
     paper: Mapping[str, float]
+    domains: Sequence[str]  # those the paper's AVG and STD are over, whether it prints them or not
 
     @property
     def difference(self) -> dict[str, float]:
         """Ours less the paper's, where both are of the same domains."""
-        alike = set(self.ours) - set(EVENNESS) == set(self.paper) - set(EVENNESS) or not set(self.paper) - set(EVENNESS)
+        alike = set(self.ours) - set(EVENNESS) == set(self.domains)
         shared = [c for c in self.paper if c in self.ours and (c not in EVENNESS or alike)]
         return {column: self.ours[column][0] - self.paper[column] for column in shared}
 
@@ -49,21 +50,23 @@ class Beside:
 
 def found(planned: Planned) -> list[Row]:
     """The results of all runs, each once."""
-    return rows(read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned.jobs)
+    return rows(read_result(job.folder) for job in planned.jobs)
 
 
 def beside(recipe: Recipe, planned: Planned) -> Beside:
     """The finished runs of a recipe on one data set, beside the paper's numbers."""
-    results = {str(row.summaries[0]["folder"]): row for row in found(planned)}
+    (own_rows,) = by_data(found(planned)).values()
+    results = {str(row.summaries[0]["folder"]): row for row in own_rows}
     printed = paper.DOMAINS.get(BESIDE.get(planned.data, planned.data), ())
     lines = []
     for entry, jobs in planned.rows:
         own = [results[str(job.folder)] for job in jobs]
         columns = [*own[0].domains, *EVENNESS]
         numbers = {column: _spread([value(row, column) for row in own]) for column in columns}
-        lines.append(Line(entry, numbers, _printed(entry, printed)))
+        lines.append(Line(entry, numbers, _printed(entry, printed), printed))
     ours = [c for c in lines[0].ours if c not in EVENNESS]
     theirs = [c for c in printed if c not in ours and any(c in line.paper for line in lines)]
+    absent = [d for d in printed if d not in ours and any(line.paper for line in lines)]
     same = planned.data in paper.DOMAINS
     rounds = frozenset(int(row.summaries[0]["averaged"]) for row in results.values())
     return Beside(
@@ -71,7 +74,13 @@ def beside(recipe: Recipe, planned: Planned) -> Beside:
         planned.data,
         (*ours, *theirs, *EVENNESS),
         tuple(lines),
-        (*_about(planned, rounds, theirs, same), *_data_notes(results.values()), *_misprints(lines), *recipe.notes),
+        (
+            *_about(planned, rounds, absent, same),
+            *cautions(own_rows),
+            *_data_notes(own_rows),
+            *_misprints(lines),
+            *recipe.notes,
+        ),
         same,
     )
 
@@ -85,7 +94,7 @@ def _printed(entry: Entry, domains: Sequence[str]) -> dict[str, float]:
     return dict(zip(names, entry.published, strict=True)) if entry.published else {}
 
 
-def _about(planned: Planned, rounds: frozenset[int], theirs: Sequence[str], same: bool) -> list[str]:
+def _about(planned: Planned, rounds: frozenset[int], absent: Sequence[str], same: bool) -> list[str]:
     seeds = sorted({len(jobs) for _, jobs in planned.rows})
     number = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
     spread = f", {number} seeds, ± standard deviation over them" if seeds[-1] > 1 else ", one seed"
@@ -95,9 +104,9 @@ def _about(planned: Planned, rounds: frozenset[int], theirs: Sequence[str], same
         said.append(
             f"The paper has no {planned.data} data: its numbers on other data stand beside, and nothing is subtracted."
         )
-    elif theirs:
+    elif absent:
         said.append(
-            f"Our data has no {', '.join(theirs)}: AVG and STD are over other domains than the paper's, and are not subtracted."
+            f"Our data has no {', '.join(absent)}: AVG and STD are over other domains than the paper's, and are not subtracted."
         )
     return said
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -78,11 +78,15 @@ def planned(recipe: Recipe, options: Options, out: Path) -> list[Planned]:
     """The runs of a recipe, all validated before the first starts."""
     if not options.seeds:
         raise ValueError("a result needs at least one seed")
-    for key in ("seed", "method", "name", "data"):
-        if key in options.values:
-            raise ValueError(f"{key} is what a recipe sets: it cannot be given as {key}={options.values[key]}")
+    _refuse_fixed(("seed", "method", "name", "data"), options.values)
     sets = tuple(options.data) or ((SMOKE_DATA,) if options.smoke else recipe.data)
     return [_on(recipe, data, options, out) for data in dict.fromkeys(sets)]
+
+
+def _refuse_fixed(fixed: Iterable[str], values: Mapping[str, Any]) -> None:
+    for key in fixed:
+        if key in values:
+            raise ValueError(f"{key} is what a recipe sets: it cannot be given as {key}={values[key]}")
 
 
 def suffix(options: Options) -> str:
@@ -96,8 +100,9 @@ def _on(recipe: Recipe, data: str, options: Options, out: Path) -> Planned:
     given = (dict(recipe.smoke) if options.smoke else {}) | {"data": data} | dict(options.values)
     rounds = Experiment.of(given | {"method": "fedavg"}).rounds
     fixed = dict(recipe.values(rounds))
+    _refuse_fixed(fixed, options.values)
     own = "".join(f"-{key}={value}" for key, value in sorted(fixed.items()))
-    folder = out / f"{Path(data).name.replace(':', '.')}{own}{suffix(options)}"
+    folder = out / f"{data.replace(':', '.').replace('/', '_')}{own}{suffix(options)}"
     rows = []
     for entry in entries:
         experiments = [Experiment.of(given | fixed | {"method": entry.method, "seed": seed}) for seed in options.seeds]

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedheal.metrics import fairness
+from fedheal.report import alike
 from fedheal.report.rows import BOUNDS, Row
 from fedheal.sampling import note_on_test_sets
 from fedheal.statistics import Comparison, compare_metrics, seeds_needed, verdict
@@ -19,14 +20,21 @@ ALPHA = 0.05
 
 def sentences(found: Sequence[Row], reference: str | None = None) -> list[str]:
     """Every method against the reference (the first one if not named), then what the test sets' sizes allow."""
-    methods = _by_method(found)
     first = chosen_reference(found, reference)
-    said = []
+    methods = _compared(found, first)
+    alone = [name for name, seeds in methods.items() if not seeds.keys() & methods[first].keys()]
+    said = [_unpaired(name, first) for name in alone]
+    methods = {name: seeds for name, seeds in methods.items() if name not in alone}
     if len(methods) > 1:
         compared = [c for group in compare_metrics(methods, first, METRICS).values() for c in group]
         hopeless = [c for c in compared if c.smallest_p_adjusted > ALPHA]
         said += _too_few(hopeless) + [verdict(c, ALPHA) for c in compared if c not in hopeless]
     return [*said, *_test_sets(found)]
+
+
+def cautions(found: Sequence[Row], reference: str | None = None) -> list[str]:
+    """What sets the runs apart beside method and seed, such as other settings or other data."""
+    return alike.cautions(found, chosen_reference(found, reference))
 
 
 def chosen_reference(found: Sequence[Row], reference: str | None = None) -> str:
@@ -39,10 +47,10 @@ def chosen_reference(found: Sequence[Row], reference: str | None = None) -> str:
 
 def headline(found: Sequence[Row], reference: str | None = None) -> list[str]:
     """The reference's worst-served domain, and which method is ahead in what; means over seeds, no claim beyond them."""
-    methods = _by_method(found)
+    first = chosen_reference(found, reference)
+    methods = _compared(found, first)
     if not methods:
         return []
-    first = chosen_reference(found, reference)
     by_domain = _means(methods[first])
     worst = min(by_domain, key=lambda d: by_domain[d])
     average = float(np.mean(list(by_domain.values())))
@@ -72,8 +80,8 @@ def _means(seeds: dict[int, dict[str, float]]) -> dict[str, float]:
 
 def gains(found: Sequence[Row], reference: str | None = None) -> list[str]:
     """For every method but the reference, which domain gains most and which pays most, and whether that is beyond noise."""
-    methods = _by_method(found)
     first = chosen_reference(found, reference)
+    methods = _compared(found, first)
     return [_gain(name, seeds, first, methods[first], found) for name, seeds in methods.items() if name != first]
 
 
@@ -86,36 +94,41 @@ def _gain(
 ) -> str:
     paired = sorted(set(seeds) & set(base))
     if not paired:
-        return f"{name} and {reference} share no seed: they are not compared."
+        return _unpaired(name, reference)
     moved = {
         domain: np.array([seeds[s][domain] - base[s][domain] for s in paired])
         for domain in seeds[paired[0]]
         if domain in base[paired[0]]
     }
     most, least = (pick(moved, key=lambda d: float(moved[d].mean())) for pick in (max, min))
-    parts = [_moved(most, moved[most], seeds, base, found)]
+    one = [seeds[paired[0]], base[paired[0]]] if len(paired) == 1 else None
+    parts = [_moved(most, moved[most], one, found)]
     if least != most:
-        parts.append(_moved(least, moved[least], seeds, base, found))
+        parts.append(_moved(least, moved[least], one, found))
     return f"{name} against {reference}: {'; '.join(parts)}."
 
 
-def _moved(
-    domain: str,
-    by_seed: Floats,
-    seeds: dict[int, dict[str, float]],
-    base: dict[int, dict[str, float]],
-    found: Sequence[Row],
-) -> str:
+def _unpaired(name: str, reference: str) -> str:
+    return f"{name} and {reference} share no seed: they are not compared."
+
+
+def _moved(domain: str, by_seed: Floats, one: Sequence[dict[str, float]] | None, found: Sequence[Row]) -> str:
+    """`one`: the two runs' accuracies, where there is no more than one pair."""
     change = float(by_seed.mean())
-    if len(by_seed) > 1:
+    if one is None:
         error = float(by_seed.std(ddof=1)) / len(by_seed) ** 0.5
     else:  # one seed: what drawing the test images alone would do to the two accuracies
         size = found[0].summaries[0]["test_sizes"].get(domain, 0)
-        both = [next(iter(runs.values()))[domain] / 100 for runs in (seeds, base)]
+        both = [accuracy[domain] / 100 for accuracy in one]
         error = 100 * float(sum(p * (1 - p) / max(size, 1) for p in both)) ** 0.5
     verb = "gains" if change > 0 else "pays" if change < 0 else "moves by"
     noise = "" if abs(change) > 2 * error else ", which is within noise"
     return f"{domain} {verb} {abs(change):.1f} points (standard error {error:.1f}{noise})"
+
+
+def _compared(found: Sequence[Row], reference: str) -> dict[str, dict[int, dict[str, float]]]:
+    """By method, without the runs that were on other data than the reference's."""
+    return _by_method(alike.comparable(found, reference))
 
 
 def _by_method(found: Sequence[Row]) -> dict[str, dict[int, dict[str, float]]]:

@@ -4,7 +4,8 @@ A run folder of a real federation may lack much: what is needed is `rounds.jsonl
 kept fractions, distances and the clients' domains are used where they are there.
 
 A unit (a domain, or a client) is *under-served* where its accuracy, averaged over the last evaluated rounds, lies more than
-`GAP` points below the mean of all units; *since* is the first evaluated round from which it has always been so.
+`GAP` points below the mean of all units; *since* is the first evaluated round from which it has been so in every one to the
+last, if there is such a round.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedheal.metrics import LAST
-from fedheal.records import read_json, read_rounds
+from fedheal.records import read_json
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, by_round, saved
+from fedheal.report.rounds import rounds_of
 from fedheal.report.series import Floats, mean_of
 
 if TYPE_CHECKING:
@@ -70,14 +72,15 @@ class Diagnosis:
         """How far a unit is from the mean, over the last evaluated rounds."""
         return _last(self.gaps[number])
 
+    def under_served(self, number: int) -> bool:
+        """Whether a unit is too far behind, on average over the last evaluated rounds."""
+        return self.lag(number) < -GAP
+
     def since(self, number: int) -> int | None:
-        """The first evaluated round from which the unit has always been under-served; `None` if it is not at the end."""
-        if not self.lag(number) < -GAP:
-            return None
+        """The round from which an under-served unit was behind in every evaluated one; `None` if it was not in the last."""
+        start = None
         gaps = self.gaps[number]
-        evaluated = np.flatnonzero(np.isfinite(gaps))
-        start = int(self.rounds[evaluated[-1]])
-        for i in evaluated[::-1]:
+        for i in np.flatnonzero(np.isfinite(gaps))[::-1] if self.under_served(number) else ():
             if gaps[i] >= -GAP:
                 break
             start = int(self.rounds[i])
@@ -86,7 +89,7 @@ class Diagnosis:
 
 def diagnose(folder: Path, what: str | None = None) -> Diagnosis:
     """The units of a run: domains where the clients' are known, else clients; `what` asks for one kind."""
-    records = read_rounds(folder)
+    records = rounds_of(folder)
     if not records:
         raise ValueError(f"{folder} holds no rounds: name a run folder with a rounds.jsonl")
     summary = read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
@@ -162,13 +165,14 @@ def lines(found: Diagnosis) -> list[list[str]]:
     body = []
     for i, unit in sorted(enumerate(found.units), key=lambda pair: (np.isnan(found.lag(pair[0])), found.lag(pair[0]))):
         since = found.since(i)
+        behind = "on average" if since is None else f"round {since}"
         relative = unit.weight / unit.fair
         body.append(
             [
                 unit.name + (f" ({unit.clients} clients)" if found.what == "domain" else ""),
                 _number(_last(unit.accuracy), ".1f"),
                 _number(found.lag(i), "+.1f"),
-                "-" if since is None else f"round {since}",
+                behind if found.under_served(i) else "-",
                 _number(_last(unit.weight), ".1%"),
                 _number(_last(relative), ".2f"),
                 _number(_last(unit.kept), ".1%"),
@@ -190,16 +194,20 @@ def sentences(found: Diagnosis) -> list[str]:
         return [
             f"No accuracy by {found.what} was recorded, so nobody can be called under-served; weights are as shown."
         ]
-    behind = [(unit, since) for i, unit in enumerate(found.units) if (since := found.since(i)) is not None]
+    behind = [i for i in range(len(found.units)) if found.under_served(i)]
     if not behind:
         return [f"No {found.what} lies more than {GAP:g} points below the mean of all {found.what}s."]
-    return [_behind(found, unit, since) for unit, since in behind]
+    return [_behind(found, number, last) for number in behind]
 
 
-def _behind(found: Diagnosis, unit: Unit, since: int) -> str:
-    number = found.units.index(unit)
+def _behind(found: Diagnosis, number: int, last: int) -> str:
+    unit, since = found.units[number], found.since(number)
     weight, ratio, kept = _last(unit.weight), _last(unit.weight / unit.fair), _last(unit.kept)
-    said = f"{unit.name} is {-found.lag(number):.1f} points below the mean, more than {GAP:g} since round {since}"
+    said = f"{unit.name} is {-found.lag(number):.1f} points below the mean, "
+    if since is None:
+        said += f"on average over the last {last} evaluated rounds, though not more than {GAP:g} in the last of them"
+    else:
+        said += f"more than {GAP:g} since round {since}"
     if np.isfinite(ratio):
         less = "less than" if ratio < 0.95 else "more than" if ratio > 1.05 else "about"
         holds = "its clients hold" if found.what == "domain" else "it holds"
@@ -222,7 +230,7 @@ def picture(found: Diagnosis) -> Figure | None:
     panels = [panel for panel in panels if any(np.isfinite(values).any() for values in panel[1])]
     if not panels:
         return None
-    behind = [i for i in range(len(found.units)) if found.since(i) is not None]
+    behind = [i for i in range(len(found.units)) if found.under_served(i)]
     every = found.what == "domain" and len(found.units) <= len(palette.DOMAINS)
     figure = Figure(figsize=(PAGE, 2.1))
     for axes, (label, values, level) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

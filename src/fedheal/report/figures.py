@@ -13,7 +13,7 @@ import numpy as np
 
 from fedheal.report import palette, tables
 from fedheal.report.conclusions import chosen_reference
-from fedheal.report.rows import BOUNDS, Row
+from fedheal.report.rows import BOUNDS, Row, by_data
 from fedheal.report.series import PHASES, Series, pareto, series
 
 if TYPE_CHECKING:  # matplotlib takes a second to load: only those who draw wait for it
@@ -68,12 +68,12 @@ class Shown:
 
 def write(rows: Sequence[Row], folder: Path, reference: str | None = None) -> list[Path]:
     """Every figure there is something to draw for, in every format; the files' names say which."""
-    several = len({str(row.summaries[0]["data"]) for row in rows}) > 1
+    groups = by_data(rows)
     written = []
     for table in tables.tables(rows):
-        own = [row for row in rows if str(row.summaries[0]["data"]) == table.data]
+        own = groups[table.data]
         shown = Shown(table, tuple(own[0].domains), series(own), chosen_reference(own, reference))
-        prefix = re.sub(r"[^A-Za-z0-9-]+", "_", table.data) + "-" if several else ""
+        prefix = re.sub(r"[^A-Za-z0-9-]+", "_", table.data) + "-" if len(groups) > 1 else ""
         for name, draw in FIGURES.items():
             written += saved(folder / f"{prefix}{name}", partial(draw, shown))
     return written

@@ -11,18 +11,17 @@ import gzip
 import json
 import math
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedheal.report import conclusions, palette, tables
-from fedheal.report.rows import BOUNDS, Row
+from fedheal.report import alike, conclusions, palette, tables
+from fedheal.report.alike import shown
+from fedheal.report.rows import BOUNDS, Row, by_data
 from fedheal.report.series import Floats, Series, pareto, series, thinned
 from fedheal.version import __version__
 
@@ -30,7 +29,6 @@ MOST_ROUNDS = 200  # points of a curve
 MOST_COLUMNS = 50  # rounds of the heat map
 MOST_SENTENCES = 5  # of one kind, before the rest is folded away
 MOST_LETTERS = 400
-APART = frozenset({"name", "seed", "method"})  # settings that a table names already
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ def page(rows: Sequence[Row], title: str = "", reference: str | None = None, ext
     """The page for these rows."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-    sets = [_set(table, [row for row in rows if str(row.summaries[0]["data"]) == table.data], reference) for table in
-            tables.tables(rows)]  # fmt: skip
+    groups = by_data(rows)
+    sets = [_set(table, groups[table.data], reference) for table in tables.tables(rows)]
     environment = Environment(
         loader=FunctionLoader(asset), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -104,6 +102,7 @@ def _set(table: tables.Table, rows: Sequence[Row], reference: str | None) -> dic
     return {
         "data": table.data,
         "about": table.about,
+        "cautions": conclusions.cautions(rows, reference),
         "headline": conclusions.headline(rows, reference),
         "gains": _folded(conclusions.gains(rows, reference)),
         "sentences": _folded(conclusions.sentences(rows, reference)),
@@ -118,7 +117,7 @@ def _set(table: tables.Table, rows: Sequence[Row], reference: str | None) -> dic
             for method, cells in table.cells.items()
         ],
         "copies": {"Markdown": tables.markdown(table), "LaTeX": tables.latex(table), "CSV": tables.csv_text(rows)},
-        "settings": _settings(rows),
+        "settings": alike.settings(rows),
         "facts": _facts(rows),
         "figures": _figures(table, rows, conclusions.chosen_reference(rows, reference)),
     }
@@ -191,28 +190,6 @@ def _short(number: float, digits: int = 2) -> float | int | None:
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-def _settings(rows: Sequence[Row]) -> dict[str, Any]:
-    """The experiments' fields: those all runs share, and those that differ."""
-    described = [_described(summary) for row in rows for summary in row.summaries]
-    fields = list(dict.fromkeys(key for one in described for key in one))
-    shared, differ = {}, {}
-    for key in fields:
-        values = list(dict.fromkeys(_shown(one.get(key)) for one in described))
-        if len(values) == 1:
-            shared[key] = values[0]
-        elif key not in APART:
-            differ[key] = values
-    return {"shared": shared, "differ": differ, "methods": sorted({str(one.get("method", "")) for one in described})}
-
-
-def _described(summary: Mapping[str, Any]) -> dict[str, Any]:
-    for name in ("experiment.toml", "federation.toml"):  # of a simulation, of a federation
-        path = Path(str(summary.get("folder", ""))) / name
-        if path.is_file():
-            return tomllib.loads(path.read_text(encoding="utf-8"))
-    return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}
-
-
 def _facts(rows: Sequence[Row]) -> dict[str, str]:
     """Where and with what the runs were made."""
     summaries = [summary for row in rows for summary in row.summaries]
@@ -233,17 +210,9 @@ def _facts(rows: Sequence[Row]) -> dict[str, str]:
         "sent to clients": [_bytes(summary.get("bytes_sent")) for summary in summaries],
         "received from clients": [_bytes(summary.get("bytes_received")) for summary in summaries],
     }
-    joined = {name: "; ".join(dict.fromkeys(_shown(v) for v in values if v)) for name, values in facts.items()}
+    joined = {name: "; ".join(dict.fromkeys(shown(v) for v in values if v)) for name, values in facts.items()}
     return {name: text for name, text in joined.items() if text}
 
 
 def _bytes(number: Any) -> str:
     return f"{number / 1e6:,.1f} MB a run" if number else ""
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "not set"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return (", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)) or "none"

@@ -31,6 +31,23 @@ class Row:
     summaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
 
+NUMBER = (int, float)
+# What a report reads of a run's result.json, and what each is.
+NEEDED: Mapping[str, type | tuple[type, ...]] = {
+    "method": str,
+    "data": str,
+    "seed": int,
+    "rounds": int,
+    "domains": dict,
+    "clients": dict,
+    "trained": dict,
+    "test_sizes": dict,
+    "only": list,
+    "without": list,
+    "pool": bool,
+}
+
+
 def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The results of all finished runs in or under these folders, each once; each knows its `folder`."""
     folders: dict[Path, None] = {}
@@ -38,13 +55,50 @@ def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
         if not path.exists():
             raise ValueError(f"{path} does not exist")
         folders |= dict.fromkeys(sorted(found.parent for found in path.rglob("result.json")))
-    results = []
-    for folder in folders:
-        try:
-            results.append(read_json(folder / "result.json") | {"folder": str(folder)})
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{folder / 'result.json'} cannot be read: {error}") from error
-    return results
+    return [read_result(folder) for folder in folders]
+
+
+def read_result(folder: Path, needed: Mapping[str, type | tuple[type, ...]] = NEEDED) -> dict[str, Any]:
+    """The result of a finished run, which knows its `folder`; one that lacks what is needed is refused by name."""
+    path = folder / "result.json"
+    try:
+        summary = read_json(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path} is not JSON: {error}") from error
+    for key, kind in needed.items():
+        if key not in summary:
+            raise ValueError(f"{path}: there is no {key}")
+        if not isinstance(summary[key], kind):
+            raise ValueError(f"{path}: {key} = {summary[key]!r} is of the wrong kind")
+    if not summary["domains"] or not numbers(summary["domains"]):
+        raise ValueError(f"{path}: domains = {summary['domains']!r} are no accuracies")
+    if not numbers(summary["test_sizes"]) or summary["test_sizes"].keys() != summary["domains"].keys():
+        raise ValueError(f"{path}: test_sizes = {summary['test_sizes']!r} are not those of its domains")
+    return summary | {"folder": str(folder)}
+
+
+def numbers(value: object) -> bool:
+    """Whether it is a number for each of several names."""
+    return isinstance(value, dict) and all(isinstance(number, NUMBER) for number in value.values())
+
+
+def by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of each data set, which must all have its domains: what has others does not compare."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        group = groups.setdefault(str(row.summaries[0]["data"]), [])
+        group.append(row)
+        if set(row.domains) != set(group[0].domains):
+            places = [f"{r.summaries[0].get('folder', '?')} has {', '.join(r.domains)}" for r in (group[0], row)]
+            raise ValueError(
+                f"the runs on '{row.summaries[0]['data']}' are not over the same domains: {' and '.join(places)}; "
+                "report them apart"
+            )
+    return groups
 
 
 def rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:

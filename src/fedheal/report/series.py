@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedheal.metrics import fairness
-from fedheal.records import read_rounds
+from fedheal.report.rounds import rounds_of
 from fedheal.report.rows import BOUNDS, Row
 
 Floats = NDArray[np.float64]
@@ -53,21 +53,19 @@ def series(rows: Sequence[Row]) -> list[Series]:
 
 
 def _series(method: str, group: Sequence[Row]) -> Series:
-    runs = [(row.summaries[0], read_rounds(Path(str(row.summaries[0].get("folder", ""))))) for row in group]
+    runs = [(row.summaries[0], rounds_of(Path(str(row.summaries[0].get("folder", ""))))) for row in group]
     domains = list(group[0].domains)
-    judged = [[record for record in rounds if record.get("domains")] for _, rounds in runs]
-    shown = min((len(rounds) for rounds in judged), default=0)
-    lasting = min((len(rounds) for _, rounds in runs), default=0)
+    judged = _in_common([[record for record in rounds if record.get("domains")] for _, rounds in runs])
     homes = [dict(summary.get("trained", {})) for summary, _ in runs]
-    every = [rounds[:lasting] for _, rounds in runs]
+    every = _in_common([rounds for _, rounds in runs])
     return Series(
         method,
         len(runs),
-        np.array([record["round"] for record in judged[0][:shown]], np.float64) if runs else np.zeros(0),
-        _curves([rounds[:shown] for rounds in judged], domains) if shown else {},
+        np.array([record["round"] for record in judged[0]], np.float64) if runs else np.zeros(0),
+        _curves(judged, domains) if judged and judged[0] else {},
         np.array([record["round"] for record in every[0]], np.float64) if runs else np.zeros(0),
         _by_domain(every, homes, domains, lambda record: record.get("weights"), "sum"),
-        _by_domain(every, homes, domains, lambda record: record.get("report", {}).get("kept"), "mean"),
+        _by_domain(every, homes, domains, lambda record: (record.get("report") or {}).get("kept"), "mean"),
         _by_tensor(every),
         _consistency([summary for summary, _ in runs], homes, domains),
         {
@@ -75,6 +73,12 @@ def _series(method: str, group: Sequence[Row]) -> Series:
             for phase in PHASES
         },
     )
+
+
+def _in_common(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Mapping[str, Any]]]:
+    """Of each run, the rounds that all have: a mean over seeds is one of the same round."""
+    shared = set.intersection(*({record["round"] for record in run} for run in runs)) if runs else set()
+    return [[record for record in run if record["round"] in shared] for run in runs]
 
 
 def _curves(judged: Sequence[Sequence[Mapping[str, Any]]], domains: Sequence[str]) -> dict[str, Band]:
@@ -113,7 +117,7 @@ def _by_domain(
 
 
 def _by_tensor(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Floats]:
-    told = [[record.get("report", {}).get("kept_by_tensor") or {} for record in run] for run in runs]
+    told = [[(record.get("report") or {}).get("kept_by_tensor") or {} for record in run] for run in runs]
     names = list(dict.fromkeys(name for run in told for record in run[:1] for name in record))
     return {
         name: mean_of(np.array([[record.get(name, np.nan) for record in run] for run in told], np.float64))

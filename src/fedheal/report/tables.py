@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.metrics import LAST
-from fedheal.report.rows import BOUNDS, Row
+from fedheal.report.rows import BOUNDS, Row, by_data
 
 LOWER_IS_BETTER = frozenset({"STD"})
 EVENNESS = {"AVG": "avg", "STD": "std", "worst": "worst"}
@@ -58,10 +58,7 @@ def over_rounds(averaged: frozenset[int]) -> str:
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """A table a data set. Two runs of one method and seed cannot both be a row: that is refused by name."""
-    by_data: dict[str, list[Row]] = {}
-    for row in rows:
-        by_data.setdefault(str(row.summaries[0]["data"]), []).append(row)
-    return [_table(data, group) for data, group in by_data.items()]
+    return [_table(data, group) for data, group in by_data(rows).items()]
 
 
 def _table(data: str, rows: Sequence[Row]) -> Table:

@@ -1,0 +1,99 @@
+"""Whether runs may stand beside each other: what sets them apart beside their methods and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedheal.experiment import FREE, read_toml
+from fedheal.report.rows import BOUNDS, Row
+
+APART = frozenset({"name", "seed", "method"})  # settings that a table names already
+OF_BOUNDS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
+MOST = 5  # values or runs that a sentence names
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The fields of experiments: those all share, the values of those that differ, and the methods in full."""
+
+    shared: Mapping[str, str]
+    differ: Mapping[str, Sequence[str]]
+    methods: Sequence[str]
+
+
+def settings(rows: Sequence[Row]) -> Settings:
+    """What the runs' folders say of them. A federation says little of its clients, and does not differ in the rest."""
+    described = [(row, *_described(summary)) for row in rows for summary in row.summaries]
+    shared, differ = {}, {}
+    for key in dict.fromkeys(key for _, one, _ in described for key in one):
+        asked = [
+            one
+            for row, one, complete in described
+            if (complete or key in one) and not (key in OF_BOUNDS and row.method in BOUNDS)
+        ]
+        values = list(dict.fromkeys(shown(one.get(key)) for one in asked))
+        if len(values) == 1:
+            shared[key] = values[0]
+        elif values and key not in APART:
+            differ[key] = values
+    return Settings(shared, differ, sorted({str(one.get("method", "")) for _, one, _ in described}))
+
+
+def same_data(one: Row, other: Row) -> bool:
+    """Whether two rows of one data set and seed were trained and judged on the same images, as far as they say it."""
+    for key in ("used_fingerprint", "data_fingerprint"):  # runs of earlier versions have only the second
+        prints = [str(row.summaries[0].get(key) or "") for row in (one, other)]
+        if all(prints):
+            return prints[0] == prints[1]
+    return True  # a federation's data are nobody's to look at
+
+
+def cautions(rows: Sequence[Row], reference: str) -> list[str]:
+    """What whoever compares these rows must know: settings that differ, and runs on other data than the reference's."""
+    said = []
+    differ = {key: values for key, values in settings(rows).differ.items() if key not in FREE}
+    if differ:
+        fields = ", ".join(f"{key} ({_some(values)})" for key, values in differ.items())
+        said.append(f"Not the same in all runs: {fields}. Differences between rows are not those of methods alone.")
+    others = [row for row in rows if row.method not in BOUNDS and not _comparable(row, rows, reference)]
+    if others:
+        named = [f"{row.method} with seed {row.seed} ({row.summaries[0].get('folder', '?')})" for row in others]
+        said.append(
+            f"Not on the data of {reference}'s run with the same seed, and therefore not compared with it: {_some(named)}."
+        )
+    return said
+
+
+def comparable(rows: Sequence[Row], reference: str) -> list[Row]:
+    """The rows without those that were on other data than the reference's of the same seed."""
+    return [row for row in rows if _comparable(row, rows, reference)]
+
+
+def _comparable(row: Row, rows: Sequence[Row], reference: str) -> bool:
+    return all(same_data(row, other) for other in rows if (other.method, other.seed) == (reference, row.seed))
+
+
+def _described(summary: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A run's settings, and whether they are complete: what is not there is not set."""
+    folder = Path(str(summary.get("folder", "")))
+    for name, complete in (("experiment.toml", True), ("federation.toml", False)):
+        if (folder / name).is_file():
+            return read_toml(folder / name), complete
+    return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}, False
+
+
+def shown(value: Any) -> str:
+    """A setting's value, for people."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)) or "none"
+
+
+def _some(words: Sequence[str]) -> str:
+    more = f" and {len(words) - MOST} more" if len(words) > MOST else ""
+    return ", ".join(words[:MOST]) + more
