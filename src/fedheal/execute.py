@@ -77,7 +77,7 @@ def run(
         }
         kept, history = None, list[RoundRecord]()
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder)
             stack.enter_context(records.alone(folder))
             kept, history = _open(folder, experiment, resume, used)
             if (folder / "result.json").exists():
@@ -152,12 +152,19 @@ def load(folder: str | Path) -> nn.Module:
     return module.eval()
 
 
+def _make(folder: Path) -> None:
+    """Refuse what holds other things, and leave no trace there."""
+    there = list(folder.iterdir()) if folder.exists() else []
+    others = [path for path in there if path.suffix != ".tmp" and path.name != records.LOCK]
+    if others and folder / "experiment.toml" not in others:
+        raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
     """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
     described = folder / "experiment.toml"
-    if any(path.suffix != ".tmp" and path.name != records.LOCK for path in folder.iterdir()):
-        if not described.exists():
-            raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
+    if described.exists():
         check_owner(folder, experiment)
         if not resume and (folder / "rounds.jsonl").exists():  # what stopped before its first round left nothing
             raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
