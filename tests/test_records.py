@@ -406,7 +406,7 @@ class Intruder(fedheal.Callback):
         self.said: list[str] = []
 
     def round(self, record: Any) -> None:
-        with pytest.raises(ValueError, match="another process is running") as refused:
+        with pytest.raises(ValueError, match="is in use by another run") as refused:
             fedheal.run(quick(rounds=2), self.folder, resume=True)
         self.said.append(str(refused.value))
 

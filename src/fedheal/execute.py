@@ -155,7 +155,7 @@ def load(folder: str | Path) -> nn.Module:
 def _make(folder: Path) -> None:
     """Refuse what holds other things, and leave no trace there."""
     there = list(folder.iterdir()) if folder.exists() else []
-    others = [path for path in there if path.suffix != ".tmp" and path.name != records.LOCK]
+    others = [path for path in there if path.suffix != ".tmp"]
     if others and folder / "experiment.toml" not in others:
         raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
     folder.mkdir(parents=True, exist_ok=True)

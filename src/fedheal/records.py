@@ -5,7 +5,7 @@
     state/NNNNNNNN.safetensors   the newest two states: tensors, with JSON in the metadata
     model.safetensors   the final model
     result.json         written last: a run that has it is finished
-    .lock               empty: who holds it is at work here
+    lock.tmp            empty: who holds it is at work here
 
 A crash at any moment loses nothing but the rounds since the last state: files appear whole by one rename, and lines
 beyond the state that a resume starts from are cut off. Damage inside a state is found by a checksum.
@@ -28,7 +28,7 @@ from torch import Tensor
 
 FORMAT = "fedheal-state-1"
 KEPT = 2  # states
-LOCK = ".lock"
+LOCK = "lock.tmp"
 
 
 class BadState(ValueError):
@@ -48,7 +48,7 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process is running in {folder}: wait until it has ended, or stop it") from None
+            raise ValueError(f"{folder} is in use by another run that is still alive: stop that one first") from None
         except OSError:
             pass  # a file system without locks
         yield
