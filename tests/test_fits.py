@@ -7,7 +7,7 @@ import torch
 
 import fedheal
 from fedheal import experiment
-from tiny_data import load, quick, uneven
+from tiny_data import quick, uneven
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,16 @@ def test_images_of_several_sizes_are_no_obstacle_to_a_model_that_takes_them():
     run = fedheal.run(quick(data="tiny_data:uneven", model="resnet10", width=2, rounds=1))
     assert set(run.domains) == {"plain", "noisy", "dark"}
     # Side by side in lanes, which a GPU is for, they would have to be one size.
-    gpu = torch.device("cuda")
+    gpu, train = torch.device("cuda"), {domain.name: domain.train for domain in uneven().domains}
     with pytest.raises(ValueError, match=r"dark 16 x 16\), which only engine=serial takes"):
-        experiment._check_sizes(quick(data="tiny_data:uneven"), uneven(), gpu)
-    experiment._check_sizes(quick(data="tiny_data:uneven", engine="serial"), uneven(), gpu)
-    experiment._check_sizes(quick(), load(), gpu)
+        experiment._check_sizes(quick(data="tiny_data:uneven"), train, gpu)
+    experiment._check_sizes(quick(data="tiny_data:uneven", engine="serial"), train, gpu)
+    experiment._check_sizes(quick(), {"plain": train["plain"], "noisy": train["noisy"]}, gpu)
+
+
+def test_sizes_of_images_that_nobody_trains_with_do_not_matter():
+    run = fedheal.run(quick(data="tiny_data:uneven", model="resnet10", width=2, rounds=1, pool=True, without=("dark",)))
+    assert set(run.domains) == {"plain", "noisy", "dark"}
 
 
 def test_a_model_whose_batches_are_large_enough_is_not_refused(tmp_path):

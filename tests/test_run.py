@@ -600,7 +600,7 @@ class KillWorkers(fedheal.Callback):
 
 @pytest.mark.slow
 def test_a_killed_worker_is_a_sentence_and_loses_no_round(tmp_path):
-    with pytest.raises(ChildProcessError, match="a process was ended from outside"):
+    with pytest.raises(ChildProcessError, match="was ended from outside"):
         fedheal.run(quick(workers=2), tmp_path / "run", callbacks=[KillWorkers()])
     assert [path.name for path in records.states(tmp_path / "run")] == ["00000002.safetensors"]
     assert bits(fedheal.run(quick(workers=2), tmp_path / "run", resume=True).model) == bits(run().model)
@@ -621,3 +621,14 @@ def test_a_model_that_stays_with_clients_cannot_be_pooled():
 @pytest.mark.parametrize("name", ["2024-01-01", "5", "true-ish"])
 def test_a_name_may_look_like_something_else(name):
     assert Experiment.read(None, [f"name={name}"]).folder_name == name
+
+
+def test_a_finished_run_is_read_where_nothing_may_be_written(tmp_path, monkeypatch):
+    done = fedheal.run(quick(), tmp_path / "run")
+    (tmp_path / "run" / records.LOCK).unlink()
+    monkeypatch.setattr(records, "lock", None)
+    assert bits(fedheal.run(quick(), tmp_path / "run", resume=True).model) == bits(done.model)
+    assert not (tmp_path / "run" / records.LOCK).exists()
+    with pytest.raises(ValueError, match="belongs to another experiment"):
+        fedheal.run(quick(lr=0.5), tmp_path / "run")
+    assert not (tmp_path / "run" / records.LOCK).exists()

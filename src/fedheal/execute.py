@@ -77,8 +77,9 @@ def run(
         }
         kept, history = None, list[RoundRecord]()
         if folder is not None:
-            _make(folder)
-            stack.enter_context(records.alone(folder))
+            _make(folder, experiment)
+            if not (folder / "result.json").exists():  # a finished run is only read
+                stack.enter_context(records.alone(folder))
             kept, history = _open(folder, experiment, resume, used)
             if (folder / "result.json").exists():
                 return _finished(folder, history)
@@ -152,8 +153,9 @@ def load(folder: str | Path) -> nn.Module:
     return module.eval()
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Path, experiment: Experiment) -> None:
     """Refuse what holds other things, and leave no trace there."""
+    check_owner(folder, experiment)
     there = list(folder.iterdir()) if folder.exists() else []
     others = [path for path in there if path.suffix != ".tmp"]
     if others and folder / "experiment.toml" not in others:
@@ -165,7 +167,6 @@ def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tup
     """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
     described = folder / "experiment.toml"
     if described.exists():
-        check_owner(folder, experiment)
         if not resume and (folder / "rounds.jsonl").exists():  # what stopped before its first round left nothing
             raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
         if (folder / "result.json").exists():

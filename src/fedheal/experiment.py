@@ -216,7 +216,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     )
     held = {c.id: _held_out(experiment, c) for c in clients}
     train = {c.id: _taken(domains[c.domain], held[c.id][0], device) for c in clients if takes_part(experiment, c)}
-    _check_sizes(experiment, domains, device)
+    _check_sizes(experiment, {c.domain: train[c.id] for c in clients if c.id in train}, device)
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
     size = training.batch_size
@@ -373,12 +373,12 @@ def _refuse_contradictions(own: Mapping[str, Any]) -> None:
             raise ValueError(f"{one} = {own[one]} and {other} = {own[other]} exclude each other: give one of them")
 
 
-def _check_sizes(experiment: Experiment, domains: Domains, device: torch.device) -> None:
-    """Domains of one's own may have images of several sizes, where clients train one after the other."""
-    sizes = {d.name: sorted({tuple(s.images.shape[2:]) for s in (d.train, d.test)}) for d in domains.domains}
-    if len({size for found in sizes.values() for size in found}) == 1:
+def _check_sizes(experiment: Experiment, train: Mapping[str, Split], device: torch.device) -> None:
+    """Images to train with may have several sizes in domains of one's own, where clients train one after the other."""
+    sizes = {domain: " x ".join(map(str, split.images.shape[2:])) for domain, split in train.items()}
+    if len(set(sizes.values())) <= 1:
         return
-    listed = ", ".join(f"{name} {' and '.join(f'{h} x {w}' for h, w in found)}" for name, found in sizes.items())
+    listed = ", ".join(f"{domain} {size}" for domain, size in sizes.items())
     several = f"the images of '{experiment.data}' are of several sizes ({listed})"
     if experiment.pool:
         raise ValueError(f"{several} and cannot be pooled: bring them to one size")

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-FORMAT = "fedheal-state-1"
+FORMAT = "fedheal-state-2"
 KEPT = 2  # states
 LOCK = "lock.tmp"
 
@@ -37,23 +37,27 @@ class BadState(ValueError):
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """No other process is let in meanwhile: two would mix their rounds. The lock goes with its process, however that ends."""
+    """No other run is let in meanwhile: two would mix their rounds."""
+    opened = lock(folder)
     try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
-    opened = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # to be written to, or NFS would not lock it
-    try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is in use by another run that is still alive: stop that one first") from None
-        except OSError:
-            pass  # a file system without locks
         yield
     finally:
         os.close(opened)
+
+
+def lock(folder: Path) -> int:
+    """The open file that keeps others out of a folder until it is closed, if only by the end of the process."""
+    opened = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # to be written to, or NFS would not lock it
+    try:
+        import fcntl
+
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        raise ValueError(f"{folder} is in use by another run that is still alive: stop that one first") from None
+    except (ImportError, OSError):
+        pass  # a system or a file system without such locks
+    return opened
 
 
 def write_text(path: Path, text: str) -> None:

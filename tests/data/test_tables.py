@@ -130,8 +130,11 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
         ),
         ({"image": [b""] * 2, "label": ["a", None]}, None, r"a.parquet#1 has no label: remove the row"),
         ({"image": [b""], "label": [0.5]}, {"label": names("a", "b")}, "a column label of the kind double"),
-        ({"image": [b""], "label": [0], "domain": [None]}, {"label": names("a", "b")}, "a.parquet#0 has no domain"),
-        ({"image": [b""], "label": [0], "domain": [3]}, {"label": names("a", "b")}, "domains from 3 to 3 for 0 names"),
+        (
+            {"image": [b""], "label": [0], "domain": [3]},
+            {"label": names("a", "b"), "domain": names("art")},
+            "domains from 3 to 3 for 1 names",
+        ),
         ({"image": [b""], "label": [0]}, None, "does not say what its classes are called"),
     ],
 )
@@ -141,6 +144,14 @@ def test_tables_that_are_something_else(
     write(tmp_path / "a.parquet", columns, features)
     with pytest.raises(ValueError, match=sentence):
         tables.read("a", [tmp_path / "a.parquet"], "art", ())
+
+
+def test_a_domain_may_be_a_number_or_unknown_and_labels_whole_numbers_of_any_kind(tmp_path: Path) -> None:
+    columns = {"image": [b""] * 12, "label": [0.0, 1.0] * 6, "domain": [7] * 10 + [None, 8]}
+    write(tmp_path / "a.parquet", columns, {"label": names("a", "b")})
+    found = tables.read("a", [tmp_path / "a.parquet"], "7", ())
+    assert (len(found.train), len(found.test)) == (8, 2)
+    assert sorted([*found.train.labels.tolist(), *found.test.labels.tolist()]) == [0] * 5 + [1] * 5
 
 
 def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:

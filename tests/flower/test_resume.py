@@ -142,7 +142,7 @@ def test_a_damaged_newest_state_costs_one_round(tmp_path, caplog):
 def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
     sites = Sites(rounds=2)
     sites.run(folder=tmp_path / "run")
-    code = "import fcntl, sys\nf = open(sys.argv[1], 'a')\nfcntl.lockf(f, fcntl.LOCK_EX)\nprint('held', flush=True)\ninput()"
+    code = "import fcntl, sys\nf = open(sys.argv[1], 'a')\nfcntl.flock(f, fcntl.LOCK_EX)\nprint('held', flush=True)\ninput()"
     words = [sys.executable, "-c", code, str(tmp_path / "run" / "lock.tmp")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"

@@ -87,10 +87,7 @@ def _table(path: Path, domain: str) -> Table:
     labels, classes, words = _numbers(path, label, rows[label], _named(features, label))
     kept = np.arange(len(labels))
     if domain and where:
-        numbers, kinds, _ = _numbers(path, where, rows[where], _named(features, where))
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(kinds):
-            raise ValueError(f"{path} has domains from {numbers.min()} to {numbers.max()} for {len(kinds)} names")
-        kept = np.flatnonzero([_same(kinds[number], domain) for number in numbers])
+        kept = np.flatnonzero([_same(said, domain) for said in _domains(path, rows[where], _named(features, where))])
     return Table(tuple(f"{path}#{row}" for row in kept), labels[kept], classes, words)
 
 
@@ -103,9 +100,18 @@ def _numbers(path: Path, what: str, column: Any, names: tuple[str, ...]) -> tupl
         names = tuple(sorted(set(values)))
         number = {name: i for i, name in enumerate(names)}
         return np.array([number[value] for value in values], dtype=np.int64), names, True
-    if not all(isinstance(value, int) for value in values):
+    if not all(isinstance(value, int) or (isinstance(value, float) and value.is_integer()) for value in values):
         raise ValueError(f"{path} has a column {what} of the kind {column.type}; whole numbers or words are needed")
     return np.array(values, dtype=np.int64), names, False
+
+
+def _domains(path: Path, column: Any, names: tuple[str, ...]) -> list[str]:
+    """What each row says of its domain: a name, or a number as it stands; nothing where there is none."""
+    values = column.to_pylist()
+    numbers = [value for value in values if isinstance(value, int)]
+    if names and numbers and not 0 <= min(numbers) <= max(numbers) < len(names):
+        raise ValueError(f"{path} has domains from {min(numbers)} to {max(numbers)} for {len(names)} names")
+    return ["" if v is None else names[v] if names and isinstance(v, int) else str(v) for v in values]
 
 
 def _numbered_alike(tables: list[Table]) -> list[Table]:

@@ -67,10 +67,11 @@ def unbroken() -> Iterator[None]:
     """Says what it means when a process of a pool is killed."""
     try:
         yield
-    except BrokenProcessPool:
+    except BrokenProcessPool as error:
         raise ChildProcessError(
-            "a process was ended from outside, perhaps for lack of memory; the same command goes on from what was saved"
-        ) from None
+            "a process could not start, or was ended from outside, perhaps for lack of memory; what was saved is not lost: "
+            "--resume (for compare, sweep and reproduce, the same command) goes on"
+        ) from error
 
 
 def _start(bench: Bench, threads: int) -> None:

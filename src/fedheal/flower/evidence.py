@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,6 +65,9 @@ class Judged:
         }
 
 
+_held: dict[Path, int] = {}  # this process's locks
+
+
 class Folder:
     """One federation's run folder."""
 
@@ -73,7 +75,6 @@ class Folder:
         self.path, self.resume = path, resume
         self.described: dict[str, Any] = {}
         self.owner = ""
-        self._held: int | None = None  # the lock
 
     def open(self, described: Mapping[str, Any], layout: Layout) -> Saved | None:
         """Make the folder this federation's, or read what it holds; `None` where it holds no round."""
@@ -107,18 +108,9 @@ class Folder:
         return max((int(path.stem) for path in records.states(self.path) if path.stem.isdigit()), default=0)
 
     def _lock(self) -> None:
-        """One process a folder: a ServerApp that was thought dead must not write into the run that goes on. It ends with us."""
-        if sys.platform == "win32":
-            return
-        import fcntl
-
-        held = os.open(self.path / "lock.tmp", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(held)
-            raise ValueError(f"{self.path} is in use by another run that is still alive: stop that one first") from None
-        self._held = held
+        """A ServerApp that was thought dead must not write into the run that goes on; one of this process, let go of, may."""
+        self.release()
+        _held[self.path.resolve()] = records.lock(self.path)
 
     def _newest(self) -> Saved | None:
         troubles: list[str] = []
@@ -160,9 +152,9 @@ class Folder:
 
     def release(self) -> None:
         """Let other processes in."""
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        opened = _held.pop(self.path.resolve(), None)
+        if opened is not None:
+            os.close(opened)
 
 
 def summary(

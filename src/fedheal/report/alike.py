@@ -12,6 +12,7 @@ from fedheal.report.rows import BOUNDS, Row
 
 APART = frozenset({"name", "seed", "method"})  # settings that a table names already
 OF_BOUNDS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
+HOW = FREE | {"budget", "wait_seconds", "roll_call"}  # settings that change no result
 MOST = 5  # values or runs that a sentence names
 
 
@@ -54,7 +55,7 @@ def same_data(one: Row, other: Row) -> bool:
 def cautions(rows: Sequence[Row], reference: str) -> list[str]:
     """What whoever compares these rows must know: settings that differ, and runs on other data than the reference's."""
     said = []
-    differ = {key: values for key, values in settings(rows).differ.items() if key not in FREE}
+    differ = {key: values for key, values in settings(rows).differ.items() if key not in HOW}
     if differ:
         fields = ", ".join(f"{key} ({_some(values)})" for key, values in differ.items())
         said.append(f"Not the same in all runs: {fields}. Differences between rows are not those of methods alone.")
