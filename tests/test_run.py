@@ -632,3 +632,24 @@ def test_a_finished_run_is_read_where_nothing_may_be_written(tmp_path, monkeypat
     with pytest.raises(ValueError, match="belongs to another experiment"):
         fedheal.run(quick(lr=0.5), tmp_path / "run")
     assert not (tmp_path / "run" / records.LOCK).exists()
+
+
+def test_damaged_files_of_a_finished_run_are_named(tmp_path):
+    fedheal.run(quick(), tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").write_bytes(b"too short")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        fedheal.load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+    (tmp_path / "run" / "result.json").write_text("garbage")
+    with pytest.raises(ValueError, match=r"result\.json is not JSON"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+    (tmp_path / "run" / "result.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"result\.json does not hold a JSON object"):
+        fedheal.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("data", ["embedded", "tiny_data:load"])
+def test_images_that_come_as_they_are_have_no_other_size(data):
+    with pytest.raises(ValueError, match=r"image_size = 16: the images of '.*' come as they are"):
+        run(data=data, image_size=16)

@@ -256,7 +256,8 @@ PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES}
 class Method:
     """A whole algorithm as a value: the terms of local training, and the aggregator.
 
-    `name` is canonical and leaves defaults out. One of your own needs a name of its own.
+    `name` is canonical and leaves defaults out. One of your own needs a name of its own, and a changed
+    one another: a run that is resumed knows it by its name.
     """
 
     local: tuple[Term, ...]

@@ -74,7 +74,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
 
 
 def save_state(
@@ -141,7 +144,10 @@ def cut_rounds(folder: Path, rounds: int) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return found

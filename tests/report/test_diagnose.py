@@ -101,6 +101,14 @@ def test_rounds_that_somebody_made_something_else_of_are_refused_by_name(tmp_pat
         diagnose(run)
 
 
+@pytest.mark.parametrize("cut", [lambda text: "garbage\n" + text, lambda text: text[:100], lambda text: ""])
+def test_rounds_that_a_finished_run_lacks_are_missed(tmp_path, cut):
+    path = run_folder(tmp_path / "made", "fedavg", rounds=6) / "rounds.jsonl"
+    path.write_text(cut(path.read_text()))
+    with pytest.raises(ValueError, match=r"rounds\.jsonl has 0 whole lines from its start, and the run 6 rounds"):
+        diagnose(path.parent)
+
+
 def test_domains_are_taken_from_the_result_or_the_rounds(tmp_path):
     run = run_folder(tmp_path / "made", "fedavg+fedheal", rounds=6)
     found = diagnose(run)

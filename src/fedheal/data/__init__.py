@@ -55,6 +55,8 @@ def load(name: str, wanted: Wanted | None = None) -> Domains:
     wanted = wanted or Wanted()
     if name.startswith(FOLDER):
         return real.load(*_in_folder(name, wanted))
+    if wanted.size is not None and (":" in name or name == "embedded"):
+        raise ValueError(f"image_size = {wanted.size}: the images of {name!r} come as they are; leave it out")
     if ":" not in name:
         if name not in DATASETS:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedheal.records import read_rounds
+from fedheal.records import read_json, read_rounds
 
 NUMBERS = ("weights", "domains", "clients")  # by name
 TOLD = ("kept", "distance", "kept_by_tensor")  # likewise, in what an aggregation reports
@@ -13,7 +13,11 @@ TOLD = ("kept", "distance", "kept_by_tensor")  # likewise, in what an aggregatio
 
 def rounds_of(folder: Path) -> list[dict[str, Any]]:
     """The records of `rounds.jsonl`; one that somebody has made something else of is refused by name."""
-    records = read_rounds(folder)
+    records, finished = read_rounds(folder), folder / "result.json"
+    if finished.is_file() and len(records) != (wanted := read_json(finished).get("rounds")):
+        raise ValueError(
+            f"{folder / 'rounds.jsonl'} has {len(records)} whole lines from its start, and the run {wanted} rounds"
+        )
     for line, record in enumerate(records, 1):
         report = record.get("report")
         told = report if isinstance(report, dict) else {}

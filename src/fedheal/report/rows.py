@@ -67,8 +67,6 @@ def read_result(folder: Path, needed: Mapping[str, type | tuple[type, ...]] = NE
         raise ValueError(f"{path} is missing") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path} is not JSON: {error}") from error
     for key, kind in needed.items():
         if key not in summary:
             raise ValueError(f"{path}: there is no {key}")
