@@ -192,7 +192,7 @@ def _resumed(folder: Path, experiment: Experiment, used: Used) -> tuple[Kept | N
     for path in records.states(folder):
         try:
             arrays, described = records.load_state(path, experiment.identity)
-            if described.get("used", used) != used:
+            if described["used"] != used:
                 raise ValueError(f"the data of {folder} have changed since it was begun: remove it, or restore them")
             records.cut_rounds(folder, described["round"])
             for trouble in troubles:

@@ -24,7 +24,7 @@ from fedheal.data.domains import Domain, Domains, Split
 from fedheal.data.partition import Client, partition
 from fedheal.data.real import share
 from fedheal.engine.numerics import precision_of
-from fedheal.engine.serial import Bench, Training, seeded
+from fedheal.engine.serial import Bench, Training, seeded, smallest_batch
 from fedheal.fits import check_fits
 from fedheal.layout import Layout
 from fedheal.methods import Method, suggestion
@@ -219,13 +219,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     _check_sizes(experiment, {c.domain: train[c.id] for c in clients if c.id in train}, device)
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
-    size = training.batch_size
-    smallest = {
-        client: size
-        if training.steps is not None and training.steps * size <= len(split)
-        else len(split) % size or size
-        for client, split in train.items()
-    }
+    smallest = {client: smallest_batch(len(split), training) for client, split in train.items()}
     splits = [*train.values(), *(domain.test for domain in reversed(domains.domains))]
     for shape, image in {split.images.shape[1:]: split.images[:1] for split in splits}.items():
         own = {client: number for client, number in smallest.items() if train[client].images.shape[1:] == shape}

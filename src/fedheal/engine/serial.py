@@ -249,6 +249,12 @@ def steps_of(examples: int, training: Training) -> int:
     return training.epochs * -(-examples // training.batch_size) if training.steps is None else training.steps
 
 
+def smallest_batch(examples: int, training: Training) -> int:
+    """The size of a client's smallest batch in a round: what an epoch leaves over, if a step comes to it."""
+    whole, left = divmod(examples, training.batch_size)
+    return left if left and steps_of(examples, training) > whole else training.batch_size
+
+
 def batches(examples: Split, training: Training, chance: torch.Generator) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """The batches of one client's round, and whether no later epoch follows."""
     for order, choices, last in planned(len(examples), training, chance):
