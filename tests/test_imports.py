@@ -11,8 +11,8 @@ ROOT = Path(fedheal.__file__).parent
 
 # A part may import the parts on lines before its own, and itself.
 ORDER = [
-    {"layout", "metrics", "rng", "version"},
-    {"types", "collect", "records", "fits"},
+    {"layout", "metrics", "own", "rng", "version"},
+    {"types", "collect", "records", "fits", "spelling"},
     {"aggregate", "models", "data"},
     {"local"},
     {"methods"},

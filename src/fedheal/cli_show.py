@@ -138,6 +138,7 @@ def parts() -> Table:
             table.add_row(f"{part_name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
     for bound, about in rows.BOUNDS.items():
         table.add_row(f"{bound} (bound)", about, "")
+    table.add_row("package.module:function", "your own: a function that returns a Stage, a Term or an Aggregator", "")
     return table
 
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedheal.aggregate.parameter import described
 from fedheal.data.domains import Domains
 from fedheal.experiment import Experiment, clients_of, domains_of
-from fedheal.methods import PARTS, parameters, suggestion
+from fedheal.methods import PARTS, parameters
 from fedheal.report.rows import BOUNDS
 from fedheal.schedule import Job
+from fedheal.spelling import divided, parts_of, suggestion
 
 
 def plan(
@@ -62,11 +62,10 @@ def _check_parameters(names: Sequence[str], values: Mapping[str, Any]) -> None:
 
 def _written(name: str, key: str, value: Any) -> str:
     """A method's name with a parameter behind the part that has it."""
-    parts = name.split("+")
-    for i, part in enumerate(parts):
-        kind, colon, _ = part.partition(":")
-        if kind.strip() in PARTS and key in described(PARTS[kind.strip()]):
-            parts[i] = f"{part}{',' if colon else ':'}{key}={value}"
+    parts = [
+        f"{text}{',' if part.given else ':'}{key}={value}" if key in part.defaults else text
+        for text, part in zip(divided(name), parts_of(name, PARTS), strict=True)
+    ]
     return "+".join(parts)
 
 

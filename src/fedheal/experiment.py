@@ -27,9 +27,10 @@ from fedheal.engine.numerics import precision_of
 from fedheal.engine.serial import Bench, Training, seeded, smallest_batch
 from fedheal.fits import check_fits
 from fedheal.layout import Layout
-from fedheal.methods import Method, suggestion
+from fedheal.methods import Method
 from fedheal.rng import derive
 from fedheal.run import Federation
+from fedheal.spelling import suggestion
 
 # What may differ between a run and its resumption: none of these changes a result.
 FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})

@@ -2,14 +2,12 @@
 
     <local>[:key=value,...]{+<stage>[:key=value,...]}         fedavg+fedheal:tau=0.4,variant=released
 
-A stage alone is short for `fedavg+` it. Keys given beside a name go to the part that has them.
+A stage alone is short for `fedavg+` it. Keys given beside a name go to the part that has them. Either part may be a
+function of your own, `package.module:function`.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -20,6 +18,7 @@ from fedheal.aggregate import fedga as adjustment
 from fedheal.aggregate.checks import check_not_negative, check_positive, check_switch
 from fedheal.aggregate.parameter import Parameter, described
 from fedheal.aggregate.presets import reducer
+from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.stages import REPORTING, STAGES
 from fedheal.local.contrastive import Contrastive
 from fedheal.local.control_variates import ControlVariates
@@ -29,6 +28,7 @@ from fedheal.local.prototypes import FPL, FedProc, FedProto
 from fedheal.local.proximal import Proximal
 from fedheal.local.term import Term
 from fedheal.local.validated import Gaps, LeaveOneOut
+from fedheal.spelling import Part, parts_of, suggestion
 
 PROTO_WEIGHTS = ("uniform", "count", "p")
 Preset = Annotated[
@@ -279,31 +279,25 @@ def get(name: str, **keys: Any) -> Method:
     >>> get("fael+fphl").name
     'fedavg+fedheal'
     """
-    parts = [_parse(part) for part in re.split(r"\+(?!\d)", name)]  # the + of 1e+20 divides nothing
-    if parts[0][0] not in LOCAL | WHOLE:
-        parts.insert(0, ("fedavg", {}))
-    for part, _ in parts[1:]:
-        if part not in STAGES:
-            raise ValueError(f"method '{name}': '{part}' is not a stage; only one part can say how clients train")
-    if parts[0][0] in WHOLE and len(parts) > 1:
-        raise ValueError(f"method '{name}': {parts[0][0]} is a method of its own and takes no stage")
-    chosen = _merged(parts[1:], name)
-    parts = [parts[0], *chosen]
+    local, *chosen = _parts(name)
+    parts = [local, *_merged(chosen, name)]
     for key, value in keys.items():
-        _give(parts, key, value, name)
-    local, own = parts[0]
-    trained = PARTS[local](**own)
+        parts = _given(parts, key, value, name)
+    local, *chosen = parts
+    trained = _local(local)
+    if chosen and (trained.aggregator or local.name in WHOLE):
+        raise ValueError(f"method '{name}': {local.name} is a method of its own and takes no stage")
     try:
-        stage = chain(*(STAGES[part](**given) for part, given in chosen))
+        stage = chain(*(part.made() for part in chosen))
     except ValueError as error:
         raise ValueError(f"method '{name}': {error}") from None
-    variants = {given.get("variant", "paper") for part, given in chosen if "variant" in _defaults(part)}
+    variants = {part.given.get("variant", "paper") for part in chosen if "variant" in part.defaults and not part.own}
     if len(variants) > 1:
         raise ValueError(f"method '{name}': its parts follow different variants {sorted(variants)}; give both the same")
     if trained.uniform and "weights" not in stage.gives:
         stage = chain(stage, STAGES["uniform"]())
     aggregator = trained.aggregator or Aggregator(stage, reducer(*variants or {"paper"}))
-    short, spelled = (_spell(parts, everything) for everything in (False, True))
+    short, spelled = ("+".join(part.spelled(everything) for part in parts) for everything in (False, True))
     method = Method(trained.terms, aggregator, short, trained.training)
     object.__setattr__(method, "spelled", spelled)
     return method
@@ -330,54 +324,71 @@ def explained(name: str) -> list[tuple[str, str, Any, Any, Parameter]]:
     >>> [(part, key, value, default) for part, key, value, default, _ in explained("fedprox:mu=0.1+uniform")]
     [('fedprox', 'mu', 0.1, 0.01), ('fedprox', 'preset', 'ours', 'ours')]
     """
-    parts = [_parse(part) for part in re.split(r"\+(?!\d)", get(name).spelled)]
     return [
-        (part, key, given[key], default, about)
-        for part, given in parts
-        for key, (default, about) in described(PARTS[part]).items()
+        (part.name, key, part.given[key], default, about)
+        for part in parts_of(get(name).spelled, PARTS)
+        for key, (default, about) in described(part.make, silent=part.own).items()
     ]
 
 
 def parameters(name: str) -> dict[str, Any]:
     """The parameters that a method's parts take, with their values in this name."""
-    return {k: v for part in re.split(r"\+(?!\d)", get(name).spelled) for k, v in _parse(part)[1].items()}
+    return {key: value for part in parts_of(get(name).spelled, PARTS) for key, value in part.given.items()}
 
 
-def _parse(text: str) -> tuple[str, dict[str, Any]]:
-    part, _, listed = text.strip().partition(":")
-    if part not in PARTS:
-        raise ValueError(
-            f"there is no method part '{part}'{suggestion(part, list(PARTS))}; `fedheal methods` lists them"
-        )
-    given: dict[str, Any] = {}
-    for item in listed.split(",") if listed else []:
-        key, equals, value = item.partition("=")
-        if not equals or key.strip() in given:
-            raise ValueError(f"'{item}' in '{text}' should be key=value, each key once")
-        given[key.strip()] = _value(part, key.strip(), value.strip())
-    return part, given
+def _parts(name: str) -> list[Part]:
+    """How clients train, then stages."""
+    parts = parts_of(name, PARTS)
+    if _is_stage(parts[0]):
+        parts.insert(0, Part("fedavg", fedavg))
+    for part in parts[1:]:
+        if not _is_stage(part):
+            raise ValueError(f"method '{name}': '{part.name}' is not a stage; only one part can say how clients train")
+    return parts
 
 
-def _give(parts: list[tuple[str, dict[str, Any]]], key: str, value: Any, name: str) -> None:
-    takers = [given for part, given in parts if key in _defaults(part)]
-    owners = [part for part, _ in parts if key in _defaults(part)]
-    if not takers:
-        known = sorted({k for part, _ in parts for k in _defaults(part)})
+def _is_stage(part: Part) -> bool:
+    return isinstance(part.made(), Stage) if part.own else part.name in STAGES
+
+
+def _local(part: Part) -> Local:
+    """What the first part makes. A user's function may also return what such a `Local` would hold alone."""
+    match part.made():
+        case Local() as made:
+            return made
+        case Aggregator() as made:
+            return Local(aggregator=made)
+        case Term() as made:
+            return Local((made,))
+        case Method() as made:
+            return Local(made.local, aggregator=made.aggregator, training=made.training)
+        case made:
+            raise ValueError(
+                f"the method's function {part.name!r} returned a {type(made).__name__}, not a Stage, an Aggregator, "
+                "a Term, a Local or a Method"
+            )
+
+
+def _given(parts: list[Part], key: str, value: Any, name: str) -> list[Part]:
+    """The parts, with the parameter at the one that has it."""
+    owners = [i for i, part in enumerate(parts) if key in part.defaults]
+    if not owners:
+        known = sorted({k for part in parts for k in part.defaults})
         has = f"it has {known}" if known else "it has no parameters"
         raise ValueError(f"method '{name}' has no parameter '{key}'{suggestion(key, known)}; {has}")
-    if len(takers) > 1:
-        raise ValueError(
-            f"parameter '{key}' belongs to several parts of '{name}' ({', '.join(owners)}): write it behind one"
-        )
-    value = _value(owners[0], key, str(value))  # a list reads as no parameter does, and is refused like any such text
-    if key in takers[0] and takers[0][key] != value:
-        raise ValueError(f"{key} = {value} contradicts '{name}', which says {key} = {takers[0][key]}")
-    takers[0][key] = value
+    if len(owners) > 1:
+        named = ", ".join(parts[i].name for i in owners)
+        raise ValueError(f"parameter '{key}' belongs to several parts of '{name}' ({named}): write it behind one")
+    (i,) = owners
+    taking = parts[i].taking(key, str(value))  # a list reads as no parameter does, and is refused like any such text
+    if key in parts[i].given and parts[i].given[key] != taking.given[key]:
+        raise ValueError(f"{key} = {taking.given[key]} contradicts '{name}', which says {key} = {parts[i].given[key]}")
+    return [*parts[:i], taking, *parts[i + 1 :]]
 
 
-def _merged(stages: list[tuple[str, dict[str, Any]]], name: str) -> list[tuple[str, dict[str, Any]]]:
+def _merged(stages: list[Part], name: str) -> list[Part]:
     """`fphl+fael` is `fedheal`, whatever else is there: one name for one method."""
-    by_name = dict(stages)
+    by_name = {stage.name: stage.given for stage in stages}
     if len(stages) != len(by_name):
         raise ValueError(f"method '{name}' names a part twice")
     if not {"fphl", "fael"} <= set(by_name):
@@ -385,55 +396,9 @@ def _merged(stages: list[tuple[str, dict[str, Any]]], name: str) -> list[tuple[s
     mask, weights = by_name["fphl"], by_name["fael"]
     if mask.get("variant", "paper") != weights.get("variant", "paper"):
         raise ValueError(f"method '{name}': its parts follow different variants; give both the same")
-    first = next(i for i, (part, _) in enumerate(stages) if part in ("fphl", "fael"))
-    others = [stage for stage in stages if stage[0] not in ("fphl", "fael")]
-    return [*others[:first], ("fedheal", mask | weights), *others[first:]]
-
-
-def _defaults(part: str) -> dict[str, Any]:
-    return {k: p.default for k, p in inspect.signature(PARTS[part]).parameters.items()}
-
-
-def _value(part: str, key: str, text: str) -> Any:
-    """`text` as the type of the parameter's default; `fael` may be a name or false."""
-    defaults = _defaults(part)
-    if key not in defaults:
-        raise ValueError(
-            f"'{part}' has no parameter '{key}'{suggestion(key, list(defaults))}; it has {sorted(defaults)}"
-        )
-    if text.lower() in ("true", "false") and (isinstance(defaults[key], bool) or key == "fael"):
-        return text.lower() == "true"
-    if isinstance(defaults[key], bool):
-        raise ValueError(f"{key} = {text}: use true or false")
-    if isinstance(defaults[key], (float, int)):
-        return _number(key, text, whole=isinstance(defaults[key], int))
-    return text
-
-
-def _number(key: str, text: str, whole: bool) -> float:
-    """`2.0` is a whole number too."""
-    needed = ValueError(f"{key} = {text}: a {'whole ' if whole else ''}number is needed")
-    try:
-        number = float(text)
-    except ValueError:
-        raise needed from None
-    if whole and not number.is_integer():
-        raise needed
-    return int(number) if whole else number
-
-
-def _spell(parts: list[tuple[str, dict[str, Any]]], everything: bool) -> str:
-    def one(part: str, given: dict[str, Any]) -> str:
-        defaults = _defaults(part)
-        values = {k: given.get(k, default) for k, default in defaults.items()}
-        shown = {k: v for k, v in values.items() if everything or v != defaults[k]}
-        return part + (":" if shown else "") + ",".join(f"{k}={_text(v)}" for k, v in shown.items())
-
-    return "+".join(one(part, given) for part, given in parts)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    first = next(i for i, part in enumerate(stages) if part.name in ("fphl", "fael"))
+    others = [stage for stage in stages if stage.name not in ("fphl", "fael")]
+    return [*others[:first], Part("fedheal", STAGES["fedheal"], {**mask, **weights}), *others[first:]]
 
 
 def _preset(preset: str, **fixed: tuple[Any, Any]) -> None:
@@ -447,13 +412,3 @@ def _preset(preset: str, **fixed: tuple[Any, Any]) -> None:
 def _choice(name: str, value: Any, *choices: Any) -> None:
     if isinstance(value, bool) or value not in choices:
         raise ValueError(f"{name} = {value!r}: use one of {', '.join(map(repr, choices))}")
-
-
-def suggestion(word: str, known: list[str]) -> str:
-    """', did you mean ...?' where something is close.
-
-    >>> suggestion("taw", ["tau", "beta"])
-    " (did you mean 'tau'?)"
-    """
-    close = difflib.get_close_matches(word, known, 1, 0.6)
-    return f" (did you mean '{close[0]}'?)" if close else ""

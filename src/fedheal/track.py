@@ -28,8 +28,8 @@ from types import ModuleType
 from typing import Any, ClassVar, Self
 
 from fedheal.experiment import FREE
-from fedheal.methods import suggestion
 from fedheal.run import Callback
+from fedheal.spelling import suggestion
 from fedheal.types import RoundRecord
 
 EVERY = "clients/replied"  # in every round's numbers, and the last of them: where it is, the round was written whole

@@ -19,8 +19,8 @@ class Parameter(NamedTuple):
     source: str
 
 
-def described(part: Callable[..., Any]) -> Mapping[str, tuple[Any, Parameter]]:
-    """The parameters of a function, with their defaults and what is said about them.
+def described(part: Callable[..., Any], silent: bool = False) -> Mapping[str, tuple[Any, Parameter]]:
+    """The parameters of a function, with their defaults and what is said about them; silence must be allowed.
 
     >>> from typing import Annotated
     >>> def part(mu: Annotated[float, Parameter("pull", "ours")] = 0.01): ...
@@ -31,9 +31,9 @@ def described(part: Callable[..., Any]) -> Mapping[str, tuple[Any, Parameter]]:
     found = {}
     for name, parameter in inspect.signature(part).parameters.items():
         said = [one for one in getattr(hints.get(name), "__metadata__", ()) if isinstance(one, Parameter)]
-        if not said:
+        if not said and not silent:
             raise TypeError(
                 f"{part.__name__}'s parameter '{name}' does not say what it means: annotate it with Parameter"
             )
-        found[name] = (parameter.default, said[0])
+        found[name] = (parameter.default, said[0] if said else Parameter("", ""))
     return found

@@ -8,7 +8,6 @@ takes no arguments and returns a `Domains`.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from fedheal.data.digits import DIGITS, DIGITS_FIVE
 from fedheal.data.domains import Domains, check
 from fedheal.data.photographs import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
 from fedheal.data.real import FOLDER, Wanted
+from fedheal.own import imported, worded
 
 __all__ = ["DATASETS", "DESCRIPTIONS", "Dataset", "Wanted", "description", "load", "protocol"]
 
@@ -65,25 +65,15 @@ def load(name: str, wanted: Wanted | None = None) -> Domains:
                 'by import path as "package.module:function"'
             )
         return DATASETS[name].load(wanted)
-    module, _, attribute = name.partition(":")
-    try:
-        made = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever somebody's module may raise
-        raise ValueError(f"the data set {name!r} cannot be imported: {_worded(error)}") from error
+    made = imported("data set", name)
     try:
         found = made()
-    except Exception as error:  # nor does a function say what it may raise
-        raise ValueError(f"the data set's function {name!r} ended with {_worded(error)}") from error
+    except Exception as error:  # whatever somebody's function may raise
+        raise ValueError(f"the data set's function {name!r} ended with {worded(error)}") from error
     if not isinstance(found, Domains):
         raise ValueError(f"{name!r} returned a {type(found).__name__}, not a fedheal.data.domains.Domains")
     check(found, name)
     return found
-
-
-def _worded(error: Exception) -> str:
-    """An error's kind and its first line: a KeyError says no more than the key."""
-    reason = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def description(name: str, wanted: Wanted | None = None) -> tuple[Description, Wanted]:

@@ -11,7 +11,6 @@ the keyword arguments given to `build`.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from torch import nn
 
 from fedheal.models.resnet import BLOCKS, ResNet, resnet
 from fedheal.models.small_cnn import SmallCNN, small_cnn
+from fedheal.own import imported
 
 __all__ = ["MODELS", "ResNet", "SmallCNN", "build", "resnet", "small_cnn"]
 
@@ -38,7 +38,7 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
     >>> build("small_cnn", classes=10, width=4).feature_size
     256
     """
-    factory = _imported(name) if ":" in name else _listed(name)
+    factory = imported("model", name) if ":" in name else _listed(name)
     try:
         inspect.signature(factory).bind(classes=classes, **kwargs)
     except TypeError as error:
@@ -57,15 +57,3 @@ def _listed(name: str) -> Factory:
             'by import path as "package.module:factory".'
         )
     return MODELS[name]
-
-
-def _imported(path: str) -> Factory:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"The model {path!r} cannot be imported: {error}.") from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise ValueError(f"The module {module_name!r} has no function {attribute!r} to build a model with.")
-    return factory  # type: ignore[no-any-return]
