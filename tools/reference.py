@@ -17,7 +17,8 @@ from fedheal.experiment import FREE, Experiment
 
 FIELDS = {
     "name": "the run folder's name; made of method, data and seed if empty",
-    "method": "a method's name, or in Python a `Method`; its own parameters may stand beside the fields",
+    "method": "a method's name, your own as `package.module:function`, or in Python a `Method`; its parameters may stand "
+    "beside the fields",
     "data": "a data set's name (`fedheal data list`), or your own as `package.module:function`",
     "model": "a model's name, or your own as `package.module:factory`",
     "width": "the model's width, where it has one; its own default if not given",
