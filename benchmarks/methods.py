@@ -11,10 +11,10 @@ it held before, in a process of its own.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -88,6 +88,7 @@ def cost_and_peak(name: str) -> tuple[Cost, float]:
     here, there = context.Pipe()
     process = context.Process(target=_send, args=(name, there))
     process.start()
+    there.close()  # or a process that dies would be waited for
     found, grown = here.recv()
     process.join()
     return found, grown
@@ -99,7 +100,17 @@ def _send(name: str, there: Connection) -> None:
     there.send((found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before))
 
 
-def main(names: list[str]) -> None:
+def known(name: str) -> str:
+    try:
+        return methods.get(name).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", type=known, metavar="METHOD", help="only these, instead of all")
+    names = parser.parse_args().names
     torch.set_num_threads(1)
     cost("fedheal")  # compiles what there is to compile
     experiment, embedded = Experiment(method="fedavg"), datasets.load("embedded")
@@ -127,4 +138,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
