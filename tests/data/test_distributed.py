@@ -65,6 +65,12 @@ def test_svhn_and_the_stand_in_hold_all_digits(digits: data.Domains) -> None:
     assert street.index(max(street)) == 1  # house numbers begin with one more often than not
 
 
+def test_no_test_image_of_the_digits_was_trained_with(digits: data.Domains) -> None:
+    for domain in digits.domains:
+        trained = {image.numpy().tobytes() for image in domain.train.images}
+        assert not any(image.numpy().tobytes() in trained for image in domain.test.images), domain.name
+
+
 def test_pixels_of_mnist(root: str) -> None:
     """Mean 0.1307 and deviation 0.3081, as everybody normalises it; the first digit is a five."""
     (place,) = (p for p in located(data.DESCRIPTIONS["digits"], Path(root)) if p.name == "mnist")
