@@ -30,7 +30,7 @@ from fedheal.layout import Layout
 from fedheal.methods import Method
 from fedheal.rng import derive
 from fedheal.run import Federation
-from fedheal.spelling import suggestion
+from fedheal.spelling import parts_of, suggestion, without
 
 # What may differ between a run and its resumption: none of these changes a result.
 FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
@@ -167,7 +167,8 @@ class Experiment(BaseModel):
     @staticmethod
     def read(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
         """From a TOML file and `key=value` words, which win. A `ValueError` says what is wrong in one sentence."""
-        return Experiment(**({} if path is None else read_toml(Path(path))) | overridden(overrides))
+        said = overridden(overrides)
+        return Experiment(**_yielding({} if path is None else read_toml(Path(path)), said) | said)
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Experiment:
@@ -183,6 +184,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
+
+
+def _yielding(file: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The file without the method's parameters that words say: it may have them in the method's name, and words likewise."""
+    there, instead = file.get("method"), said.get("method")
+    if isinstance(instead, str):
+        named = {
+            key for part in parts_of(instead, methods.PARTS) for key in part.given
+        } - Experiment.model_fields.keys()
+        return {key: value for key, value in file.items() if key not in named}
+    if isinstance(there, str) and (keys := said.keys() - Experiment.model_fields.keys()):
+        return file | {"method": without(there, keys, methods.PARTS)}
+    return file
 
 
 def wanted_of(experiment: Experiment) -> datasets.Wanted:
