@@ -75,6 +75,17 @@ def test_runs_on_a_cluster_are_those_of_this_machine(tmp_path, tmp_path_factory)
             check=False,
             timeout=240,
         )
+        wrong = subprocess.run(
+            [*inside, *command, *words, "width=4", "--ray", address, "--out", str(tmp_path / "wrong")],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("fedheal: The model 'tiny_data:linear' cannot be built from classes, width: ")
+    assert wrong.stderr.count("\n") == 1
     assert there.returncode == 0, there.stderr
     assert json.loads(there.stdout)["rows"] == json.loads(here.stdout)["rows"]
     one, two = (tmp_path / where / "fedavg-tiny_data_load-seed1" for where in ("here", "there"))
