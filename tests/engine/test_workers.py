@@ -117,7 +117,8 @@ def alive(process: int) -> bool:
 @pytest.mark.slow
 def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedheal", "run", *words("rounds=100000", "workers=2"), "--quiet"]
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    there = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(there)}
     process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], env=environment)
     deadline = time.monotonic() + 90
     while not (tmp_path / "run" / "rounds.jsonl").exists() and time.monotonic() < deadline:
