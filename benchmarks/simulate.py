@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import platform
+import sys
 import time
 from dataclasses import dataclass, replace
 from datetime import date
@@ -36,6 +37,8 @@ from fedheal.engine.numerics import numerics
 from fedheal.execute import device_of
 from fedheal.experiment import Experiment, build
 from fedheal.run import Federation, initial_state, run_round
+
+ENGINES = ("lanes", "serial", "plain")
 
 
 @dataclass(frozen=True)
@@ -201,30 +204,49 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def engines_of(text: str, gpu: bool) -> list[str]:
+    """Which of the engines that were asked for run here; a `ValueError` says that none does."""
+    asked = text.split(",")
+    if unknown := [engine for engine in asked if engine not in ENGINES]:
+        raise ValueError(f"engines = {text}: there is no '{unknown[0]}'; use some of {','.join(ENGINES)}")
+    found = [engine for engine in asked if gpu or engine != "lanes"]
+    if not found:
+        raise ValueError(f"engines = {text}: lanes need a GPU; serial and plain run on a CPU")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--protocol", choices=sorted(PROTOCOLS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--methods", default="fedavg")
-    parser.add_argument("--engines", default="lanes,serial,plain")
+    parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--precision", default="bf16,tf32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lanes", type=int)
     parser.add_argument("--deterministic", action="store_true")
     asked = parser.parse_args()
-    device = device_of(asked.device)
-    gpu = device.type == "cuda"
-    name = asked.protocol or ("digits" if gpu else "small")
-    protocol = PROTOCOLS[name]
+    try:
+        device = device_of(asked.device)
+        gpu = device.type == "cuda"
+        name = asked.protocol or ("digits" if gpu else "small")
+        protocol, methods, engines = PROTOCOLS[name], asked.methods.split(","), engines_of(asked.engines, gpu)
+        experiments = {m: Experiment.of({"method": m, "device": str(device), **protocol.keys}) for m in methods}
+        if engines == ["plain"] and "fedavg" not in methods:
+            raise ValueError(f"methods = {asked.methods}: the plain loop knows fedavg alone")
+        if asked.rounds < 1:
+            raise ValueError(f"rounds = {asked.rounds}: use 1 or more")
+    except ValueError as error:
+        print(f"simulate.py: {error}", file=sys.stderr)
+        sys.exit(2)
     data = domains_of(protocol)
     precisions = asked.precision.split(",") if gpu else ["fp32"]
-    engines = [engine for engine in asked.engines.split(",") if gpu or engine != "lanes"]
     where = torch.cuda.get_device_name(device) if gpu else f"{torch.get_num_threads()} threads of a CPU"
     print(f"{date.today()} {where}, torch {torch.__version__}, Python {platform.python_version()}, protocol {name}\n")
     rows: list[Timed] = []
     operations = 0.0
-    for method in asked.methods.split(","):
-        fed = build(Experiment.of({"method": method, "device": str(device), **protocol.keys}), data, device)
+    for method, experiment in experiments.items():
+        fed = build(experiment, data, device)
         operations = operations or work(fed)
         for engine in (engine for engine in engines if engine != "plain"):
             rows += [timed(fed, engine, p, asked.rounds, asked.deterministic, asked.lanes) for p in precisions]

@@ -64,6 +64,20 @@ def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys):
     assert out.splitlines()[-1] == "Nothing is compared: there is one engine on a CPU, and lanes need a GPU."
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engines", "lanes"], "engines = lanes: lanes need a GPU; serial and plain run on a CPU"),
+        (["--engines", "serial,threads"], "engines = serial,threads: there is no 'threads'"),
+        (["--rounds", "0"], "rounds = 0: use 1 or more"),
+        (["--methods", "fedhael"], "there is no method part 'fedhael' (did you mean 'fedheal'?)"),
+        (["--methods", "scaffold", "--engines", "plain"], "the plain loop knows fedavg alone"),
+    ],
+)
+def test_a_simulation_of_nothing_is_a_sentence(benchmark, capsys, words, said):
+    assert_refused(benchmark, capsys, said, "simulate", "--device", "cpu", *words)
+
+
 def test_aggregation_on_a_gpu_without_one_is_a_sentence(benchmark, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_refused(benchmark, capsys, "there is no GPU here", "aggregate_gpu")

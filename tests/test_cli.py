@@ -198,6 +198,39 @@ def test_version_and_help(call, words: list[str]) -> None:
     assert done.out.strip() == f"fedheal {fedheal.__version__}" if words == ["--version"] else "Usage" in done.out
 
 
+def test_a_name_may_end_as_files_do_and_a_files_folder_may_have_an_equals_sign(call, tmp_path: Path) -> None:
+    assert call("run", *WORDS, "name=x.toml", "--quiet").code == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["x.toml"]
+    (tmp_path / "lr=0.05").mkdir()
+    (tmp_path / "runs" / "x.toml" / "experiment.toml").rename(tmp_path / "lr=0.05" / "e.toml")
+    assert call("run", "./lr=0.05/e.toml", "--quiet", "--out", "again").code == 0
+
+
+def test_words_win_over_what_a_run_wrote_of_its_method(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "tau=0.2", "--quiet", "--out", "one")
+    assert call("run", "one/experiment.toml", "tau=0.5", "--quiet", "--out", "two").code == 0
+    assert "tau=0.5" in json.loads((tmp_path / "two" / "result.json").read_text())["method"]
+
+
+def test_a_comparison_that_cannot_be_finished_is_not_begun(call, tmp_path: Path) -> None:
+    given = [word for word in WORDS if not word.startswith("data=")]
+    command = ["compare", "fedavg", "fedce", "--data", "tiny_data:load", "--seeds", "1", *given]
+    assert_sentence(call(*command), "method 'fedce' needs examples held out", "validation=0.2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_without_numbers_is_named_in_a_comparison(call, tmp_path: Path) -> None:
+    given = [word for word in WORDS if not word.startswith("data=")]
+    command = ["compare", "fedavg", "--data", "tiny_data:load", "--seeds", "1", "--out", "here", "--jobs", "1", *given]
+    assert call(*command, "--quiet").code == 0
+    (result,) = tmp_path.glob("here/*/result.json")
+    result.write_text("{}")
+    done = call(*command)
+    assert done.code == 2
+    assert done.err.startswith("fedheal: here/fedavg-tiny_data_load-seed0/result.json: there is no ")
+    assert done.err.count("\n") == 1
+
+
 # It refuses
 
 WRONG = [
@@ -239,6 +272,8 @@ WRONG = [
     (["model=.x:net"], [".x:net"]),
     (["model=os:getcwd"], ["os:getcwd"]),
     (["width=3"], ["width", "tiny_data:linear"]),
+    (["model=tiny_data:unable"], ["The factory 'tiny_data:unable' ended with RuntimeError: no weights here"]),
+    (["model=tiny_data:Unpooled", "method=fedproto"], ["tiny_data:Unpooled", "in training"]),
     (["samples_per_client=1000"], ["1000"]),
     (["device=toaster"], ["device", "toaster"]),
     (["device=meta"], ["device", "meta"]),
@@ -483,7 +518,7 @@ def test_the_module_is_a_command_and_ascii_terminals_will_do(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedheal", "run", *words("rounds=100000", "save_seconds=0"), "--out", "here"]
+    command = [sys.executable, "-m", "fedheal", "run", *words("rounds=300", "save_seconds=0"), "--out", "here"]
     process = subprocess.Popen(
         command,
         env=ENVIRONMENT,
@@ -500,7 +535,16 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in said
-    assert "--resume" in said
+    assert "the same command with --resume" in said
+    stopped = len((tmp_path / "here" / "rounds.jsonl").read_text().splitlines())
+    assert 0 < stopped < 300
+    done = subprocess.run(
+        [*command, "--resume"], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert f"going on after round {stopped}" in done.stdout
+    whole = fedheal.run(quick(rounds=300, save_seconds=0), progress=False).model.state_dict()
+    resumed = fedheal.load(tmp_path / "here").state_dict()
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
 @pytest.mark.slow

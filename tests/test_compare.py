@@ -145,6 +145,8 @@ def test_pooled_training_is_one_client_with_everything(tmp_path):
         (["fedavgg"], [0], {}, "did you mean 'fedavg'"),
         (["centralized"], [0], {}, "did you mean 'centralised'"),
         (["fedavg"], [0], {"rounds": -1}, "rounds = -1"),
+        (["fedavg", "fedce"], [0], {}, "method 'fedce' needs examples held out .*: give validation=0.2"),
+        (["fedavg", "fedbn"], [0], {"pool": True}, "method 'fedbn' keeps a part of the model with each client"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, methods, seeds, values, words):
@@ -157,6 +159,13 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, metho
 def test_seeds_that_make_no_sense_are_refused(text):
     with pytest.raises(ValueError, match="seeds = "):
         seeds_of(text)
+
+
+@pytest.mark.parametrize("text", ["10000000000", "3-9999999999999999999999", ",".join(map(str, range(10_001)))])
+def test_more_seeds_than_anybody_waits_for_are_refused(text):
+    with pytest.raises(ValueError, match="10,000 are the most"):
+        seeds_of(text)
+    assert seeds_of("10000") == list(range(10_000))
 
 
 def test_validation_examples_are_held_out_of_training():

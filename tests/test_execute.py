@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -87,6 +88,13 @@ def test_what_stopped_before_its_first_round_is_not_in_the_way(tmp_path):
         fedheal.run(quick(), tmp_path / "run")
 
 
+def test_however_often_it_stopped_there(tmp_path):
+    for _ in range(3):
+        with pytest.raises(ValueError, match="does not answer"):
+            fedheal.run(quick(), tmp_path / "run", callbacks=[Unable()])
+    assert bits(fedheal.run(quick(), tmp_path / "run").model) == bits(run().model)
+
+
 def test_other_classes_are_other_data(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fedheal.run(quick(), tmp_path / "run", callbacks=[StopAt(2)])
@@ -168,6 +176,68 @@ def test_damaged_files_of_a_finished_run_are_named(tmp_path):
     (tmp_path / "run" / "result.json").write_text("[]")
     with pytest.raises(ValueError, match=r"result\.json does not hold a JSON object"):
         fedheal.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"round": 3}', r"missing \d required positional arguments: 'cohort'"),
+        ('{"round": 3, "cohort": 1, "mood": "good"}', "unexpected keyword argument 'mood'"),
+    ],
+)
+def test_rounds_that_no_run_writes_are_named(tmp_path, lines, said):
+    fedheal.run(quick(), tmp_path / "run")
+    with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
+        file.write(lines + "\n")
+    with pytest.raises(ValueError, match=rf"rounds\.jsonl is not what a run writes there \(.*{said}"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(("key", "value"), [("classes", None), ("avg", "high"), ("domains", [])])
+def test_a_result_that_lacks_something_is_named(tmp_path, key, value):
+    fedheal.run(quick(), tmp_path / "run")
+    path = tmp_path / "run" / "result.json"
+    summary = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({k: v for k, v in summary.items() if k != key} | ({} if value is None else {key: value}))
+    )
+    said = f"there is no {key}" if value is None else f"{key} = .* is of the wrong kind"
+    with pytest.raises(ValueError, match=rf"result\.json: {said}"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+    if key == "classes":
+        with pytest.raises(ValueError, match=rf"result\.json: {said}"):
+            fedheal.load(tmp_path / "run")
+
+
+def test_a_model_that_has_changed_since_is_a_sentence(tmp_path):
+    fedheal.run(quick(model="tiny_data:normed", width=4), tmp_path / "run")
+    path = tmp_path / "run" / "experiment.toml"
+    path.write_text(path.read_text().replace("width = 4", "width = 5"))
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors does not fit model 'tiny_data:normed', which .* \(size mismatch"
+    ):
+        fedheal.load(tmp_path / "run")
+
+
+def test_a_folder_that_another_run_took_meanwhile_is_refused(tmp_path, monkeypatch):
+    """It had the lock when this one looked at the folder, and was done when this one got it."""
+    alone = records.alone
+
+    def late(folder):
+        monkeypatch.undo()
+        fedheal.run(quick(lr=0.001), folder, progress=False)
+        return alone(folder)
+
+    monkeypatch.setattr(records, "alone", late)
+    with pytest.raises(ValueError, match="belongs to another experiment"):
+        fedheal.run(quick(seed=7), tmp_path / "run", resume=True)
+
+
+def test_the_folder_of_a_method_that_only_another_program_knows_is_refused(tmp_path):
+    own = Method((Proximal(0.5),), get("fedavg").aggregator, "mine")
+    fedheal.run(quick(method=own), tmp_path / "run")
+    with pytest.raises(ValueError, match="run belongs to another experiment: give another name"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize("data", ["embedded", "tiny_data:load"])

@@ -141,6 +141,25 @@ def test_words_change_the_method_of_a_runs_own_description(tmp_path: Path) -> No
     assert Experiment.read(tmp_path / "e.toml", ["method=fedavg"]).method_name == "fedavg"
 
 
+def test_words_win_over_the_parameters_in_a_files_method(tmp_path: Path) -> None:
+    """Also over those that a run wrote there itself; all others stay as they are, those of the data's protocol too."""
+    path = tmp_path / "e.toml"
+    written = Experiment(method="fedprox:mu=0.5+fedheal:tau=0.2,beta=0.7", data="digits")
+    path.write_text(written.to_toml())
+    read = Experiment.read(path, ["tau=0.5"])
+    assert read == Experiment(method="fedprox:mu=0.5+fedheal:tau=0.5,beta=0.7", data="digits")
+    assert Experiment.read(path, ["mu=0.1", "tau=0.5"]).method_name == "fedprox:mu=0.1+fedheal:tau=0.5,beta=0.7"
+    assert Experiment.read(path) == written
+    path.write_text('method = "fedheal"\ntau = 0.2\nmomentum = 0.5\n')
+    read = Experiment.read(path, ["method=fedheal:tau=0.5"])
+    assert (read.method_name, read.momentum) == ("fedavg+fedheal:tau=0.5", 0.5)
+    with pytest.raises(ValueError, match=r"tau = 0\.5 contradicts"):
+        Experiment.read(path, ["method=fedheal:tau=0.3", "tau=0.5"])
+    path.write_text('method = "fedheal:tau=0.2"\n')
+    with pytest.raises(ValueError, match=r"unknown field 'taw' \(did you mean 'tau'\?\)"):
+        Experiment.read(path, ["taw=0.5"])
+
+
 def test_the_methods_parameters_travel() -> None:
     assert Experiment(method="fedheal", tau=0.4, beta=0.1).method_name == "fedavg+fedheal:tau=0.4,beta=0.1"
     assert Experiment(method="uniform+fphl", tau=0.9).method_name == "fedavg+uniform+fphl:tau=0.9"

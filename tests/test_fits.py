@@ -7,7 +7,7 @@ import torch
 
 import fedheal
 from fedheal import experiment
-from tiny_data import quick, uneven
+from tiny_data import Unpooled, load, quick, uneven
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,27 @@ from tiny_data import quick, uneven
         ("broad", {}, r"model 'tiny_data:broad' does not fit images of shape \(3, 8, 8\)"),
         ("Odd", {}, r"model 'tiny_data:Odd' gives a tuple for one image, not a tensor of shape \(1, 3\)"),
         ("Secretive", {}, "model 'tiny_data:Secretive' cannot be averaged: .*extra_state.*is a dict"),
+        (
+            "Auxiliary",
+            {},
+            r"model 'tiny_data:Auxiliary' gives a tuple for 2 images in training, not a tensor of shape \(2, 3\)",
+        ),
+        (
+            "Unpooled",
+            {"method": "fedproto"},
+            r"model 'tiny_data:Unpooled' does not fit images of shape \(3, 8, 8\) in training \(mat1 and mat2 shapes",
+        ),
+        (
+            "Pooling",
+            {"method": "moon"},
+            r"`features` of model 'tiny_data:Pooling' give \(2, 4, 3, 3\) for 2 images, not a tensor of shape \(2, size\)",
+        ),
+        (
+            "Detached",
+            {},
+            r"model 'tiny_data:Detached' does not fit .* in training \(element 0 of tensors does not require",
+        ),
+        ("Viewing", {}, r"model 'tiny_data:Viewing' does not fit .* in training \(view size is not compatible"),
         (
             "normed_flat",
             {"batch_size": 1},
@@ -56,3 +77,34 @@ def test_a_model_whose_batches_are_large_enough_is_not_refused(tmp_path):
 
 def test_a_single_image_that_no_step_reaches_is_no_obstacle():
     assert fedheal.run(quick(model="tiny_data:normed_flat", rounds=1, batch_size=4, steps=3)).summary["rounds"] == 1
+
+
+@pytest.mark.parametrize("model", ["Unpooled", "Pooling"])
+def test_features_that_no_term_looks_at_may_be_anything(model):
+    assert fedheal.run(quick(model=f"tiny_data:{model}", rounds=1)).summary["rounds"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_that_cannot_be_copied_is_not_refused_for_that():
+    assert fedheal.run(quick(model="tiny_data:normalised_weights", rounds=1)).summary["rounds"] == 1
+
+
+def test_trying_a_model_leaves_no_trace():
+    """Single images are tried too: one of 13 is left over."""
+    before = torch.random.get_rng_state()
+    module = experiment.build(quick(model="tiny_data:normed", batch_size=4), load(), torch.device("cpu")).bench.module
+    experiment.build(quick(model="tiny_data:dropping", batch_size=4), load(), torch.device("cpu"))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    made = experiment.module_of(quick(model="tiny_data:normed"), 3)
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    assert module.training
+
+
+def test_a_gpu_without_memory_is_not_taken_for_a_model_that_does_not_fit(monkeypatch):
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Unpooled, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        fedheal.run(quick(model="tiny_data:Unpooled", rounds=1))

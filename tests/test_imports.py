@@ -12,12 +12,12 @@ ROOT = Path(fedheal.__file__).parent
 # A part may import the parts on lines before its own, and itself.
 ORDER = [
     {"layout", "metrics", "own", "rng", "version"},
-    {"types", "collect", "records", "fits", "spelling"},
+    {"types", "collect", "records", "spelling"},
     {"aggregate", "models", "data"},
     {"local"},
     {"methods"},
     {"engine"},
-    {"run"},
+    {"run", "fits"},
     {"experiment", "progress", "interrupt"},
     {"execute", "track", "statistics", "sampling", "demand"},
     {"report", "places"},

@@ -115,10 +115,12 @@ def test_the_order_in_which_clients_train_changes_nothing() -> None:
         return run_round(
             fed,
             initial_state(fed),
-            lambda model, cohort, number: (serial.train(fed.bench, model, c, number) for c in cohort[::order]),
+            lambda model, shared, tasks: (serial.train(fed.bench, model, shared, task) for task in tasks[::order]),
         )
 
     (forward, one), (backward, two) = first(1), first(-1)
+    assert (one.replied, two.replied) == (5, 5)
+    assert not torch.equal(forward.model.params, initial_state(federation(model="tiny_data:dropping")).model.params)
     assert torch.equal(forward.model.params, backward.model.params)
     assert dict(one.weights) == dict(two.weights)
 

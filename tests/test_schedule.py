@@ -192,3 +192,36 @@ def test_an_error_in_a_process_is_the_error_here(tmp_path):
         list(run_all(planned, 2))
     assert not any(job.finished for job in planned)
     assert not planned[2].folder.exists()
+
+
+def test_a_folder_from_a_cluster_has_a_result_only_when_it_is_whole(tmp_path, monkeypatch):
+    def full(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    files = {"result.json": b"{}", "state/1.safetensors": b"x"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            schedule._unpack(files, tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    schedule._unpack(files, tmp_path)
+    assert (tmp_path / "result.json").read_bytes() == b"{}"
+
+
+def test_an_error_on_a_cluster_is_the_error_here(monkeypatch):
+    """Ray raises it as one of its own kind, whose text is the traceback there."""
+    import ray
+
+    cause = ValueError("model 'x' has no parameter to train")
+    there = ray.exceptions.RayTaskError("_do_elsewhere", "Traceback ...\n  File ...", cause).as_instanceof_cause()
+    lost = ray.exceptions.WorkerCrashedError()
+
+    def get(done: str) -> None:
+        raise {"failed": there, "lost": lost}[done]
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(ValueError, match=r"^model 'x' has no parameter to train$") as raised:
+        schedule._answer("failed")
+    assert raised.value is cause
+    with pytest.raises(ChildProcessError, match=r"a run on the Ray cluster was lost \(The worker died"):
+        schedule._answer("lost")

@@ -56,6 +56,47 @@ def test_random_search_tries_different_points_of_the_grid_and_repeats_itself(tmp
     assert len(randomly(search(tmp_path), run, 99)) == 4
 
 
+def test_random_search_draws_from_a_grid_that_does_not_fit_into_memory(tmp_path):
+    """Ten thousand values each of four fields; what is drawn is what a list of the grid's points would have given."""
+    fields = ("lr", "tau", "beta", "momentum")
+    huge = Search({field: [i / 10_000 for i in range(10_000)] for field in fields}, QUICK, [0], tmp_path)
+    planned = []
+
+    def refuse(jobs):
+        planned.extend(jobs)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        randomly(Search(huge.space | {"lr": [0.1, 0.2]}, QUICK | {"method": "fedheal"}, [0], tmp_path), refuse, 5)
+    assert len({job.folder for job in planned}) == 5
+    with pytest.raises(
+        ValueError, match="the grid has 10,000,000,000,000,000 points: 10,000 are the most; --search random"
+    ):
+        grid(huge, run)
+    larger = Search(huge.space | {"server_lr": huge.space["lr"]}, QUICK, [0], tmp_path)
+    with pytest.raises(ValueError, match="too many to draw from"):
+        randomly(larger, run, 1)
+    small = search(tmp_path)
+    listed = [{"tau": tau, "lr": lr} for tau in small.space["tau"] for lr in small.space["lr"]]
+    assert [small.point(place) for place in range(small.size)] == listed
+    assert list(small.point(2)) == ["tau", "lr"]
+
+
+@pytest.mark.parametrize("trials", [0, 10**10])
+def test_so_many_trials_are_refused(tmp_path, trials):
+    with pytest.raises(ValueError, match=f"trials = {trials}: use 1 to 10,000"):
+        randomly(search(tmp_path), run, trials)
+
+
+def test_a_result_that_lacks_what_the_choice_is_made_by_is_named(tmp_path):
+    wanted = search(tmp_path)
+    grid(wanted, run)
+    path = wanted.jobs(wanted.point(1))[0].folder / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"validation": {"avg": 3.0}}))
+    with pytest.raises(ValueError, match=r"result\.json: validation = .* lacks some of avg, worst, std, gap, jain"):
+        grid(wanted, run)
+
+
 def test_optuna_proposes_points_and_a_restart_repeats_them(tmp_path):
     pytest.importorskip("optuna")
     points = [t.point for t in by_optuna(search(tmp_path), run, 4)]
@@ -73,6 +114,28 @@ def test_ranges_are_added_as_decimals():
     assert space["method"] == ["fedavg", "fedheal"]
     assert fixed == {"rounds": 5}
     assert space_of(["method=fedheal:tau=0.1,beta=0.2"]) == ({}, {"method": "fedheal:tau=0.1,beta=0.2"})
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("only=plain,noisy", "plain,noisy"),
+        ("without=plain,noisy", "plain,noisy"),
+        ('only=["plain", "noisy"]', ["plain", "noisy"]),
+        ("clients_per_domain=plain=1,noisy=1", "plain=1,noisy=1"),
+        ("fraction={plain=0.1, noisy=0.2}", {"plain": 0.1, "noisy": 0.2}),
+        ('data="folder:a,b"', "folder:a,b"),
+    ],
+)
+def test_a_value_that_has_commas_itself_is_one_value(word, value):
+    assert space_of([word]) == ({}, {word.partition("=")[0]: value})
+
+
+def test_numbers_of_clients_can_be_searched():
+    assert space_of(["clients_per_domain=1,2", "fraction=0.1:0.2:0.1"]) == (
+        {"clients_per_domain": [1, 2], "fraction": [0.1, 0.2]},
+        {},
+    )
 
 
 @pytest.mark.parametrize(

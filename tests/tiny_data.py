@@ -212,3 +212,62 @@ class Secretive(Odd):
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         pass
+
+
+class Auxiliary(Odd):
+    """One thing where it is judged, and two in training."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.inner(x)
+        return (logits, logits) if self.training else logits
+
+
+class Unpooled(nn.Module):
+    """`features` that are maps: `forward` takes their mean, and `head` alone cannot take them."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 4, 3, stride=2), nn.Linear(4, classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(x)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x).mean(dim=(2, 3)))
+        return logits
+
+
+class Pooling(Unpooled):
+    """Likewise, but `head` takes the mean itself: only a method that compares features is led astray."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), self.head)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+class Detached(Odd):
+    """Nothing to go back along."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x).detach()
+
+
+class Viewing(Odd):
+    """Takes images for rows that lie one behind the other, which those of a training batch do not."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner[1](x.view(len(x), -1))
+
+
+def normalised_weights(classes: int) -> nn.Module:
+    """torch refuses to copy such a module."""
+    return nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(3 * SIDE * SIDE, classes)))
+
+
+def unable(classes: int) -> nn.Module:
+    raise RuntimeError("no weights here")

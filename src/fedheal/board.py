@@ -8,9 +8,13 @@ from typing import Self
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from fedheal.records import read_json, read_rounds
+from fedheal.records import read_rounds
+from fedheal.report.rows import NEEDED, NUMBER, read_result
 from fedheal.schedule import Job
+
+SHOWN = {**NEEDED, "avg": NUMBER, "std": NUMBER, "worst": NUMBER, "seconds": dict}
 
 
 class Board:
@@ -32,7 +36,7 @@ class Board:
     def ended(self, job: Job) -> None:
         """A run is finished, or was before."""
         if not self.console.is_terminal:
-            found = read_json(job.folder / "result.json")
+            found = read_result(job.folder, SHOWN)
             self.console.print(
                 f"{job.folder.name}: AVG {found['avg']:.2f} STD {found['std']:.2f} worst {found['worst']:.2f} "
                 f"({sum(found['seconds'].values()):.0f} s)",
@@ -48,5 +52,5 @@ class Board:
             done = read_rounds(job.folder)
             judged = [record["fairness"] for record in done if record.get("fairness")]
             numbers = [f"{judged[-1][name]:.1f}" for name in ("avg", "std", "worst")] if judged else ["", "", ""]
-            table.add_row(job.folder.name, f"{len(done)}/{job.experiment.rounds}", *numbers)
+            table.add_row(Text(job.folder.name), f"{len(done)}/{job.experiment.rounds}", *numbers)
         return table

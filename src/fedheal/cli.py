@@ -105,7 +105,7 @@ def run(
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
     given = words or []
-    files = [word for word in given if word.endswith(".toml") or "=" not in word]
+    files = [word for word in given if _is_file(word)]
     if len(files) > 1:
         raise ValueError(f"one description at most can be run, but there are {len(files)}: {', '.join(files)}")
     changes = [word for word in given if word not in files]
@@ -202,6 +202,7 @@ def compare(
     console.print(
         f"{len(planned)} {'run' if len(planned) == 1 else 'runs'} into {folder}, {how}:",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
     _run(planned, console, jobs, ray)
@@ -235,7 +236,8 @@ def sweep_command(
 ) -> None:
     """Search over any fields, judged on examples held out of the clients' training data (validation=0.2).
 
-    The test set is shown beside, for information; it has no part in the choice.
+    The test set is shown beside, for information; it has no part in the choice. What has commas itself is one value, as for a
+    run: only=plain,noisy, clients_per_domain=plain=5,noisy=3, and a method with parameters.
 
     Example: fedheal sweep method=fedheal tau=0:0.9:0.1 beta=0,0.4,1 rounds=10
     """
@@ -252,8 +254,6 @@ def sweep_command(
     if search == "grid":
         found = sweep.grid(wanted, runner)
     elif search in ("random", "optuna"):
-        if trials < 1:
-            raise ValueError(f"trials = {trials}: use 1 or more")
         found = list((sweep.randomly if search == "random" else sweep.by_optuna)(wanted, runner, trials))
     else:
         raise ValueError(f"search = {search}: use grid, random or optuna")
@@ -398,7 +398,7 @@ def reproduce(
     wanted = list({job.folder: job for part in parts for job in part.jobs}.values())
     how = at_a_time(wanted, _processes(jobs), ray)
     console = Console(quiet=quiet or as_json)
-    console.print(f"{len(wanted)} runs into {out}, {how}:", highlight=False, soft_wrap=True)
+    console.print(f"{len(wanted)} runs into {out}, {how}:", highlight=False, markup=False, soft_wrap=True)
     _run(wanted, console, jobs, ray)
     made = reproduced(result, RECIPES[result], parts, out / f"{result}{suffix(options)}")
     title = f"{RECIPES[result].title}{' (a smoke run)' if smoke else ''}"
@@ -469,6 +469,12 @@ def _trackers(track: str | None, folder: Path) -> list[fedheal.Callback]:
     from fedheal.track import tracker  # only those who track need its libraries
 
     return [tracker(track, folder)]
+
+
+def _is_file(word: str) -> bool:
+    """`name=x.toml` says a name; `runs/compare-embedded-lr=0.1/fedavg/experiment.toml` is a file all the same."""
+    key, equals, _ = word.partition("=")
+    return not equals or (word.endswith(".toml") and not key.isidentifier())
 
 
 def _is_override(word: str) -> bool:

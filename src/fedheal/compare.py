@@ -7,6 +7,7 @@ FedAvg over the clients of the others). A bound is a group of ordinary runs; `re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from fedheal.methods import PARTS, parameters
 from fedheal.report.rows import BOUNDS
 from fedheal.schedule import Job
 from fedheal.spelling import divided, parts_of, suggestion
+
+MOST_SEEDS = 10_000
 
 
 def plan(
@@ -41,8 +44,7 @@ def plan(
         for method in methods
         for experiment in _experiments(method, dict(values) | {"seed": seed}, domains)
     ]
-    folders = [job.folder for job in jobs]
-    twice = {folder.name for folder in folders if folders.count(folder) > 1}
+    twice = {folder.name for folder, times in Counter(job.folder for job in jobs).items() if times > 1}
     if twice:
         raise ValueError(f"two of the methods are the same: {sorted(twice)[0]}")
     return jobs
@@ -99,14 +101,14 @@ def seeds_of(text: str) -> list[int]:
     """
     try:
         if "," in text:
-            found = [int(part) for part in text.split(",")]
-        elif "-" in text:
-            first, last = (int(part) for part in text.split("-"))
-            found = list(range(first, last + 1))
+            found: Sequence[int] = [int(part) for part in text.split(",")]
         else:
-            found = list(range(int(text)))
+            first, last = (int(part) for part in text.split("-")) if "-" in text else (0, int(text) - 1)
+            found = range(first, last + 1)
     except ValueError:
         found = []
+    if found[MOST_SEEDS:]:
+        raise ValueError(f"seeds = {text}: {MOST_SEEDS:,} are the most")
     if not found or len(set(found)) != len(found) or min(found) < 0:
         raise ValueError(f"seeds = {text}: use a number of seeds such as 5, a range such as 3-7, or a list such as 1,4")
-    return found
+    return list(found)

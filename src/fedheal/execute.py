@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from fedheal import records
+from fedheal import methods, records
 from fedheal.aggregate.directions import spread
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine import check_engine, trainer
@@ -35,6 +35,10 @@ log = logging.getLogger("fedheal")
 
 Kept = tuple[dict[str, Tensor], dict[str, Any]]  # a saved state
 Used = Mapping[str, Any]  # what tells the data that a run uses from others
+# What is read of a result again.
+NEEDED = {"method": str, "domains": dict, "averaged": int, "classes": list} | dict.fromkeys(
+    ("avg", "std", "worst"), float
+)
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,15 @@ def load(folder: str | Path) -> nn.Module:
             raise ValueError(f"{path} holds no finished run: there is no {name}")
     # Whichever method trained it: one of somebody's own has only its name there.
     experiment = Experiment.of(read_toml(path / "experiment.toml") | {"method": "fedavg"})
-    module = module_of(experiment, len(records.read_json(path / "result.json")["classes"]))
-    module.load_state_dict(records.load_tensors(path / "model.safetensors"))
+    module = module_of(experiment, len(records.read_fields(path / "result.json", {"classes": list})["classes"]))
+    values = records.load_tensors(path / "model.safetensors")
+    try:
+        module.load_state_dict(values)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split("\n")[1:2]).strip().rstrip(".")
+        raise ValueError(
+            f"{path / 'model.safetensors'} does not fit model '{experiment.model}', which must have changed since ({reason})"
+        ) from error
     return module.eval()
 
 
@@ -166,8 +177,10 @@ def _make(folder: Path, experiment: Experiment) -> None:
 def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
     """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
     described = folder / "experiment.toml"
+    check_owner(folder, experiment)  # again: another run may have had the folder until now
     if described.exists():
-        if not resume and (folder / "rounds.jsonl").exists():  # what stopped before its first round left nothing
+        begun = (folder / "result.json").exists() or records.read_rounds(folder)
+        if begun and not resume:  # what stopped before its first round left nothing
             raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
         if (folder / "result.json").exists():
             return None, _history(folder)
@@ -181,9 +194,11 @@ def check_owner(folder: Path, experiment: Experiment) -> None:
     if not (folder / "experiment.toml").exists():
         return
     there = read_toml(folder / "experiment.toml")
-    if there.get("method") == experiment.to_dict()["method"]:
-        there["method"] = experiment.method  # it may be of somebody's own, of which the folder has only the name
-    if Experiment.of(there).identity != experiment.identity:
+    method = there.get("method")  # it may be of somebody's own, of which the folder has only the name
+    own = method == experiment.to_dict()["method"]
+    if own:
+        there["method"] = experiment.method
+    if not (own or methods.known(str(method))) or Experiment.of(there).identity != experiment.identity:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
@@ -207,7 +222,11 @@ def _resumed(folder: Path, experiment: Experiment, used: Used) -> tuple[Kept | N
 
 
 def _history(folder: Path) -> list[RoundRecord]:
-    return [RoundRecord(**record) for record in records.read_rounds(folder)]
+    try:
+        return [RoundRecord(**record) for record in records.read_rounds(folder)]
+    except TypeError as error:
+        reason = str(error).removeprefix("RoundRecord.__init__() ")
+        raise ValueError(f"{folder / 'rounds.jsonl'} is not what a run writes there ({reason})") from error
 
 
 def _result(
@@ -264,7 +283,7 @@ def _validation(judged: list[RoundRecord]) -> dict[str, Any] | None:
 
 def _finished(folder: Path, history: list[RoundRecord]) -> Result:
     """A run that needs no more running, read back."""
-    summary = records.read_json(folder / "result.json")
+    summary = records.read_fields(folder / "result.json", NEEDED)
     found = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
     return Result(**found, history=tuple(history), model=load(folder), summary=summary)
 

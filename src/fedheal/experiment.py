@@ -25,12 +25,12 @@ from fedheal.data.partition import Client, partition
 from fedheal.data.real import share
 from fedheal.engine.numerics import precision_of
 from fedheal.engine.serial import Bench, Training, seeded, smallest_batch
-from fedheal.fits import check_fits
+from fedheal.fits import check_judges, check_model, check_trains
 from fedheal.layout import Layout
 from fedheal.methods import Method
 from fedheal.rng import derive
 from fedheal.run import Federation
-from fedheal.spelling import suggestion
+from fedheal.spelling import parts_of, suggestion, without
 
 # What may differ between a run and its resumption: none of these changes a result.
 FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
@@ -167,7 +167,8 @@ class Experiment(BaseModel):
     @staticmethod
     def read(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
         """From a TOML file and `key=value` words, which win. A `ValueError` says what is wrong in one sentence."""
-        return Experiment(**({} if path is None else read_toml(Path(path))) | overridden(overrides))
+        said = overridden(overrides)
+        return Experiment(**_yielding({} if path is None else read_toml(Path(path)), said) | said)
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Experiment:
@@ -183,6 +184,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
+
+
+def _yielding(file: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The file without the method's parameters that words say: it may have them in the method's name, and words likewise."""
+    there, instead = file.get("method"), said.get("method")
+    if isinstance(instead, str):
+        named = {
+            key for part in parts_of(instead, methods.PARTS) for key in part.given
+        } - Experiment.model_fields.keys()
+        return {key: value for key, value in file.items() if key not in named}
+    if isinstance(there, str) and (keys := said.keys() - Experiment.model_fields.keys()):
+        return file | {"method": without(there, keys, methods.PARTS)}
+    return file
 
 
 def wanted_of(experiment: Experiment) -> datasets.Wanted:
@@ -202,17 +216,24 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
             raise ValueError(
                 f"domain '{domain.name}' of '{experiment.data}' has no test examples to judge a model with"
             )
+    check_method(experiment)
     clients = clients_of(experiment, domains)
     module = module_of(experiment, len(domains.classes)).to(device)
     if device.type == "cuda":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    method = experiment.resolved_method
+    if any(term.features for term in method.local) and not (hasattr(module, "features") and hasattr(module, "head")):
+        raise ValueError(
+            f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none"
+        )
+    asked = {"momentum": experiment.momentum, "weight_decay": experiment.weight_decay} | dict(method.training)
     training = Training(
         experiment.lr,
         experiment.batch_size,
         experiment.epochs,
         experiment.steps,
-        experiment.momentum,
-        experiment.weight_decay,
+        asked["momentum"],
+        asked["weight_decay"],
         experiment.augment,
     )
     held = {c.id: _held_out(experiment, c) for c in clients}
@@ -220,24 +241,8 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     _check_sizes(experiment, {c.domain: train[c.id] for c in clients if c.id in train}, device)
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
-    smallest = {client: smallest_batch(len(split), training) for client, split in train.items()}
-    splits = [*train.values(), *(domain.test for domain in reversed(domains.domains))]
-    for shape, image in {split.images.shape[1:]: split.images[:1] for split in splits}.items():
-        own = {client: number for client, number in smallest.items() if train[client].images.shape[1:] == shape}
-        check_fits(module, experiment.model, normalised(image.to(device)), len(domains.classes), own)
-    method = experiment.resolved_method
-    asked = {"momentum": training.momentum, "weight_decay": training.weight_decay} | dict(method.training)
-    training = replace(training, momentum=asked["momentum"], weight_decay=asked["weight_decay"])
-    if any(term.features for term in method.local) and not (hasattr(module, "features") and hasattr(module, "head")):
-        raise ValueError(
-            f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none"
-        )
-    if experiment.pool and method.personalised:
-        raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
-    if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
-        raise ValueError(
-            f"method '{method.name}' needs examples held out of each client's training data: give validation=0.2"
-        )
+    precision = precision_of(experiment.precision, device)
+    _check_model(experiment, module, domains, train, training, precision)
     bench = Bench(
         module,
         Layout.of(module),
@@ -250,7 +255,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         method.local,
         "loss" in method.aggregator.stage.needs,
         {c.id: _taken(domains[c.domain], held[c.id][1], device) for c in clients if experiment.validation},
-        precision_of(experiment.precision, device),
+        precision,
     )
     return Federation(
         bench,
@@ -263,6 +268,39 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         experiment.participation,
         experiment.dropout,
     )
+
+
+def check_method(experiment: Experiment) -> None:
+    """Refuse a method that the rest of the experiment leaves without what it needs, whatever the data."""
+    method = experiment.resolved_method
+    if experiment.pool and method.personalised:
+        raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
+    if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
+        raise ValueError(
+            f"method '{method.name}' needs examples held out of each client's training data: give validation=0.2"
+        )
+
+
+def _check_model(
+    experiment: Experiment,
+    module: nn.Module,
+    domains: Domains,
+    train: Mapping[str, Split],
+    training: Training,
+    precision: str,
+) -> None:
+    """Each shape of images through the model, as it is judged on them and, where clients train with them, trained."""
+    check_model(module, experiment.model)
+    features = any(term.features for term in experiment.resolved_method.local)
+    device = next(module.parameters()).device
+    splits = [*train.values(), *(domain.test for domain in reversed(domains.domains))]
+    for shape, image in {split.images.shape[1:]: split.images[:1] for split in splits}.items():
+        one, classes = normalised(image.to(device)), len(domains.classes)
+        check_judges(module, experiment.model, one, classes)
+        here = {client: len(split) for client, split in train.items() if split.images.shape[1:] == shape}
+        single = next((client for client, size in here.items() if smallest_batch(size, training) == 1), None)
+        if here:
+            check_trains(module, experiment.model, one, classes, single, features, precision)
 
 
 def takes_part(experiment: Experiment, client: Client) -> bool:

@@ -26,13 +26,13 @@ class Progress(Callback):
         self.console = console or Console()
         self.live = self.console.is_terminal or self.console.is_jupyter
         self.bar = Bar(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[accuracy]}"),
+            TextColumn("{task.fields[accuracy]}", markup=False),  # a domain may be called [old]
             console=self.console,
             disable=not self.live,
         )

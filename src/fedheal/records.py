@@ -62,15 +62,26 @@ def lock(folder: Path) -> int:
 
 def write_text(path: Path, text: str) -> None:
     """The file appears whole or not at all."""
-    _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Likewise."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_bytes(data)
+        _sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Tensors as safetensors, whole or not at all."""
     # safetensors refuses tensors that share memory (tied parameters): each gets its own.
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    data = save(own, dict(metadata or {}))
-    _replace(path, lambda temporary: temporary.write_bytes(data))
+    write_bytes(path, save(own, dict(metadata or {})))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -90,8 +101,7 @@ def save_state(
         _sync(rounds)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
     text = json.dumps({"format": FORMAT, "owner": owner, "sum": _sum(own, described), "state": described})
-    data = save(own, {"fedheal": text})
-    _replace(states / f"{number:08d}.safetensors", lambda temporary: temporary.write_bytes(data))
+    write_bytes(states / f"{number:08d}.safetensors", save(own, {"fedheal": text}))
     for old in sorted(states.glob("*.safetensors"))[:-KEPT]:
         old.unlink(missing_ok=True)
     for left in states.glob("*.tmp"):
@@ -153,26 +163,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def read_fields(path: Path, needed: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    """A JSON object that has these fields, of these kinds; one that has not is refused by name."""
+    found = read_json(path)
+    for key, kind in needed.items():
+        if key not in found:
+            raise ValueError(f"{path}: there is no {key}")
+        if not isinstance(found[key], kind):
+            raise ValueError(f"{path}: {key} = {found[key]!r} is of the wrong kind")
+    return found
+
+
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             return
-        if not isinstance(record, dict) or "round" not in record:
+        if not isinstance(record, dict) or type(record.get("round")) is not int:
             return
         yield record
-
-
-def _replace(path: Path, write: Any) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write(temporary)
-        _sync(temporary)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _sync(path: Path) -> None:

@@ -18,15 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fedheal.demand import demand
 from fedheal.engine.memory import give_back
 from fedheal.engine.workers import end_with_parent, unbroken
 from fedheal.execute import check_owner, run
-from fedheal.experiment import Experiment
+from fedheal.experiment import Experiment, check_method
 from fedheal.interrupt import stop_on_terminate
 from fedheal.places import VISIBLE, Place, emptiest, places, side_by_side, visible, worded
+from fedheal.records import write_bytes
 
 UNSEEN = 16 << 30  # bytes taken to be free on a GPU of a cluster, which cannot be asked from here
 
@@ -38,6 +39,10 @@ class Job:
     experiment: Experiment
     folder: Path
     track: str | None = None
+
+    def __post_init__(self) -> None:
+        """Among many, what cannot be run is refused before the first of them starts."""
+        check_method(self.experiment)
 
     @property
     def finished(self) -> bool:
@@ -182,11 +187,24 @@ def _on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:
         waiting = list(asked)
         while waiting:
             (done,), waiting = ray.wait(waiting, num_returns=1)
-            _unpack(ray.get(done), asked[done].folder)
+            _unpack(_answer(done), asked[done].folder)
             yield asked[done]
     finally:
         if started:
             ray.shutdown()
+
+
+def _answer(done: Any) -> dict[str, bytes]:
+    """What a task of the cluster gave. Its error is the run's own, as it would be here, without Ray's account of it."""
+    import ray
+
+    try:
+        return cast(dict[str, bytes], ray.get(done))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ChildProcessError(f"a run on the Ray cluster was lost ({reason}); the same command goes on") from None
 
 
 def _check_answers(address: str) -> None:
@@ -216,8 +234,8 @@ def _do_elsewhere(described: dict[str, Any], track: str | None) -> dict[str, byt
 
 
 def _unpack(files: dict[str, bytes], folder: Path) -> None:
-    """The run's files, `result.json` last: a folder that has it is whole."""
+    """The run's files, each whole or not at all, and `result.json` last: a folder that has it is whole."""
     for name in sorted(files, key=lambda name: name == "result.json"):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(files[name])
+        write_bytes(path, files[name])

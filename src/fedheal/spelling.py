@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class Part:
             for key, default in self.defaults.items()
             if (value := self.given.get(key, default)) != default or everything
         }
-        return self.name + (":" if shown else "") + ",".join(f"{k}={_text(v)}" for k, v in shown.items())
+        return _spelled(self.name, shown)
 
     def _value(self, key: str, text: str) -> Any:
         """`fael` may be a name or false."""
@@ -80,6 +80,16 @@ class Part:
 def parts_of(name: str, table: Mapping[str, Callable[..., Any]]) -> list[Part]:
     """The parts that a name has, of a table or the user's own."""
     return [_read(text.strip(), table) for text in divided(name)]
+
+
+def without(name: str, keys: Collection[str], table: Mapping[str, Callable[..., Any]]) -> str:
+    """The name, as if it did not say these parameters; what else it says stays, defaults too.
+
+    >>> without("fedprox:mu=0.1,preset=ours", {"mu"}, {"fedprox": lambda mu=0.01, preset="ours": None})
+    'fedprox:preset=ours'
+    """
+    parts = parts_of(name, table)
+    return "+".join(_spelled(p.name, {key: value for key, value in p.given.items() if key not in keys}) for p in parts)
 
 
 def divided(name: str) -> list[str]:
@@ -134,6 +144,10 @@ def _number(key: str, text: str, whole: bool) -> float:
     if whole and not number.is_integer():
         raise needed
     return int(number) if whole else number
+
+
+def _spelled(name: str, given: Mapping[str, Any]) -> str:
+    return name + (":" if given else "") + ",".join(f"{key}={_text(value)}" for key, value in given.items())
 
 
 def _text(value: Any) -> str:

@@ -6,9 +6,10 @@ information: what was chosen did not see them.
 
 from __future__ import annotations
 
-import itertools
+import math
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -17,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from fedheal.experiment import Experiment, override
-from fedheal.records import read_json
+from fedheal.experiment import PER_DOMAIN, Experiment, override
+from fedheal.report.rows import NEEDED, NUMBER, numbers, read_result
 from fedheal.schedule import Job
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
-MOST = 10_000  # values of a field
+MOST = 10_000  # values of a field, points of a grid that are all tried, and trials
 VALIDATION = 0.2  # share of each client's examples, unless another is given
 Point = dict[str, Any]
 Runner = Callable[[Sequence[Job]], object]
@@ -68,9 +69,18 @@ class Search:
         if not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"validation = {share}: a sweep needs a share between 0 and 1 to judge by")
 
-    def points(self) -> list[Point]:
-        """The whole grid."""
-        return [dict(zip(self.space, values, strict=True)) for values in itertools.product(*self.space.values())]
+    @property
+    def size(self) -> int:
+        """How many points the grid has."""
+        return math.prod(len(values) for values in self.space.values())
+
+    def point(self, place: int) -> Point:
+        """The point at a place of the grid, in which the last field varies fastest: a grid need not fit into memory."""
+        chosen: Point = {}
+        for key, values in reversed(list(self.space.items())):
+            place, i = divmod(place, len(values))
+            chosen[key] = values[i]
+        return {key: chosen[key] for key in self.space}
 
     def jobs(self, point: Point) -> list[Job]:
         values = {"validation": VALIDATION, **self.fixed, **point}
@@ -80,7 +90,7 @@ class Search:
 
     def trial(self, point: Point) -> Trial:
         """What the runs of a point found."""
-        results = [read_json(job.folder / "result.json") for job in self.jobs(point)]
+        results = [_result(job.folder) for job in self.jobs(point)]
         return Trial(
             point,
             {name: tuple(float(r["validation"][name]) for r in results) for name in METRICS},
@@ -90,13 +100,20 @@ class Search:
 
 def grid(search: Search, run: Runner) -> list[Trial]:
     """Every point."""
-    return _all(search, search.points(), run)
+    if search.size > MOST:
+        raise ValueError(
+            f"the grid has {search.size:,} points: {MOST:,} are the most; --search random or optuna tries some of them"
+        )
+    return _all(search, [search.point(place) for place in range(search.size)], run)
 
 
 def randomly(search: Search, run: Runner, trials: int, seed: int = 0) -> list[Trial]:
     """So many different points of the grid, drawn at random."""
-    points = search.points()
-    return _all(search, random.Random(seed).sample(points, min(trials, len(points))), run)
+    _check_trials(trials)
+    if search.size > sys.maxsize:
+        raise ValueError(f"the grid has {search.size:,} points, too many to draw from: search fewer fields or values")
+    places = random.Random(seed).sample(range(search.size), min(trials, search.size))
+    return _all(search, [search.point(place) for place in places], run)
 
 
 def by_optuna(search: Search, run: Runner, trials: int, seed: int = 0) -> Iterator[Trial]:
@@ -105,6 +122,7 @@ def by_optuna(search: Search, run: Runner, trials: int, seed: int = 0) -> Iterat
         import optuna
     except ImportError:
         raise ValueError("Optuna is not installed: pip install 'fedheal[sweep]'") from None
+    _check_trials(trials)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     for _ in range(trials):
@@ -116,6 +134,20 @@ def by_optuna(search: Search, run: Runner, trials: int, seed: int = 0) -> Iterat
         (trial,) = _all(search, [chosen], run)
         study.tell(asked, trial.score(search.metric))
         yield trial
+
+
+def _check_trials(trials: int) -> None:
+    if not 1 <= trials <= MOST:
+        raise ValueError(f"trials = {trials}: use 1 to {MOST:,}")
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    """What a run found, on both kinds of data."""
+    found = read_result(folder, {**NEEDED, **dict.fromkeys(METRICS, NUMBER), "validation": dict})
+    own = found["validation"]
+    if not METRICS.keys() <= own.keys() or not numbers({name: own[name] for name in METRICS}):
+        raise ValueError(f"{folder / 'result.json'}: validation = {own!r} lacks some of {', '.join(METRICS)}")
+    return found
 
 
 def _all(search: Search, points: Sequence[Point], run: Runner) -> list[Trial]:
@@ -133,6 +165,8 @@ def space_of(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, Any]
 
     >>> space_of(["tau=0:0.2:0.1", "beta=0,0.4", "rounds=5"])
     ({'tau': [0.0, 0.1, 0.2], 'beta': [0, 0.4]}, {'rounds': 5})
+    >>> space_of(["only=mnist,usps", "clients_per_domain=mnist=5,usps=3"])  # one value each, as for a run
+    ({}, {'only': 'mnist,usps', 'clients_per_domain': 'mnist=5,usps=3'})
     """
     space: dict[str, list[Any]] = {}
     fixed: dict[str, Any] = {}
@@ -143,13 +177,18 @@ def space_of(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, Any]
             raise ValueError(f"'{key}' is given twice")
         if re.fullmatch(r"[-+.\deE]+:[-+.\deE]+:[-+.\deE]+", text):
             space[key] = _range(word, text)
-        elif "," in text and not (key == "method" and ":" in text):
+        elif "," in text and value == text and not _one_value(key, text):
             space[key] = [override(f"{key}={part.strip()}")[1] for part in text.split(",")]
             if len(set(map(str, space[key]))) < len(space[key]):
                 raise ValueError(f"'{word}' has a value twice")
         else:
             fixed[key] = value
     return space, fixed
+
+
+def _one_value(key: str, text: str) -> bool:
+    """Whether commas are a part of the value: of a method with parameters, of names, or of a number for each domain."""
+    return (key == "method" and ":" in text) or key in ("only", "without") or (key in PER_DOMAIN and "=" in text)
 
 
 def _range(word: str, text: str) -> list[float]:

@@ -14,9 +14,12 @@ import pytest
 import torch
 
 import fedheal
+from fedheal import Method
 from fedheal.engine.serial import Task
 from fedheal.engine.workers import trainer
 from fedheal.experiment import build
+from fedheal.local.term import Term
+from fedheal.methods import get
 from fedheal.run import initial_state
 from tiny_data import load, quick, words
 
@@ -67,6 +70,29 @@ def test_workers_answer_in_the_order_asked_for_pass_errors_on_and_end() -> None:
         assert one.metrics == two.metrics
 
 
+class Sendable(Term):
+    """As one that is defined in a notebook: this process knows it, and no other can import it."""
+
+
+class Unsendable(Term):
+    def __init__(self) -> None:
+        self.kept = lambda: None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("term", "said"), [(Sendable, "its error is above"), (Unsendable, "pickle")])
+def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: type[Term], said: str) -> None:
+    if term is Sendable:
+        monkeypatch.setattr(Sendable, "__module__", "a_notebook")
+        monkeypatch.setitem(sys.modules, "a_notebook", sys.modules[__name__])
+    own = Method((term(),), get("fedavg").aggregator, "mine")
+    with pytest.raises(
+        ChildProcessError, match=rf"workers = 2: no process could start .*\(.*{said}.*\): .*workers=1"
+    ) as raised:
+        fedheal.run(quick(method=own, workers=2), progress=False)
+    assert "--resume" not in str(raised.value)
+
+
 def children(process: int) -> list[int]:
     """Living processes whose parent is this one."""
     found = []
@@ -91,7 +117,8 @@ def alive(process: int) -> bool:
 @pytest.mark.slow
 def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedheal", "run", *words("rounds=100000", "workers=2"), "--quiet"]
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    there = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(there)}
     process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], env=environment)
     deadline = time.monotonic() + 90
     while not (tmp_path / "run" / "rounds.jsonl").exists() and time.monotonic() < deadline:

@@ -22,7 +22,7 @@ from tiny_data import QUICK
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {
-    "PYTHONPATH": str(TESTS),
+    "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
@@ -75,6 +75,18 @@ def test_runs_on_a_cluster_are_those_of_this_machine(tmp_path, tmp_path_factory)
             check=False,
             timeout=240,
         )
+        wrong = subprocess.run(
+            [*inside, *command, *words, "width=4", "--ray", address, "--out", str(tmp_path / "wrong")],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+    said = wrong.stderr.splitlines()[-1]  # after what Ray has to say on its connection
+    assert said.startswith("fedheal: The model 'tiny_data:linear' cannot be built from classes, width: ")
     assert there.returncode == 0, there.stderr
     assert json.loads(there.stdout)["rows"] == json.loads(here.stdout)["rows"]
     one, two = (tmp_path / where / "fedavg-tiny_data_load-seed1" for where in ("here", "there"))

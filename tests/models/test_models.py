@@ -24,6 +24,10 @@ def own_linear(classes: int, pixels: int = 12) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, classes))
 
 
+def own_failure(classes: int) -> nn.Module:
+    return {}["weights"]  # type: ignore[no-any-return]
+
+
 def own_mistake(classes: int) -> str:
     return f"{classes} classes"
 
@@ -145,6 +149,7 @@ def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("own_models:missing", {}, "'own_models' has no function 'missing'"),
         ("own_models:NOT_A_FUNCTION", {}, "has no function 'NOT_A_FUNCTION'"),
         ("own_models:own_mistake", {}, "'own_models:own_mistake' returned a str, not a torch.nn.Module"),
+        ("own_models:own_failure", {}, r"The factory 'own_models:own_failure' ended with KeyError: 'weights'\."),
     ],
 )
 def test_refusals_are_sentences(
@@ -163,6 +168,6 @@ def test_unknown_depth() -> None:
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the factories of this file be imported as `own_models`."""
     module = ModuleType("own_models")
-    for thing in ("own_linear", "own_mistake", "NOT_A_FUNCTION"):
+    for thing in ("own_linear", "own_failure", "own_mistake", "NOT_A_FUNCTION"):
         setattr(module, thing, globals()[thing])
     monkeypatch.setitem(sys.modules, "own_models", module)

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 
@@ -42,9 +43,23 @@ def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
     sent = replace(bench, module=copy.deepcopy(bench.module))
     pool = ProcessPoolExecutor(workers, context, _start, (sent, threads))
 
+    @cache
+    def begin() -> None:
+        """All processes start, with the bench: what cannot be sent there is told apart from a process that is ended."""
+        try:
+            for started in [pool.submit(os.getpid) for _ in range(workers)]:
+                started.result()
+        except Exception as error:  # whatever somebody's class may raise on its way there
+            told = "its error is above" if isinstance(error, BrokenProcessPool) else str(error).partition("\n")[0]
+            raise ChildProcessError(
+                f"workers = {workers}: no process could start with this model and method ({told}): their classes and functions "
+                "must be those of a module that can be imported, and memory must do for one more; workers=1 needs neither"
+            ) from error
+
     def train(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
         # Longest first onto whoever is free; replies in the order that was asked for.
         longest = sorted(tasks, key=lambda task: -len(bench.examples[task.client]))
+        begin()
         with unbroken():
             asked = {task.client: pool.submit(_train, model, shared, task) for task in longest}
             for task in tasks:

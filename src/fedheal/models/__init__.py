@@ -20,7 +20,7 @@ from torch import nn
 
 from fedheal.models.resnet import BLOCKS, ResNet, resnet
 from fedheal.models.small_cnn import SmallCNN, small_cnn
-from fedheal.own import imported
+from fedheal.own import imported, worded
 
 __all__ = ["MODELS", "ResNet", "SmallCNN", "build", "resnet", "small_cnn"]
 
@@ -44,7 +44,12 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
     except TypeError as error:
         given = ", ".join(["classes", *kwargs])
         raise ValueError(f"The model {name!r} cannot be built from {given}: {error}.") from error
-    model = factory(classes=classes, **kwargs)
+    try:
+        model = factory(classes=classes, **kwargs)
+    except Exception as error:
+        if ":" not in name:
+            raise
+        raise ValueError(f"The factory {name!r} ended with {worded(error)}.") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"The factory {name!r} returned a {type(model).__name__}, not a torch.nn.Module.")
     return model

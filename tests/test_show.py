@@ -1,0 +1,38 @@
+"""What commands show, where names are not as one would have them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from fedheal import cli_show
+from fedheal.progress import Progress
+from fedheal.sweep import Trial
+from fedheal.types import RoundRecord
+
+NAMES = ["[old]", "[/old]", "[red]x", "a\\"]
+NUMBERS = {"avg": (1.0,), "std": (1.0,), "worst": (1.0,)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_shown_as_it_is_in_tables(name, capsys):
+    cli_show.compared([{"method": name, "domains": {name: 1.0, "b": 2.0}, "avg": 1.0, "std": 1.0, "worst": 1.0}])
+    assert capsys.readouterr().out.count(name) == 2
+    trial = Trial({"data": name}, NUMBERS, NUMBERS)
+    cli_show.wide().print(cli_show.searched([trial], trial))
+    assert name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_shown_as_it_is_while_a_run_goes(name, live):
+    file = io.StringIO()
+    evenness = {"avg": 1.0, "std": 0.0}
+    with Progress(Console(file=file, force_terminal=live, width=200, color_system=None)) as progress:
+        progress.started({"method": f"mine{name}", "rounds": 2, "data": "x", "seed": 0}, [])
+        seconds = {"train": 1.0}
+        progress.round(RoundRecord(1, 1, 1, {}, None, {}, seconds, domains={name: 51.5}, fairness=evenness))
+    assert f"mine{name}" in file.getvalue()
+    assert f"{name} 51.5" in file.getvalue()
