@@ -48,8 +48,11 @@ def convergence(planned: Planned) -> Figure | None:
     """A panel a local method: AVG by round, alone and with FedHEAL; FedAvg's also with uniform weights."""
     from matplotlib.figure import Figure
 
-    by_method = {one.method: one for one in series(found(planned))}
-    named = {entry.label: by_method[jobs[0].experiment.method_name] for entry, jobs in planned.rows}
+    rows = found(planned)
+    called = {str(row.summaries[0]["folder"]): row.method for row in rows}
+    by_name = {one.method: one for one in series(rows)}
+    labels = {entry.label: called[str(jobs[0].folder)] for entry, jobs in planned.rows}
+    named = {label: by_name[name] for label, name in labels.items() if name in by_name}  # pooled, it is a bound
     panels = [name for name in LOCAL.values() if name in named and name + STAGES["fedheal"] in named]
     if not panels:
         return None
