@@ -56,6 +56,18 @@ def test_markdown_latex_and_text():
     assert legend == "* best of its column (STD: the lowest)"
     assert "*" not in text(tables(ROWS[:2])[0])  # one method alone is not the best of anything, and has no legend
     assert "82.00* ± 2.83" in lines[2]
+    assert "*" not in text(tables([*ROWS[:2], ROWS[-1]])[0])  # nor is it beside a bound
+    assert "**" not in markdown(tables([*ROWS[:2], ROWS[-1]])[0])
+
+
+def test_names_do_not_become_markup():
+    domains = {"a|b": 80.0, "c^d~e\\f{g}": 60.0}
+    (table,) = tables([replace(row("x|y", 0, 0.0, 0.0), domains=domains, evenness=fairness(domains))])
+    head, rule, line = markdown(table).splitlines()
+    assert head == r"| method | a\|b | c^d~e\f{g} | AVG | STD | worst | seeds |"
+    assert rule.count("---") == 7
+    assert line.startswith(r"| x\|y | 80.00 |")
+    assert r"c\textasciicircum{}d\textasciitilde{}e\textbackslash{}f\{g\}" in latex(table)
 
 
 def test_what_the_numbers_are_is_not_said_of_rounds_there_were_not():
@@ -116,7 +128,7 @@ def test_parquet_can_be_read_back(tmp_path):
 
 
 def test_two_runs_of_one_method_and_seed_cannot_both_be_a_row():
-    with pytest.raises(ValueError, match=r"fedavg with seed 0 was run twice .* \(runs/x and runs/y\)"):
+    with pytest.raises(ValueError, match=r"fedavg with seed 0 was run twice \(runs/x and runs/y\): report them apart"):
         tables([*ROWS, row("fedavg", 0, 1.0, 2.0, "runs/y")])
 
 

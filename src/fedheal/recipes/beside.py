@@ -13,7 +13,7 @@ from fedheal.recipes.recipe import BESIDE, Claim, Entry, Planned, Recipe
 from fedheal.report.conclusions import cautions
 from fedheal.report.page import Extra
 from fedheal.report.rows import Row, by_data, read_result, rows
-from fedheal.report.tables import EVENNESS, over_rounds, value
+from fedheal.report.tables import EVENNESS, in_a_cell, over_rounds, value
 
 MARK = "†"
 KINDS = ("ours", "paper", "difference")
@@ -154,7 +154,7 @@ def text(table: Beside) -> str:
 
 def markdown(table: Beside) -> str:
     made = cells(table)
-    lines = [f"| {' | '.join(line)} |" for line in made]
+    lines = [f"| {' | '.join(map(in_a_cell, line))} |" for line in made]
     notes = "\n".join(f"- {note}" for note in table.notes)
     return "\n".join(
         [f"## {table.title}: {table.data}", "", lines[0], "|---" * len(made[0]) + "|", *lines[1:], "", notes]
