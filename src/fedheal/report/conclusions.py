@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedheal.metrics import fairness
 from fedheal.report import alike
 from fedheal.report.rows import BOUNDS, Row
 from fedheal.sampling import note_on_test_sets
@@ -48,7 +47,8 @@ def chosen_reference(found: Sequence[Row], reference: str | None = None) -> str:
 def headline(found: Sequence[Row], reference: str | None = None) -> list[str]:
     """The reference's worst-served domain, and which method is ahead in what; means over seeds, no claim beyond them."""
     first = chosen_reference(found, reference)
-    methods = _compared(found, first)
+    same = alike.comparable(found, first)
+    methods = _by_method(same)
     if not methods:
         return []
     by_domain = _means(methods[first])
@@ -59,7 +59,7 @@ def headline(found: Sequence[Row], reference: str | None = None) -> list[str]:
         f"mean over domains."
     ]
     if len(methods) > 1:
-        measured = {name: fairness(_means(seeds)) for name, seeds in methods.items()}
+        measured = {name: _evenness([row for row in same if row.method == name]) for name in methods}
         ahead = [
             (words, pick(measured, key=lambda name: measured[name][key]), key, unit)
             for words, key, pick, unit in (
@@ -71,6 +71,11 @@ def headline(found: Sequence[Row], reference: str | None = None) -> list[str]:
         listed = ", ".join(f"{words} {name} ({measured[name][key]:.1f}{unit})" for words, name, key, unit in ahead)
         said.append(f"Ahead, as far as these runs show: {listed}.")
     return said
+
+
+def _evenness(rows: Sequence[Row]) -> dict[str, float]:
+    """Means over seeds, as a table has them: the spread of mean accuracies is another number, and a smaller one."""
+    return {key: float(np.mean([row.evenness[key] for row in rows])) for key in ("avg", "std", "worst")}
 
 
 def _means(seeds: dict[int, dict[str, float]]) -> dict[str, float]:
