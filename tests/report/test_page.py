@@ -61,6 +61,19 @@ def test_curves_are_means_over_seeds(few):
     assert set(masked["consistency"]) == {"mnist", "usps", "svhn", "syn"}
 
 
+def test_layers_are_those_of_all_rounds(tmp_path):
+    """In a first round to which nobody replied nothing was masked, and nothing reported."""
+    folder = run_folder(tmp_path / "a", "fedavg+fedheal")
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    lines[0]["report"], lines[0]["weights"] = {}, {}
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
+    (drawn,) = numbers(page(found(tmp_path)))["sets"]
+    layers = drawn["methods"][0]["layers"]
+    assert len(layers["names"]) == 8
+    assert [row[0] for row in layers["kept"]] == [None] * 8
+    assert layers["kept"][0][1] == round(lines[1]["report"]["kept_by_tensor"]["layer0.weight"], 3)
+
+
 def test_names_cannot_become_markup(tmp_path):
     run_folder(tmp_path / "a", "<script>alert(1)</script>", data="</script><b>x")
     text = page(found(tmp_path), "<i>t</i>", extras=[Extra("<u>", ["<u>"], [["<u>", "<u>"], ["<u>", "<u>"]])])
