@@ -44,6 +44,15 @@ def test_words_tables_and_settings_are_there(few):
         assert words in text, words
 
 
+def test_what_is_special_about_the_data_stands_below_the_table(tmp_path):
+    folder = run_folder(tmp_path / "a", "fedavg")
+    summary = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(summary | {"data_notes": ["syn_standin stands in for syn"]}))
+    text = page(found(tmp_path))
+    below = text.partition("</table>")[2].partition('<div class="figures"')[0]
+    assert below.count("Note: syn_standin stands in for syn.") == 1
+
+
 def test_curves_are_means_over_seeds(few):
     (drawn,) = numbers(page(found(few)))["sets"]
     rows = [row for row in found(few) if row.method == "fedavg"]

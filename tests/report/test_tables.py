@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from fedheal.cli_show import reported
 from fedheal.metrics import fairness
-from fedheal.report import conclusions
+from fedheal.report import conclusions, figures
+from fedheal.report.page import page
 from fedheal.report.rows import Row
 from fedheal.report.tables import csv_text, latex, markdown, tables, text, write_parquet
 
@@ -179,5 +182,20 @@ def test_enough_seeds_may_conclude():
     ]
     said = conclusions.sentences(many)
     assert any("fedheal" in s and "better" in s and "8 seeds" in s for s in said)
-    with pytest.raises(ValueError, match="reference = bogus"):
-        conclusions.sentences(many, "bogus")
+
+
+def test_a_reference_need_not_be_run_on_every_data_set():
+    other = [row("fedavg", 0, 80.0, 60.0, data="other"), row("scaffold", 0, 80.0, 70.0, data="other")]
+    said = reported([*ROWS, *other], "text", "fedheal")
+    assert "There is no run of fedheal on other: fedavg is the reference there." in said
+    assert "Observed against fedheal, in points: fedavg -4.50 in AVG" in said
+    assert "Observed against fedavg, in points: scaffold +5.00 in AVG" in said
+    assert said.count("There is no run of") == 1
+    assert conclusions.cautions(ROWS, "fedheal") == []
+    for refused in (reported, lambda *words: page(words[0], reference=words[2]), figures_of):
+        with pytest.raises(ValueError, match="reference = bogus: the methods are fedavg, fedheal, scaffold"):
+            refused([*ROWS, *other], "text", "bogus")
+
+
+def figures_of(found, form, reference):
+    return figures.write(found, Path("nowhere"), reference)

@@ -10,11 +10,10 @@ from fedheal.recipes.beside import Beside, found
 from fedheal.recipes.recipe import Planned
 from fedheal.recipes.table import LOCAL, STAGES
 from fedheal.report import palette
-from fedheal.report.figures import COLUMN, PAGE, by_round
-from fedheal.report.series import Series, series
+from fedheal.report.figures import COLUMN, PAGE, band, by_round
+from fedheal.report.series import series
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -64,7 +63,7 @@ def convergence(planned: Planned) -> Figure | None:
     for axes, name in zip(grid, panels, strict=False):
         for stage, colour, words in (*shown, ("uniform", palette.METHODS[9], "with uniform weights")):
             if name + STAGES[stage] in named:
-                _mean(axes, named[name + STAGES[stage]], colour, words)
+                band(axes, named[name + STAGES[stage]], "AVG", colour, words)
         axes.set_title(name, fontsize=7)
         by_round(axes)
     for spare in grid[len(panels) :]:
@@ -73,10 +72,3 @@ def convergence(planned: Planned) -> Figure | None:
     handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3)
     return figure
-
-
-def _mean(axes: Axes, one: Series, colour: str, words: str) -> None:
-    band = one.curves["AVG"]
-    axes.plot(one.rounds, band.mean, color=colour, label=words)
-    if band.sd.any():
-        axes.fill_between(one.rounds, band.mean - band.sd, band.mean + band.sd, color=colour, alpha=0.15, lw=0)

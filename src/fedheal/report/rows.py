@@ -19,6 +19,7 @@ BOUNDS = {
     "centralised": "one model of all clients' data in one place",
     "leave-one-domain-out": "each domain judged with a model of the other domains' clients (FedAvg)",
 }
+EVENNESS = {"AVG": "avg", "STD": "std", "worst": "worst"}  # columns after the domains, as `fairness` calls them
 OF_BOUNDS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
 OF_ALL = "fedavg"  # the method of every bound
 
@@ -81,6 +82,11 @@ def read_result(folder: Path, needed: Mapping[str, type | tuple[type, ...]] = NE
     if not numbers(summary["test_sizes"]) or summary["test_sizes"].keys() != summary["domains"].keys():
         raise ValueError(f"{path}: test_sizes = {summary['test_sizes']!r} are not those of its domains")
     return summary | {"folder": str(folder)}
+
+
+def data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is special about the runs' data, such as a stand-in for a domain that cannot be had; each thing once."""
+    return list(dict.fromkeys(note for summary in summaries for note in summary.get("data_notes", ())))
 
 
 def numbers(value: object) -> bool:

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from fedheal.metrics import fairness
 from fedheal.report.rounds import rounds_of
-from fedheal.report.rows import BOUNDS, Row
+from fedheal.report.rows import BOUNDS, EVENNESS, Row
 
 Floats = NDArray[np.float64]
-EVENNESS = {"AVG": "avg", "STD": "std", "worst": "worst"}
 PHASES = ("train", "aggregate", "evaluate")
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from fedheal.metrics import LAST
-from fedheal.report.rows import BOUNDS, Row, by_data
+from fedheal.report.rows import BOUNDS, EVENNESS, Row, by_data
 
 LOWER_IS_BETTER = frozenset({"STD"})
-EVENNESS = {"AVG": "avg", "STD": "std", "worst": "worst"}
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,7 @@ def tidy(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "rounds": row.summaries[0]["rounds"],
             **{f"accuracy.{name}": float(x) for name, x in row.domains.items()},
             **{name: float(x) for name, x in row.evenness.items()},
-            **(
-                {f"validation.{k}": float(row.validation[k]) for k in ("avg", "std", "worst")} if row.validation else {}
-            ),
+            **({f"validation.{k}": float(row.validation[k]) for k in EVENNESS.values()} if row.validation else {}),
         }
         for row in rows
     ]
