@@ -218,7 +218,8 @@ def _behind(found: Diagnosis, number: int, last: int) -> str:
     else:
         said += f"more than {GAP:g} since round {since}"
     if not unit.present:
-        said += "; none of its clients ever took part" if found.what == "domain" else "; it never took part"
+        # It may have dropped out or been left out; of pooled data, one machine trained for all.
+        said += f"; {'its clients' if found.what == 'domain' else 'it'} had no weight in any round"
     if np.isfinite(ratio):
         less = "less than" if ratio < 0.95 else "more than" if ratio > 1.05 else "about"
         holds = "its clients hold" if found.what == "domain" else "it holds"
