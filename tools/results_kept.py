@@ -14,9 +14,8 @@ from typing import Any
 from fedheal.experiment import FREE, Experiment
 from fedheal.metrics import LAST, fairness, last_mean
 from fedheal.recipes.recipe import Entry
+from fedheal.report.rows import EVENNESS, NUMBER, numbers, read_result
 from fedheal.report.rows import NEEDED as REPORTED
-from fedheal.report.rows import NUMBER, numbers, read_result
-from fedheal.report.tables import EVENNESS
 
 PARTIAL = ".tmp"  # ends the name of a folder that was never finished
 TOLERANCE = 1e-6  # points: sums may be taken in another order, and nothing else

@@ -13,7 +13,8 @@ from fedheal.data import DESCRIPTIONS
 from fedheal.metrics import LAST, fairness, last_mean
 from fedheal.recipes import beside
 from fedheal.recipes.recipe import Entry, Planned, Recipe
-from fedheal.report.tables import EVENNESS, over_rounds
+from fedheal.report.rows import EVENNESS
+from fedheal.report.tables import over_rounds
 from fedheal.schedule import Job
 from results_kept import Run, found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from fedheal import data as datasets
 from fedheal import models
+from fedheal.cli_show import wide
 from fedheal.compare import seeds_of
 from fedheal.data import archive, cache, export, inspect, real
 from fedheal.data import fetch as downloads
@@ -38,7 +38,7 @@ def list_() -> None:
         table.add_row(name, dataset.about, " ".join(f"{k}={v}" for k, v in dataset.protocol.items()))
     table.add_row("folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", "")
     table.add_row("package.module:function", "your own: a function that returns fedheal.data.domains.Domains", "")
-    _wide().print(table)
+    wide().print(table)
     typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
 
 
@@ -71,7 +71,7 @@ def check(
         table = Table("domain", "state", "layout", "train", "test", "class balance (training)", title=name)
         for one in found:
             table.add_row(one.name, one.state, one.layout, f"{one.train:,}", f"{one.test:,}", one.balance)
-        _wide().print(table)
+        wide().print(table)
         for one in found:
             worst = max(worst, {"missing": 1, "damaged": 2}.get(one.state, 0))
             where = f" in {one.folder}" if one.folder else ""
@@ -108,7 +108,7 @@ def show(
     table = Table("client", "domain", "samples", *domains.classes)
     for client, row in zip(held, counts, strict=True):
         table.add_row(client.id, client.domain, str(row.sum()), *map(str, row))
-    _wide().print(table)
+    wide().print(table)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{domains.name}-clients.png"
     pictures.client_plot(domains, held).savefig(path, dpi=150)
@@ -190,12 +190,15 @@ def export_command(
 ) -> None:
     """Write just the images that a protocol uses as one small file, to take to another machine.
 
-    There, data_root=FILE (or the folder it lies in) runs the same experiments with the same bytes.
+    There, data_root=FILE (or the folder it lies in) runs the same experiments with the same bytes; of your own image
+    folders, data=folder:FILE does.
 
     Example: fedheal data export digits --seeds 0-2 --out digits.export
     """
     chosen = seeds_of(seeds)
     experiment = _experiment(data, data_root, allow_missing, words)
+    if "seed" in overridden(words or ()):
+        raise ValueError(f"the seeds of an export are given by --seeds: it cannot be given as seed={experiment.seed}")
     found = real.opened(*datasets.description(data, wanted_of(experiment)))
     domains = real.domains_of(found, cache.prepare(found.recipe))
     held: dict[str, list[Any]] = {}
@@ -240,7 +243,3 @@ def _experiment(data: str, root: str | None, allow_missing: bool, words: list[st
 def _say_notes(notes: tuple[str, ...]) -> None:
     for note in notes:
         typer.echo(f"Note: {note}.")
-
-
-def _wide() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 200)

@@ -76,6 +76,7 @@ def searched(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
 
 def reported(found: Sequence[rows.Row], form: str, reference: str | None = None) -> str:
     """A table for each data set, what may be concluded from it, and what is special about the data."""
+    conclusions.check_reference(found, reference)
     parts = []
     groups = rows.by_data(found)
     for table in tables.tables(found):

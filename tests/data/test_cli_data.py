@@ -63,6 +63,7 @@ def test_check_without_a_name_looks_for_all(root: Path, call) -> None:
         (["prepare", "digits", "data=embedded"], "'data' is given twice: digits and data=embedded"),
         (["export", "digits", "seed=1", "seed=2"], "'seed' is given twice: seed=1 and seed=2"),
         (["show", "digits", "--data-root", ".", "data_root=x"], "'data_root' is given twice: . and data_root=x"),
+        (["export", "digits", "--seeds", "0-0", "seed=3"], "given by --seeds: it cannot be given as seed=3"),
     ],
 )
 def test_nothing_is_given_twice(call, words: list[str], said: str) -> None:

@@ -223,6 +223,35 @@ def test_manifests_that_are_wrong(digits: Path, cache_folder: Path, manifest: di
     assert sorted(cache_folder.iterdir()) == before
 
 
+@pytest.fixture
+def pets(tmp_path: Path, call) -> tuple[Path, Path]:
+    """Image folders of one's own, and an export of them."""
+    for number, name in enumerate(("photos", "sketches")):
+        layouts.image_folders(tmp_path / "pets" / name, {"cat": 15, "dog": 15}, number)
+    done = call("data", "export", "folder:pets", "--seeds", "1", *SMALL)
+    assert done.code == 0, done.err
+    return tmp_path / "pets", tmp_path / "folder.export"
+
+
+def test_an_export_of_own_folders_runs_the_same_there(pets: tuple[Path, Path], call) -> None:
+    one, two = (fedheal.run(Experiment(**KEYS, data=f"folder:{path}"), progress=False) for path in pets)
+    assert one.summary["used_fingerprint"] == two.summary["used_fingerprint"]
+    assert one.summary["data_fingerprint"] == two.summary["data_fingerprint"]
+    assert one.domains == two.domains
+    with pytest.raises(ValueError, match="images that the exported file does not hold"):
+        fedheal.run(Experiment(**KEYS | {"seed": 7}, data=f"folder:{pets[1]}"), progress=False)
+    done = call("data", "check", f"folder:{pets[1]}")
+    assert (done.code, "an export" in done.out, "photos, sketches" in done.out) == (0, True, True)
+
+
+def test_own_folders_say_themselves_where_they_lie(pets: tuple[Path, Path], digits: Path, call) -> None:
+    done = call("run", f"data=folder:{pets[0]}", f"data_root={pets[1]}", "rounds=1")
+    assert (done.code, done.out) == (2, "")
+    assert "says itself where the data lie; leave it out" in done.err
+    done = call("data", "check", f"folder:{digits}")
+    assert f"is an export of 'digits': use data=digits data_root={digits}" in done.err
+
+
 def test_damage_anywhere_is_found_or_harmless(digits: Path, cache_folder: Path) -> None:
     """A sentence, or the very same images; never a crash, other images or a half cache."""
     good = data.load("digits", data.Wanted(str(digits)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -211,6 +212,24 @@ def test_a_damaged_cache_is_said_and_made_anew(root: Path, cache_folder: Path, c
         load("digits", root)
     assert call("data", "prepare", "digits", "--data-root", root, "--again").code == 0
     assert len(load("digits", root).domains) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda said: {},
+        lambda said: said | {"size": "large"},
+        lambda said: said | {"format": "another"},
+        lambda said: said | {"domains": [{"name": "mnist"}]},
+        lambda said: [said],
+    ],
+)
+def test_a_manifest_that_somebody_made_something_else_of_is_damage(root: Path, cache_folder: Path, change) -> None:
+    load("digits", root)
+    path = prepared(cache_folder)[0] / "manifest.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=r"the prepared data in .* are damaged: remove that folder"):
+        load("digits", root)
 
 
 def test_two_processes_that_prepare_at_once_both_get_it(root: Path, cache_folder: Path, monkeypatch) -> None:

@@ -68,6 +68,17 @@ def test_several_domains_in_one_table_are_split_eight_to_two(tmp_path: Path, cod
         assert (domain.train.labels.tolist(), domain.test.labels.tolist()) == ([0] * 8 + [1] * 8, [0] * 2 + [1] * 2)
 
 
+def test_a_table_that_does_not_say_domains_is_no_table_of_several(tmp_path: Path) -> None:
+    """Or every domain would be the whole of it."""
+    path = tmp_path / "hub" / "flwrlabs--pacs" / "data" / "train-0.parquet"
+    write(path, {"image": images(20), "label": ["dog", "cat"] * 10, "style": ["photo", "sketch"] * 10})
+    with pytest.raises(ValueError, match=r"train-0.parquet has the columns image, label, style; one called domain is"):
+        data.load("pacs", data.Wanted(str(tmp_path)))
+    for found in inspected(data.DESCRIPTIONS["pacs"], data.Wanted(str(tmp_path))):
+        assert found.state == "damaged"
+        assert found.said.endswith(f"is needed to tell which images are '{found.name}'")
+
+
 def test_labels_as_words(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", {"image": images(20), "label": ["dog", "cat"] * 10})
     found = tables.read("a", [tmp_path / "a.parquet"], "", ())
@@ -143,7 +154,7 @@ def test_tables_that_are_something_else(
 ) -> None:
     write(tmp_path / "a.parquet", columns, features)
     with pytest.raises(ValueError, match=sentence):
-        tables.read("a", [tmp_path / "a.parquet"], "art", ())
+        tables.read("a", [tmp_path / "a.parquet"], "art" if "domain" in columns else "", ())
 
 
 def test_a_domain_may_be_a_number_or_unknown_and_labels_whole_numbers_of_any_kind(tmp_path: Path) -> None:

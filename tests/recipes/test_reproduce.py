@@ -82,6 +82,17 @@ def test_rows_by_label_method_or_pattern(tmp_path):
     assert "'MOON + AFL' (moon+afl)" in str(caught.value)
 
 
+def test_a_row_need_not_be_on_every_data_set(tmp_path):
+    (part,) = planned(RECIPES["headline"], Options(rows=["AFL"]), tmp_path)
+    assert (part.data, [entry.label for entry, _ in part.rows]) == ("digits", ["AFL"])
+    both = planned(RECIPES["headline"], Options(rows=["AFL", "FedAvg"]), tmp_path)
+    assert {part.data: len(part.rows) for part in both} == {"digits": 2, "office-caltech": 1}
+    with pytest.raises(ValueError, match=r"rows = AFL: no row is called so; the rows are .* on office-caltech$"):
+        planned(RECIPES["headline"], Options(rows=["AFL"], data=["office-caltech"]), tmp_path)
+    with pytest.raises(ValueError, match=r"rows = x: .*'Ditto' \(ditto\) on digits; 'FedAvg' .* on office-caltech$"):
+        planned(RECIPES["headline"], Options(rows=["AFL", "x"]), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -75,6 +76,28 @@ def test_every_figure_is_drawn_and_nothing_overflows(opened, few, width, theme):
     ink, paper = (tab.evaluate(f"getComputedStyle(document.body).{p}") for p in ("color", "backgroundColor"))
     brightness = [sum(map(int, c[4:-1].split(","))) for c in (ink, paper)]
     assert (brightness[0] < brightness[1]) == (theme == "light")
+
+
+@pytest.mark.parametrize("shape", ["bars", "dots"])
+def test_on_a_phone_every_name_is_there_and_runs_into_no_other(opened, tmp_path, shape):
+    names = ["fedavg", "fedavg+uniform", "fedavg+fedheal:variant=released,tau=0.4", "fedprox:mu=0.1+fedheal",
+             "scaffold+qffl", "moon+afl", "fedavg+fedheal without=svhn"]  # fmt: skip
+    for method in names:
+        run_folder(tmp_path / method.replace(":", "_"), method, rounds=3)
+    tab = opened(found(tmp_path), 390)
+    scroll(tab)
+    tab.click(f"button[value={shape}]")
+    for plot in ("domains", "seconds"):
+        labels = tab.query_selector_all(f"[data-plot={plot}] .ytick text")
+        said = [label.text_content() for label in labels]
+        assert sorted(word.replace(" ", "") for word in said) == sorted(name.replace(" ", "") for name in names)
+        boxes = sorted((box["y"], box["y"] + box["height"]) for box in (label.bounding_box() for label in labels))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(boxes)), plot
+        legend = tab.query_selector(f"[data-plot={plot}] .legend").bounding_box()
+        figure = tab.query_selector(f"[data-plot={plot}]").bounding_box()
+        assert legend["height"] < 40  # one line of it
+        assert legend["y"] >= figure["y"]
+        assert legend["y"] + legend["height"] <= boxes[0][0] + 8  # and not over the first row
 
 
 def test_bounds_alone_leave_figures_empty_without_an_error(opened, tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedheal.report.diagnose import diagnose, lines, picture, sentences, write_picture
+from fedheal.report.series import mean_of
 from made_up import run_folder
 
 # Two clinics and a hospital; the clinics' accuracy falls behind in round 3 and stays there, after a dip in round 1.
@@ -88,6 +89,7 @@ def test_behind_on_average_but_not_in_the_last_round(tmp_path):
         ("clients", 3),
         ("domains", [80.0]),
         ("homes", "big"),
+        ("homes", {"big-0": ["big"]}),
         ("report", [1]),
         ("report.kept", 0.5),
         ("report.distance", {"big-0": [1]}),
@@ -107,6 +109,95 @@ def test_rounds_that_a_finished_run_lacks_are_missed(tmp_path, cut):
     path.write_text(cut(path.read_text()))
     with pytest.raises(ValueError, match=r"rounds\.jsonl has 0 whole lines from its start, and the run 6 rounds"):
         diagnose(path.parent)
+
+
+def test_a_finished_run_without_its_rounds_is_told_so(tmp_path):
+    path = run_folder(tmp_path / "made", "fedavg", rounds=6) / "rounds.jsonl"
+    path.unlink()
+    with pytest.raises(ValueError, match=r"rounds\.jsonl is missing, and the run has 6 rounds"):
+        diagnose(path.parent)
+
+
+def test_a_federation_may_go_on_after_its_result(tmp_path):
+    run = run_folder(tmp_path / "made", "fedavg", rounds=6)
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {"rounds": 4}))
+    assert diagnose(run).rounds.tolist() == [1, 2, 3, 4, 5, 6]
+    (run / "result.json").write_text(json.dumps(result | {"rounds": "six"}))
+    with pytest.raises(ValueError, match=r"result\.json: rounds = 'six' is of the wrong kind"):
+        diagnose(run)
+
+
+def left_out(folder):
+    """Of a made-up run, one in which nobody of the domain that lags trained; it is judged all the same."""
+    run = run_folder(folder, "fedavg", rounds=6)
+    records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    for record in records:
+        record["weights"] = {c: w for c, w in record["weights"].items() if not c.startswith("syn")}
+    (run / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = json.loads((run / "result.json").read_text())
+    trained = {c: home for c, home in result["trained"].items() if home != "syn"}
+    (run / "result.json").write_text(json.dumps(result | {"trained": trained, "without": ["syn"]}))
+    return run
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_whoever_is_judged_is_there_though_it_never_took_part(tmp_path, finished):
+    run = left_out(tmp_path / "run")
+    if not finished:
+        (run / "result.json").unlink()
+    found = diagnose(run)
+    assert [unit.name for unit in found.units] == ["mnist", "usps", "svhn", "syn"]
+    first = dict(zip(*lines(found)[:2], strict=True))
+    assert first["domain"] == "syn (5 clients)"
+    assert (first["weight"], first["x equal share"], first["rounds present"]) == ("-", "-", "0/6")
+    # Its accuracy counts for the mean of all: here the last round's gap, by hand.
+    last = json.loads((run / "rounds.jsonl").read_text().splitlines()[-1])["domains"]
+    assert found.gaps[3, -1] == pytest.approx(last["syn"] - sum(last.values()) / 4)
+    (said,) = (said for said in sentences(found) if said.startswith("syn"))
+    assert said.endswith("; its clients had no weight in any round.")
+    clients = diagnose(run, "client")
+    assert len(clients.units) == 20
+    assert sentences(clients)[-1].endswith("; it had no weight in any round.")
+    assert picture(clients) is not None
+
+
+def test_nobody_ever_replied(tmp_path):
+    found = diagnose(federation(tmp_path / "run", weights=lambda t: {}))
+    assert [line[0] for line in lines(found)[1:]] == ["small-0", "small-1", "big-0"]
+    assert "No accuracy" not in sentences(found)[0]
+
+
+def test_a_federation_under_way_says_domains_in_its_lines(tmp_path):
+    """Names that say nothing, a client that erred in every round, one that moved, and one whose domain nobody knows."""
+
+    def homes(t):
+        return {"big-0": "city", "small-0": "city" if t == 0 else "country", "small-1": None, "silent": "island"}
+
+    def judged(t):
+        return {"city": 80.0, "country": 60.0}
+
+    run = federation(tmp_path / "run", homes=homes, domains=judged)
+    found = diagnose(run)
+    assert found.what == "domain"
+    assert [line[0] for line in lines(found)[1:]] == [
+        "country (1 client)", "city (1 client)", "island (1 client)", "? (1 client)"
+    ]  # fmt: skip
+    units = {unit.name: unit for unit in found.units}
+    assert units["country"].weight.tolist() == [0.1] * 4
+    assert np.isnan(units["island"].accuracy).all()
+    assert {name: unit.present for name, unit in units.items()} == {"city": 4, "country": 4, "island": 0, "?": 4}
+    assert {unit.name for unit in diagnose(run, "client").units} == {*WEIGHTS, "silent"}
+
+
+def test_many_clients_are_no_more_work_than_they_are(tmp_path, monkeypatch):
+    """The gaps of all are reckoned once, not once for each."""
+    reckoned = []
+    monkeypatch.setattr("fedheal.report.diagnose.mean_of", lambda values: reckoned.append(1) or mean_of(values))
+    found = diagnose(federation(tmp_path / "run"))
+    lines(found)
+    sentences(found)
+    assert reckoned == [1]
 
 
 def test_domains_are_taken_from_the_result_or_the_rounds(tmp_path):

@@ -44,6 +44,15 @@ def test_words_tables_and_settings_are_there(few):
         assert words in text, words
 
 
+def test_what_is_special_about_the_data_stands_below_the_table(tmp_path):
+    folder = run_folder(tmp_path / "a", "fedavg")
+    summary = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(summary | {"data_notes": ["syn_standin stands in for syn"]}))
+    text = page(found(tmp_path))
+    below = text.partition("</table>")[2].partition('<div class="figures"')[0]
+    assert below.count("Note: syn_standin stands in for syn.") == 1
+
+
 def test_curves_are_means_over_seeds(few):
     (drawn,) = numbers(page(found(few)))["sets"]
     rows = [row for row in found(few) if row.method == "fedavg"]
@@ -59,6 +68,19 @@ def test_curves_are_means_over_seeds(few):
     masked = next(method for method in drawn["methods"] if method["name"] == "fedavg+fedheal")
     assert len(masked["layers"]["kept"]) == 8
     assert set(masked["consistency"]) == {"mnist", "usps", "svhn", "syn"}
+
+
+def test_layers_are_those_of_all_rounds(tmp_path):
+    """In a first round to which nobody replied nothing was masked, and nothing reported."""
+    folder = run_folder(tmp_path / "a", "fedavg+fedheal")
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    lines[0]["report"], lines[0]["weights"] = {}, {}
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
+    (drawn,) = numbers(page(found(tmp_path)))["sets"]
+    layers = drawn["methods"][0]["layers"]
+    assert len(layers["names"]) == 8
+    assert [row[0] for row in layers["kept"]] == [None] * 8
+    assert layers["kept"][0][1] == round(lines[1]["report"]["kept_by_tensor"]["layer0.weight"], 3)
 
 
 def test_names_cannot_become_markup(tmp_path):

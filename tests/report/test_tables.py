@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from fedheal.cli_show import reported
 from fedheal.metrics import fairness
-from fedheal.report import conclusions
+from fedheal.report import conclusions, figures
+from fedheal.report.page import page
 from fedheal.report.rows import Row
 from fedheal.report.tables import csv_text, latex, markdown, tables, text, write_parquet
 
@@ -56,6 +59,18 @@ def test_markdown_latex_and_text():
     assert legend == "* best of its column (STD: the lowest)"
     assert "*" not in text(tables(ROWS[:2])[0])  # one method alone is not the best of anything, and has no legend
     assert "82.00* ± 2.83" in lines[2]
+    assert "*" not in text(tables([*ROWS[:2], ROWS[-1]])[0])  # nor is it beside a bound
+    assert "**" not in markdown(tables([*ROWS[:2], ROWS[-1]])[0])
+
+
+def test_names_do_not_become_markup():
+    domains = {"a|b": 80.0, "c^d~e\\f{g}": 60.0}
+    (table,) = tables([replace(row("x|y", 0, 0.0, 0.0), domains=domains, evenness=fairness(domains))])
+    head, rule, line = markdown(table).splitlines()
+    assert head == r"| method | a\|b | c^d~e\f{g} | AVG | STD | worst | seeds |"
+    assert rule.count("---") == 7
+    assert line.startswith(r"| x\|y | 80.00 |")
+    assert r"c\textasciicircum{}d\textasciitilde{}e\textbackslash{}f\{g\}" in latex(table)
 
 
 def test_what_the_numbers_are_is_not_said_of_rounds_there_were_not():
@@ -99,6 +114,20 @@ def test_the_headline_names_the_worst_served_and_who_is_ahead():
     assert "best worst domain fedheal (71.0 %)" in second
 
 
+def test_the_headline_has_the_numbers_of_the_table():
+    """Over two seeds the first method's domains even out; in each of its runs they do not."""
+    found = [row("fedavg", 0, 90.0, 50.0), row("fedavg", 1, 50.0, 90.0)]
+    found += [row("fedheal", seed, 79.0, 60.0) for seed in (0, 1)]
+    said = conclusions.headline(found)[1]
+    # STD: 40 / sqrt 2 = 28.3 in both runs of fedavg, 19 / sqrt 2 = 13.4 in fedheal's; worst: 50 and 60.
+    assert said.endswith(
+        "highest AVG fedavg (70.0 %), lowest STD fedheal (13.4 points), best worst domain fedheal (60.0 %)."
+    )
+    (table,) = tables(found)
+    assert [m for m in table.cells if table.cells[m]["STD"].best] == ["fedheal"]
+    assert [m for m in table.cells if table.cells[m]["worst"].best] == ["fedheal"]
+
+
 def test_csv_can_be_read_back(tmp_path):
     found = list(csv.DictReader(io.StringIO(csv_text(ROWS))))
     assert len(found) == 5
@@ -116,7 +145,7 @@ def test_parquet_can_be_read_back(tmp_path):
 
 
 def test_two_runs_of_one_method_and_seed_cannot_both_be_a_row():
-    with pytest.raises(ValueError, match=r"fedavg with seed 0 was run twice .* \(runs/x and runs/y\)"):
+    with pytest.raises(ValueError, match=r"fedavg with seed 0 was run twice \(runs/x and runs/y\): report them apart"):
         tables([*ROWS, row("fedavg", 0, 1.0, 2.0, "runs/y")])
 
 
@@ -153,5 +182,20 @@ def test_enough_seeds_may_conclude():
     ]
     said = conclusions.sentences(many)
     assert any("fedheal" in s and "better" in s and "8 seeds" in s for s in said)
-    with pytest.raises(ValueError, match="reference = bogus"):
-        conclusions.sentences(many, "bogus")
+
+
+def test_a_reference_need_not_be_run_on_every_data_set():
+    other = [row("fedavg", 0, 80.0, 60.0, data="other"), row("scaffold", 0, 80.0, 70.0, data="other")]
+    said = reported([*ROWS, *other], "text", "fedheal")
+    assert "There is no run of fedheal on other: fedavg is the reference there." in said
+    assert "Observed against fedheal, in points: fedavg -4.50 in AVG" in said
+    assert "Observed against fedavg, in points: scaffold +5.00 in AVG" in said
+    assert said.count("There is no run of") == 1
+    assert conclusions.cautions(ROWS, "fedheal") == []
+    for refused in (reported, lambda *words: page(words[0], reference=words[2]), figures_of):
+        with pytest.raises(ValueError, match="reference = bogus: the methods are fedavg, fedheal, scaffold"):
+            refused([*ROWS, *other], "text", "bogus")
+
+
+def figures_of(found, form, reference):
+    return figures.write(found, Path("nowhere"), reference)

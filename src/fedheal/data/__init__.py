@@ -92,4 +92,6 @@ def protocol(name: str) -> dict[str, Any]:
 
 
 def _in_folder(name: str, wanted: Wanted) -> tuple[Description, Wanted]:
+    if wanted.root is not None:
+        raise ValueError(f"data_root = {wanted.root!r}: {name!r} says itself where the data lie; leave it out")
     return real.own_folder(name), replace(wanted, root=name.removeprefix(FOLDER))

@@ -19,18 +19,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import PIL
 import torch
+from pydantic import BaseModel
 
 from fedheal.data import images
 from fedheal.data.domains import Domain, Domains, Excerpt, Split, fingerprint
 from fedheal.data.raw import Raw, RawDomain
 from fedheal.version import __version__
 
-FORMAT = "fedheal-prepared-1"
+FORMAT: Literal["fedheal-prepared-1"] = "fedheal-prepared-1"
 VARIABLE = "FEDHEAL_CACHE"
 UNFINISHED = ".making-"
 A_DAY = 86_400
@@ -55,17 +56,34 @@ class Recipe:
         return hashlib.sha256(json.dumps(said).encode("utf-8", "surrogateescape")).hexdigest()
 
 
+class Described(BaseModel):
+    """A domain, in a manifest."""
+
+    name: str
+    train: int
+    test: int
+    whole: int  # training images of the whole, where only some of them are here
+    dropped: dict[str, list[int]]  # positions of what could not be decoded, by split
+    unreadable: list[str]  # and why
+
+
+class Manifest(BaseModel):
+    """What stands in the file beside the images."""
+
+    format: Literal["fedheal-prepared-1"]
+    name: str
+    classes: tuple[str, ...]
+    size: int
+    domains: list[Described]
+    fingerprint: str
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A prepared set: where it lies, and what its manifest says."""
 
     folder: Path
     manifest: Mapping[str, Any]
-
-    @property
-    def unreadable(self) -> dict[str, list[str]]:
-        """What could not be decoded, by domain."""
-        return {domain["name"]: domain["unreadable"] for domain in self.manifest["domains"]}
 
     def domains(self) -> tuple[Domain, ...]:
         return tuple(
@@ -172,10 +190,10 @@ def _save(path: Path, values: np.ndarray[Any, np.dtype[np.int64]]) -> None:
 
 def _opened(folder: Path) -> Prepared:
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"the prepared data in {folder} are damaged: remove that folder") from error
-    return Prepared(folder, manifest)
+    return Prepared(folder, manifest.model_dump())
 
 
 @contextmanager

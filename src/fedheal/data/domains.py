@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -83,12 +84,19 @@ class Domains:
 
 def check(data: Domains, name: str) -> None:
     """What a data set of one's own may have wrong, each in a sentence."""
+    _check_kinds(data, name)
     names = [domain.name for domain in data.domains]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"data '{name}': its domains are {names}; at least one is needed, each with a name of its own")
     for field in ("clients_per_domain", "samples_per_client"):
         if len(getattr(data, field)) != len(names):
             raise ValueError(f"data '{name}': {field} has {len(getattr(data, field))} entries for {len(names)} domains")
+        least = 0 if field == "samples_per_client" else 1
+        for number in getattr(data, field):
+            if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
+                raise ValueError(
+                    f"data '{name}': {field} has the entry {number!r}; an int of {least} or more is needed"
+                )
     for domain in data.domains:
         for part, split in (("train", domain.train), ("test", domain.test)):
             where = f"data '{name}': {domain.name}/{part}"
@@ -105,6 +113,29 @@ def check(data: Domains, name: str) -> None:
                 raise ValueError(
                     f"{where} has labels {int(labels.min())} to {int(labels.max())} for {len(data.classes)} classes"
                 )
+
+
+def _check_kinds(data: Domains, name: str) -> None:
+    """Whatever else is asked of a data set, asks this of it first."""
+    for field in ("domains", "classes", "clients_per_domain", "samples_per_client"):
+        _must_be((tuple, list), getattr(data, field), f"data '{name}': {field}")
+    for number, domain in enumerate(data.domains):
+        _must_be((Domain,), domain, f"data '{name}': domains[{number}]")
+        for part, split in (("train", domain.train), ("test", domain.test)):
+            where = f"data '{name}': {domain.name}/{part}"
+            _must_be((Split,), split, where)
+            _must_be((torch.Tensor,), split.images, f"{where}.images")
+            _must_be((torch.Tensor,), split.labels, f"{where}.labels")
+
+
+def _must_be(kinds: tuple[type, ...], value: object, where: str) -> None:
+    if not isinstance(value, kinds):
+        found, wanted = type(value), kinds[0]
+        raise ValueError(f"{where} is of the kind {_named(found)}; {_named(wanted)} is needed")
+
+
+def _named(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def fingerprint(domains: Domains) -> str:

@@ -87,4 +87,3 @@ class RawDomain:
     train: Raw
     test: Raw
     excerpt: Excerpt | None = None  # of the training split
-    troubles: tuple[str, ...] = ()  # what is wrong with it but does not keep it from being used

@@ -15,6 +15,7 @@ from fedheal.data.locate import Place, explained, located, root_of
 from fedheal.data.raw import RawDomain
 
 FOLDER = "folder:"
+OWN = "folder"  # what an export of such a folder is called
 FOLDER_SIZE = 32
 NAMED = 3  # unreadable images, in a note
 
@@ -39,17 +40,29 @@ def share(fraction: float, whole: int) -> int:
 
 
 def own_folder(name: str) -> Description:
-    """The description of `folder:PATH`: every folder in it is a domain."""
+    """The description of `folder:PATH`: every folder in it is a domain. PATH may also be an export of such a folder."""
     said = name.removeprefix(FOLDER)
     path = Path(said).expanduser()
-    if not said or not path.is_dir():
+    if said and path.is_file():
+        domains = _exported(name, path)
+    elif not said or not path.is_dir():
         raise ValueError(f"data = {name!r}: there is no folder {said!r}")
-    domains = subfolders(path)
+    else:
+        domains = subfolders(path)
     if not domains:
         raise ValueError(f"data = {name!r}: {path} has no folders; <domain>/<class>/... is needed")
     layout = (FolderLayout(),)
     sources = tuple(Source(n, 0, 0, (n,), layout, home="") for n in domains)
-    return Description("folder", "your own image folders", sources, FOLDER_SIZE, clients=5, fraction=0.0)
+    return Description(OWN, "your own image folders", sources, FOLDER_SIZE, clients=5, fraction=0.0)
+
+
+def _exported(name: str, path: Path) -> list[str]:
+    said = archive.manifest(path)
+    if said.name != OWN:
+        raise ValueError(
+            f"data = {name!r}: {path} is an export of '{said.name}': use data={said.name} data_root={path}"
+        )
+    return [domain.name for domain in said.domains]
 
 
 @dataclass(frozen=True)

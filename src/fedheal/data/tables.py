@@ -86,7 +86,11 @@ def _table(path: Path, domain: str) -> Table:
         raise ValueError(f"{path} has the columns {', '.join(columns)}; image and label are needed")
     labels, classes, words = _numbers(path, label, rows[label], _named(features, label))
     kept = np.arange(len(labels))
-    if domain and where:
+    if domain:
+        if where is None:
+            raise ValueError(
+                f"{path} has the columns {', '.join(columns)}; one called domain is needed to tell which images are '{domain}'"
+            )
         kept = np.flatnonzero([_same(said, domain) for said in _domains(path, rows[where], _named(features, where))])
     return Table(tuple(f"{path}#{row}" for row in kept), labels[kept], classes, words)
 

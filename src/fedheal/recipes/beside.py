@@ -12,8 +12,8 @@ from fedheal.recipes import paper
 from fedheal.recipes.recipe import BESIDE, Claim, Entry, Planned, Recipe
 from fedheal.report.conclusions import cautions
 from fedheal.report.page import Extra
-from fedheal.report.rows import Row, by_data, read_result, rows
-from fedheal.report.tables import EVENNESS, over_rounds, value
+from fedheal.report.rows import EVENNESS, Row, by_data, data_notes, read_result, rows
+from fedheal.report.tables import in_a_cell, over_rounds, value
 
 MARK = "†"
 KINDS = ("ours", "paper", "difference")
@@ -112,9 +112,7 @@ def _about(planned: Planned, rounds: frozenset[int], absent: Sequence[str], same
 
 
 def _data_notes(found: Iterable[Row]) -> list[str]:
-    """What is special about the data, such as a stand-in for a domain that cannot be had."""
-    notes = dict.fromkeys(note for row in found for note in row.summaries[0].get("data_notes", ()))
-    return [f"About the data: {note}." for note in notes]
+    return [f"About the data: {note}." for note in data_notes(row.summaries[0] for row in found)]
 
 
 def _misprints(lines: Sequence[Line]) -> list[str]:
@@ -154,7 +152,7 @@ def text(table: Beside) -> str:
 
 def markdown(table: Beside) -> str:
     made = cells(table)
-    lines = [f"| {' | '.join(line)} |" for line in made]
+    lines = [f"| {' | '.join(map(in_a_cell, line))} |" for line in made]
     notes = "\n".join(f"- {note}" for note in table.notes)
     return "\n".join(
         [f"## {table.title}: {table.data}", "", lines[0], "|---" * len(made[0]) + "|", *lines[1:], "", notes]

@@ -10,11 +10,10 @@ from fedheal.recipes.beside import Beside, found
 from fedheal.recipes.recipe import Planned
 from fedheal.recipes.table import LOCAL, STAGES
 from fedheal.report import palette
-from fedheal.report.figures import COLUMN, PAGE, by_round
-from fedheal.report.series import Series, series
+from fedheal.report.figures import COLUMN, PAGE, band, by_round
+from fedheal.report.series import series
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -48,8 +47,11 @@ def convergence(planned: Planned) -> Figure | None:
     """A panel a local method: AVG by round, alone and with FedHEAL; FedAvg's also with uniform weights."""
     from matplotlib.figure import Figure
 
-    by_method = {one.method: one for one in series(found(planned))}
-    named = {entry.label: by_method[jobs[0].experiment.method_name] for entry, jobs in planned.rows}
+    rows = found(planned)
+    called = {str(row.summaries[0]["folder"]): row.method for row in rows}
+    by_name = {one.method: one for one in series(rows)}
+    labels = {entry.label: called[str(jobs[0].folder)] for entry, jobs in planned.rows}
+    named = {label: by_name[name] for label, name in labels.items() if name in by_name}  # pooled, it is a bound
     panels = [name for name in LOCAL.values() if name in named and name + STAGES["fedheal"] in named]
     if not panels:
         return None
@@ -61,7 +63,7 @@ def convergence(planned: Planned) -> Figure | None:
     for axes, name in zip(grid, panels, strict=False):
         for stage, colour, words in (*shown, ("uniform", palette.METHODS[9], "with uniform weights")):
             if name + STAGES[stage] in named:
-                _mean(axes, named[name + STAGES[stage]], colour, words)
+                band(axes, named[name + STAGES[stage]], "AVG", colour, words)
         axes.set_title(name, fontsize=7)
         by_round(axes)
     for spare in grid[len(panels) :]:
@@ -70,10 +72,3 @@ def convergence(planned: Planned) -> Figure | None:
     handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3)
     return figure
-
-
-def _mean(axes: Axes, one: Series, colour: str, words: str) -> None:
-    band = one.curves["AVG"]
-    axes.plot(one.rounds, band.mean, color=colour, label=words)
-    if band.sd.any():
-        axes.fill_between(one.rounds, band.mean - band.sd, band.mean + band.sd, color=colour, alpha=0.15, lw=0)

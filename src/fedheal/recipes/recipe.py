@@ -80,7 +80,8 @@ def planned(recipe: Recipe, options: Options, out: Path) -> list[Planned]:
         raise ValueError("a result needs at least one seed")
     _refuse_fixed(("seed", "method", "name", "data"), options.values)
     sets = tuple(options.data) or ((SMOKE_DATA,) if options.smoke else recipe.data)
-    return [_on(recipe, data, options, out) for data in dict.fromkeys(sets)]
+    chosen = _chosen({data: recipe.entries(data) for data in sets}, options.rows)
+    return [_on(recipe, data, entries, options, out) for data, entries in chosen.items()]
 
 
 def _refuse_fixed(fixed: Iterable[str], values: Mapping[str, Any]) -> None:
@@ -95,8 +96,7 @@ def suffix(options: Options) -> str:
     return "".join(f"-{word}" for word in (["smoke"] if options.smoke else []) + said).replace("/", "_")
 
 
-def _on(recipe: Recipe, data: str, options: Options, out: Path) -> Planned:
-    entries = _chosen(recipe.entries(data), options.rows)
+def _on(recipe: Recipe, data: str, entries: Sequence[Entry], options: Options, out: Path) -> Planned:
     given = (dict(recipe.smoke) if options.smoke else {}) | {"data": data} | dict(options.values)
     rounds = Experiment.of(given | {"method": "fedavg"}).rounds
     fixed = dict(recipe.values(rounds))
@@ -110,13 +110,20 @@ def _on(recipe: Recipe, data: str, options: Options, out: Path) -> Planned:
     return Planned(data, rows, options.smoke)
 
 
-def _chosen(entries: list[Entry], patterns: Sequence[str]) -> list[Entry]:
-    """The rows that any pattern fits, by label or method, without regard to case."""
+def _chosen(sets: Mapping[str, Sequence[Entry]], patterns: Sequence[str]) -> dict[str, list[Entry]]:
+    """The rows that any pattern fits, by label or method, without regard to case, and the data sets that have any of them."""
     for pattern in patterns:
-        if not any(_fits(entry, pattern) for entry in entries):
-            known = ", ".join(f"{entry.label!r} ({entry.method})" for entry in entries)
-            raise ValueError(f"rows = {pattern}: no row is called so; the rows are {known}")
-    return [entry for entry in entries if not patterns or any(_fits(entry, pattern) for pattern in patterns)]
+        if not any(_fits(entry, pattern) for entries in sets.values() for entry in entries):
+            known = [
+                f"{', '.join(f'{entry.label!r} ({entry.method})' for entry in entries)} on {data}"
+                for data, entries in sets.items()
+            ]
+            raise ValueError(f"rows = {pattern}: no row is called so; the rows are {'; '.join(known)}")
+    chosen = {
+        data: [entry for entry in entries if not patterns or any(_fits(entry, pattern) for pattern in patterns)]
+        for data, entries in sets.items()
+    }
+    return {data: entries for data, entries in chosen.items() if entries}
 
 
 def _fits(entry: Entry, pattern: str) -> bool:

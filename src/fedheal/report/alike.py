@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from fedheal.experiment import FREE, read_toml
-from fedheal.report.rows import BOUNDS, Row
+from fedheal.experiment import FREE
+from fedheal.report.rows import BOUNDS, OF_BOUNDS, Row, described
 
 APART = frozenset({"name", "seed", "method"})  # settings that a table names already
-OF_BOUNDS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
 HOW = FREE | {"budget", "wait_seconds", "roll_call"}  # settings that change no result
 MOST = 5  # values or runs that a sentence names
 
@@ -27,12 +25,12 @@ class Settings:
 
 def settings(rows: Sequence[Row]) -> Settings:
     """What the runs' folders say of them. A federation says little of its clients, and does not differ in the rest."""
-    described = [(row, *_described(summary)) for row in rows for summary in row.summaries]
+    runs = [(row, *described(summary)) for row in rows for summary in row.summaries]
     shared, differ = {}, {}
-    for key in dict.fromkeys(key for _, one, _ in described for key in one):
+    for key in dict.fromkeys(key for _, one, _ in runs for key in one):
         asked = [
             one
-            for row, one, complete in described
+            for row, one, complete in runs
             if (complete or key in one) and not (key in OF_BOUNDS and row.method in BOUNDS)
         ]
         values = list(dict.fromkeys(shown(one.get(key)) for one in asked))
@@ -40,7 +38,7 @@ def settings(rows: Sequence[Row]) -> Settings:
             shared[key] = values[0]
         elif values and key not in APART:
             differ[key] = values
-    return Settings(shared, differ, sorted({str(one.get("method", "")) for _, one, _ in described}))
+    return Settings(shared, differ, sorted({str(one.get("method", "")) for _, one, _ in runs}))
 
 
 def same_data(one: Row, other: Row) -> bool:
@@ -75,15 +73,6 @@ def comparable(rows: Sequence[Row], reference: str) -> list[Row]:
 
 def _comparable(row: Row, rows: Sequence[Row], reference: str) -> bool:
     return all(same_data(row, other) for other in rows if (other.method, other.seed) == (reference, row.seed))
-
-
-def _described(summary: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A run's settings, and whether they are complete: what is not there is not set."""
-    folder = Path(str(summary.get("folder", "")))
-    for name, complete in (("experiment.toml", True), ("federation.toml", False)):
-        if (folder / name).is_file():
-            return read_toml(folder / name), complete
-    return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}, False
 
 
 def shown(value: Any) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedheal.metrics import fairness
 from fedheal.report import alike
-from fedheal.report.rows import BOUNDS, Row
+from fedheal.report.rows import BOUNDS, EVENNESS, Row
 from fedheal.sampling import note_on_test_sets
 from fedheal.statistics import Comparison, compare_metrics, seeds_needed, verdict
 
@@ -33,22 +32,33 @@ def sentences(found: Sequence[Row], reference: str | None = None) -> list[str]:
 
 
 def cautions(found: Sequence[Row], reference: str | None = None) -> list[str]:
-    """What sets the runs apart beside method and seed, such as other settings or other data."""
-    return alike.cautions(found, chosen_reference(found, reference))
+    """What sets the runs apart beside method and seed: other settings, other data, another reference than was asked for."""
+    first = chosen_reference(found, reference)
+    said = alike.cautions(found, first)
+    if reference is not None and reference != first:
+        data = found[0].summaries[0]["data"]
+        said.append(f"There is no run of {reference} on {data}: {first or 'no method'} is the reference there.")
+    return said
 
 
-def chosen_reference(found: Sequence[Row], reference: str | None = None) -> str:
-    """The method that the others are held against: the one named, else FedAvg, else the first; empty where there is none."""
+def check_reference(found: Sequence[Row], reference: str | None) -> None:
+    """A reference that was run on none of the data sets is refused."""
     methods = _by_method(found)
     if reference is not None and reference not in methods:
         raise ValueError(f"reference = {reference}: the methods are {', '.join(methods)}")
-    return reference or ("fedavg" if "fedavg" in methods else next(iter(methods), ""))
+
+
+def chosen_reference(found: Sequence[Row], reference: str | None = None) -> str:
+    """The method that the others on this data set are held against: the one named, else FedAvg, else the first; or none."""
+    methods = _by_method(found)
+    return next((name for name in (reference, "fedavg", *methods) if name in methods), "")
 
 
 def headline(found: Sequence[Row], reference: str | None = None) -> list[str]:
     """The reference's worst-served domain, and which method is ahead in what; means over seeds, no claim beyond them."""
     first = chosen_reference(found, reference)
-    methods = _compared(found, first)
+    same = alike.comparable(found, first)
+    methods = _by_method(same)
     if not methods:
         return []
     by_domain = _means(methods[first])
@@ -59,7 +69,7 @@ def headline(found: Sequence[Row], reference: str | None = None) -> list[str]:
         f"mean over domains."
     ]
     if len(methods) > 1:
-        measured = {name: fairness(_means(seeds)) for name, seeds in methods.items()}
+        measured = {name: _evenness([row for row in same if row.method == name]) for name in methods}
         ahead = [
             (words, pick(measured, key=lambda name: measured[name][key]), key, unit)
             for words, key, pick, unit in (
@@ -71,6 +81,11 @@ def headline(found: Sequence[Row], reference: str | None = None) -> list[str]:
         listed = ", ".join(f"{words} {name} ({measured[name][key]:.1f}{unit})" for words, name, key, unit in ahead)
         said.append(f"Ahead, as far as these runs show: {listed}.")
     return said
+
+
+def _evenness(rows: Sequence[Row]) -> dict[str, float]:
+    """Means over seeds, as a table has them: the spread of mean accuracies is another number, and a smaller one."""
+    return {key: float(np.mean([row.evenness[key] for row in rows])) for key in EVENNESS.values()}
 
 
 def _means(seeds: dict[int, dict[str, float]]) -> dict[str, float]:

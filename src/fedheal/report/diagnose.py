@@ -3,15 +3,17 @@
 A run folder of a real federation may lack much: what is needed is `rounds.jsonl` with weights; accuracy by domain or client,
 kept fractions, distances and the clients' domains are used where they are there.
 
-A unit (a domain, or a client) is *under-served* where its accuracy, averaged over the last evaluated rounds, lies more than
-`GAP` points below the mean of all units; *since* is the first evaluated round from which it has been so in every one to the
-last, if there is such a round.
+Whoever is judged, or said to belong to a domain, is a unit (a client, or as a part of its domain) whether it ever took part or
+not: those left out are who one looks for. A unit is *under-served* where its accuracy, averaged over the last evaluated rounds,
+lies more than `GAP` points below the mean of all units; *since* is the first evaluated round from which it has been so in every
+one to the last, if there is such a round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +64,7 @@ class Diagnosis:
     rounds: Floats
     units: tuple[Unit, ...]
 
-    @property
+    @cached_property
     def gaps(self) -> Floats:
         """By unit and round, accuracy less the mean of all units."""
         accuracy = np.array([unit.accuracy for unit in self.units])
@@ -100,31 +102,34 @@ def diagnose(folder: Path, what: str | None = None) -> Diagnosis:
         raise ValueError(f"by = {what}: use domain or client")
     if what == "domain" and not homes:
         raise ValueError(f"{folder} does not say which domain a client belongs to: ask for clients instead")
-    clients = list(dict.fromkeys(client for record in records for client in record.get("weights") or {}))
-    groups: dict[str, list[str]] = {}
-    for client in sorted(clients):
-        groups.setdefault(homes.get(client, "?") if what == "domain" else client, []).append(client)
     judged = "domains" if what == "domain" else "clients"
-    order = [name for record in records[-1:] for name in record.get(judged) or {} if name in groups]
-    names = [*order, *(name for name in groups if name not in order)]
+    groups: dict[str, list[str]] = {name: [] for record in reversed(records) for name in record.get(judged) or {}}
+    for client in sorted(_everyone(records) | homes.keys()):
+        groups.setdefault(homes.get(client, "?") if what == "domain" else client, []).append(client)
     return Diagnosis(
         what,
         np.array([record["round"] for record in records], np.float64),
-        tuple(_unit(name, groups[name], records, judged) for name in names),
+        tuple(_unit(name, clients, records, judged) for name, clients in groups.items()),
     )
 
 
+def _everyone(records: Sequence[Mapping[str, Any]]) -> set[str]:
+    """All clients that took part in any round or were judged after it."""
+    return {client for record in records for key in ("weights", "clients") for client in record.get(key) or {}}
+
+
 def _homes(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, str]:
-    """Clients' domains: of the result, else of the rounds themselves."""
-    found = {client: home for client, home in (summary.get("trained") or {}).items() if home}
+    """Clients' domains, as the rounds say them and at last the result."""
+    said: dict[str, Any] = {}
     for record in records:
-        found = {**(record.get("homes") or {}), **found}
+        said |= record.get("homes") or {}
+    said |= summary["trained"] if isinstance(summary.get("trained"), dict) else {}
+    found = {client: str(home) for client, home in said.items() if home}
+    # A simulation names clients after their domains, and its rounds and result tell no domain of those that did not train.
     domains = next((set(record["domains"]) for record in reversed(records) if record.get("domains")), set())
-    if not found and domains:  # a run that is not finished: clients are named after their domains
-        clients = {client for record in records for client in record.get("weights") or {}}
-        found = {c: c.rpartition("-")[0] for c in clients if c.rpartition("-")[0] in domains}
-        found = found if len(found) == len(clients) else {}
-    return found
+    others = _everyone(records) - said.keys()
+    named = {client: client.rpartition("-")[0] for client in others if client.rpartition("-")[0] in domains}
+    return found | named if len(named) == len(others) else found
 
 
 def _unit(name: str, clients: Sequence[str], records: Sequence[Mapping[str, Any]], judged: str) -> Unit:
@@ -169,7 +174,7 @@ def lines(found: Diagnosis) -> list[list[str]]:
         relative = unit.weight / unit.fair
         body.append(
             [
-                unit.name + (f" ({unit.clients} clients)" if found.what == "domain" else ""),
+                unit.name + (f" ({_clients(unit.clients)})" if found.what == "domain" else ""),
                 _number(_last(unit.accuracy), ".1f"),
                 _number(found.lag(i), "+.1f"),
                 behind if found.under_served(i) else "-",
@@ -181,6 +186,10 @@ def lines(found: Diagnosis) -> list[list[str]]:
             ]
         )
     return [[found.what, *COLUMNS], *body]
+
+
+def _clients(number: int) -> str:
+    return "1 client" if number == 1 else f"{number} clients"
 
 
 def _number(value: float, form: str) -> str:
@@ -208,6 +217,9 @@ def _behind(found: Diagnosis, number: int, last: int) -> str:
         said += f"on average over the last {last} evaluated rounds, though not more than {GAP:g} in the last of them"
     else:
         said += f"more than {GAP:g} since round {since}"
+    if not unit.present:
+        # It may have dropped out or been left out; of pooled data, one machine trained for all.
+        said += f"; {'its clients' if found.what == 'domain' else 'it'} had no weight in any round"
     if np.isfinite(ratio):
         less = "less than" if ratio < 0.95 else "more than" if ratio > 1.05 else "about"
         holds = "its clients hold" if found.what == "domain" else "it holds"

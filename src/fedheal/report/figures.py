@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedheal.report import palette, tables
-from fedheal.report.conclusions import chosen_reference
+from fedheal.report.conclusions import check_reference, chosen_reference
 from fedheal.report.rows import BOUNDS, Row, by_data
 from fedheal.report.series import PHASES, Series, pareto, series
 
@@ -68,6 +68,7 @@ class Shown:
 
 def write(rows: Sequence[Row], folder: Path, reference: str | None = None) -> list[Path]:
     """Every figure there is something to draw for, in every format; the files' names say which."""
+    check_reference(rows, reference)
     groups = by_data(rows)
     written = []
     for table in tables.tables(rows):
@@ -169,7 +170,7 @@ def rounds(shown: Shown) -> Figure | None:
     for axes, measure in zip(figure.subplots(1, 2), ("AVG", "STD"), strict=True):
         for i, one in enumerate(found):
             dash = "--" if one.method == shown.reference else "-"
-            _band(axes, one, measure, palette.method(i), one.method, dash)
+            band(axes, one, measure, palette.method(i), one.method, dash)
         by_round(axes)
         axes.set_ylabel(f"{measure}, {'%' if measure == 'AVG' else 'points'}")
     _legend(figure, axes)
@@ -182,7 +183,7 @@ def curves(shown: Shown) -> Figure | None:
     figure, panels = _panels(found)
     for axes, one in panels:
         for i, domain in enumerate(shown.domains):
-            _band(axes, one, domain, palette.domain(i), domain)
+            band(axes, one, domain, palette.domain(i), domain)
         _named(axes, one.method, "accuracy, %")
     return _shared_legend(figure, shown)
 
@@ -300,11 +301,12 @@ def by_round(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
-def _band(axes: Axes, one: Series, name: str, colour: str, label: str, dash: str = "-") -> None:
-    band = one.curves[name]
-    axes.plot(one.rounds, band.mean, dash, color=colour, label=label)
-    if band.sd.any():
-        axes.fill_between(one.rounds, band.mean - band.sd, band.mean + band.sd, color=colour, alpha=0.15, lw=0)
+def band(axes: Axes, one: Series, name: str, colour: str, label: str, dash: str = "-") -> None:
+    """A line by round, and one standard deviation around it where there are several seeds."""
+    found = one.curves[name]
+    axes.plot(one.rounds, found.mean, dash, color=colour, label=label)
+    if found.sd.any():
+        axes.fill_between(one.rounds, found.mean - found.sd, found.mean + found.sd, color=colour, alpha=0.15, lw=0)
 
 
 def _named(axes: Axes, title: str, label: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from fedheal.report import alike, conclusions, palette, tables
 from fedheal.report.alike import shown
-from fedheal.report.rows import BOUNDS, Row, by_data
+from fedheal.report.rows import BOUNDS, Row, by_data, data_notes
 from fedheal.report.series import Floats, Series, pareto, series, thinned
 from fedheal.version import __version__
 
@@ -44,6 +44,7 @@ def page(rows: Sequence[Row], title: str = "", reference: str | None = None, ext
     """The page for these rows."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+    conclusions.check_reference(rows, reference)
     groups = by_data(rows)
     sets = [_set(table, groups[table.data], reference) for table in tables.tables(rows)]
     environment = Environment(
@@ -116,6 +117,7 @@ def _set(table: tables.Table, rows: Sequence[Row], reference: str | None) -> dic
             }
             for method, cells in table.cells.items()
         ],
+        "notes": data_notes(summary for row in rows for summary in row.summaries),
         "copies": {"Markdown": tables.markdown(table), "LaTeX": tables.latex(table), "CSV": tables.csv_text(rows)},
         "settings": alike.settings(rows),
         "facts": _facts(rows),
@@ -194,7 +196,7 @@ def _facts(rows: Sequence[Row]) -> dict[str, str]:
     """Where and with what the runs were made."""
     summaries = [summary for row in rows for summary in row.summaries]
     facts: dict[str, list[Any]] = {
-        "about the data": [note for summary in summaries for note in summary.get("data_notes", ())],
+        "about the data": data_notes(summaries),
         "data fingerprint": [summary.get("data_fingerprint") for summary in summaries],
         "device": [summary.get("device") for summary in summaries],
         "precision": [summary.get("precision") for summary in summaries],

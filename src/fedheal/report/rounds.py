@@ -12,12 +12,19 @@ TOLD = ("kept", "distance", "kept_by_tensor")  # likewise, in what an aggregatio
 
 
 def rounds_of(folder: Path) -> list[dict[str, Any]]:
-    """The records of `rounds.jsonl`; one that somebody has made something else of is refused by name."""
+    """The records of `rounds.jsonl`; one that somebody has made something else of is refused by name.
+
+    There may be more of them than the result's rounds: a federation may go on after its result.
+    """
     records, finished = read_rounds(folder), folder / "result.json"
-    if finished.is_file() and len(records) != (wanted := read_json(finished).get("rounds")):
-        raise ValueError(
-            f"{folder / 'rounds.jsonl'} has {len(records)} whole lines from its start, and the run {wanted} rounds"
-        )
+    wanted = read_json(finished).get("rounds") if finished.is_file() else 0
+    if not isinstance(wanted, int):
+        raise ValueError(f"{finished}: rounds = {wanted!r} is of the wrong kind")
+    if len(records) < wanted:
+        path = folder / "rounds.jsonl"
+        if not path.exists():
+            raise ValueError(f"{path} is missing, and the run has {wanted} rounds")
+        raise ValueError(f"{path} has {len(records)} whole lines from its start, and the run {wanted} rounds")
     for line, record in enumerate(records, 1):
         report = record.get("report")
         told = report if isinstance(report, dict) else {}
@@ -26,7 +33,7 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
             for key, fits in (
                 ("round", isinstance(record["round"], (int, float))),
                 ("report", report is None or told is report),
-                ("homes", isinstance(record.get("homes") or {}, dict)),
+                ("homes", _words(record.get("homes"))),
                 *((key, _numbers(record.get(key))) for key in NUMBERS),
                 *((f"report.{key}", _numbers(told.get(key))) for key in TOLD),
             )
@@ -35,6 +42,13 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
         if wrong:
             raise ValueError(f"{folder / 'rounds.jsonl'}: {wrong[0]} in line {line} is not what a run writes there")
     return records
+
+
+def _words(value: object) -> bool:
+    """A word or none for each name, or nothing at all."""
+    return value is None or (
+        isinstance(value, dict) and all(word is None or isinstance(word, str) for word in value.values())
+    )
 
 
 def _numbers(value: object) -> bool:

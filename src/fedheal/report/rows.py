@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fedheal.experiment import FREE, read_toml
 from fedheal.metrics import fairness
 from fedheal.records import read_json
 
@@ -17,6 +19,9 @@ BOUNDS = {
     "centralised": "one model of all clients' data in one place",
     "leave-one-domain-out": "each domain judged with a model of the other domains' clients (FedAvg)",
 }
+EVENNESS = {"AVG": "avg", "STD": "std", "worst": "worst"}  # columns after the domains, as `fairness` calls them
+OF_BOUNDS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
+OF_ALL = "fedavg"  # the method of every bound
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,11 @@ def read_result(folder: Path, needed: Mapping[str, type | tuple[type, ...]] = NE
     return summary | {"folder": str(folder)}
 
 
+def data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is special about the runs' data, such as a stand-in for a domain that cannot be had; each thing once."""
+    return list(dict.fromkeys(note for summary in summaries for note in summary.get("data_notes", ())))
+
+
 def numbers(value: object) -> bool:
     """Whether it is a number for each of several names."""
     return isinstance(value, dict) and all(isinstance(number, NUMBER) for number in value.values())
@@ -100,40 +110,83 @@ def by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """One row a method and seed, in the order they come; the runs of a bound become one row once all are there."""
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    """One row a method and seed, in the order they come; the runs of a bound become one row once all are there.
+
+    Until then, and where a part of it comes twice, each of its runs is a row under a name of its own.
+    """
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for summary in summaries:
-        groups.setdefault((label(summary), int(summary["seed"])), []).append(summary)
-    return [row for (name, seed), group in groups.items() for row in _row(name, seed, group)]
+        bound = bound_of(summary)
+        groups.setdefault((bound, _shared(summary) if bound else ""), []).append(summary)
+    return [row for (bound, _), group in groups.items() for row in _rows(bound, group)]
 
 
-def label(summary: Mapping[str, Any]) -> str:
-    """The row a run belongs to: its method's name, or the bound it is a part of."""
-    if summary["pool"] and not summary["only"] and not summary["without"]:
-        return "centralised"
-    if len(summary["without"]) == 1 and summary["without"][0] in summary["domains"]:
+def bound_of(summary: Mapping[str, Any]) -> str:
+    """The bound that a run is a part of; empty for a run of a method."""
+    if summary["method"] != OF_ALL:
+        return ""
+    if summary["pool"]:
+        return "" if summary["only"] or summary["without"] else "centralised"
+    if not summary["only"] and len(summary["without"]) == 1 and summary["without"][0] in summary["domains"]:
         return "leave-one-domain-out"
-    if len(summary["only"]) == 1 and summary["only"][0] in summary["trained"]:
+    if not summary["without"] and len(summary["only"]) == 1 and summary["only"][0] in summary["trained"]:
         return "standalone"
-    return str(summary["method"])
+    return ""
 
 
-def _row(name: str, seed: int, group: list[Mapping[str, Any]]) -> list[Row]:
-    if name == "leave-one-domain-out":
-        domains = {s["without"][0]: float(s["domains"][s["without"][0]]) for s in group}
-    elif name == "standalone":
-        homes = {client: home for s in group for client, home in s["trained"].items()}
-        by_home: dict[str, list[float]] = {}
-        for s in group:
-            home = homes[s["only"][0]]
-            by_home.setdefault(home, []).append(float(s["domains"][home]))
-        if any(client not in homes for s in group for client in s["clients"]):
-            return []  # some clients' runs are still to come
-        domains = {home: float(np.mean(values)) for home, values in by_home.items()}
+def called(summary: Mapping[str, Any]) -> str:
+    """The name of a run's own row: its method, and who took part where that was not everyone."""
+    words = [f"{key}={','.join(map(str, summary[key]))}" for key in ("only", "without") if summary[key]]
+    return " ".join([str(summary["method"]), *words, *(["pool=true"] if summary["pool"] else [])])
+
+
+def described(summary: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A run's settings, and whether they are complete: what is not there is not set."""
+    folder = Path(str(summary.get("folder", "")))
+    for name, complete in (("experiment.toml", True), ("federation.toml", False)):
+        if (folder / name).is_file():
+            return read_toml(folder / name), complete
+    return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}, False
+
+
+def _shared(summary: Mapping[str, Any]) -> str:
+    """What the parts of one bound have in common: data, seed, rounds and all other settings that decide a result."""
+    said = {key: summary[key] for key in ("data", "seed", "rounds")} | described(summary)[0]
+    return json.dumps({k: v for k, v in said.items() if k not in FREE | OF_BOUNDS}, sort_keys=True, default=str)
+
+
+def _rows(bound: str, group: Sequence[Mapping[str, Any]]) -> list[Row]:
+    if bound == "leave-one-domain-out":
+        whole = _left_out(group)
+    elif bound == "standalone":
+        whole = _standalone(group)
     else:
-        return [Row(name, seed, s["domains"], fairness(s["domains"]), s.get("validation"), (s,)) for s in group]
-    order = list(group[0]["domains"])
-    if set(domains) != set(order):
-        return []
-    domains = {domain: domains[domain] for domain in order}
-    return [Row(name, seed, domains, fairness(domains), None, tuple(group))]
+        whole = {}
+    if not whole:
+        return [
+            Row(bound if bound == "centralised" else called(s), int(s["seed"]), s["domains"], fairness(s["domains"]),
+                s.get("validation"), (s,))
+            for s in group
+        ]  # fmt: skip
+    domains = {domain: whole[domain] for domain in group[0]["domains"]}
+    return [Row(bound, int(group[0]["seed"]), domains, fairness(domains), None, tuple(group))]
+
+
+def _left_out(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Each domain's accuracy in the run without it; nothing unless there is one run for each."""
+    left_out = [s["without"][0] for s in group]
+    if sorted(left_out) != sorted(group[0]["domains"]):
+        return {}
+    return {domain: float(s["domains"][domain]) for domain, s in zip(left_out, group, strict=True)}
+
+
+def _standalone(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Each domain's accuracy, mean over its clients' own runs; nothing unless there is one run for each client."""
+    alone = [s["only"][0] for s in group]
+    homes = [s["trained"][client] for client, s in zip(alone, group, strict=True)]
+    if sorted(alone) != sorted(group[0]["clients"]) or set(homes) != set(group[0]["domains"]):
+        return {}
+    by_home: dict[str, list[float]] = {}
+    for home, s in zip(homes, group, strict=True):
+        by_home.setdefault(home, []).append(float(s["domains"][home]))
+    return {home: float(np.mean(values)) for home, values in by_home.items()}

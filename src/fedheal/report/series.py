@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from fedheal.metrics import fairness
 from fedheal.report.rounds import rounds_of
-from fedheal.report.rows import BOUNDS, Row
+from fedheal.report.rows import BOUNDS, EVENNESS, Row
 
 Floats = NDArray[np.float64]
-EVENNESS = {"AVG": "avg", "STD": "std", "worst": "worst"}
 PHASES = ("train", "aggregate", "evaluate")
 
 
@@ -118,7 +117,7 @@ def _by_domain(
 
 def _by_tensor(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Floats]:
     told = [[(record.get("report") or {}).get("kept_by_tensor") or {} for record in run] for run in runs]
-    names = list(dict.fromkeys(name for run in told for record in run[:1] for name in record))
+    names = list(dict.fromkeys(name for run in told for record in run for name in record))
     return {
         name: mean_of(np.array([[record.get(name, np.nan) for record in run] for run in told], np.float64))
         for name in names

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from fedheal.metrics import LAST
-from fedheal.report.rows import BOUNDS, Row, by_data
+from fedheal.report.rows import BOUNDS, EVENNESS, Row, by_data
 
 LOWER_IS_BETTER = frozenset({"STD"})
-EVENNESS = {"AVG": "avg", "STD": "std", "worst": "worst"}
 
 
 @dataclass(frozen=True)
@@ -67,19 +66,18 @@ def _table(data: str, rows: Sequence[Row]) -> Table:
         twin = seen.setdefault((row.method, row.seed), row)
         if twin is not row:
             places = " and ".join(str(r.summaries[0].get("folder", "?")) for r in (twin, row))
-            raise ValueError(
-                f"{row.method} with seed {row.seed} was run twice with different settings ({places}): report them apart"
-            )
+            raise ValueError(f"{row.method} with seed {row.seed} was run twice ({places}): report them apart")
     columns = (*rows[0].domains, *EVENNESS)
     methods = sorted({row.method: None for row in rows}, key=lambda name: name in BOUNDS)
     values = {m: {c: [value(row, c) for row in rows if row.method == m] for c in columns} for m in methods}
-    best = {c: _best(c, [np.mean(values[m][c]) for m in methods if m not in BOUNDS]) for c in columns}
+    rivals = [m for m in methods if m not in BOUNDS]
+    best = {c: _best(c, [np.mean(values[m][c]) for m in rivals]) for c in columns}
     cells = {
         m: {
             c: Cell(
                 float(np.mean(v)),
                 float(np.std(v, ddof=1)) if len(v) > 1 else None,
-                m not in BOUNDS and len(methods) > 1 and float(np.mean(v)) == best[c],
+                m in rivals and len(rivals) > 1 and float(np.mean(v)) == best[c],
             )
             for c, v in values[m].items()
         }
@@ -107,10 +105,11 @@ def _best(column: str, means: list[Any]) -> float:
 
 def markdown(table: Table) -> str:
     """A Markdown table."""
-    lines = [f"| method | {' | '.join(table.columns)} | seeds |", "|---" * (len(table.columns) + 2) + "|"]
+    lines = [f"| method | {' | '.join(map(in_a_cell, table.columns))} | seeds |"]
+    lines.append("|---" * (len(table.columns) + 2) + "|")
     for method, cells in table.cells.items():
         shown = [_text(cell, "**{}**") for cell in cells.values()]
-        lines.append(f"| {method} | {' | '.join(shown)} | {len(table.seeds[method])} |")
+        lines.append(f"| {in_a_cell(method)} | {' | '.join(shown)} | {len(table.seeds[method])} |")
     return "\n".join(lines)
 
 
@@ -160,10 +159,18 @@ def _text(cell: Cell, bold: str, spread: str = "± {}") -> str:
     return mean if cell.sd is None else f"{mean} {spread.format(f'{cell.sd:.2f}')}"
 
 
+def in_a_cell(words: str) -> str:
+    """Words that do not end a cell of a Markdown table."""
+    return words.replace("|", r"\|")
+
+
+LATEX = {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"} | {
+    character: f"\\{character}" for character in "&%$#_{}"
+}
+
+
 def _escaped(words: str) -> str:
-    for character in "\\&%$#_{}":
-        words = words.replace(character, f"\\{character}" if character != "\\" else r"\textbackslash ")
-    return words
+    return "".join(LATEX.get(character, character) for character in words)
 
 
 def tidy(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -176,9 +183,7 @@ def tidy(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "rounds": row.summaries[0]["rounds"],
             **{f"accuracy.{name}": float(x) for name, x in row.domains.items()},
             **{name: float(x) for name, x in row.evenness.items()},
-            **(
-                {f"validation.{k}": float(row.validation[k]) for k in ("avg", "std", "worst")} if row.validation else {}
-            ),
+            **({f"validation.{k}": float(row.validation[k]) for k in EVENNESS.values()} if row.validation else {}),
         }
         for row in rows
     ]

@@ -75,6 +75,30 @@ function layout(extra) {
   };
 }
 const below = (y) => ({ orientation: "h", y: -y, yanchor: "top", x: 0, font: { size: 12 } });
+// Above a figure of rows. Plotly lets a legend be as wide as the figure, and not only as its axis, if it begins left of that; it
+// is moved inside then.
+const above = () => ({ orientation: "h", y: 1, yanchor: "bottom", x: narrow() ? -1 : 0, xanchor: "left", traceorder: "normal" });
+function linesAbove(names) {
+  const each = 46 + 7.5 * Math.max(...names.map((name) => name.length));
+  return narrow() ? Math.ceil(names.length / Math.max(1, Math.floor((innerWidth - 40) / each))) : 1;
+}
+// A name that goes on in the next line before one of its parts where there is little room.
+function folded(name) {
+  if (!narrow() || name.length <= 16) return name;
+  const lines = [""];
+  for (const part of name.split(/(?=[+:, ])/)) {
+    if (lines.at(-1) && (lines.at(-1) + part).length > 18) lines.push(part.trimStart());
+    else lines[lines.length - 1] += part;
+  }
+  return lines.join("<br>");
+}
+// Figures of rows: as high as the names and what stands beside them, every name shown.
+function rowsLayout(names, listed, each, extra) {
+  const lines = Math.max(...names.map((name) => name.split("<br>").length)), top = 10 + 20 * linesAbove(listed);
+  const height = top + 50 + names.length * Math.max(each, 8 + 16 * lines);
+  const yaxis = { type: "category", autorange: "reversed", gridcolor: "rgba(0,0,0,0)", automargin: true, dtick: 1 };
+  return layout({ height, legend: above(), margin: { l: 8, r: 12, t: top, b: 40 }, yaxis, ...extra });
+}
 const title = (axis) => ({ text: (axis || {}).title || "", font: { size: 12.5, color: colour("--soft") }, standoff: 8 });
 
 function band(rounds, [means, sds], name, shade, more = {}) {
@@ -94,13 +118,10 @@ const several = (values) => Object.values(values).some((list) => list.some((x) =
 
 const draw = {
   domains(set, pick) {
-    const names = set.bars.map((row) => row.method);
-    const tall = { height: Math.max(240, 70 + names.length * (pick.shape === "bars" ? 16 + 13 * set.domains.length : 24)) };
-    const yaxis = { type: "category", autorange: "reversed", gridcolor: "rgba(0,0,0,0)", automargin: true };
-    const legend = { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, traceorder: "normal" };
-    const wrapped = names.map((name) => (narrow() && name.length > 16 ? name.replace(/([+:])/g, "<br>$1") : name));
+    const names = set.bars.map((row) => folded(row.method));
+    const each = Math.max(170 / names.length, pick.shape === "bars" ? 16 + 13 * set.domains.length : 24);
     const traces = set.domains.map((domain, i) => ({
-      type: pick.shape === "bars" ? "bar" : "scatter", mode: "markers", orientation: "h", name: domain, y: wrapped,
+      type: pick.shape === "bars" ? "bar" : "scatter", mode: "markers", orientation: "h", name: domain, y: names,
       x: set.bars.map((row) => row.mean[i]), marker: { color: domainColour(i), size: 10 },
       error_x: { type: "data", array: set.bars.map((row) => row.sd[i]), thickness: 1, width: pick.shape === "bars" ? 2 : 0, color: pick.shape === "bars" ? colour("--soft") : domainColour(i) },
       hovertemplate: "%{x:.2f}<extra>" + domain + "</extra>",
@@ -110,11 +131,11 @@ const draw = {
       set.bars.forEach((row, i) => {
         const own = row.mean.slice(0, set.domains.length);
         x.push(Math.min(...own), Math.max(...own), null);
-        y.push(wrapped[i], wrapped[i], null);
+        y.push(names[i], names[i], null);
       });
       traces.unshift({ type: "scatter", mode: "lines", x, y, line: { color: colour("--line"), width: 4 }, hoverinfo: "skip", showlegend: false });
     }
-    return [traces, layout({ ...tall, bargap: 0.28, bargroupgap: 0.05, legend, margin: { l: 8, r: 12, t: 30, b: 40 }, yaxis, xaxis: { title: "accuracy, %" } })];
+    return [traces, rowsLayout(names, set.domains, each, { bargap: 0.28, bargroupgap: 0.05, xaxis: { title: "accuracy, %" } })];
   },
   scatter(set) {
     const at = (name) => set.columns.indexOf(name), avg = at("AVG"), std = at("STD");
@@ -175,10 +196,10 @@ const draw = {
   seconds(set) {
     if (!set.methods.length) return null;
     const shades = [methodColour(3), methodColour(1), methodColour(5)];
-    const traces = ["train", "aggregate", "evaluate"].map((phase, i) => ({ type: "bar", orientation: "h", name: phase, y: set.methods.map((m) => m.name),
+    const names = set.methods.map((m) => folded(m.name)), phases = ["train", "aggregate", "evaluate"];
+    const traces = phases.map((phase, i) => ({ type: "bar", orientation: "h", name: phase, y: names,
       x: set.methods.map((m) => m.seconds[phase]), marker: { color: shades[i] }, hovertemplate: "%{x:.1f} s<extra>" + phase + "</extra>" }));
-    return [traces, layout({ barmode: "stack", bargap: 0.35, height: Math.max(160, 70 + 24 * set.methods.length), legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, traceorder: "normal" },
-      margin: { l: 8, r: 12, t: 30, b: 40 }, xaxis: { title: "seconds" }, yaxis: { autorange: "reversed", type: "category", gridcolor: "rgba(0,0,0,0)" } })];
+    return [traces, rowsLayout(names, phases, Math.max(90 / names.length, 24), { barmode: "stack", bargap: 0.35, xaxis: { title: "seconds" } })];
   },
 };
 
