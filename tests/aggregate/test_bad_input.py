@@ -212,7 +212,7 @@ def test_the_model_never_overflows(name, kernel):
 
 
 @everyone
-def test_a_round_refused_for_the_models_sake_leaves_a_donated_state_as_it_was(make):
+def test_an_unsound_model_is_refused_before_a_donated_state_is_touched(make):
     aggregator = make()
     state = after_three_rounds(aggregator)
     before = frozen(state)
@@ -376,6 +376,18 @@ def test_nobody_came(make, policy):
         assert (len(out.weights), out.report["skipped"]) == (0, {})
     out.model.params.fill_(7)
     assert bits(start) == bits(model())
+
+
+@everyone
+def test_nobodys_updates_are_on_no_device(make):
+    """As in a round on a GPU to which nobody replies. A model without parameters can be on another device here too."""
+    aggregator = make()
+    elsewhere = Packed(torch.zeros(0, device="meta"), torch.ones(2), torch.tensor([4]))
+    state = aggregator.init(Layout.of(nn.BatchNorm1d(1, affine=False)))
+    out = aggregator.apply(elsewhere, Updates.collect([]), state)
+    assert (out.model.params.device.type, out.model.counters.tolist()) == ("meta", [4])
+    with pytest.raises(ValueError, match="the model is on meta, the updates are on cpu"):
+        aggregator.apply(elsewhere, Updates("a", torch.zeros(1, 0), [1], metrics=ones(1)), state)
 
 
 @everyone
