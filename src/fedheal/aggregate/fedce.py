@@ -61,7 +61,7 @@ def fedce(mode: str = "times") -> Stage:
         b = _floored(1 - draft.metric("without_me"))
         weights = normalised(a * b if mode == "times" else a + b)
         e[slots] = weights * len(slots)
-        return replace(draft, weights=weights), FedCEState(clients, n, cosines, e)
+        return replace(draft, weights=weights, standing=e[slots]), FedCEState(clients, n, cosines, e)
 
     def init(layout: object) -> State:
         return FedCEState((), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))

@@ -88,6 +88,7 @@ class ServerContext:
     clients: int  # in the federation
     updates: Updates
     weights: Tensor  # float64 [k], sum 1
+    standing: Tensor  # float64 [k], the weights before they were made shares of this cohort
     layout: Layout
     slots: Mapping[str, Arrays]  # of all clients seen so far, after this round
 
