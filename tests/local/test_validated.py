@@ -101,6 +101,33 @@ def test_fedga_with_absent_clients_and_a_newcomer() -> None:
     assert weights("abc", **told([1.0, 1.0, 7.0], [1.0, 1.0, 1.0], 0.2)) == pytest.approx([1 / 3] * 3)
 
 
+def test_fedga_compares_only_models_that_follow_each_other() -> None:
+    """c sent a loss of 9 long ago, and b comes for the first time. a's gap is 0.5, and stands in for theirs: nobody moves.
+
+    Then gaps of 0.5, 0.2 and -0.5 at s/K = 0.2/3: 1/3 + (1, 0.4, -1) 0.2/3, over 1 + 0.08/3.
+    """
+    weights = Rounds(Aggregator(fedga(0.2)))
+    weights("ac", **told([1.0, 1.0], [1.0, 9.0], 0.0))
+    weights("a", **told([1.5], [1.0], 0.0))
+    assert weights("abc", **told([1.5, 7.0, 1.0], [1.0, 1.0, 1.0], 0.0)) == pytest.approx([1 / 3] * 3)
+    assert weights.report["gap"] == {"a": 0.5}
+    found = weights("abc", **told([1.5, 1.2, 0.5], [1.0, 1.0, 1.0], 0.0))
+    assert found == pytest.approx([(1 / 3 + g * 0.2 / 3) / (1 + 0.08 / 3) for g in (1, 0.4, -1)], rel=1e-9)
+    assert weights.report["gap"] == pytest.approx({"a": 0.5, "b": 0.2, "c": -0.5})
+
+
+def test_fedga_does_not_take_weight_from_who_is_seldom_there() -> None:
+    """Equal clients whose loss falls all the time, four of them there one time in ten and the others three in five."""
+    rng, weights = np.random.default_rng(0), Rounds(Aggregator(fedga(0.2)))
+    for t in range(1, 201):
+        here = "".join(c for i, c in enumerate("abcdefghijklmnopqrst") if rng.random() < (0.1 if i < 4 else 0.6))
+        level = 2.3 * np.exp(-t / 60)
+        received, sent = (f * level * (1 + 0.02 * rng.normal(size=len(here))) for f in (1.0, 0.9))
+        weights(here, **told(received.tolist(), sent.tolist(), max(t - 2, 0) / 200))
+    held = dict(zip(weights.state.stage.clients, 20 * weights.state.stage.a, strict=True))
+    assert np.mean([held[c] for c in "abcd"]) == pytest.approx(1, abs=0.1)
+
+
 # FedCE
 
 
