@@ -101,6 +101,14 @@ def test_fedga_with_absent_clients_and_a_newcomer() -> None:
     assert weights("abc", **told([1.0, 1.0, 7.0], [1.0, 1.0, 1.0], 0.2)) == pytest.approx([1 / 3] * 3)
 
 
+@pytest.mark.parametrize("clients", ["a", "ab"])
+def test_fedga_keeps_its_weights_where_a_step_would_leave_none(clients: str) -> None:
+    """s0 = 1: 1/K - 1/K for everyone."""
+    weights, k = Rounds(Aggregator(fedga(1.0))), len(clients)
+    weights(clients, **told([1.0] * k, [1.0] * k, 0.0))
+    assert weights(clients, **told([0.5] * k, [1.0] * k, 0.0)) == [1 / k] * k
+
+
 def test_fedga_compares_only_models_that_follow_each_other() -> None:
     """c sent a loss of 9 long ago, and b comes for the first time. a's gap is 0.5, and stands in for theirs: nobody moves.
 

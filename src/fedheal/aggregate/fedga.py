@@ -63,7 +63,8 @@ def fedga(s0: float = 0.2) -> Stage:
         if most > 0 and mass > 0:
             step = s0 * (1 - draft.metric("progress")) / len(slots)
             moved = np.clip(a[slots] / mass + step * gap / most, 0, 1)
-            a[slots] = mass * moved / moved.sum()
+            if moved.any():  # a step as long as a weight may take everything from everyone, which says nothing
+                a[slots] = mass * moved / moved.sum()
         sent[slots], last[slots] = draft.metric("val_sent"), before.rounds + 1
         measured = {client: float(g) for client, g, was in zip(draft.clients, gap, known, strict=True) if was}
         draft = replace(draft, weights=a[slots], report=dict(draft.report) | {"gap": measured})
