@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedheal.aggregate.server import Server, check_plain
 from fedheal.layout import Layout, Packed
 from fedheal.local.standing import PREFIX, brought, remembered
 from fedheal.local.term import Arrays, Context, ServerContext, Term
@@ -30,6 +31,12 @@ class Ditto(Term):
 
     lam: float = 1.0
     feedback: bool = False
+
+    def check_server(self, server: Server) -> None:
+        if self.feedback:
+            check_plain(
+                server, "ditto:feedback=true makes the personal models' average the global model, whatever the step"
+            )
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         slot = ctx.slot

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedheal.aggregate.server import Server
 from fedheal.layout import Layout, Packed
 from fedheal.types import Updates
 
@@ -105,6 +106,9 @@ class Term:
     def init(self, layout: Layout) -> Arrays:
         """What is shared before the first round."""
         return {}
+
+    def check_server(self, server: Server) -> None:
+        """Refuse, in a sentence, a server's step that this term cannot go with."""
 
     def told(self, client: str, shared: Arrays) -> Arrays:
         """Which of the shared values travel to this client."""

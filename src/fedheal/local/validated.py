@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fedheal.aggregate.server import Server, check_plain
 from fedheal.layout import Packed
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
@@ -39,6 +40,9 @@ class LeaveOneOut(Term):
     """FedCE's numbers."""
 
     validates: bool = True
+
+    def check_server(self, server: Server) -> None:
+        check_plain(server, "fedce takes a client's model out of the average, which must be the global model itself")
 
     def told(self, client: str, shared: Arrays) -> Arrays:
         return {name: shared[name] for name in (f"e.{client}",) if name in shared}
