@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedheal.aggregate.server import Server
-from fedheal.layout import Layout, Packed
+from fedheal.layout import Layout, Packed, unreal
 from fedheal.types import Updates
 
 Arrays = Mapping[str, Tensor]
@@ -75,9 +75,9 @@ class Context:
         return [named[name] for name, _ in self.layout.sizes().tensors]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A flat vector cut into the parameters' shapes."""
-        parts = torch.split(flat, self.layout.sizes().lengths)
-        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+        """A flat vector cut into the parameters' shapes; for a complex one its two parts are put together."""
+        parts = zip(torch.split(flat, self.layout.sizes().lengths), self.params, strict=True)
+        return [(unreal(part, p.dtype) if p.is_complex() else part).view(p.shape) for part, p in parts]
 
 
 @dataclass(frozen=True)
