@@ -144,6 +144,7 @@ class Block(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
         self.group = nn.GroupNorm(2, 4)
         self.layer = nn.LayerNorm(4)
+        self.root = nn.RMSNorm(4)
         self.bn_like_name = nn.Linear(4, 2)
 
 
@@ -152,10 +153,11 @@ def test_layers_are_chosen_by_type() -> None:
     layout = Layout.of(module)
     masks = norm_masks(module, layout)
     held = {e.name for e in layout.entries if bool(masks[f"{e.kind}s"][e.start : e.stop].all())}
-    wanted = {"group.weight", "group.bias", "layer.weight", "layer.bias", "shortcut.1.num_batches_tracked"}
+    wanted = {"group.weight", "group.bias", "layer.weight", "layer.bias", "root.weight"}
+    wanted |= {"shortcut.1.num_batches_tracked"}
     wanted |= {f"shortcut.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
     assert held == wanted
-    assert {name: int(mask.sum()) for name, mask in masks.items()} == {"params": 3 * 8, "buffers": 8, "counters": 1}
+    assert {name: int(mask.sum()) for name, mask in masks.items()} == {"params": 3 * 8 + 4, "buffers": 8, "counters": 1}
 
 
 def test_a_resnets_shortcut_layers_are_among_them() -> None:

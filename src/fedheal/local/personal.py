@@ -116,7 +116,7 @@ VECTORS = ("params", "buffers", "counters")
 
 def norm_masks(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
     """Which entries of a model's three vectors belong to normalisation layers."""
-    kinds = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+    kinds = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
     prefixes = [f"{name}." for name, part in module.named_modules() if isinstance(part, kinds)]
     sizes = layout.sizes()
     device = next(module.parameters()).device
