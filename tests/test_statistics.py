@@ -582,3 +582,14 @@ def test_paired_examples_cover_and_keep_the_type_one_error(for_a: float, for_b: 
 def test_examples_that_do_not_match_are_refused(a: list[int], b: list[int]) -> None:
     with pytest.raises(ValueError, match="example"):
         sampling.paired_examples(a, b)
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0]], ids=len)
+def test_an_interval_of_no_known_kind_or_level_is_refused(values: list[float]) -> None:
+    """Also for a single value, which has no interval: whether a setting is sound does not depend on the data."""
+    with pytest.raises(ValueError, match="one of auto, t, studentized, bca, not 'foo'"):
+        fs.summary(values, interval="foo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"level must lie between 0 and 1, not 1\.5"):
+        fs.summary(values, level=1.5)
+    with pytest.raises(ValueError, match="not 'foo'"):
+        fs.mean_interval([1.0, 2.0], kind="foo")  # type: ignore[arg-type]

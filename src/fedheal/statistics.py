@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -99,6 +99,7 @@ def summary(
     >>> summary([70.0])
     Summary(n=1, mean=70.0, sd=None, low=None, high=None, level=0.95)
     """
+    _check_interval(level, interval)
     x = np.sort(_values(values))  # not even rounding may depend on the order
     if len(x) == 1:
         return Summary(1, float(x[0]), None, None, None, level)
@@ -121,8 +122,7 @@ def mean_interval(
     >>> low.round(2).tolist(), high.round(2).tolist()
     ([-0.48, 5.0], [4.48, 5.0])
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, not {level}")
+    _check_interval(level, kind)
     x = np.sort(np.asarray(values, np.float64), axis=-1)  # resampling must not depend on the order of the seeds
     n = x.shape[-1]
     if n < 2:
@@ -137,6 +137,13 @@ def mean_interval(
         quantile = np.clip(_studentized_quantile(x, level, resamples, generator), student, 2 * student)
         return mean - quantile * error, mean + quantile * error
     return mean - student * error, mean + student * error
+
+
+def _check_interval(level: float, kind: str) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, not {level}")
+    if kind not in get_args(Interval):
+        raise ValueError(f"the kind of interval must be one of {', '.join(get_args(Interval))}, not {kind!r}")
 
 
 def _studentized_quantile(x: Floats, level: float, resamples: int, generator: np.random.Generator) -> Floats:
