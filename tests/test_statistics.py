@@ -461,6 +461,13 @@ def test_seeds_needed_are_enough_and_one_fewer_is_not() -> None:
         fs.seeds_needed(1e-12)
 
 
+def test_verdict_at_a_level_that_few_or_no_numbers_of_seeds_can_reach() -> None:
+    """2/2^n is at most 1e-6 from 21 seeds on, and random flips, from 31 on, give no p below 1e-5."""
+    assert "; no number of seeds can (observed" in fs.verdict(against(np.arange(1.0, 4)), alpha=1e-12)
+    for n in (3, 40):
+        assert "; 21 to 30 can (observed" in fs.verdict(against(np.arange(1.0, n + 1)), alpha=1e-6)
+
+
 def test_verdict_never_takes_silence_for_equality() -> None:
     mixed = fs.verdict(against(np.array([1.0, -2.0, 0.5, 3.0, -1.0, 0.0, 2.0, -1.5])))
     assert mixed.startswith("No difference between fedheal and fedavg can be concluded")

@@ -282,10 +282,14 @@ def seeds_needed(alpha: float = 0.05, comparisons: int = 1) -> int:
     >>> seeds_needed(0.05), seeds_needed(0.05, comparisons=7)
     (6, 9)
     """
-    for n in range(1, EXACT_UP_TO + 1):
-        if comparisons * smallest_p(n) <= alpha:
-            return n
-    raise ValueError(f"{EXACT_UP_TO} seeds are not enough for {comparisons} comparisons at {alpha}")
+    fewest = _fewest(alpha, comparisons)
+    if fewest is None:
+        raise ValueError(f"{EXACT_UP_TO} seeds are not enough for {comparisons} comparisons at {alpha}")
+    return fewest
+
+
+def _fewest(alpha: float, comparisons: int) -> int | None:
+    return next((n for n in range(1, EXACT_UP_TO + 1) if comparisons * smallest_p(n) <= alpha), None)
 
 
 # --- many comparisons ---------------------------------------------------------------------------------------------------------
@@ -429,9 +433,14 @@ def verdict(c: Comparison, alpha: float = 0.05, higher_is_better: bool | None = 
 def _too_few(c: Comparison, alpha: float) -> str:
     corrected = f" after Holm's correction over {c.comparisons} comparisons" if c.comparisons > 1 else ""
     seeds = f"{c.n} seeds cannot" if c.n > 1 else "1 seed cannot"
+    fewest = _fewest(alpha, c.comparisons)
+    many = c.comparisons * smallest_p(EXACT_UP_TO + 1) <= alpha  # whose test is by random flips, and no longer exact
+    enough = (
+        "no number of seeds can" if fewest is None else f"{fewest} {'or more' if many else f'to {EXACT_UP_TO}'} can"
+    )
     return (
         f"{seeds} show a difference{_in(c)} at {alpha:g} with a two-sided {c.test} test{corrected}, whatever the data "
-        f"(smallest possible p = {c.smallest_p_adjusted:.4g}); {seeds_needed(alpha, c.comparisons)} or more can "
+        f"(smallest possible p = {c.smallest_p_adjusted:.4g}); {enough} "
         f"(observed: {c.a} {_observed(c)} {c.b})."
     )
 
