@@ -211,6 +211,18 @@ def test_the_model_never_overflows(name, kernel):
     assert frozen(state) == before
 
 
+@both_kernels
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_who_makes_the_model_overflow_is_named(kernel, policy):
+    """Finite, but not in the model's dtype: the round ends under either policy, since the stages have counted it already."""
+    aggregator = fedavg(on_bad_update=policy, kernel=kernel)
+    sent = Updates("abc", torch.tensor([[1.0, 1.0], [1.0, 1e100], [1.0, 1.0]], dtype=torch.float64), [1, 1, 1])
+    said = r"params overflow torch\.float32; the models of 'b' do not fit it by themselves$"
+    with pytest.raises(ValueError, match=said) as refused:
+        aggregator.apply(torch.zeros(2), sent, aggregator.init(Layout.flat(2)))
+    one_sentence(refused.value)
+
+
 @everyone
 def test_an_unsound_model_is_refused_before_a_donated_state_is_touched(make):
     aggregator = make()

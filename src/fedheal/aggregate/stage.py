@@ -164,7 +164,7 @@ class Aggregator:
                 if not weights.any():
                     return _unmoved(model, packed, updates, replace(state, stage=after), skipped)
                 made, told = self.reduce(draft, weights)
-                _check_made(made, updates, rows)
+                _check_made(made, packed, updates, rows)
             except kernels.NonFinite as found:
                 bad |= dict.fromkeys(found.rows, "its update holds NaN, infinity or numbers too large to square")
                 continue
@@ -173,13 +173,23 @@ class Aggregator:
             return Aggregated(_like(model, made), *columns, replace(state, stage=after), report)
 
 
-def _check_made(made: Packed, updates: Updates, rows: NDArray[np.int64]) -> None:
-    """The global model never becomes non-finite: the clients at fault are named, or else it is an overflow."""
+def _check_made(made: Packed, before: Packed, updates: Updates, rows: NDArray[np.int64]) -> None:
+    """The global model never becomes non-finite: the clients at fault are named, or else it is an overflow.
+
+    An overflow is never skipped: the stages have counted these updates already, and each of them may be sound.
+    """
     for name in ("params", "buffers"):
         if not reduce.finite(getattr(made, name)):
             kernels.reference.check_finite(updates.deltas, rows)
             dtype = getattr(made, name).dtype
-            raise ValueError(f"this round would make the global model's {name} overflow {dtype}")
+            alone = [updates.clients[row] for row in rows if not _fits(before.params, updates.deltas[row])]
+            whose = f"; the models of {', '.join(map(repr, alone))} do not fit it by themselves" if alone else ""
+            raise ValueError(f"this round would make the global model's {name} overflow {dtype}{whose}")
+
+
+def _fits(params: Tensor, delta: Tensor) -> bool:
+    """Whether a client's own model can be told in the dtype of the global one."""
+    return reduce.finite((params.to(torch.float64) + delta.to(params.device, torch.float64)).to(params.dtype))
 
 
 def _weights(draft: Draft) -> tuple[Floats, Floats]:
