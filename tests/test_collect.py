@@ -247,6 +247,8 @@ def test_a_bad_reply_is_named_and_left_out(flaw, place):
         (("bad", np.ones(3), "many"), r"num_examples.*many"),
         (("bad", np.ones(3), 1, None, None, {"loss": "low"}), r"loss.*low"),
         (("bad", None, 1), "update"),
+        (("bad",), r"client 'bad': its reply has 1 parts: give a Reply, or 3 to 7 of \('client', 'delta'"),
+        (("bad", np.ones(3), 1, None, None, {}, "home", 8), "its reply has 8 parts"),
     ],
 )
 def test_the_reason_names_the_field_and_the_value(reply, said):

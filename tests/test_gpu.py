@@ -83,6 +83,12 @@ def test_every_method_runs_and_resumes_on_a_gpu(name, tmp_path):
     assert again.domains == result.domains
 
 
+def test_a_round_in_which_nobody_replies_leaves_the_model_on_the_gpu():
+    result = fedheal.run(quick(rounds=12, dropout=0.9, device="cuda"), progress=False)
+    assert 0 in [record.replied for record in result.history], "no such round: take another seed"
+    assert len(result.history) == 12
+
+
 def test_two_gpu_runs_start_from_the_model_of_a_cpu_run():
     one, two = (fedheal.run(quick(rounds=1, device=d), progress=False) for d in ("cpu", "cuda"))
     assert one.history[0].train_loss == pytest.approx(two.history[0].train_loss, rel=1e-3)

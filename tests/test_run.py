@@ -206,6 +206,20 @@ def test_bytes_are_counted_both_ways() -> None:
     assert result.summary["bytes_received"] < result.summary["bytes_sent"]
 
 
+SERVERS = [{"server_lr": 0.5}, {"server_momentum": 0.9}, {"server_optimizer": "adam"}]
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=str)
+@pytest.mark.parametrize(
+    ("method", "why"), [("fedce", "out of the average"), ("ditto:feedback=true", "personal models' average")]
+)
+def test_a_servers_step_that_a_method_has_no_room_for_is_refused(method: str, why: str, server: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"server_lr = .*{why}.*; use 'sgd', 1 and 0$"):
+        federation(method=method, validation=0.25, **server)
+    federation(method=method, validation=0.25, server_lr=1)
+    federation(method="ditto", **server)
+
+
 # What is judged
 
 

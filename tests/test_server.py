@@ -116,3 +116,17 @@ def test_the_state_of_another_part_is_refused() -> None:
 def test_a_damaged_state_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="damaged"):
         State.from_arrays({"first": torch.ones(1)}, {"kind": "server"})
+
+
+@pytest.mark.parametrize(
+    ("delta", "first", "later"),
+    [(1.0, 1e-2, 1e-2), (1e-3, 9.1e-4, 5e-3), (1e-5, 1e-5, 1e-4)],
+    ids=["1", "1e-3", "1e-5"],
+)
+def test_adams_step_is_its_rate_for_large_deltas_and_at_most_ten_times_a_small_one(
+    delta: float, first: float, later: float
+) -> None:
+    """After many equal Deltas m = Delta and sqrt(v) = Delta: lr Delta / (Delta + eps), with lr 0.01 and eps 0.001."""
+    found = [row[0] for row in steps(Server("adam"), [[delta, 0]] * 600)]
+    assert found[0] == pytest.approx(first, rel=0.02)
+    assert found[-1] - found[-2] == pytest.approx(later, rel=0.02)

@@ -461,6 +461,13 @@ def test_seeds_needed_are_enough_and_one_fewer_is_not() -> None:
         fs.seeds_needed(1e-12)
 
 
+def test_verdict_at_a_level_that_few_or_no_numbers_of_seeds_can_reach() -> None:
+    """2/2^n is at most 1e-6 from 21 seeds on, and random flips, from 31 on, give no p below 1e-5."""
+    assert "; no number of seeds can (observed" in fs.verdict(against(np.arange(1.0, 4)), alpha=1e-12)
+    for n in (3, 40):
+        assert "; 21 to 30 can (observed" in fs.verdict(against(np.arange(1.0, n + 1)), alpha=1e-6)
+
+
 def test_verdict_never_takes_silence_for_equality() -> None:
     mixed = fs.verdict(against(np.array([1.0, -2.0, 0.5, 3.0, -1.0, 0.0, 2.0, -1.5])))
     assert mixed.startswith("No difference between fedheal and fedavg can be concluded")
@@ -582,3 +589,14 @@ def test_paired_examples_cover_and_keep_the_type_one_error(for_a: float, for_b: 
 def test_examples_that_do_not_match_are_refused(a: list[int], b: list[int]) -> None:
     with pytest.raises(ValueError, match="example"):
         sampling.paired_examples(a, b)
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0]], ids=len)
+def test_an_interval_of_no_known_kind_or_level_is_refused(values: list[float]) -> None:
+    """Also for a single value, which has no interval: whether a setting is sound does not depend on the data."""
+    with pytest.raises(ValueError, match="one of auto, t, studentized, bca, not 'foo'"):
+        fs.summary(values, interval="foo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"level must lie between 0 and 1, not 1\.5"):
+        fs.summary(values, level=1.5)
+    with pytest.raises(ValueError, match="not 'foo'"):
+        fs.mean_interval([1.0, 2.0], kind="foo")  # type: ignore[arg-type]

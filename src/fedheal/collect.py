@@ -86,6 +86,9 @@ def collect(
 def _reply(given: Any) -> Reply:
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(f"its reply is a {type(given).__name__}: give a Reply, or (client, delta, num_examples)")
+    least, most = len(Reply._fields) - len(Reply._field_defaults), len(Reply._fields)
+    if not least <= len(given) <= most:
+        raise TypeError(f"its reply has {len(given)} parts: give a Reply, or {least} to {most} of {Reply._fields}")
     return Reply(*given)
 
 

@@ -111,7 +111,7 @@ class Layout:
 
         def vector(kind: Kind) -> Tensor:
             dtype = self._dtype(kind)
-            parts = [_real(state_dict[e.name].detach()).reshape(-1).to(device, dtype) for e in self._distinct(kind)]
+            parts = [real(state_dict[e.name].detach()).reshape(-1).to(device, dtype) for e in self._distinct(kind)]
             return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
 
         return Packed(vector("param"), vector("buffer"), vector("counter"))
@@ -133,7 +133,7 @@ class Layout:
         for e in self.entries:
             where = (e.kind, e.start, e.stop)
             if where not in made or e.start == e.stop:  # empty tensors share a place without being tied
-                made[where] = _unreal(vectors[e.kind][e.start : e.stop], e.dtype).reshape(e.shape)
+                made[where] = unreal(vectors[e.kind][e.start : e.stop], e.dtype).reshape(e.shape)
             result[e.name] = made[where]
         return result
 
@@ -196,11 +196,13 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
 
 
-def _real(tensor: Tensor) -> Tensor:
+def real(tensor: Tensor) -> Tensor:
+    """As it stands in a flat vector: a complex number is its two parts."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _unreal(vector: Tensor, dtype: torch.dtype) -> Tensor:
+def unreal(vector: Tensor, dtype: torch.dtype) -> Tensor:
+    """Part of a flat vector as numbers of this dtype: a complex one stands there as its two parts."""
     if dtype.is_complex:
         return torch.view_as_complex(vector.to(_real_dtype(dtype), copy=True).reshape(-1, 2))
     return vector.to(dtype)
@@ -209,7 +211,7 @@ def _unreal(vector: Tensor, dtype: torch.dtype) -> Tensor:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if (a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()):
         return True
-    bits = [_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    bits = [real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return torch.equal(bits[0], bits[1].to(bits[0].device))
 
 

@@ -41,6 +41,10 @@ class Federation:
     participation: float = 1.0
     dropout: float = 0.0
 
+    def __post_init__(self) -> None:
+        for term in self.bench.terms:
+            term.check_server(self.server)
+
 
 def initial_state(federation: Federation) -> RunState:
     """Before the first round: the model as it was built."""
@@ -91,7 +95,7 @@ def run_round(
     out = federation.aggregator.apply(state.model, updates, state.aggregator, donate=True)
     stepped, server = _stepped(federation, state, out)
     accepted = sorted(client for client in updates.clients if client not in out.report["skipped"])
-    model, terms = _absorb(federation, state, stepped, updates, out.weights, replies, accepted)
+    model, terms = _absorb(federation, state, stepped, updates, out, replies, accepted)
     clock.lap("aggregate")
     judged = judge(federation, model, terms) if evaluate else {}
     clock.lap("evaluate")
@@ -142,23 +146,24 @@ def _absorb(
     state: RunState,
     model: Packed,
     updates: Updates,
-    weights: Tensor,
+    out: Aggregated,
     replies: Mapping[str, Trained],
     accepted: Sequence[str],
 ) -> tuple[Packed, tuple[TermState, ...]]:
     """Each term takes its part of the server's step. A client that was skipped leaves no trace: its slots stay as they were."""
-    if not accepted or not bool(weights.any()):
+    if not accepted or not bool(out.weights.any()):
         return model, state.terms
     rows = torch.tensor([updates.clients.index(client) for client in accepted])
     whole = tuple(accepted) == updates.clients
     taken = updates if whole else Updates(accepted, updates.deltas[rows], updates.num_examples[rows])
     number = state.round + 1
     layout, everyone = federation.bench.layout, len(federation.clients)
+    columns = out.weights[rows], out.standing[rows]
     made = []
     for i, (term, before) in enumerate(zip(federation.bench.terms, state.terms, strict=True)):
         messages = [replies[client].messages[i] for client in accepted]
         slots = dict(before.slots) | {c: replies[c].slots[i] for c in accepted if replies[c].slots[i]}
-        ctx = ServerContext(number, federation.bench.rounds, everyone, taken, weights[rows], layout, slots)
+        ctx = ServerContext(number, federation.bench.rounds, everyone, taken, *columns, layout, slots)
         model, shared = term.absorb(state.model, model, messages, before.shared, ctx)
         made.append(TermState(shared, slots))
     return model, tuple(made)

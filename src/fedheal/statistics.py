@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -99,6 +99,7 @@ def summary(
     >>> summary([70.0])
     Summary(n=1, mean=70.0, sd=None, low=None, high=None, level=0.95)
     """
+    _check_interval(level, interval)
     x = np.sort(_values(values))  # not even rounding may depend on the order
     if len(x) == 1:
         return Summary(1, float(x[0]), None, None, None, level)
@@ -121,8 +122,7 @@ def mean_interval(
     >>> low.round(2).tolist(), high.round(2).tolist()
     ([-0.48, 5.0], [4.48, 5.0])
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, not {level}")
+    _check_interval(level, kind)
     x = np.sort(np.asarray(values, np.float64), axis=-1)  # resampling must not depend on the order of the seeds
     n = x.shape[-1]
     if n < 2:
@@ -137,6 +137,13 @@ def mean_interval(
         quantile = np.clip(_studentized_quantile(x, level, resamples, generator), student, 2 * student)
         return mean - quantile * error, mean + quantile * error
     return mean - student * error, mean + student * error
+
+
+def _check_interval(level: float, kind: str) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, not {level}")
+    if kind not in get_args(Interval):
+        raise ValueError(f"the kind of interval must be one of {', '.join(get_args(Interval))}, not {kind!r}")
 
 
 def _studentized_quantile(x: Floats, level: float, resamples: int, generator: np.random.Generator) -> Floats:
@@ -275,10 +282,14 @@ def seeds_needed(alpha: float = 0.05, comparisons: int = 1) -> int:
     >>> seeds_needed(0.05), seeds_needed(0.05, comparisons=7)
     (6, 9)
     """
-    for n in range(1, EXACT_UP_TO + 1):
-        if comparisons * smallest_p(n) <= alpha:
-            return n
-    raise ValueError(f"{EXACT_UP_TO} seeds are not enough for {comparisons} comparisons at {alpha}")
+    fewest = _fewest(alpha, comparisons)
+    if fewest is None:
+        raise ValueError(f"{EXACT_UP_TO} seeds are not enough for {comparisons} comparisons at {alpha}")
+    return fewest
+
+
+def _fewest(alpha: float, comparisons: int) -> int | None:
+    return next((n for n in range(1, EXACT_UP_TO + 1) if comparisons * smallest_p(n) <= alpha), None)
 
 
 # --- many comparisons ---------------------------------------------------------------------------------------------------------
@@ -422,9 +433,14 @@ def verdict(c: Comparison, alpha: float = 0.05, higher_is_better: bool | None = 
 def _too_few(c: Comparison, alpha: float) -> str:
     corrected = f" after Holm's correction over {c.comparisons} comparisons" if c.comparisons > 1 else ""
     seeds = f"{c.n} seeds cannot" if c.n > 1 else "1 seed cannot"
+    fewest = _fewest(alpha, c.comparisons)
+    many = c.comparisons * smallest_p(EXACT_UP_TO + 1) <= alpha  # whose test is by random flips, and no longer exact
+    enough = (
+        "no number of seeds can" if fewest is None else f"{fewest} {'or more' if many else f'to {EXACT_UP_TO}'} can"
+    )
     return (
         f"{seeds} show a difference{_in(c)} at {alpha:g} with a two-sided {c.test} test{corrected}, whatever the data "
-        f"(smallest possible p = {c.smallest_p_adjusted:.4g}); {seeds_needed(alpha, c.comparisons)} or more can "
+        f"(smallest possible p = {c.smallest_p_adjusted:.4g}); {enough} "
         f"(observed: {c.a} {_observed(c)} {c.b})."
     )
 

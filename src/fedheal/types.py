@@ -143,8 +143,10 @@ class Draft:
     """A round's aggregation while the stages fill it in.
 
     `rows`: the accepted rows of `updates`, in the order of the clients' ids, so that nothing can depend on the order of
-    arrival. `weights [k]` and `kept` belong to these rows; `None` means example shares, and everything. `scale` is how far
-    along the mean update the parameters go. `step [G]`, float64: the update itself, where it is no (masked) mean.
+    arrival. `weights [k]` and `kept` belong to these rows; `None` means example shares, and everything. `standing [k]`: what
+    each client weighs whoever else came, where the weights were shared out among this cohort only; `None` means the weights
+    themselves. `scale` is how far along the mean update the parameters go. `step [G]`, float64: the update itself, where it is
+    no (masked) mean.
     """
 
     sizes: Sizes
@@ -154,6 +156,7 @@ class Draft:
     kernel: ModuleType
     donate: bool = False
     weights: Floats | None = None
+    standing: Floats | None = None
     kept: Mask | None = None
     measured: Measured | None = None
     scale: float = 1.0

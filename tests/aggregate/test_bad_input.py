@@ -211,8 +211,20 @@ def test_the_model_never_overflows(name, kernel):
     assert frozen(state) == before
 
 
+@both_kernels
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_who_makes_the_model_overflow_is_named(kernel, policy):
+    """Finite, but not in the model's dtype: the round ends under either policy, since the stages have counted it already."""
+    aggregator = fedavg(on_bad_update=policy, kernel=kernel)
+    sent = Updates("abc", torch.tensor([[1.0, 1.0], [1.0, 1e100], [1.0, 1.0]], dtype=torch.float64), [1, 1, 1])
+    said = r"params overflow torch\.float32; the models of 'b' do not fit it by themselves$"
+    with pytest.raises(ValueError, match=said) as refused:
+        aggregator.apply(torch.zeros(2), sent, aggregator.init(Layout.flat(2)))
+    one_sentence(refused.value)
+
+
 @everyone
-def test_a_round_refused_for_the_models_sake_leaves_a_donated_state_as_it_was(make):
+def test_an_unsound_model_is_refused_before_a_donated_state_is_touched(make):
     aggregator = make()
     state = after_three_rounds(aggregator)
     before = frozen(state)
@@ -376,6 +388,18 @@ def test_nobody_came(make, policy):
         assert (len(out.weights), out.report["skipped"]) == (0, {})
     out.model.params.fill_(7)
     assert bits(start) == bits(model())
+
+
+@everyone
+def test_nobodys_updates_are_on_no_device(make):
+    """As in a round on a GPU to which nobody replies. A model without parameters can be on another device here too."""
+    aggregator = make()
+    elsewhere = Packed(torch.zeros(0, device="meta"), torch.ones(2), torch.tensor([4]))
+    state = aggregator.init(Layout.of(nn.BatchNorm1d(1, affine=False)))
+    out = aggregator.apply(elsewhere, Updates.collect([]), state)
+    assert (out.model.params.device.type, out.model.counters.tolist()) == ("meta", [4])
+    with pytest.raises(ValueError, match="the model is on meta, the updates are on cpu"):
+        aggregator.apply(elsewhere, Updates("a", torch.zeros(1, 0), [1], metrics=ones(1)), state)
 
 
 @everyone

@@ -285,7 +285,7 @@ ALONG = {
     "fedavg+qffl:mode=qfedavg_eff": (16, 0, 0),  # and how far the client's steps reach
     "fedpw": (8, 0, 0),
     "fedga": (24, 0, 0),
-    "fedce": (8, 0, 8),  # the accuracy without a client; the weight that its model had
+    "fedce": (16, 0, 8),  # the accuracy without a client, and of how many rounds; the weight that its model had
     "fedavg+fedheal:per_domain=true": (0, 0, 0),
     # Less a batch normalisation of 4 channels: weight, bias, mean and variance, and its counter, which a client has to be given
     # once.

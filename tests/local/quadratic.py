@@ -99,17 +99,22 @@ def absorbed(
     shared: Arrays,
     *,
     weights: Sequence[float],
+    standing: Sequence[float] | None = None,
     everyone: int | None = None,
     slots: Mapping[str, Arrays] | None = None,
     number: int = 1,
 ) -> tuple[Packed, Arrays]:
-    """The server's part after these clients came with these local parameters, averaged with these weights."""
+    """The server's part after these clients came with these local parameters, averaged with these weights.
+
+    `standing`: what they were before they were made shares; the same numbers, where it is not given.
+    """
     deltas = torch.stack([local - before.params for local in locals_.values()])
     u = torch.tensor(weights, dtype=torch.float64)
     aggregated = replace(before, params=before.params + u.to(deltas) @ deltas)
     updates = Updates(list(locals_), deltas, [1] * len(locals_))
     layout = Layout.flat(len(before.params))
-    ctx = ServerContext(number, 10, everyone or len(locals_), updates, u, layout, slots or {})
+    q = torch.tensor(standing or weights, dtype=torch.float64)
+    ctx = ServerContext(number, 10, everyone or len(locals_), updates, u, q, layout, slots or {})
     return term.absorb(before, aggregated, messages, shared, ctx)
 
 

@@ -109,17 +109,18 @@ def test_the_servers_step_is_scaled() -> None:
 
 
 def test_weighted_controls_are_recomputed_from_the_clients() -> None:
-    """c = 1/4 * 10 + 3/4 * 20 = 17.5, whatever c was. Next round a comes alone and has all of that round's weight, which is
-    no more than an equal part: it counts 1 * 1, and the absent b as it did among two, 2 * 3/4: (30 + 1.5 * 20) / 2.5 = 24.
+    """c = 1/4 * 10 + 3/4 * 20 = 17.5, whatever c was. Next round a comes alone and has all of that round's average, but still
+    stands for 10 examples where the absent b has 30: c = 1/4 * 40 + 3/4 * 20 = 25. Then for 50: 5/8 * 40 + 3/8 * 20 = 32.5.
     """
     term = ControlVariates(fair_controls="p")
     slots = {"a": {"c": vector(10.0)}, "b": {"c": vector(20.0)}}
-    _, shared = serve(term, weights=[0.25, 0.75], slots=slots, everyone=5)
+    _, shared = serve(term, weights=[0.25, 0.75], standing=[10.0, 30.0], slots=slots, everyone=5)
     assert shared["c"].tolist() == pytest.approx([17.5], rel=1e-6)
-    slots["a"] = {"c": vector(30.0)}
-    message = [{"change": vector(20.0)}]
-    _, shared = absorbed(term, packed(1.0), {"a": vector(2.0)}, message, shared, weights=[1.0], slots=slots)
-    assert shared["c"].tolist() == pytest.approx([24.0], rel=1e-6)
+    slots["a"] = {"c": vector(40.0)}
+    for examples, c in ((10.0, 25.0), (50.0, 32.5)):
+        alone = {"weights": [1.0], "standing": [examples], "slots": slots}
+        _, shared = absorbed(term, packed(1.0), {"a": vector(2.0)}, [{"change": vector(30.0)}], shared, **alone)
+        assert shared["c"].tolist() == pytest.approx([c], rel=1e-6)
 
 
 def test_nobody_came() -> None:

@@ -67,12 +67,21 @@ def test_uniform_controls_do_not_see_the_averages_weights() -> None:
 
 
 def test_weighted_controls_do() -> None:
-    """h = 0.1 - 2 * 0.85 = -1.6; W+ = 1.85 + 0.8. Two of eight: h = 0.1 - 2 * 2/8 * 0.85 = -0.325."""
-    model, shared = serve(Dynamic(alpha=2.0, fair_controls="p"), weights=[0.25, 0.75])
-    assert shared["h"].tolist() == pytest.approx([-1.6], rel=1e-12)
-    assert model.params.tolist() == pytest.approx([2.65], rel=1e-12)
-    _, shared = serve(Dynamic(alpha=2.0, fair_controls="p"), weights=[0.25, 0.75], everyone=8)
-    assert shared["h"].tolist() == pytest.approx([-0.325], rel=1e-12)
+    """h = 0 - 2 * 0.85 = -1.7; W+ = 1.85 + 0.85. Then a alone, at 2, which stands for 10 of 40 examples: -1.7 - 2 * 1/4 = -2.2.
+
+    c joins with 40 more at 3: the others keep half of h, and c's half goes into it: -1.1 - 2 * 1/2 * 2 = -3.1.
+    """
+    term = Dynamic(alpha=2.0, fair_controls="p")
+    two = {"weights": [0.25, 0.75], "standing": [10.0, 30.0], "everyone": 8}
+    model, shared = absorbed(
+        term, packed(1.0), {"a": vector(1.4), "b": vector(2.0)}, [{}, {}], {"h": vector(0.0)}, **two
+    )
+    assert shared["h"].tolist() == pytest.approx([-1.7], rel=1e-12)
+    assert model.params.tolist() == pytest.approx([2.7], rel=1e-12)
+    for client_, at, standing, h in (("a", 2.0, 10.0, -2.2), ("c", 3.0, 40.0, -3.1)):
+        alone = {"weights": [1.0], "standing": [standing], "everyone": 8}
+        _, shared = absorbed(term, packed(1.0), {client_: vector(at)}, [{}], shared, **alone)
+        assert shared["h"].tolist() == pytest.approx([h], rel=1e-12)
 
 
 def test_the_average_is_judged_and_the_corrected_model_broadcast() -> None:

@@ -16,7 +16,7 @@ from fedheal.local.control_variates import ControlVariates
 from fedheal.local.dynamic import Dynamic
 from fedheal.local.proximal import Proximal
 from fedheal.local.term import Term
-from fedheal.run import initial_state, judged_model, run_round
+from fedheal.run import drops_out, initial_state, judged_model, run_round
 from local.quadratic import bowl, federation, trainer, vector
 
 P = {"a": 0.7, "b": 0.2, "c": 0.1}
@@ -139,3 +139,17 @@ def test_cohorts_of_every_size_with_equal_weights_converge_too(
 ) -> None:
     """With equal weights p is uniform, however many come: a client that was alone once does not count for more."""
     assert settled(term(fair_controls=fair_controls, **parameters), UNIFORM, 400, **keys) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("term", "parameters", "keys"),
+    [(ControlVariates, {}, {}), (Dynamic, {"alpha": 0.5, "clip": None}, {"steps": 20})],
+    ids=["scaffold", "feddyn"],
+)
+def test_weighted_controls_reach_the_optimum_of_the_weights_whoever_is_missing(
+    term: type[Term], parameters: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    """In the first rounds not everyone has been seen yet; where it ends does not depend on who has."""
+    fed = replace(federation(None, P, 2), dropout=0.4)
+    assert any(drops_out(fed, 0, 1, client) for client in P), "everyone comes first: take another seed"
+    assert settled(term(fair_controls="p", **parameters), P, 400, **keys) < 1e-3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from fedheal import models
 from fedheal.engine import serial
 from fedheal.experiment import build
 from fedheal.layout import Layout, Packed
+from fedheal.local import personal
 from fedheal.local.personal import Ditto, LocalNorm, norm_masks
 from fedheal.run import Federation, initial_state, judged_model, run_round
 from fedheal.types import RunState
@@ -96,6 +98,29 @@ def test_what_is_judged_is_the_weighted_mean_of_the_personal_models() -> None:
         assert not torch.equal(getattr(judged, name), getattr(state.model, name))
 
 
+@pytest.mark.parametrize("feedback", [False, True])
+def test_absent_clients_personal_models_count_too(feedback: bool) -> None:
+    """One of five a round: what is judged, or sent back, is the mean over all who have been there, by their examples."""
+    fed = made(method=f"ditto:feedback={str(feedback).lower()}", participation=0.2)
+    state = after(fed, 6)
+    slots = state.terms[0].slots
+    assert len(slots) > 2, "take another seed"
+    shares = {client: len(fed.bench.examples[client]) for client in slots}
+    judged = judged_model(fed, state.model, state.terms)
+    for name in ("params", "buffers"):
+        mean = sum(shares[c] * slots[c][name].double() for c in slots) / sum(shares.values())
+        assert torch.allclose(getattr(judged, name).double(), mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("clients", [3, 20])
+def test_a_sum_in_parts_has_the_bits_of_the_whole(clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(personal, "COLUMNS", 1000)
+    vectors = torch.randn(clients, 2345, generator=torch.Generator().manual_seed(0))
+    u = np.random.default_rng(0).dirichlet(np.ones(clients))
+    whole = (torch.from_numpy(u)[:, None] * vectors.double()).sum(dim=0).float()
+    assert torch.equal(personal._mean(list(vectors), u), whole)
+
+
 def test_reading_b_sends_the_mean_of_the_personal_models_back() -> None:
     fed = made(method="ditto:feedback=true")
     state = after(fed, 2)
@@ -119,6 +144,7 @@ class Block(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
         self.group = nn.GroupNorm(2, 4)
         self.layer = nn.LayerNorm(4)
+        self.root = nn.RMSNorm(4)
         self.bn_like_name = nn.Linear(4, 2)
 
 
@@ -127,10 +153,11 @@ def test_layers_are_chosen_by_type() -> None:
     layout = Layout.of(module)
     masks = norm_masks(module, layout)
     held = {e.name for e in layout.entries if bool(masks[f"{e.kind}s"][e.start : e.stop].all())}
-    wanted = {"group.weight", "group.bias", "layer.weight", "layer.bias", "shortcut.1.num_batches_tracked"}
+    wanted = {"group.weight", "group.bias", "layer.weight", "layer.bias", "root.weight"}
+    wanted |= {"shortcut.1.num_batches_tracked"}
     wanted |= {f"shortcut.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
     assert held == wanted
-    assert {name: int(mask.sum()) for name, mask in masks.items()} == {"params": 3 * 8, "buffers": 8, "counters": 1}
+    assert {name: int(mask.sum()) for name, mask in masks.items()} == {"params": 3 * 8 + 4, "buffers": 8, "counters": 1}
 
 
 def test_a_resnets_shortcut_layers_are_among_them() -> None:

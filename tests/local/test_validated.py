@@ -101,19 +101,51 @@ def test_fedga_with_absent_clients_and_a_newcomer() -> None:
     assert weights("abc", **told([1.0, 1.0, 7.0], [1.0, 1.0, 1.0], 0.2)) == pytest.approx([1 / 3] * 3)
 
 
+@pytest.mark.parametrize("clients", ["a", "ab"])
+def test_fedga_keeps_its_weights_where_a_step_would_leave_none(clients: str) -> None:
+    """s0 = 1: 1/K - 1/K for everyone."""
+    weights, k = Rounds(Aggregator(fedga(1.0))), len(clients)
+    weights(clients, **told([1.0] * k, [1.0] * k, 0.0))
+    assert weights(clients, **told([0.5] * k, [1.0] * k, 0.0)) == [1 / k] * k
+
+
+def test_fedga_compares_only_models_that_follow_each_other() -> None:
+    """c sent a loss of 9 long ago, and b comes for the first time. a's gap is 0.5, and stands in for theirs: nobody moves.
+
+    Then gaps of 0.5, 0.2 and -0.5 at s/K = 0.2/3: 1/3 + (1, 0.4, -1) 0.2/3, over 1 + 0.08/3.
+    """
+    weights = Rounds(Aggregator(fedga(0.2)))
+    weights("ac", **told([1.0, 1.0], [1.0, 9.0], 0.0))
+    weights("a", **told([1.5], [1.0], 0.0))
+    assert weights("abc", **told([1.5, 7.0, 1.0], [1.0, 1.0, 1.0], 0.0)) == pytest.approx([1 / 3] * 3)
+    assert weights.report["gap"] == {"a": 0.5}
+    found = weights("abc", **told([1.5, 1.2, 0.5], [1.0, 1.0, 1.0], 0.0))
+    assert found == pytest.approx([(1 / 3 + g * 0.2 / 3) / (1 + 0.08 / 3) for g in (1, 0.4, -1)], rel=1e-9)
+    assert weights.report["gap"] == pytest.approx({"a": 0.5, "b": 0.2, "c": -0.5})
+
+
+def test_fedga_does_not_take_weight_from_who_is_seldom_there() -> None:
+    """Equal clients whose loss falls all the time, four of them there one time in ten and the others three in five."""
+    rng, weights = np.random.default_rng(0), Rounds(Aggregator(fedga(0.2)))
+    for t in range(1, 201):
+        here = "".join(c for i, c in enumerate("abcdefghijklmnopqrst") if rng.random() < (0.1 if i < 4 else 0.6))
+        level = 2.3 * np.exp(-t / 60)
+        received, sent = (f * level * (1 + 0.02 * rng.normal(size=len(here))) for f in (1.0, 0.9))
+        weights(here, **told(received.tolist(), sent.tolist(), max(t - 2, 0) / 200))
+    held = dict(zip(weights.state.stage.clients, 20 * weights.state.stage.a, strict=True))
+    assert np.mean([held[c] for c in "abcd"]) == pytest.approx(1, abs=0.1)
+
+
 # FedCE
 
 
-def kept(params: float, judged: tuple[float, float] = (1, 0), last: int = 1) -> dict[str, torch.Tensor]:
+def kept(params: float, judged: tuple[float, float] = (0, 0), last: int = 1) -> dict[str, torch.Tensor]:
     """What a client keeps: its model, how often it has judged and the sum of accuracies, and its last round."""
     return {"params": vector(params), "buffers": torch.empty(0), "judged": vector(*judged), "round": torch.tensor(last)}
 
 
 def test_the_model_without_a_client_by_hand() -> None:
-    """W = 2 holds a quarter of this client's model 5: the others are at (2 - 1.25) / 0.75 = 1. Buffers alike.
-
-    An accuracy of 0.75 beside the first round's 0: 0.375 on average.
-    """
+    """W = 2 holds a quarter of this client's model 5: the others are at (2 - 1.25) / 0.75 = 1. Buffers alike."""
     asked = []
 
     def validate(model):
@@ -122,22 +154,22 @@ def test_the_model_without_a_client_by_hand() -> None:
 
     keys = {"slot": kept(5.0), "shared": {"e.a": vector(0.25)}, "validate": validate, "round": 2}
     ctx = context(LeaveOneOut(), packed(2.0), **keys)
-    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.375}
+    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.75, "judged": 1}
     assert asked == [(pytest.approx(1.0), [])]
     left, message = LeaveOneOut().finish(ctx, packed(3.0))
     assert {name: value.tolist() for name, value in left.items()} == {
         "params": [3.0],
         "buffers": [],
-        "judged": [2.0, 0.75],
+        "judged": [1.0, 0.75],
         "round": 2,
     }
     assert message == {}
 
 
-def test_a_client_starts_with_an_accuracy_of_nothing() -> None:
+def test_a_client_starts_without_an_accuracy() -> None:
     ctx = context(LeaveOneOut(), packed(2.0))
-    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.0}
-    assert LeaveOneOut().finish(ctx, packed(3.0))[0]["judged"].tolist() == [1, 0]
+    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.0, "judged": 0}
+    assert LeaveOneOut().finish(ctx, packed(3.0))[0]["judged"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -150,11 +182,12 @@ def test_where_the_model_without_a_client_cannot_be_told_it_repeats_its_mean(e, 
     shared = {} if e is None else {"e.a": vector(e)}
     keys = {"slot": kept(5.0, (3, 1.2), last=2), "shared": shared, "validate": lambda at: (loss, 0.1), "round": number}
     ctx = context(LeaveOneOut(), packed(2.0), **keys)
-    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": pytest.approx(0.4)}
+    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": pytest.approx(0.4), "judged": 3}
     left, _ = LeaveOneOut().finish(ctx, packed(3.0))
     assert left["judged"].tolist() == [3, 1.2]
     keys = {"slot": left, "shared": {"e.a": vector(0.25)}, "validate": lambda at: (0.1, 0.8), "round": number + 1}
-    assert LeaveOneOut().metrics(context(LeaveOneOut(), packed(2.0), **keys), packed(3.0)) == {"without_me": 0.5}
+    after = LeaveOneOut().metrics(context(LeaveOneOut(), packed(2.0), **keys), packed(3.0))
+    assert after == {"without_me": 0.5, "judged": 4}
 
 
 def test_models_without_a_client_are_sound_when_few_take_part(monkeypatch) -> None:
@@ -205,19 +238,19 @@ def test_fedce_by_hand() -> None:
     The new weights are those of this round's average.
     """
     weights = Rounds(Aggregator(fedce("times")), 2)
-    found = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0])
+    found = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
     assert found == pytest.approx([0.5 / 1.001, 0.5 / 1.001, 0.001 / 1.001], rel=1e-9)
     assert weights.model.tolist() == pytest.approx([0.501 / 1.001, 0.501 / 1.001], rel=1e-9)
 
 
 def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
-    """Mean accuracies 0.4, 0.2, 0: b ~ 1 - (0.4, 0.2, 0) = (0.6, 0.8, 1) / 2.4.
+    """Accuracies 0.8, 0.4, 0 and the first round's 0: 0.4, 0.2, 0 on average, b ~ (0.6, 0.8, 1) / 2.4.
 
     With the weights of round 1, (500, 500, 1)/1001: the others' sums are (1, 501), (501, 1), (500, 500), all over 1001.
     """
     for mode in ("times", "plus"):
         weights = Rounds(Aggregator(fedce(mode)), 2)
-        first = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0])
+        first = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
         if mode == "times":
             e = np.array(first)
         else:  # a + b, with b a third each
@@ -232,7 +265,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
         a = np.maximum(a / a.sum(), 1e-3)
         a, b = a / a.sum(), np.array([0.6, 0.8, 1.0]) / 2.4
         wanted = a * b if mode == "times" else a + b
-        found = weights("abc", DELTAS, without_me=[0.4, 0.2, 0.0])
+        found = weights("abc", DELTAS, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 1])
         assert found == pytest.approx((wanted / wanted.sum()).tolist(), rel=1e-6), mode
 
 
@@ -240,8 +273,8 @@ def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
     """Equal directions; the model without a does well on its data, the one without b does not."""
     weights = Rounds(Aggregator(fedce()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
-    assert weights("ab", orthogonal, without_me=[0.0, 0.0]) == pytest.approx([0.5, 0.5])
-    found = weights("ab", orthogonal, without_me=[0.4, 0.0])
+    assert weights("ab", orthogonal, without_me=[0.0, 0.0], judged=[0, 0]) == pytest.approx([0.5, 0.5])
+    found = weights("ab", orthogonal, without_me=[0.8, 0.0], judged=[1, 1])
     assert found == pytest.approx([0.6 / 1.6, 1.0 / 1.6])
     assert math.isclose(sum(found), 1.0)
 
@@ -258,7 +291,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
     weights = Rounds(Aggregator(fedce()), 8)
     axes = dict(zip("abcdefgh", np.eye(8).tolist(), strict=True))
     for cohort in ("abcde", "f", "abfgh", "gf"):
-        found = weights(cohort, [axes[c] for c in cohort], without_me=[0.0] * len(cohort))
+        found = weights(cohort, [axes[c] for c in cohort], without_me=[0.0] * len(cohort), judged=[0] * len(cohort))
         assert found == pytest.approx([1 / len(cohort)] * len(cohort))
         assert starts[-1] == pytest.approx([1 / len(cohort)] * len(cohort))
 
@@ -266,7 +299,46 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
 def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
     """0.6 and 1 over 1.6 among two are 0.75 and 1.25 of a half. Alone, a has an equal part of one, all of it; b keeps its."""
     weights = Rounds(Aggregator(fedce()), 2)
-    weights("ab", [[1.0, 0.0], [0.0, 1.0]], without_me=[0.4, 0.0])
+    for without_me, judged in (([0.0, 0.0], [0, 0]), ([0.8, 0.0], [1, 1])):
+        weights("ab", [[1.0, 0.0], [0.0, 1.0]], without_me=without_me, judged=judged)
     assert weights.state.stage.e.tolist() == pytest.approx([0.75, 1.25])
-    assert weights("a", [[1.0, 0.0]], without_me=[0.4]) == [1.0]
+    assert weights("a", [[1.0, 0.0]], without_me=[0.4], judged=[1]) == [1.0]
     assert weights.state.stage.e.tolist() == pytest.approx([1.0, 1.25])
+
+
+def test_fedce_with_everyone_there_takes_the_first_rounds_accuracy_for_nothing() -> None:
+    """In round t an accuracy of 0.8 in every round but the first is 0.8 (t-1)/t on average, as in the original."""
+    weights = Rounds(Aggregator(fedce()), 2)
+    orthogonal = [[1.0, 0.0], [0.0, 1.0]]
+    for t in range(1, 6):
+        found = weights("ab", orthogonal, without_me=[0.8 * (t > 1), 0.0], judged=[t - 1, t - 1])
+        b = np.array([1 - 0.8 * (t - 1) / t, 1.0])
+        assert found == pytest.approx((b / b.sum()).tolist())
+
+
+def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
+    """0.8 and 0.4 are known, so c, a newcomer, counts with 0.6: in round 2, 1 - (0.4, 0.2, 0.3) over 2.1."""
+    weights = Rounds(Aggregator(fedce()), 3)
+    axes = np.eye(3).tolist()
+    weights("ab", axes[:2], without_me=[0.0, 0.0], judged=[0, 0])
+    found = weights("abc", axes, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 0])
+    assert found == pytest.approx([0.6 / 2.1, 0.8 / 2.1, 0.7 / 2.1])
+
+
+def test_fedce_gives_equal_clients_equal_weights_however_seldom_they_come() -> None:
+    """Four of them come one time in ten, the others four in five; without any of them the others are right in 4 of 5."""
+    rng, weights, term = np.random.default_rng(0), Rounds(Aggregator(fedce()), 20), LeaveOneOut()
+    names, axes, slots, shared = "abcdefghijklmnopqrst", np.eye(20).tolist(), {}, {}
+    for number in range(1, 61):
+        here = [c for i, c in enumerate(names) if rng.random() < (0.1 if i < 4 else 0.8)]
+        told = []
+        for c in here:
+            keys = {"client": c, "slot": slots.get(c, {}), "shared": shared, "validate": lambda at: (0.1, 0.8)}
+            ctx = context(term, packed(0.0), round=number, **keys)
+            told.append(term.metrics(ctx, packed(1.0)))
+            slots[c], _ = term.finish(ctx, packed(1.0))
+        metrics = {name: [one[name] for one in told] for name in ("without_me", "judged")}
+        found = weights("".join(here), [axes[names.index(c)] for c in here], **metrics)
+        shared |= {f"e.{c}": vector(weight) for c, weight in zip(here, found, strict=True)}
+        assert found == pytest.approx([1 / len(here)] * len(here))
+    assert {int(slot["judged"][0]) for slot in slots.values()} >= {0, 40}, "take another seed"

@@ -76,7 +76,8 @@ def afl(
 
     def memoryless(draft: Draft) -> Draft:
         k = len(draft.rows)
-        return replace(draft, weights=climbed(np.full(k, 1 / k), draft.metric("loss"), floor / k), report=_told(draft))
+        weights = climbed(np.full(k, 1 / k), draft.metric("loss"), floor / k)
+        return replace(draft, weights=weights, standing=k * weights, report=_told(draft))
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, AflState)

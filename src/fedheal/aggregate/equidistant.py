@@ -49,7 +49,7 @@ def exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) ->
             "kkt": residual,
             "distance": dict(zip(draft.clients, distances(matrix, weights).tolist(), strict=True)),
         }
-        return replace(draft, weights=weights, report=dict(draft.report) | told)
+        return replace(draft, weights=weights, standing=k * weights, report=dict(draft.report) | told)
 
     return stateless(apply)
 

@@ -2,11 +2,14 @@
 
 Weights `e` start equal. Gradient space: `cos_m` between a client's update and the weighted sum of the others', averaged over
 its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the client's validation data of the model without
-it, averaged over its rounds by the client itself (`local/validated.py`); `b_m = 1 - mean accuracy`, normalised. `e ~ a * b`
-(`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged with the new e.
+it, averaged over its rounds by the client itself (`local/validated.py`), with 0 for the first; `b_m = 1 - mean accuracy`,
+normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged with the new e.
 
-Deviation: means are over a client's own rounds, so absent clients keep theirs. Weights are shares of the cohort; between rounds
-`e` is kept times the cohort's size, so that 1 is an equal part among any number, and where a newcomer starts.
+Deviations, for clients that were absent; with everyone there it is the original. Means are over a client's own rounds, those of
+the accuracy over the rounds in which it could be told, and who has none yet takes the mean of the cohort. The 0 of the first
+round counts for all alike, as one of as many rounds as anyone was there: for each by itself, it would weigh most for who was
+seldom there, and give it more weight. Weights are shares of the cohort; between rounds `e` is kept times the cohort's size, so
+that 1 is an equal part among any number, and where a newcomer starts.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedheal.aggregate.gram import gram_matrix
@@ -46,7 +50,7 @@ class FedCEState(State):
 
 
 def fedce(mode: str = "times") -> Stage:
-    """The stage: needs the mean accuracy, over a client's rounds and on its validation data, of the model without it."""
+    """The stage: needs the mean accuracy, on a client's validation data, of the model without it, and over how many rounds."""
     if mode not in ("times", "plus"):
         raise ValueError(f"mode = {mode!r}: use 'times' or 'plus'")
 
@@ -58,15 +62,16 @@ def fedce(mode: str = "times") -> Stage:
         n[slots] += 1
         cosines[slots] += cosines_to_others(gram_matrix(draft), normalised(e[slots]))
         a = _floored(1 - cosines[slots] / n[slots])
-        b = _floored(1 - draft.metric("without_me"))
+        known = _filled(draft.metric("without_me"), draft.metric("judged") > 0)
+        b = _floored(1 - (1 - 1 / n.max()) * known)
         weights = normalised(a * b if mode == "times" else a + b)
         e[slots] = weights * len(slots)
-        return replace(draft, weights=weights), FedCEState(clients, n, cosines, e)
+        return replace(draft, weights=weights, standing=e[slots]), FedCEState(clients, n, cosines, e)
 
     def init(layout: object) -> State:
         return FedCEState((), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
 
-    return Stage(init, apply, frozenset({"without_me"}))
+    return Stage(init, apply, frozenset({"without_me", "judged"}))
 
 
 def cosines_to_others(gram: Floats, e: Floats) -> Floats:
@@ -77,6 +82,11 @@ def cosines_to_others(gram: Floats, e: Floats) -> Floats:
     others = e @ gram @ e - 2 * e * with_sum + e**2 * own
     scale = np.sqrt(np.maximum(own, 0) * np.maximum(others, 0))
     return np.asarray(np.divide(to_others, scale, out=np.zeros_like(own), where=scale > 0))
+
+
+def _filled(values: Floats, known: NDArray[np.bool_]) -> Floats:
+    """The values, the unknown replaced by the mean of the others; 0 where there are no others."""
+    return np.where(known, values, values[known].mean() if known.any() else 0.0)
 
 
 def _floored(values: Floats) -> Floats:

@@ -110,7 +110,8 @@ def parameter_wise(beta: float = 0.3, rho: float = 0.3) -> Stage:
         for columns in _tensors(draft):
             step[columns] = stressed(draft, columns, weights, rates, rho)
         told = {"dropped": dict(zip(draft.clients, rates.tolist(), strict=True))}
-        draft = replace(draft, weights=weights, step=torch.from_numpy(step), report=dict(draft.report) | told)
+        draft = replace(draft, weights=weights, standing=len(slots) * weights, step=torch.from_numpy(step))
+        draft = replace(draft, report=dict(draft.report) | told)
         return draft, FedPWState(before.rounds + 1, clients, by_loss, by_alignment)
 
     nothing = FadingState(np.zeros(0), np.zeros(0), np.zeros(0), 0.0)

@@ -53,11 +53,12 @@ def qffl(
         loss = draft.metric("loss") + TINY
         weights = tilted(loss, q)
         told = {"loss": dict(zip(draft.clients, draft.metric("loss").tolist(), strict=True))}
+        draft = replace(draft, weights=weights, standing=powers(loss, q))
         if step is None:
-            return replace(draft, weights=weights, report=dict(draft.report) | told)
+            return replace(draft, report=dict(draft.report) | told)
         d = measured_distance(measured(draft), "paper")
         scale = shrinkage(normalised(weights), loss, d, draft.metric(step), q)
-        return replace(draft, weights=weights, scale=scale, report=dict(draft.report) | told | {"scale": scale})
+        return replace(draft, scale=scale, report=dict(draft.report) | told | {"scale": scale})
 
     return stateless(apply, frozenset({"loss"} | ({step} if step else set())))
 
@@ -69,6 +70,16 @@ def tilted(loss: Floats, q: float) -> Floats:
     [0.0625, 0.25, 1.0]
     """
     return np.asarray((loss / loss.max()) ** q)
+
+
+def powers(loss: Floats, q: float) -> Floats:
+    """`F^q` itself, which one round's can be compared with another's by; kept within what can be added up.
+
+    >>> powers(np.array([0.5, 1e300]), 2.0).tolist()
+    [0.25, 1e+200]
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(np.clip(loss**q, 1e-200, 1e200))
 
 
 def shrinkage(share: Floats, loss: Floats, d: Floats, step: Floats, q: float) -> float:

@@ -5,8 +5,9 @@ Reddi et al., "Adaptive Federated Optimization", ICLR 2021, with `Delta = aggreg
 `adam`: `m = b1 m + (1-b1) Delta`, `v = b2 v + (1-b2) Delta^2`, `W + lr m / (sqrt(v) + eps)`, without bias correction, as there;
 `momentum` is b1. Buffers and counters are taken from the aggregated model.
 
-A step of Adam is about `lr` in every entry, whatever Delta: the lr of 1 that takes over the aggregated model would destroy it.
-So each has defaults of its own. Adam's b1, b2 and eps are those of Reddi et al., who tune lr from 1e-3 to 1; 0.01 is ours.
+Where Delta is well above eps, a step of Adam is about `lr` whatever Delta; smaller ones are multiplied by `lr/eps` at most. The
+lr of 1 that takes over the aggregated model would destroy it. So each has defaults of its own. Adam's b1, b2 and eps are those
+of Reddi et al., who tune lr from 1e-3 to 1; 0.01 is ours.
 """
 
 from __future__ import annotations
@@ -88,3 +89,12 @@ class Server:
         second = self.beta2 * second + (1 - self.beta2) * delta**2
         step = self.lr * first / (second.sqrt() + self.eps)
         return replace(aggregated, params=before.params + step), ServerState(first, second)
+
+
+def check_plain(server: Server, why: str) -> None:
+    """For a method that has no room for a step of the server's: only the aggregated model itself will do."""
+    if (server.optimizer, server.lr, server.momentum) != ("sgd", 1, 0):
+        raise ValueError(
+            f"server_optimizer = {server.optimizer!r}, server_lr = {server.lr:g}, server_momentum = {server.momentum:g}: "
+            f"{why}; use 'sgd', 1 and 0"
+        )

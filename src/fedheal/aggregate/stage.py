@@ -107,12 +107,14 @@ class AggregatorState(State):
 class Aggregated:
     """What a round's aggregation gives. `weights [K]` follow `updates.clients`; a skipped client's is 0.
 
+    `standing [K]` are the weights before they were made shares of this cohort: comparable from round to round, in some unit.
     `model` is of the kind that was given. `report` is JSON-ready: `skipped` clients with the reason, and what the stages
     have to tell (distances, kept fractions, ...).
     """
 
     model: Any
     weights: Tensor
+    standing: Tensor
     state: AggregatorState
     report: dict[str, Any]
 
@@ -158,33 +160,48 @@ class Aggregator:
             kernel = kernels.choose(self.kernel, updates.deltas)
             try:
                 draft, after = self.stage.apply(Draft(state.sizes, packed, updates, rows, kernel, donate), state.stage)
-                weights = _shares(draft)
+                weights, standing = _weights(draft)
                 if not weights.any():
                     return _unmoved(model, packed, updates, replace(state, stage=after), skipped)
                 made, told = self.reduce(draft, weights)
-                _check_made(made, updates, rows)
+                _check_made(made, packed, updates, rows)
             except kernels.NonFinite as found:
                 bad |= dict.fromkeys(found.rows, "its update holds NaN, infinity or numbers too large to square")
                 continue
             report = {"skipped": skipped, **draft.report, **told}
-            return Aggregated(_like(model, made), _spread(updates, rows, weights), replace(state, stage=after), report)
+            columns = _spread(updates, rows, weights), _spread(updates, rows, standing)
+            return Aggregated(_like(model, made), *columns, replace(state, stage=after), report)
 
 
-def _check_made(made: Packed, updates: Updates, rows: NDArray[np.int64]) -> None:
-    """The global model never becomes non-finite: the clients at fault are named, or else it is an overflow."""
+def _check_made(made: Packed, before: Packed, updates: Updates, rows: NDArray[np.int64]) -> None:
+    """The global model never becomes non-finite: the clients at fault are named, or else it is an overflow.
+
+    An overflow is never skipped: the stages have counted these updates already, and each of them may be sound.
+    """
     for name in ("params", "buffers"):
         if not reduce.finite(getattr(made, name)):
             kernels.reference.check_finite(updates.deltas, rows)
             dtype = getattr(made, name).dtype
-            raise ValueError(f"this round would make the global model's {name} overflow {dtype}")
+            alone = [updates.clients[row] for row in rows if not _fits(before.params, updates.deltas[row])]
+            whose = f"; the models of {', '.join(map(repr, alone))} do not fit it by themselves" if alone else ""
+            raise ValueError(f"this round would make the global model's {name} overflow {dtype}{whose}")
 
 
-def _shares(draft: Draft) -> Floats:
-    """The weights the stages gave, normalised; the shares of this round's examples where none gave any."""
+def _fits(params: Tensor, delta: Tensor) -> bool:
+    """Whether a client's own model can be told in the dtype of the global one."""
+    return reduce.finite((params.to(torch.float64) + delta.to(params.device, torch.float64)).to(params.dtype))
+
+
+def _weights(draft: Draft) -> tuple[Floats, Floats]:
+    """The weights the stages gave, or this round's examples where none gave any: as shares, and as they stand."""
     weights = draft.num_examples if draft.weights is None else draft.weights
-    if weights.shape != draft.rows.shape or not np.isfinite(weights).all() or (weights < 0).any():
-        raise ValueError(f"a stage gave weights {weights}: {len(draft.rows)} finite numbers, none negative, are needed")
-    return normalised(weights)
+    standing = weights if draft.standing is None else draft.standing
+    for given in (weights, standing):
+        if given.shape != draft.rows.shape or not np.isfinite(given).all() or (given < 0).any():
+            raise ValueError(
+                f"a stage gave weights {given}: {len(draft.rows)} finite numbers, none negative, are needed"
+            )
+    return normalised(weights), standing
 
 
 def _packed(model: Any, updates: Updates, sizes: Sizes) -> Packed:
@@ -214,7 +231,7 @@ def _packed(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     for name in ("params", "buffers"):
         if not reduce.finite(getattr(packed, name)):
             raise ValueError(f"the global model's {name} hold NaN or infinity already: start from a sound one")
-    if packed.params.device != updates.deltas.device:
+    if updates.clients and packed.params.device != updates.deltas.device:  # the updates of nobody are nowhere
         raise ValueError(f"the model is on {packed.params.device}, the updates are on {updates.deltas.device}")
     return packed
 
@@ -224,9 +241,8 @@ def _unmoved(
 ) -> Aggregated:
     """Nobody's update counts: the model as it was, in memory of its own."""
     same = Packed(packed.params.clone(), packed.buffers.clone(), packed.counters.clone())
-    return Aggregated(
-        _like(model, same), torch.zeros(len(updates.clients), dtype=torch.float64), state, {"skipped": skipped}
-    )
+    nothing = torch.zeros(len(updates.clients), dtype=torch.float64)
+    return Aggregated(_like(model, same), nothing, nothing.clone(), state, {"skipped": skipped})
 
 
 def _like(given: Any, packed: Packed) -> Any:

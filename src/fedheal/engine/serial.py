@@ -18,7 +18,7 @@ from torch.nn import functional
 from fedheal.data.augment import Choices, altered, drawn, normalised
 from fedheal.data.domains import Split
 from fedheal.engine.numerics import lowered
-from fedheal.layout import Layout, Packed
+from fedheal.layout import Layout, Packed, real
 from fedheal.local.proximal import Proximal
 from fedheal.local.term import Arrays, Batch, Context, Term, reach
 from fedheal.rng import derive, generator
@@ -303,7 +303,8 @@ def _gradient(bench: Bench, model: Packed, task: Task) -> Tensor:
             torch.autograd.backward(loss)
     named = dict(module.named_parameters(remove_duplicate=False))
     tensors = [named[name] for name, _ in bench.layout.sizes().tensors]
-    return torch.cat([(torch.zeros_like(t) if t.grad is None else t.grad).reshape(-1) for t in tensors]).detach()
+    gradients = [real(torch.zeros_like(t) if t.grad is None else t.grad) for t in tensors]
+    return torch.cat([gradient.reshape(-1) for gradient in gradients]).detach()
 
 
 def in_turn(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:

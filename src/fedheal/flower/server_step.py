@@ -83,7 +83,8 @@ def _absorbed(
     for i, (term, before) in enumerate(zip(terms, state.terms, strict=True)):
         messages = [cohort.read[client].messages[i] for client in accepted]
         # What clients keep stays with them: the server has no slots.
-        ctx = ServerContext(state.round + 1, rounds, clients, taken, out.weights[rows], layout, {})
+        columns = out.weights[rows], out.standing[rows]
+        ctx = ServerContext(state.round + 1, rounds, clients, taken, *columns, layout, {})
         model, shared = term.absorb(state.model, model, messages, before.shared, ctx)
         made.append(TermState(shared, {}))
     return model, tuple(made)

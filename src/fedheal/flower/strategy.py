@@ -124,6 +124,8 @@ class FairStrategy(Strategy):
         self.name, self.terms, self.seed = name or whole.name, whole.local, seed
         self.aggregator = replace(whole.aggregator, on_bad_update="skip")
         self.server = server or Server()
+        for term in self.terms:
+            term.check_server(self.server)
         self.attendance = Attendance(
             fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes, wait_seconds
         )

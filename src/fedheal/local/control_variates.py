@@ -5,9 +5,8 @@ momentum (K without it; the plain `K eta` would make c an order of magnitude too
 gradient of the client's loss at W. The server moves by `eta_g` times the aggregated update, and `c` by the mean of the changes
 of `c_m` times the share of clients present. Parameters only; buffers are averaged.
 
-`fair_controls="p"`: `c = sum_m p_m c_m` with the weights of the model's average; an absent client counts as it last did, by its
-share times the size of that cohort. With uniform controls, re-weighting the average alone does not change where SCAFFOLD
-converges.
+`fair_controls="p"`: `c = sum_m p_m c_m` over the clients seen so far, with the weights of the model's average; an absent client
+counts as it last did. With uniform controls, re-weighting the average alone does not change where SCAFFOLD converges.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 
 from fedheal.layout import Layout, Packed
 from fedheal.local.proximal import push
+from fedheal.local.standing import PREFIX, brought, remembered, total
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
 
@@ -70,16 +70,10 @@ class ControlVariates(Term):
 
 
 def _weighted(shared: Arrays, ctx: ServerContext) -> Arrays:
-    """`c = sum p_m c_m` over the clients seen so far, each with the weight it last had.
-
-    A share of a cohort counts times the cohort's size: 1 is everyone's equal part, whether two came or ten.
-    """
-    last = {name: value for name, value in shared.items() if name.startswith("p.")}
-    size = len(ctx.updates.clients)
-    last |= {f"p.{client}": size * weight for client, weight in zip(ctx.updates.clients, ctx.weights, strict=True)}
-    ordered = sorted(last.items())  # as after a restore, so that sums keep their bits
-    total = sum(float(weight) for _, weight in ordered)
+    """`c = sum p_m c_m` over the clients seen so far, each with the weight it last had."""
+    last = remembered(shared) | brought(ctx)
+    everything = total(last)
     c = torch.zeros_like(ctx.slots[ctx.updates.clients[0]]["c"])
-    for name, weight in ordered:
-        c += float(weight) / total * ctx.slots[name.removeprefix("p.")]["c"]
+    for name, q in sorted(last.items()):  # as after a restore, so that sums keep their bits
+        c += float(q) / everything * ctx.slots[name.removeprefix(PREFIX)]["c"]
     return {"c": c, **last}

@@ -4,8 +4,9 @@ Client: minimise `f_m(w) - <g_m, w> + alpha/2 |w - W|^2`, then `g_m -= alpha (w_
 and `W+ = mean_S w_m - h / alpha`. As in the authors' code the plain average is judged (`eval_model="average"`), not the
 corrected model that is broadcast, and gradients are clipped at norm 10. Buffers are averaged, never corrected.
 
-`fair_controls="p"` updates h with the weights of the model's average: with a uniform h, re-weighting the average alone does
-not change where FedDyn converges.
+`fair_controls="p"`: `h -= alpha sum_S p_m (w_m - W)`, p the weights of the model's average as shares of all clients seen so
+far, each as it last was. When clients join, the others' shares make room, and h, which is a sum over them, shrinks likewise.
+With a uniform h, re-weighting the average alone does not change where FedDyn converges.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from fedheal.layout import Layout, Packed
 from fedheal.local.proximal import pull, push
+from fedheal.local.standing import brought, remembered, total
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
 
@@ -50,11 +52,15 @@ class Dynamic(Term):
         deltas = ctx.updates.deltas
         if not len(deltas):
             return aggregated, shared
-        share = len(deltas) / ctx.clients
-        u = ctx.weights if self.fair_controls == "p" else torch.full_like(ctx.weights, 1 / len(deltas))
-        moved = (u.to(deltas)[:, None] * deltas).sum(dim=0)
-        h = shared["h"].to(before.params) - self.alpha * share * moved
-        return replace(aggregated, params=aggregated.params - h / self.alpha), {"h": h, "average": aggregated.params}
+        h, last = shared["h"].to(before.params), dict[str, torch.Tensor]()
+        if self.fair_controls == "p":
+            room, u, last = _counted(shared, ctx)
+            h = room * h - self.alpha * _sum(u, deltas)
+        else:
+            share, u = len(deltas) / ctx.clients, torch.full_like(ctx.weights, 1 / len(deltas))
+            h = h - self.alpha * share * _sum(u, deltas)
+        corrected = replace(aggregated, params=aggregated.params - h / self.alpha)
+        return corrected, {"h": h, "average": aggregated.params, **last}
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
         if self.eval_model == "broadcast" or "average" not in shared:
@@ -63,3 +69,15 @@ class Dynamic(Term):
 
     def _mine(self, ctx: Context) -> torch.Tensor:
         return ctx.slot.get("g", torch.zeros_like(ctx.received.params))
+
+
+def _counted(shared: Arrays, ctx: ServerContext) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+    """The share that newcomers leave to those known before, the cohort's shares of all, and everyone's last standing."""
+    known, now = remembered(shared), brought(ctx)
+    held, last = total(known), known | now
+    joined = total({name: q for name, q in now.items() if name not in known})
+    return held / (held + joined) if held > 0 else 0.0, ctx.standing / total(last), last
+
+
+def _sum(u: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+    return (u.to(deltas)[:, None] * deltas).sum(dim=0)

@@ -2,7 +2,8 @@
 
 Ditto (Li et al., ICML 2021): beside the global model each client trains its own v on `F_m(v) + lam/2 |v - W|^2`, W the received
 model. The FedHEAL paper judges the average of the personal models: reading (a), `feedback=False`, trains the global model by
-FedAvg as usual and judges `V = sum P_m v_m`; reading (b), `feedback=True`, makes V the global model.
+FedAvg as usual and judges `V = sum P_m v_m`; reading (b), `feedback=True`, makes V the global model. The sum is over all
+clients that have a personal model, each with the weight it last had; where a server has only those just sent, over them.
 
 FedBN (Li et al., ICLR 2021): normalisation layers, chosen by their type and not by name, stay with the client. For a shared
 table a domain is judged with the mean of its clients' layers: the row is a personalised one.
@@ -13,11 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 
+from fedheal.aggregate.server import Server, check_plain
 from fedheal.layout import Layout, Packed
+from fedheal.local.standing import PREFIX, brought, remembered
 from fedheal.local.term import Arrays, Context, ServerContext, Term
+from fedheal.types import Floats, normalised
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,12 @@ class Ditto(Term):
 
     lam: float = 1.0
     feedback: bool = False
+
+    def check_server(self, server: Server) -> None:
+        if self.feedback:
+            check_plain(
+                server, "ditto:feedback=true makes the personal models' average the global model, whatever the step"
+            )
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         slot = ctx.slot
@@ -39,21 +50,33 @@ class Ditto(Term):
     ) -> tuple[Packed, Arrays]:
         if not messages:
             return aggregated, shared
-
-        def mean(name: str) -> torch.Tensor:
-            stacked = torch.stack([message[name] for message in messages])
-            return (ctx.weights.to(stacked.device)[:, None] * stacked.to(torch.float64)).sum(dim=0).to(stacked.dtype)
-
-        counters = torch.stack([message["counters"] for message in messages]).amax(dim=0)
-        average = Packed(mean("params"), mean("buffers"), counters)
+        models = ctx.slots or dict(zip(ctx.updates.clients, messages, strict=True))
+        last = remembered(shared) | brought(ctx)
+        clients = sorted(models)
+        u = normalised(np.array([float(last[f"{PREFIX}{client}"]) for client in clients]))
+        params, buffers = (_mean([models[client][name] for client in clients], u) for name in ("params", "buffers"))
         if self.feedback:
-            return average, {}
-        return aggregated, {"params": average.params, "buffers": average.buffers}
+            counters = torch.stack([models[client]["counters"] for client in clients]).amax(dim=0)
+            return Packed(params, buffers, counters), last
+        return aggregated, {"params": params, "buffers": buffers, **last}
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
         if self.feedback or "params" not in shared:
             return model
         return replace(model, params=shared["params"].to(model.params), buffers=shared["buffers"].to(model.buffers))
+
+
+COLUMNS = 1 << 18  # of a sum over clients at a time: all of them as float64 at once may be more than there is room for
+
+
+def _mean(vectors: Sequence[torch.Tensor], u: Floats) -> torch.Tensor:
+    weights = torch.from_numpy(u).to(vectors[0].device)[:, None]
+    made = torch.empty_like(vectors[0])
+    for start in range(0, len(made), COLUMNS):
+        columns = slice(start, start + COLUMNS)
+        part = torch.stack([vector[columns] for vector in vectors])
+        made[columns] = (weights * part.to(torch.float64)).sum(dim=0).to(made.dtype)
+    return made
 
 
 @dataclass(frozen=True)
@@ -93,7 +116,7 @@ VECTORS = ("params", "buffers", "counters")
 
 def norm_masks(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
     """Which entries of a model's three vectors belong to normalisation layers."""
-    kinds = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+    kinds = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
     prefixes = [f"{name}." for name, part in module.named_modules() if isinstance(part, kinds)]
     sizes = layout.sizes()
     device = next(module.parameters()).device

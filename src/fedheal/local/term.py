@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedheal.layout import Layout, Packed
+from fedheal.aggregate.server import Server
+from fedheal.layout import Layout, Packed, unreal
 from fedheal.types import Updates
 
 Arrays = Mapping[str, Tensor]
@@ -74,9 +75,9 @@ class Context:
         return [named[name] for name, _ in self.layout.sizes().tensors]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A flat vector cut into the parameters' shapes."""
-        parts = torch.split(flat, self.layout.sizes().lengths)
-        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+        """A flat vector cut into the parameters' shapes; for a complex one its two parts are put together."""
+        parts = zip(torch.split(flat, self.layout.sizes().lengths), self.params, strict=True)
+        return [(unreal(part, p.dtype) if p.is_complex() else part).view(p.shape) for part, p in parts]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class ServerContext:
     clients: int  # in the federation
     updates: Updates
     weights: Tensor  # float64 [k], sum 1
+    standing: Tensor  # float64 [k], the weights before they were made shares of this cohort
     layout: Layout
     slots: Mapping[str, Arrays]  # of all clients seen so far, after this round
 
@@ -104,6 +106,9 @@ class Term:
     def init(self, layout: Layout) -> Arrays:
         """What is shared before the first round."""
         return {}
+
+    def check_server(self, server: Server) -> None:
+        """Refuse, in a sentence, a server's step that this term cannot go with."""
 
     def told(self, client: str, shared: Arrays) -> Arrays:
         """Which of the shared values travel to this client."""

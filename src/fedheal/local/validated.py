@@ -2,12 +2,12 @@
 
 FedGA (Zhang et al., CVPR 2023) needs the validation loss of the model received (`val_received`) and of the model sent
 (`val_sent`). FedCE (Jiang et al., CVPR 2023) needs how well the others do without this client (`without_me`): the accuracy of
-`(W - e w_prev) / (1 - e)`, with `w_prev` the model it sent last and `e` the weight that model had, averaged over its rounds (0
-counts for its first). The client keeps that mean, as in the authors' code.
+`(W - e w_prev) / (1 - e)`, with `w_prev` the model it sent last and `e` the weight that model had, averaged over its rounds.
+The client keeps that mean, as in the authors' code.
 
 Deviation: W holds `e w_prev` only in the round after. Further on the formula takes away what is no longer there, running
 variances fall below zero, and the network gives NaN; so a client that was away, was alone, or finds a loss that is not finite
-judges nothing in that round and repeats its mean.
+judges nothing in that round and repeats its mean. It says how many rounds that mean is of (`judged`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fedheal.aggregate.server import Server, check_plain
 from fedheal.layout import Packed
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
@@ -36,20 +37,23 @@ class Gaps(Term):
 
 @dataclass(frozen=True)
 class LeaveOneOut(Term):
-    """FedCE's number."""
+    """FedCE's numbers."""
 
     validates: bool = True
+
+    def check_server(self, server: Server) -> None:
+        check_plain(server, "fedce takes a client's model out of the average, which must be the global model itself")
 
     def told(self, client: str, shared: Arrays) -> Arrays:
         return {name: shared[name] for name in (f"e.{client}",) if name in shared}
 
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
-        number, total = ctx.slot["judged"].tolist() if "judged" in ctx.slot else (1.0, 0.0)
+        number, total = ctx.slot["judged"].tolist() if "judged" in ctx.slot else (0.0, 0.0)
         accuracy = self._without_me(ctx)
         if accuracy is not None:
             number, total = number + 1, total + accuracy
         ctx.scratch["judged"] = [number, total]  # for `finish`, which follows
-        return {"without_me": total / number}
+        return {"without_me": total / number if number else 0.0, "judged": number}
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         device = local.params.device

@@ -1,0 +1,29 @@
+"""A complex parameter is trained as its two parts are, whatever the term."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedheal.engine import serial
+from fedheal.experiment import build
+from fedheal.run import initial_state, judged_model, run_round
+from tiny_data import load, quick
+
+
+def trained(method: str, model: str) -> torch.Tensor:
+    fed = build(quick(method=method, model=f"local.waves:{model}"), load(), torch.device("cpu"))
+    state = initial_state(fed)
+    for _ in range(3):
+        state, _ = run_round(fed, state, lambda m, s, tasks: (serial.train(fed.bench, m, s, t) for t in tasks), False)
+    return judged_model(fed, state.model, state.terms).params
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fedavg+fedheal", "fedprox:mu=0.5", "scaffold", "scaffold:option=1", "feddyn:alpha=0.5", "ditto:lam=0.5"],
+)
+def test_a_complex_parameter_is_trained_as_its_two_parts(method: str) -> None:
+    whole, parts = (trained(method, model) for model in ("Waves", "TwoParts"))
+    assert torch.allclose(whole, parts, atol=1e-5)
+    assert not torch.allclose(whole, trained("fedavg", "Waves"), atol=1e-4)
