@@ -146,6 +146,7 @@ def test_pooled_training_is_one_client_with_everything(tmp_path):
         (["centralized"], [0], {}, "did you mean 'centralised'"),
         (["fedavg"], [0], {"rounds": -1}, "rounds = -1"),
         (["fedavg", "fedce"], [0], {}, "method 'fedce' needs examples held out .*: give validation=0.2"),
+        (["fedavg", "ditto:feedback=true"], [0], {"server_lr": 0.5}, "ditto:feedback=true"),
         (["fedavg", "fedbn"], [0], {"pool": True}, "method 'fedbn' keeps a part of the model with each client"),
     ],
 )

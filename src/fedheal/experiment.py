@@ -261,7 +261,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
         bench,
         tuple(train),
         replace(method.aggregator, on_bad_update=experiment.on_bad_update),
-        Server(experiment.server_optimizer, experiment.server_lr, experiment.server_momentum),
+        server_of(experiment),
         {d.name: Split(d.test.images.to(device), d.test.labels.to(device)) for d in domains.domains},
         {c.id: c.domain for c in clients},
         bench.validation,
@@ -270,9 +270,16 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     )
 
 
+def server_of(experiment: Experiment) -> Server:
+    """The server's own step."""
+    return Server(experiment.server_optimizer, experiment.server_lr, experiment.server_momentum)
+
+
 def check_method(experiment: Experiment) -> None:
     """Refuse a method that the rest of the experiment leaves without what it needs, whatever the data."""
     method = experiment.resolved_method
+    for term in method.local:
+        term.check_server(server_of(experiment))
     if experiment.pool and method.personalised:
         raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
     if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
