@@ -9,10 +9,13 @@ import sys
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
+from typer.testing import CliRunner
 
 from fedheal import records
+from fedheal.cli import app
 from fedheal.flower import FedHEAL
+from fedheal.flower.evidence import Folder
 from fedheal.flower.memory import memory_of, recalled
 from flower.sites import Sites
 
@@ -125,6 +128,55 @@ def test_more_rounds_go_on_from_the_last(tmp_path):
     longer.start(sites.grid(), sites.initial, num_rounds=4)
     assert torch.equal(longer.state.model.params, Sites(rounds=4).run().state.model.params)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 4
+
+
+def test_a_federation_that_goes_on_shows_no_result_of_fewer_rounds(tmp_path):
+    sites = Sites(rounds=4)
+    sites.strategy(folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=2)
+    ended = (tmp_path / "run" / "result.json").read_bytes()
+    killed_in(sites, 3, "train", folder=tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "result.json").read_bytes() == ended  # no further round is over: it is still of them all
+    killed_in(sites, 4, "train", folder=tmp_path / "run", resume=True)
+    assert len(records.read_rounds(tmp_path / "run")) == 3
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    diagnosed = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--diagnose"])
+    assert diagnosed.exit_code == 0, diagnosed.output
+    sites.run(folder=tmp_path / "run", resume=True)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 4
+
+
+def test_rounds_that_a_damaged_state_costs_take_the_result_with_them(tmp_path):
+    sites = Sites(rounds=3)
+    sites.run(folder=tmp_path / "run")
+    records.states(tmp_path / "run")[0].write_bytes(b"")
+    killed_in(sites, 3, "train", folder=tmp_path / "run", resume=True)
+    assert len(records.read_rounds(tmp_path / "run")) == 2
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_flowers_own_loop_leaves_no_result_of_fewer_rounds_where_it_is_killed(tmp_path, monkeypatch):
+    sites = Sites(rounds=3)
+    strategy, grid = sites.strategy(folder=tmp_path / "run"), sites.grid()
+
+    def round_of(number, arrays):
+        asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
+        judges = strategy.configure_evaluate(number, arrays, ConfigRecord(), grid)
+        strategy.aggregate_evaluate(number, grid.send_and_receive(judges))
+        return arrays
+
+    def killed(*args):
+        raise Killed
+
+    arrays = round_of(1, sites.initial)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
+    monkeypatch.setattr(Folder, "conclude", killed)
+    with pytest.raises(Killed):
+        round_of(2, arrays)
+    assert len(records.read_rounds(tmp_path / "run")) == 2
+    assert not (tmp_path / "run" / "result.json").exists()
 
 
 def test_a_damaged_newest_state_costs_one_round(tmp_path, caplog):

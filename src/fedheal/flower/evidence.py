@@ -4,7 +4,7 @@
     rounds.jsonl, state/, model.safetensors, result.json        as in `fedheal.records`
 
 The state is saved after every round, before its line in `rounds.jsonl` can be missed: a resume repeats at most the round that
-was under way.
+was under way. A model and a result are there only while they are of all the rounds in `rounds.jsonl`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Folder:
         for path in records.states(self.path):
             try:
                 arrays, described = records.load_state(path, self.owner)
-                records.cut_rounds(self.path, described["round"])
+                self._cut(described["round"])
             except records.BadState as trouble:
                 troubles.append(str(trouble))
                 continue
@@ -127,11 +127,22 @@ class Folder:
             return restored_state(arrays, described, torch.device("cpu")), described["flower"], history
         if troubles:
             raise ValueError(f"no state in {self.path} can be used: {'; '.join(troubles)}")
-        records.cut_rounds(self.path, 0)
+        self._cut(0)
         return None
+
+    def _cut(self, rounds: int) -> None:
+        if len(records.read_rounds(self.path)) > rounds:
+            self._drop_result()
+        records.cut_rounds(self.path, rounds)
+
+    def _drop_result(self) -> None:
+        """What an earlier end left behind is of other rounds than the folder is about to hold."""
+        for name in ("result.json", "model.safetensors"):
+            (self.path / name).unlink(missing_ok=True)
 
     def save(self, state: RunState, record: RoundRecord, told: Mapping[str, Any]) -> None:
         """A round's line, then the state that counts it: a crash in between costs that round, no more."""
+        self._drop_result()
         records.append_round(self.path, asdict(record))
         arrays, described = state.to_arrays()
         records.save_state(self.path, state.round, arrays, described | {"flower": dict(told)}, self.owner)
