@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import re
@@ -70,6 +71,13 @@ def replayed(reply: Message) -> list[Message]:
     return [reply]
 
 
+def archive(reply: Message) -> list[Message]:
+    file = io.BytesIO()
+    np.savez(file, x=np.zeros(3, np.float32))
+    reply.content["arrays"]["head.bias"] = Array("float32", (3,), "numpy.ndarray", file.getvalue())
+    return [reply]
+
+
 def object_array(reply: Message) -> list[Message]:
     header = b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (3,), }"
     reply.content["arrays"]["head.bias"] = Array("object", (3,), "numpy.ndarray", header.ljust(127) + b"\n" + b"x" * 24)
@@ -90,6 +98,7 @@ CASES = {
     "text for numbers": (arrays(put("head.bias", Array("float32", (3,), "numpy.ndarray", b"hello"))), "no array"),
     "too few bytes": (arrays(lambda r: put("head.bias", _cut(r["head.bias"]))(r)), "no array"),
     "another serialisation": (arrays(put("head.bias", Array("float32", (3,), "pickle", b""))), "pickle"),
+    "an archive": (archive, "no array"),
     "Python objects": (object_array, "objects"),
     "a missing array": (arrays(lambda record: record.pop("head.bias")), "lacks"),
     "an unknown array": (arrays(put("more", Array(np.zeros(1)))), "unknown"),

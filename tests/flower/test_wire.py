@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,53 @@ def test_arrays_are_flowers_and_read_without_a_copy(dtype, shape):
 def test_column_major_arrays_are_read_as_such():
     values = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     assert np.array_equal(wire.viewed(Array(values)), values)
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_numpys_format_is_read(version):
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.arange(6.0).reshape(2, 3), version)
+    found = wire.viewed(Array("float64", (2, 3), "numpy.ndarray", file.getvalue()))
+    assert np.array_equal(found, np.arange(6.0).reshape(2, 3))
+
+
+def archive() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, x=np.zeros(3, np.float32))
+    return file.getvalue()
+
+
+def headed(text: str, version: int = 1) -> bytes:
+    """An array of numpy's format with this for a header."""
+    length = len(text).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + length + text.encode("latin1") + bytes(12)
+
+
+NO_ARRAYS = {
+    "nothing": b"",
+    "an archive": archive(),
+    "a broken archive": b"PK\x03\x04" + b"x" * 200,
+    "a version to come": b"\x93NUMPY\x09\x00aa",
+    "a header cut short": b"\x93NUMPY\x01\x00",
+    "a header that is too deep to parse": headed("-" * 9000 + "1"),
+    "one of version 2 too": headed("-" * 9000 + "1", 2),
+    "a truth value as size": headed("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 3), }"),
+    "more numbers than bytes": headed("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,), }"),
+    "memory that nobody has": headed("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999,), }", 2),
+    "a dtype of nothing": headed("{'descr': {'names': 1}, 'fortran_order': False, 'shape': (3,), }"),
+    "a list as key": headed("{[]: 1}"),
+}
+
+
+@pytest.mark.parametrize("case", NO_ARRAYS)
+def test_bytes_that_are_no_array_are_said_to_be_none(case):
+    array = Array("float32", (3,), "numpy.ndarray", NO_ARRAYS[case])
+    with pytest.raises(ValueError, match=r"its bytes are no array \(.+\)"):
+        wire.viewed(array)
+    with pytest.raises(ValueError, match="its bytes are no array"):
+        wire.unbits(ArrayRecord({"bits": array}), 24)
+    with pytest.raises(ValueError, match="its bytes are no array"):
+        wire.grouped(ArrayRecord({"0.change": array}), 1)
 
 
 def test_a_strided_tensor_is_sent_in_order():
