@@ -98,6 +98,15 @@ def test_a_model_comes_back_bit_for_bit():
     assert wire.layout_of(record) == layout  # torch's names for buffers are enough to tell
 
 
+@pytest.mark.parametrize("dtypes", [["complex64"], ["complex128"], ["complex64", "float32"], ["float16", "float64"]])
+def test_models_of_any_dtypes_come_back_bit_for_bit(dtypes):
+    net = nn.ParameterDict({d: nn.Parameter(torch.randn(3, dtype=getattr(torch, d))) for d in dtypes})
+    layout = Layout.of(net)
+    back = wire.tensors(wire.record_of(layout, layout.pack(net.state_dict())))
+    assert {name: str(tensor.dtype) for name, tensor in back.items()} == {d: f"torch.{d}" for d in dtypes}
+    assert all(torch.equal(back[name], tensor) for name, tensor in net.state_dict().items())
+
+
 def test_without_parameters_there_is_nothing_to_learn():
     with pytest.raises(ValueError, match="hold no float parameters"):
         wire.layout_of(ArrayRecord({"n": Array(np.zeros(2, np.int64))}))

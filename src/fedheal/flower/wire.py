@@ -72,9 +72,10 @@ def packed(layout: Layout, record: ArrayRecord) -> Packed:
 
 def record_of(layout: Layout, model: Packed) -> ArrayRecord:
     """Vectors as named arrays, in the original shapes and dtypes."""
-    if len({entry.dtype for entry in layout.entries if entry.kind == "param"}) > 1:
+    dtypes = {entry.dtype for entry in layout.entries if entry.kind == "param"}
+    if len(dtypes) > 1 or any(dtype.is_complex for dtype in dtypes):  # complex numbers are pairs in the vector
         return record(layout.unpack(model))
-    # One dtype, as nearly always: each array straight from its slice, without another copy of the whole model.
+    # One real dtype, as nearly always: each array straight from its slice, without another copy of the whole model.
     vectors = {"param": model.params, "buffer": model.buffers, "counter": model.counters}
     slices = {e.name: vectors[e.kind][e.start : e.stop].to(e.dtype).reshape(e.shape) for e in layout.entries}
     return record(slices)
