@@ -167,31 +167,6 @@ def test_a_node_that_was_not_asked_does_not_count():
     assert "node 999 was not asked" in strategy.history[1].report["skipped"][name]
 
 
-def test_what_a_term_tells_the_server_is_checked_too():
-    def nan(reply: Message) -> list[Message]:
-        told = reply.content["fedheal.messages"]
-        told["0.change"] = Array(told["0.change"].numpy() * math.nan)
-        return [reply]
-
-    def short(reply: Message) -> list[Message]:
-        reply.content["fedheal.messages"]["0.change"] = Array(np.zeros(2, np.float32))
-        return [reply]
-
-    def none(reply: Message) -> list[Message]:
-        del reply.content["fedheal.messages"]
-        return [reply]
-
-    def told(values: np.ndarray) -> Callable[[Message], list[Message]]:
-        return lambda reply: (reply.content["fedheal.messages"].update({"0.change": Array(values)}), [reply])[1]
-
-    words, long = told(np.array(["a", "b"])), told(np.zeros(2, np.longdouble))
-    expected, _ = run(ABSENT, "scaffold")
-    for spoil in (nan, short, none, words, long):
-        strategy, name = run(spoil, "scaffold")
-        assert list(strategy.history[1].report["skipped"]) == [name]
-        assert torch.equal(strategy.state.model.params, expected.state.model.params)
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_client_that_did_not_count_forgets_that_round(number):
     """SCAFFOLD's control variate must not move on the client when it did not on the server, not even in the first round."""

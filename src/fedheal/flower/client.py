@@ -29,6 +29,7 @@ from fedheal.engine import serial
 from fedheal.engine.serial import Bench, Task
 from fedheal.flower import wire
 from fedheal.flower.memory import Memory, memory_of, newest, recalled
+from fedheal.flower.terms import worded
 from fedheal.layout import Layout, Packed
 
 
@@ -141,6 +142,8 @@ def train(
         content[wire.KEPT] = wire.bits(kept)
         signs, kept_described = _prefixed(state)
         kept_arrays |= signs
+    if bench.terms:
+        content.config_records[wire.ABOUT]["terms"] = worded(bench.terms)
     if any(done.messages):
         content[wire.MESSAGES] = wire.flattened(done.messages)
     if kept_arrays:

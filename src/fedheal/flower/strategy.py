@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -33,11 +32,12 @@ from fedheal.flower.identity import Asked, Heard, heard, told_apart
 from fedheal.flower.intake import Cohort, Intake
 from fedheal.flower.ledger import Known, Round
 from fedheal.flower.replies import Admission, averaged, numbers
-from fedheal.flower.server_step import check_placed, check_terms, stepped
+from fedheal.flower.server_step import check_placed, stepped
+from fedheal.flower.terms import check_terms, worded
 from fedheal.layout import Layout, Packed
 from fedheal.methods import Method
 from fedheal.rng import generator
-from fedheal.types import RoundRecord, RunState, TermState, Updates
+from fedheal.types import RoundRecord, RunState, TermState
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -133,7 +133,7 @@ class FairStrategy(Strategy):
             max_examples,
             max_norm,
             tuple(sorted(self.aggregator.stage.needs - {"domain"})),  # which a client always has, if only its own name
-            len(self.terms),
+            tuple(worded(self.terms)),
             placement == "client",
         )
         self.configrecord_key, self.tau = configrecord_key, tau
@@ -190,7 +190,7 @@ class FairStrategy(Strategy):
     def begin(self, initial_arrays: ArrayRecord) -> ArrayRecord:
         """Take the initial model, or the folder's newest state where it holds one; the model to go on with."""
         layout = self.layout = self.layout or wire.layout_of(initial_arrays)
-        self._intake = Intake(layout, self.admission, self.budget)
+        self._intake = Intake(layout, self.admission, self.terms, self.budget)
         self.history, self.known, self.names = [], Known(), {}
         terms = tuple(TermState(term.init(layout), {}) for term in self.terms)
         model = self._sound(initial_arrays)
@@ -445,23 +445,18 @@ class FairStrategy(Strategy):
     def _cohort(self, arrived: list[Heard], now: Round) -> Cohort:
         """What can be aggregated of this round's replies."""
         assert self._intake is not None
-        cohort = self._intake.cohort((one for one in arrived if one.trouble is None), self._state.model)
-        sound = {one.node for one in arrived if one.trouble is None}
-        # Of clients that are silent or fail nobody can say that they would not send it.
-        if cohort.unmeasured and not self.known.accepted and sound >= now.asked.nodes.keys():
-            raise ValueError(
-                f"'{self.name}' needs the client metric '{cohort.unmeasured}', which no client sends: train with "
-                "fedheal.flower.client.train, or send it with fedheal.flower.client.reply"
-            )
+        sound = [one for one in arrived if one.trouble is None]
+        cohort = self._intake.cohort(sound, self._state, self.known.looks)
+        # Of clients that are silent or fail nobody can say that they would not have it, nor of all from one of many.
+        everyone = {one.node for one in sound} >= now.asked.nodes.keys()
+        if cohort.needed and not self.known.accepted and everyone and len(sound) >= min(2, len(now.connected)):
+            raise ValueError(f"'{self.name}' needs {cohort.needed}")
         now.replied = sum(not one.message.has_error() for one in arrived)
         few = len(cohort.updates.clients)
         if few >= self.min_replies:
             return cohort
         why = f"only {few} replies of this round can be used, fewer than min_replies = {self.min_replies}"
-        nobody = Updates(
-            [], torch.zeros(0, self._layout.sizes().params, dtype=self._state.model.params.dtype), [], domains=[]
-        )
-        return Cohort(nobody, {}, cohort.skipped | dict.fromkeys(map(str, cohort.updates.clients), why))
+        return cohort.emptied(why)
 
     def _note(self, now: Round, arrived: list[Heard], cohort: Cohort, out: Aggregated) -> list[str]:
         """Keep for the record who counted, who was left out and who never answered; those who counted."""
@@ -479,6 +474,7 @@ class FairStrategy(Strategy):
         losses = [cohort.read[c].metrics.get("train_loss", math.nan) for c in taken]
         sound = [loss for loss in losses if math.isfinite(loss)]
         now.train_loss = sum(sound) / len(sound) if sound else None
+        self.known.looks |= cohort.looks
         self.known.accepted |= dict.fromkeys(taken, now.number)
         self.known.homes |= {one.client: one.domain for one in arrived if one.client in taken}
         return taken
