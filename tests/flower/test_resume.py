@@ -16,7 +16,7 @@ from fedheal import records
 from fedheal.cli import app
 from fedheal.flower import FedHEAL
 from fedheal.flower.evidence import Folder
-from fedheal.flower.memory import memory_of, recalled
+from fedheal.flower.memory import lost, memory_of, recalled
 from flower.sites import Sites
 
 
@@ -189,6 +189,35 @@ def test_a_damaged_newest_state_costs_one_round(tmp_path, caplog):
     strategy = sites.run(folder=tmp_path / "run", resume=True)
     assert "damaged" in caplog.text
     assert torch.equal(strategy.state.model.params, Sites(rounds=4).run().state.model.params)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "moon", "ditto", "fedbn"])
+def test_where_the_server_goes_back_its_sites_do_too(method, tmp_path, caplog):
+    sites = Sites(tmp_path / "sites", method=method, rounds=5)
+    killed_in(sites, 4, "train", folder=tmp_path / "run")
+    records.states(tmp_path / "run")[0].write_bytes(b"")
+    strategy = sites.strategy(folder=tmp_path / "run", resume=True)
+    strategy.start(sites.grid(first=500), sites.initial, num_rounds=5)
+    assert "going on from 00000002.safetensors" in caplog.text
+    assert "finds nothing of round" not in caplog.text
+    assert torch.equal(strategy.state.model.params, Sites(method=method, rounds=5).run().state.model.params)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedprox", "fedheal"])
+def test_a_site_that_has_lost_its_memory_says_so_where_its_method_has_one(method, tmp_path, caplog):
+    sites = Sites(tmp_path / "sites", method=method, rounds=3)
+    killed_in(sites, 3, "train", folder=tmp_path / "run")
+    shutil.rmtree(tmp_path / "sites", ignore_errors=True)
+    sites.run(folder=tmp_path / "run", resume=True)
+    said = caplog.text.count("finds nothing of round 2, its last that counted: it goes on with nothing")
+    assert said == (5 if method == "scaffold" else 0)
+
+
+def test_a_site_with_an_old_copy_of_its_memory_says_of_which_round(tmp_path):
+    memory = memory_of(Context(1, 2, {}, RecordDict(), {}), "clinic", tmp_path)
+    memory.save(2, {"n": torch.tensor([2])}, {})
+    assert lost(memory, "clinic", 2) is None
+    assert "goes on with what it remembers of round 2" in lost(memory, "clinic", 4)
 
 
 def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):

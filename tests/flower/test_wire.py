@@ -149,10 +149,10 @@ def test_what_did_not_count_is_forgotten(memory):
     assert recalled(memory, 2, 1) == ({"n": torch.tensor([1])}, {"about": 1})
     remember(2)
     remember(3)
-    assert memory.rounds() in ([1, 2, 3], [2, 3])
+    assert memory.rounds() == [1, 2, 3]
     arrays, described = recalled(memory, 4, 2)  # round 3 never counted
     assert (arrays["n"].item(), described["about"]) == (2, 2)
-    assert memory.rounds() == [2]
+    assert memory.rounds() == [1, 2][-memory.counted :]
     remember(4)
     assert recalled(memory, 4, None)[1] == {"about": 2}  # round 4 is done again
     assert recalled(memory, 3, 0) == ({}, {})  # nothing ever counted
