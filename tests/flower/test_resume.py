@@ -6,15 +6,17 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 from typer.testing import CliRunner
 
-from fedheal import records
+from fedheal import methods, records
+from fedheal.aggregate.server import Server
 from fedheal.cli import app
-from fedheal.flower import FedHEAL
+from fedheal.flower import FairStrategy, FedHEAL, Uniform
 from fedheal.flower.evidence import Folder
 from fedheal.flower.memory import lost, memory_of, recalled
 from flower.sites import Sites
@@ -235,13 +237,49 @@ def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
     assert len(again.history) == 3
 
 
+def test_a_folder_belongs_to_one_method_seed_and_server_whatever_the_name(tmp_path):
+    sites = Sites(rounds=1)
+
+    def refused(words, method, **settings):
+        with pytest.raises(ValueError, match=words):
+            FairStrategy(method, name="ours", folder=tmp_path / "run", resume=True, **settings).start(
+                sites.grid(), sites.initial, num_rounds=2
+            )
+
+    FairStrategy("fedheal", name="ours", folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=1)
+    described = (tmp_path / "run" / "federation.toml").read_bytes()
+    told = tomllib.loads(described.decode())
+    assert (told["method"], told["algorithm"]) == ("ours", methods.get("fedheal").spelled)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["algorithm"] == told["algorithm"]
+    refused(r"algorithm = '.*tau=0.3.*', not '.*tau=0.9", "fedheal:tau=0.9")
+    refused("algorithm = ", "fedprox")
+    refused(r"server = \{'optimizer': 'sgd'.*, not \{'optimizer': 'adam'", "fedheal", server=Server("adam"))
+    refused("seed = 0, not 1", "fedheal", seed=1)
+    assert (tmp_path / "run" / "federation.toml").read_bytes() == described
+    (tmp_path / "run" / "federation.toml").write_text("method =")
+    refused("federation.toml is not TOML", "fedheal")
+    (tmp_path / "run" / "federation.toml").write_bytes(described.replace(b"tau=0.3", b"tau=0.9"))
+    refused("belongs to another experiment", "fedheal:tau=0.9")  # the states know better than a file that was changed
+
+
+def test_neither_masks_nor_names_change_on_the_way(tmp_path):
+    sites = Sites(rounds=1)
+    Uniform(folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=1)
+    for keys, words in (
+        ({"placement": "client"}, "masked = False, not True"),
+        ({"name": "u"}, "uniform', not 'u'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Uniform(folder=tmp_path / "run", resume=True, **keys).start(sites.grid(), sites.initial, num_rounds=2)
+
+
 def test_what_cannot_be_gone_on_with_is_said(tmp_path):
     sites = Sites(rounds=1)
     sites.run(folder=tmp_path / "run")
     with pytest.raises(ValueError, match="holds a federation already: resume=True goes on with it"):
         sites.run(folder=tmp_path / "run")
     described = (tmp_path / "run" / "federation.toml").read_text()
-    with pytest.raises(ValueError, match="belongs to another experiment"):
+    with pytest.raises(ValueError, match=r"with method = 'fedavg\+fedheal', not 'fedavg': go on as it began"):
         Sites(method="fedavg").run(folder=tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "federation.toml").read_text() == described
     (tmp_path / "mine").mkdir()

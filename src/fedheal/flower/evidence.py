@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,6 +66,9 @@ class Judged:
         }
 
 
+# What a folder's rounds were made with, and those that follow must be: the model's shapes, and of the settings these.
+DECISIVE = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
+
 _held: dict[Path, int] = {}  # this process's locks
 
 
@@ -80,9 +84,8 @@ class Folder:
         """Make the folder this federation's, or read what it holds; `None` where it holds no round."""
         self.described = dict(described)
         shapes = [(e.name, e.kind, e.shape, str(e.dtype)) for e in layout.entries]
-        self.owner = hashlib.sha256(
-            json.dumps([self.described["method"], self.described["seed"], shapes]).encode()
-        ).hexdigest()
+        decisive = [self.described.get(key) for key in DECISIVE]
+        self.owner = hashlib.sha256(json.dumps([decisive, shapes]).encode()).hexdigest()
         toml = self.path / "federation.toml"
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"folder = {str(self.path)!r} is a file: give another folder")
@@ -92,6 +95,7 @@ class Folder:
                 raise ValueError(f"{self.path} is not empty and not a federation's run folder: give another folder")
             if not self.resume:
                 raise ValueError(f"{self.path} holds a federation already: resume=True goes on with it")
+            self._check_same(toml)
             self._lock()
             saved = self._newest()
         else:
@@ -102,6 +106,20 @@ class Folder:
             self._lock()
         records.write_text(toml, tomli_w.dumps(self.described))
         return saved
+
+    def _check_same(self, toml: Path) -> None:
+        """Whose a state is its own header says; here one can also read what is different."""
+        try:
+            before = tomllib.loads(toml.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{toml} is not TOML: {error}") from None
+        now = tomllib.loads(tomli_w.dumps(self.described))
+        for key in DECISIVE:
+            if before.get(key) != now.get(key):
+                raise ValueError(
+                    f"{self.path} holds a federation with {key} = {before.get(key)!r}, not {now.get(key)!r}: go on as it "
+                    "began, or give another folder"
+                )
 
     def done(self) -> int:
         """How many rounds the folder holds."""
@@ -180,7 +198,7 @@ def summary(
     accuracy = _last([record.domains or {} for record in judged])
     clients = _last([record.clients or {} for record in judged])
     return {
-        **{key: described[key] for key in ("method", "data", "seed")},
+        **{key: described[key] for key in ("method", "algorithm", "data", "seed")},
         "rounds": state.round,
         "averaged": min(LAST, len(judged)),
         "domains": accuracy,

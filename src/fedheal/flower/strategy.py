@@ -52,8 +52,9 @@ class FairStrategy(Strategy):
     must train with `fedheal.flower.client`; everything else works with a stock client.
 
     Evidence and state: `folder` is a run folder, written after every round; with `resume=True` a run goes on from what it
-    holds. `data`, `name` and `seed` say how a report shows it. `model` is the module (or its `Layout`): without it, float
-    arrays called `...running_mean` or `...running_var` are buffers, integers are counters, all else are parameters.
+    holds. `data`, `name` and `seed` say how a report shows it; an aggregator of your own is known by its `name` alone.
+    `model` is the module (or its `Layout`): without it, float arrays called `...running_mean` or `...running_var` are
+    buffers, integers are counters, all else are parameters.
 
     Who takes part: see `Attendance`. With `roll_call` nodes that are new are asked for their names before a cohort is drawn
     (`fedheal.flower.client.introduce` answers), so that a seed draws the same sites in every run. A round with fewer than
@@ -122,6 +123,7 @@ class FairStrategy(Strategy):
         _check_least("clients", 1, clients)
         _check_least("budget", 0, budget)
         self.name, self.terms, self.seed = name or whole.name, whole.local, seed
+        self.algorithm = whole.spelled or whole.name
         self.aggregator = replace(whole.aggregator, on_bad_update="skip")
         self.server = server or Server()
         self.attendance = Attendance(
@@ -487,7 +489,13 @@ class FairStrategy(Strategy):
 
     def _described(self) -> dict[str, Any]:
         """What `federation.toml` holds."""
-        told = {"method": self.name, "data": self.data, "seed": self.seed, "rounds": self._rounds}
+        told = {
+            "method": self.name,
+            "algorithm": self.algorithm,
+            "data": self.data,
+            "seed": self.seed,
+            "rounds": self._rounds,
+        }
         told |= {"min_replies": self.min_replies, "evaluate_every": self.evaluate_every}
         told |= {"roll_call": self.roll_call, "clients": self.clients, "budget": self.budget}
         told |= {"tau": self.tau if self.admission.masked else None}
