@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.cli.typing import SuperLinkConnection
+from flwr.serverapp.strategy import Result
 
 from fedheal.experiment import module_of
 from fedheal.flower import FairStrategy
@@ -76,6 +78,31 @@ def test_a_method_that_validates_trains_with_examples_held_out(served):
     (record,) = strategy.history
     assert record.report["skipped"] == {}
     assert set(record.weights) == {"handwritten-0", "print-0"}
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_a_summary_of_very_many_clients_outlives_rounds_without_a_reply(silent, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "many_clients"))
+    from many_clients import client_app, server_app
+
+    strategies: list[FairStrategy] = []
+
+    def start(self: FairStrategy, *args: Any, **keys: Any) -> Result:
+        strategies.append(self)
+        return START(self, *args, **keys)
+
+    monkeypatch.setattr(FairStrategy, "start", start)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        return [reply] if strategies[-1]._round.number < silent else []
+
+    config = {"num-server-rounds": 2, "fraction": 1.0, "tau": 0.6, "summary": str(tmp_path / "summary.json")}
+    grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i} for i in range(2)}, spoil)
+    server_app.app(grid, Context(1, 1, {}, RecordDict(), config))
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["rounds"], found["clients seen"]) == (2, 2 * (silent - 1))
+    assert found["kept entries in the last round"] is None
+    assert (found["numbers kept per client"] is None) == (silent == 1)
 
 
 def test_the_guides_connection_is_one_that_flower_takes():
