@@ -28,10 +28,11 @@ from fedheal.aggregate.server import Server
 from fedheal.flower import wire
 from fedheal.flower.attendance import Attendance, chosen
 from fedheal.flower.evidence import Folder, Judged
-from fedheal.flower.identity import Asked, Heard, heard, told_apart
+from fedheal.flower.identity import Asked, Heard
 from fedheal.flower.intake import Cohort, Intake
 from fedheal.flower.ledger import Known, Round
 from fedheal.flower.replies import Admission, averaged, numbers
+from fedheal.flower.roll import Roll
 from fedheal.flower.server_step import check_placed, stepped
 from fedheal.flower.terms import check_terms, worded
 from fedheal.layout import Layout, Packed
@@ -149,7 +150,7 @@ class FairStrategy(Strategy):
         self.state: RunState | None = None
         self.history: list[RoundRecord] = []
         self.known = Known()
-        self.names: dict[int, str] = {}  # node -> client, as far as heard in this run
+        self.roll = Roll()
         self._rounds, self._timeout = 0, 3600.0
         self._round: Round | None = None
         self._intake: Intake | None = None
@@ -193,7 +194,7 @@ class FairStrategy(Strategy):
         """Take the initial model, or the folder's newest state where it holds one; the model to go on with."""
         layout = self.layout = self.layout or wire.layout_of(initial_arrays)
         self._intake = Intake(layout, self.admission, self.terms, self.budget)
-        self.history, self.known, self.names = [], Known(), {}
+        self.history, self.known, self.roll = [], Known(), Roll()
         terms = tuple(TermState(term.init(layout), {}) for term in self.terms)
         model = self._sound(initial_arrays)
         self.state = RunState(0, self.seed, model, self.aggregator.init(layout), self.server.init(), terms)
@@ -202,7 +203,7 @@ class FairStrategy(Strategy):
             if saved is not None:
                 self.state, told, self.history = saved
                 self.known = Known(**told)
-                self.names = {int(node): client for node, client in self.known.nodes.items()}
+                self.roll = Roll({int(node): client for node, client in self.known.nodes.items()})
                 log.info("going on after round %d from %s", self.state.round, self.folder.path)
         self._sent = wire.record_of(layout, self.state.model)
         return self._sent
@@ -220,7 +221,7 @@ class FairStrategy(Strategy):
         if self.roll_call and fraction:
             self._call_roll(grid, there, server_round)
         chance = generator(self.seed, "cohort", server_round)
-        nodes = chosen(there, fraction, least, chance, self.names) if fraction else []
+        nodes = chosen(there, fraction, least, chance, self.roll.names) if fraction else []
         log.info("[round %d/%s] %d nodes train", server_round, self._rounds or "?", len(nodes))
         records: dict[str, Any] = {self.admission.arrays_key: arrays}
         shared = tuple(
@@ -231,7 +232,7 @@ class FairStrategy(Strategy):
             records[wire.SHARED] = wire.flattened(shared)
         messages = self._messages(nodes, records, config, server_round, MessageType.TRAIN)
         self._round = Round(
-            server_round, self._asked(messages), frozenset(there), sum(_size(m.content) for m in messages)
+            server_round, self.roll.asked(messages), frozenset(there), sum(_size(m.content) for m in messages)
         )
         return messages
 
@@ -270,7 +271,7 @@ class FairStrategy(Strategy):
             return []
         fraction, least = self.attendance.fraction_evaluate, self.attendance.min_evaluate_nodes
         there = self.attendance.awaited(grid, least)
-        nodes = chosen(there, fraction, least, generator(self.seed, "judges", server_round), self.names)
+        nodes = chosen(there, fraction, least, generator(self.seed, "judges", server_round), self.roll.names)
         model = state.model
         for term, kept in zip(self.terms, state.terms, strict=True):
             model = term.evaluated(model, kept.shared, {})
@@ -278,7 +279,7 @@ class FairStrategy(Strategy):
         messages = self._messages(
             nodes, {self.admission.arrays_key: record}, config, server_round, MessageType.EVALUATE
         )
-        now.judges = self._asked(messages)
+        now.judges = self.roll.asked(messages)
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -370,7 +371,7 @@ class FairStrategy(Strategy):
         self.history.append(record)
         log.info("[round %d] %s", now.number, _line(record))
         if self.folder is not None:
-            self.known.nodes = {str(node): client for node, client in self.names.items()}
+            self.known.nodes = {str(node): client for node, client in self.roll.names.items()}
             self.folder.save(self._state, record, asdict(self.known))
             if not self._rounds:  # not our own loop: any round may be the last
                 self._conclude(self.folder)
@@ -384,10 +385,6 @@ class FairStrategy(Strategy):
             raise RuntimeError(f"round {number} has not been configured: configure_train comes first")
         return self._round
 
-    def _asked(self, messages: list[Message]) -> Asked:
-        nodes = [message.metadata.dst_node_id for message in messages]
-        return Asked({n: self.names.get(n, f"node-{n}") for n in nodes}, [message.metadata for message in messages])
-
     def _messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
     ) -> list[Message]:
@@ -399,7 +396,7 @@ class FairStrategy(Strategy):
         made = []
         for node in nodes:
             # A client is told which of its rounds counted last: it undoes a later one. A node not heard yet may be anyone.
-            client = self.names.get(node)
+            client = self.roll.names.get(node)
             own = {client: accepted[client]} if client in accepted else {}
             told["counted"] = everyone if client is None else wire.counted(own, self.known.federation)
             ours = {f"{wire.TOLD}{key}": value for key, value in told.items()}
@@ -411,38 +408,17 @@ class FairStrategy(Strategy):
     def _arrived(self, replies: list[Message], asked: Asked) -> list[Heard]:
         """Everyone who replied, told apart and in the order of names; the names are remembered."""
         assert self._round is not None
-        holders = {client: node for node, client in self.names.items()}
-        found = told_apart(
-            (heard(message, self._round.number, asked, self.names, self.known.homes) for message in replies),
-            asked,
-            holders,
-            self._round.connected,
-        )
-        for one in found:
-            if one.trouble is not None:
-                continue
-            if not one.named and one.node not in self.names:
-                log.warning(
-                    "node %d gives no name and is called '%s': if it restarts without a node key its history is lost; "
-                    "fedheal.flower.client.reply sends a name",
-                    one.node,
-                    one.client,
-                )
-            if holders.get(one.client, one.node) != one.node:  # the name has moved
-                self.names.pop(holders[one.client], None)
-            self.names[one.node] = one.client
+        found = self.roll.heard(replies, self._round.number, asked, self.known.homes, self._round.connected)
+        self.roll.learn(found)
         return found
 
     def _call_roll(self, grid: Grid, there: Iterable[int], number: int) -> None:
         """Ask nodes that are new for their names; who does not answer stays without."""
-        new = [node for node in there if node not in self.names]
+        new = [node for node in there if node not in self.roll.names]
         messages = self._messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
         replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
-        asked, holders = self._asked(messages), {client: node for node, client in self.names.items()}
-        arrived = (heard(message, number, asked, self.names, self.known.homes) for message in replies)
-        for one in told_apart(arrived, asked, holders, frozenset(there)):
-            if one.trouble is None and one.named:
-                self.names[one.node] = one.client
+        found = self.roll.heard(replies, number, self.roll.asked(messages), self.known.homes, frozenset(there))
+        self.roll.learn(one for one in found if one.named)
 
     def _cohort(self, arrived: list[Heard], now: Round) -> Cohort:
         """What can be aggregated of this round's replies."""
