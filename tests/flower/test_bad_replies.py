@@ -239,17 +239,25 @@ def test_one_client_without_the_metric_is_left_out():
     assert torch.equal(strategy.state.model.params, run(ABSENT, "afl")[0].state.model.params)
 
 
-def test_a_bad_judge_is_left_out_of_the_evidence():
+@pytest.mark.parametrize(
+    ("spoilt", "words"),
+    [
+        (metric("accuracy", 7.0), r"^accuracy = 7\.0$"),
+        (metric("num-examples", 0), "^num-examples = 0; a positive number"),
+        (metric("num-examples", [3.0]), "^it sends no metric 'num-examples' that is a number$"),
+        (without_metrics, "^it sends no metric 'num-examples' that is a number$"),
+        (error, "^its node reports an error: RuntimeError: out of memory$"),
+    ],
+)
+def test_a_bad_judge_is_left_out_of_the_evidence(spoilt, words):
     sites = Sites(method="fedheal", rounds=1)
 
     def spoil(node: int, reply: Message) -> list[Message]:
-        if node == BAD and "accuracy" in reply.content["metrics"]:
-            return metric("accuracy", 7.0)(reply)
-        return [reply]
+        return spoilt(reply) if node == BAD and "accuracy" in reply.content["metrics"] else [reply]
 
     strategy = sites.run(spoil)
     name = sites.names[BAD - 100]
-    assert "accuracy = 7" in strategy.history[0].report["not_judged"][name]
+    assert re.search(words, strategy.history[0].report["not_judged"][name])
     assert set(strategy.history[0].clients) == set(sites.names) - {name}
 
 

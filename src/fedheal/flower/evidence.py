@@ -16,12 +16,11 @@ import os
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import flwr
-import numpy as np
 import tomli_w
 import torch
 
@@ -36,34 +35,6 @@ from fedheal.version import __version__
 log = logging.getLogger("flwr.fedheal")
 
 Saved = tuple[RunState, dict[str, Any], list[RoundRecord]]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """What one client found of the model; `accuracy` from 0 to 1, if it sent one."""
-
-    client: str
-    domain: str
-    num_examples: float
-    accuracy: float | None
-
-    @staticmethod
-    def together(judged: Sequence[Judged]) -> dict[str, Any]:
-        """A round's accuracies per client and per domain (over its clients' examples), in percent, and how even they are."""
-        known = [(one, 100.0 * one.accuracy) for one in judged if one.accuracy is not None]
-        if not known:
-            return {}
-        clients = {one.client: accuracy for one, accuracy in known}
-        domains: dict[str, float] = {}
-        for domain in sorted({one.domain for one, _ in known}):
-            here = [(accuracy, one.num_examples) for one, accuracy in known if one.domain == domain]
-            domains[domain] = float(np.average([a for a, _ in here], weights=[n for _, n in here]))
-        return {
-            "domains": domains,
-            "clients": clients,
-            "fairness": fairness(domains),
-            "client_fairness": fairness(clients),
-        }
 
 
 # What a folder's rounds were made with, and those that follow must be: the model's shapes, and of the settings these.

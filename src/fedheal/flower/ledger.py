@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedheal.flower.evidence import Judged
 from fedheal.flower.identity import Asked
+from fedheal.flower.judging import Judged
 
 
 @dataclass

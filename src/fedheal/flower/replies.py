@@ -64,12 +64,7 @@ def trained(one: Heard, layout: Layout, admission: Admission) -> Trained:
     """A training reply, checked but for its parameters' values; `Refused` says what is wrong."""
     content = one.message.content
     metrics = numbers(content.metric_records)
-    key, most = admission.examples_key, admission.max_examples
-    examples = metrics.pop(key, None)
-    if examples is None:
-        raise Refused(f"it sends no metric '{key}'")
-    if not 0 < examples <= most:
-        raise Refused(f"{key} = {examples:g}; a positive number up to max_examples = {most:g} is needed")
+    examples = examples_of(metrics, admission)
     _check_fit(content, metrics, admission)
     kept = None
     try:
@@ -84,6 +79,17 @@ def trained(one: Heard, layout: Layout, admission: Admission) -> Trained:
     if not all(bool(tensor.isfinite().all()) for group in told for tensor in group.values()):
         raise Refused("what its local method tells the server holds NaN or infinity")
     return Trained(one.client, one.domain, arrays, examples, metrics, told, kept)
+
+
+def examples_of(metrics: dict[str, float], admission: Admission) -> float:
+    """How many examples stand behind a reply, taken out of its metrics."""
+    key, most = admission.examples_key, admission.max_examples
+    examples = metrics.pop(key, None)
+    if examples is None:
+        raise Refused(f"it sends no metric '{key}' that is a number")
+    if not 0 < examples <= most:
+        raise Refused(f"{key} = {examples:g}; a positive number up to max_examples = {most:g} is needed")
+    return examples
 
 
 def _check_fit(content: RecordDict, metrics: Mapping[str, float], admission: Admission) -> None:

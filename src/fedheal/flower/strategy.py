@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from fedheal.aggregate.reduce import finite
 from fedheal.aggregate.server import Server
 from fedheal.flower import wire
 from fedheal.flower.attendance import Attendance, chosen
-from fedheal.flower.evidence import Folder, Judged
+from fedheal.flower.evidence import Folder
 from fedheal.flower.identity import Asked, Heard
 from fedheal.flower.intake import Cohort, Intake
+from fedheal.flower.judging import Judged, judged
 from fedheal.flower.ledger import Known, Round
-from fedheal.flower.replies import Admission, averaged, numbers
+from fedheal.flower.replies import Admission, Refused, averaged
 from fedheal.flower.roll import Roll
 from fedheal.flower.server_step import check_placed, stepped
 from fedheal.flower.terms import check_terms, worded
@@ -43,7 +44,6 @@ from fedheal.types import RoundRecord, RunState, TermState
 log = logging.getLogger("flwr.fedheal")
 
 PLACEMENTS = ("server", "client")
-ACCURACY = ("accuracy", "eval_acc")  # what clients call the share of test examples they have right
 
 
 class FairStrategy(Strategy):
@@ -183,8 +183,8 @@ class FairStrategy(Strategy):
             result.arrays = arrays
             _keep(result.train_metrics_clientapp, number, metrics)
             judges = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
-            judged = self.aggregate_evaluate(number, grid.send_and_receive(judges, timeout=timeout) if judges else ())
-            _keep(result.evaluate_metrics_clientapp, number, judged)
+            metrics = self.aggregate_evaluate(number, grid.send_and_receive(judges, timeout=timeout) if judges else ())
+            _keep(result.evaluate_metrics_clientapp, number, metrics)
             if evaluate_fn:
                 _keep(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
         self.finish()
@@ -287,17 +287,15 @@ class FairStrategy(Strategy):
         now = self._current(server_round)
         contents: list[RecordDict] = []
         for one in self._arrived(list(replies), now.judges):
-            found = {} if one.trouble else numbers(one.message.content.metric_records)
-            number = found.pop(self.admission.examples_key, 0.0)
-            why = one.trouble or self._misjudged(found, number)
-            if why:
+            try:
+                found = judged(one, self.admission)
+            except Refused as why:
                 log.warning("round %d, evaluation: '%s' is left out: %s", server_round, one.client, why)
-                now.report.setdefault("not_judged", {})[one.client] = why
+                now.report.setdefault("not_judged", {})[one.client] = str(why)
                 continue
             contents.append(one.message.content)
-            self.known.homes[one.client], self.known.tests[one.client] = one.domain, number
-            accuracy = next((found[key] for key in ACCURACY if key in found), None)
-            now.judged.append(Judged(one.client, one.domain, number, accuracy))
+            self.known.homes[one.client], self.known.tests[one.client] = found.domain, found.num_examples
+            now.judged.append(found)
         now.clock.lap("evaluate")
         self._end_round(now)
         return self.evaluate_metrics_aggr_fn(contents, self.admission.examples_key) if contents else None
@@ -456,12 +454,6 @@ class FairStrategy(Strategy):
         self.known.accepted |= dict.fromkeys(taken, now.number)
         self.known.homes |= {one.client: one.domain for one in arrived if one.client in taken}
         return taken
-
-    def _misjudged(self, found: Mapping[str, float], number: float) -> str | None:
-        if not 0 < number <= self.admission.max_examples:
-            return f"{self.admission.examples_key} = {number:g}"
-        wrong = [f"{key} = {found[key]}" for key in ACCURACY if key in found and not 0 <= found[key] <= 1]
-        return ", ".join(wrong) or None
 
     def _described(self) -> dict[str, Any]:
         """What `federation.toml` holds."""
