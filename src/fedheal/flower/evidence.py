@@ -1,7 +1,8 @@
 """A federation's run folder: the project's own format, so that a report shows it as it shows a simulation.
 
     federation.toml     how the strategy was set up (a simulation has experiment.toml here)
-    rounds.jsonl, state/, model.safetensors, result.json        as in `fedheal.records`
+    rounds.jsonl        as in `fedheal.records`, and in each line the domains of the round's clients as `homes`
+    state/, model.safetensors, result.json        as in `fedheal.records`
 
 The state is saved after every round, before its line in `rounds.jsonl` can be missed: a resume repeats at most the round that
 was under way. A model and a result are there only while they are of all the rounds in `rounds.jsonl`.
@@ -16,7 +17,7 @@ import os
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ from fedheal.version import __version__
 log = logging.getLogger("flwr.fedheal")
 
 Saved = tuple[RunState, dict[str, Any], list[RoundRecord]]
+
+
+@dataclass(frozen=True)
+class FederatedRound(RoundRecord):
+    """A simulation's record, and the domains of its clients, which nobody else knows while a federation goes on."""
+
+    homes: Mapping[str, str] = field(default_factory=dict)
 
 
 # What a folder's rounds were made with, and those that follow must be: the model's shapes, and of the settings these.
@@ -112,7 +120,7 @@ class Folder:
                 continue
             for said in troubles:
                 log.warning("%s; going on from %s", said, path.name)
-            history = [RoundRecord(**record) for record in records.read_rounds(self.path)]
+            history: list[RoundRecord] = [FederatedRound(**record) for record in records.read_rounds(self.path)]
             return restored_state(arrays, described, torch.device("cpu")), described["flower"], history
         if troubles:
             raise ValueError(f"no state in {self.path} can be used: {'; '.join(troubles)}")

@@ -27,7 +27,7 @@ from fedheal.aggregate.reduce import finite
 from fedheal.aggregate.server import Server
 from fedheal.flower import wire
 from fedheal.flower.attendance import Attendance, chosen
-from fedheal.flower.evidence import Folder
+from fedheal.flower.evidence import FederatedRound, Folder
 from fedheal.flower.identity import Asked, Heard
 from fedheal.flower.intake import Cohort, Intake
 from fedheal.flower.judging import Judged, judged
@@ -361,10 +361,18 @@ class FairStrategy(Strategy):
 
     def _end_round(self, now: Round) -> None:
         """Write down what the round left behind; from here on a resume does not repeat it."""
-        record = RoundRecord(
-            now.number, len(now.asked.nodes), now.replied, now.weights, now.train_loss, now.report, now.clock.seconds
+        there = sorted({*now.weights, *(one.client for one in now.judged)} & self.known.homes.keys())
+        record = FederatedRound(
+            now.number,
+            len(now.asked.nodes),
+            now.replied,
+            now.weights,
+            now.train_loss,
+            now.report,
+            now.clock.seconds,
+            **Judged.together(now.judged),
+            homes={client: self.known.homes[client] for client in there},
         )
-        record = replace(record, **Judged.together(now.judged))
         self.state = replace(self._state, round=now.number)  # also where a wrapper kept the replies to itself
         self.history.append(record)
         log.info("[round %d] %s", now.number, _line(record))
