@@ -44,6 +44,17 @@ class FederatedRound(RoundRecord):
 
     homes: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def line(self) -> str:
+        """The round in a line, the worst served by name."""
+        told = f"{self.replied} of {self.cohort} nodes replied, {len(self.report['skipped'])} left out"
+        told += "" if self.train_loss is None else f", training loss {self.train_loss:.3f}"
+        if self.domains and self.clients:
+            mean = sum(self.domains.values()) / len(self.domains)
+            worst, accuracy = min(self.clients.items(), key=lambda pair: pair[1])
+            told += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
+        return told
+
 
 # What a folder's rounds were made with, and those that follow must be: the model's shapes, and of the settings these.
 DECISIVE = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")

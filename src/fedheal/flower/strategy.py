@@ -217,7 +217,7 @@ class FairStrategy(Strategy):
             self.begin(arrays)
         self._take(arrays)
         fraction, least = self.attendance.fraction_train, self.attendance.min_train_nodes
-        there = self.attendance.awaited(grid, least) if fraction else list(grid.get_node_ids())
+        there = self.attendance.awaited(grid, least, self._left()) if fraction else list(grid.get_node_ids())
         if self.roll_call and fraction:
             self._call_roll(grid, there, server_round)
         chance = generator(self.seed, "cohort", server_round)
@@ -270,7 +270,7 @@ class FairStrategy(Strategy):
         if not self.attendance.fraction_evaluate or not due:
             return []
         fraction, least = self.attendance.fraction_evaluate, self.attendance.min_evaluate_nodes
-        there = self.attendance.awaited(grid, least)
+        there = self.attendance.awaited(grid, least, self._left())
         nodes = chosen(there, fraction, least, generator(self.seed, "judges", server_round), self.roll.names)
         model = state.model
         for term, kept in zip(self.terms, state.terms, strict=True):
@@ -336,6 +336,12 @@ class FairStrategy(Strategy):
         assert self.layout is not None
         return self.layout
 
+    def _left(self) -> str:
+        """What an end before the last round leaves behind, in words."""
+        if self.folder is None:
+            return "without a folder nothing is saved"
+        return "finished rounds are saved" + (", and resume=True goes on from them" if self._rounds else "")
+
     def _check_next(self, number: int) -> None:
         """Nobody may do a round twice, nor put a model of their own in the place of a folder's."""
         done = self.history[-1].round if self.history else 0
@@ -375,7 +381,7 @@ class FairStrategy(Strategy):
         )
         self.state = replace(self._state, round=now.number)  # also where a wrapper kept the replies to itself
         self.history.append(record)
-        log.info("[round %d] %s", now.number, _line(record))
+        log.info("[round %d] %s", now.number, record.line)
         if self.folder is not None:
             self.known.nodes = {str(node): client for node, client in self.roll.names.items()}
             self.folder.save(self._state, record, asdict(self.known))
@@ -477,17 +483,6 @@ class FairStrategy(Strategy):
         told |= {"tau": self.tau if self.admission.masked else None}
         settings = asdict(self.attendance) | asdict(self.admission) | {"server": asdict(self.server)}
         return {key: value for key, value in (told | settings).items() if value is not None}
-
-
-def _line(record: RoundRecord) -> str:
-    """A round in a line, the worst served by name."""
-    told = f"{record.replied} of {record.cohort} nodes replied, {len(record.report['skipped'])} left out"
-    told += "" if record.train_loss is None else f", training loss {record.train_loss:.3f}"
-    if record.domains and record.clients:
-        mean = sum(record.domains.values()) / len(record.domains)
-        worst = min(record.clients, key=lambda client: (record.clients or {})[client])
-        told += f", accuracy {mean:.1f} %, worst served: '{worst}' with {record.clients[worst]:.1f} %"
-    return told
 
 
 def _keep(kept: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
