@@ -46,7 +46,7 @@ class Intake:
         self._matrix: NDArray[Any] = np.empty((0, 0), np.float32)
 
     def cohort(self, sound: Iterable[Heard], state: RunState, looks: Mapping[str, str]) -> Cohort:
-        """`looks`: how the terms' messages of each client looked when they were last taken in."""
+        """`looks`: how each client's messages last looked, as far as the terms could use them."""
         read: dict[str, Trained] = {}
         skipped: dict[str, str] = {}
         lacking: list[str] = []
@@ -69,7 +69,7 @@ class Intake:
         self, read: dict[str, Trained], state: RunState, looks: Mapping[str, str], skipped: dict[str, str]
     ) -> list[str]:
         """Leave out whose terms' messages the server's terms cannot take in; what is needed instead."""
-        found = dict.fromkeys(looks.values())  # taken in before
+        found = dict.fromkeys(looks.values())  # could be used before
         lacking = []
         for client, one in list(read.items()):
             seen = look(one.messages)
