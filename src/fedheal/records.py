@@ -92,9 +92,14 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def save_state(
-    folder: Path, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any], owner: str
+    folder: Path,
+    number: int,
+    arrays: Mapping[str, Tensor],
+    described: Mapping[str, Any],
+    owner: str,
+    kept: int = KEPT,
 ) -> None:
-    """Write the state after round `number` and drop all but the newest two. `owner` says whose it is."""
+    """Write the state after round `number` and drop all but the newest `kept`. `owner` says whose it is."""
     states, rounds = folder / "state", folder / "rounds.jsonl"
     states.mkdir(exist_ok=True)
     if rounds.exists():  # a state that is on the disk needs the records of its rounds there
@@ -102,7 +107,7 @@ def save_state(
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
     text = json.dumps({"format": FORMAT, "owner": owner, "sum": _sum(own, described), "state": described})
     write_bytes(states / f"{number:08d}.safetensors", save(own, {"fedheal": text}))
-    for old in sorted(states.glob("*.safetensors"))[:-KEPT]:
+    for old in sorted(states.glob("*.safetensors"))[:-kept]:
         old.unlink(missing_ok=True)
     for left in states.glob("*.tmp"):
         left.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
 
 import fedheal
@@ -23,6 +24,17 @@ def test_too_few_nodes_end_the_run_after_the_stated_wait():
     with pytest.raises(NotEnoughNodes, match=r"5 of the 6 nodes .* wait_seconds = 0.5"):
         sites.run(min_available_nodes=6, wait_seconds=0.5)
     assert 0.5 <= time.monotonic() - began < 5
+
+
+def test_too_few_nodes_end_the_run_with_what_is_left_of_it(tmp_path):
+    sites, few = Sites(), {"min_available_nodes": 6, "wait_seconds": 0.0}
+    with pytest.raises(NotEnoughNodes, match=r"wait_seconds = 0; without a folder nothing is saved$"):
+        sites.run(**few)
+    with pytest.raises(NotEnoughNodes, match=r"; finished rounds are saved, and resume=True goes on from them$"):
+        sites.run(**few, folder=tmp_path / "run")
+    strategy = sites.strategy(**few, folder=tmp_path / "looped")
+    with pytest.raises(NotEnoughNodes, match=r"; finished rounds are saved$"):  # Flower's own loop cannot be resumed
+        strategy.configure_train(1, sites.initial, ConfigRecord(), sites.grid())
 
 
 def test_nodes_that_come_while_it_waits_take_part():

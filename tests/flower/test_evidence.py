@@ -49,7 +49,7 @@ def test_rounds_have_the_simulators_fields_and_who_was_missing(tmp_path, caplog)
         strategy.start(grid, sites.initial, num_rounds=2)
     first, second = records.read_rounds(tmp_path / "run")
     simulated = fedheal.run(sites.experiment, tmp_path / "simulation")
-    assert first.keys() == records.read_rounds(tmp_path / "simulation")[0].keys()
+    assert first.keys() == records.read_rounds(tmp_path / "simulation")[0].keys() | {"homes"}
     assert set(first["report"]) == set(simulated.history[0].report) | {"missing"}
     assert (second["cohort"], second["replied"], second["report"]["missing"]) == (5, 4, [sites.names[1]])
     summary = records.read_json(tmp_path / "run" / "result.json")
@@ -57,6 +57,28 @@ def test_rounds_have_the_simulators_fields_and_who_was_missing(tmp_path, caplog)
     worst = min(first["clients"], key=first["clients"].get)
     assert f"worst served: '{worst}'" in caplog.text
     assert summary["bytes_sent"] == 2 * 5 * sum(len(a.data) for a in sites.initial.values())
+
+
+def test_a_federation_under_way_is_diagnosed_by_domain(tmp_path):
+    sites = Sites(method="fedheal", rounds=3)
+    strategy = sites.strategy(folder=tmp_path / "run")
+
+    def spoil(node, reply):
+        if strategy._round.number == 3:
+            raise KeyboardInterrupt
+        failed = node == 101 and reply.metadata.message_type == "train"  # judged, though it never counts
+        return [] if failed else [reply]
+
+    with pytest.raises(KeyboardInterrupt):
+        strategy.start(sites.grid(spoil), sites.initial, num_rounds=3)
+    homes = {name: sites.federation.homes[name] for name in sites.names}
+    assert [record["homes"] for record in records.read_rounds(tmp_path / "run")] == [homes, homes]
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--diagnose", "--by", "domain"])
+    assert shown.exit_code == 0, shown.output
+    assert all(domain in shown.output for domain in set(homes.values()))
+    again = sites.strategy(folder=tmp_path / "run", resume=True)
+    again.start(sites.grid(), sites.initial, num_rounds=3)
+    assert [record.homes for record in again.history] == [homes] * 3
 
 
 def test_without_accuracies_there_is_a_model_but_no_result(tmp_path, caplog):

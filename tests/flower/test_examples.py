@@ -1,18 +1,25 @@
-"""What the ready app makes of its settings, and Flower of the guide's, without an engine."""
+"""What the ready apps make of their settings, and Flower of the guide's, without its engine."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.cli.typing import SuperLinkConnection
+from flwr.serverapp.strategy import Result
 
+from fedheal.experiment import module_of
 from fedheal.flower import FairStrategy
+from flower.local_grid import LocalGrid
 
 FOLDER = Path(__file__).parents[2] / "examples" / "flower"
+CONFIG = tomllib.loads((FOLDER / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+START = FairStrategy.start
 
 
 @pytest.fixture
@@ -23,10 +30,9 @@ def served(monkeypatch):
 
     started: list[FairStrategy] = []
     monkeypatch.setattr(FairStrategy, "start", lambda self, *args, **keys: started.append(self))
-    config = tomllib.loads((FOLDER / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 
-    def serve(**keys: str) -> FairStrategy:
-        server_app.app(None, Context(1, 1, {}, RecordDict(), {**config, **keys}))
+    def serve(**keys: Any) -> FairStrategy:
+        server_app.app(None, Context(1, 1, {}, RecordDict(), {**CONFIG, **keys}))
         return started[-1]
 
     return serve
@@ -48,6 +54,55 @@ def test_methods_that_cannot_be_placed_on_the_sites_are_refused(served, method):
 def test_an_unknown_placement_is_refused(served):
     with pytest.raises(ValueError, match="placement = 'clients': use one of"):
         served(method="fedheal", placement="clients")
+
+
+def test_a_method_that_validates_is_told_to_hold_examples_out(served):
+    with pytest.raises(
+        ValueError, match=r"method = '.*fedga' needs examples held out at each site: set validation = 0.2"
+    ):
+        served(method="fedga")
+
+
+def test_a_method_that_validates_trains_with_examples_held_out(served):
+    from fair_digits import client_app
+    from fair_digits.task import experiment
+
+    keys = {"method": "fedga", "validation": 0.2, "steps": 1, "num-server-rounds": 1}
+    strategy = served(**keys)
+    grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i, "num-partitions": 2} for i in range(2)})
+    for context in grid.contexts.values():
+        context.run_config = CONFIG | keys
+    initial = module_of(experiment(grid.contexts[7], 2), classes=10).state_dict()
+    strategy.folder = None
+    START(strategy, grid, ArrayRecord(initial), num_rounds=1)
+    (record,) = strategy.history
+    assert record.report["skipped"] == {}
+    assert set(record.weights) == {"handwritten-0", "print-0"}
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_a_summary_of_very_many_clients_outlives_rounds_without_a_reply(silent, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "many_clients"))
+    from many_clients import client_app, server_app
+
+    strategies: list[FairStrategy] = []
+
+    def start(self: FairStrategy, *args: Any, **keys: Any) -> Result:
+        strategies.append(self)
+        return START(self, *args, **keys)
+
+    monkeypatch.setattr(FairStrategy, "start", start)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        return [reply] if strategies[-1]._round.number < silent else []
+
+    config = {"num-server-rounds": 2, "fraction": 1.0, "tau": 0.6, "summary": str(tmp_path / "summary.json")}
+    grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i} for i in range(2)}, spoil)
+    server_app.app(grid, Context(1, 1, {}, RecordDict(), config))
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["rounds"], found["clients seen"]) == (2, 2 * (silent - 1))
+    assert found["kept entries in the last round"] is None
+    assert (found["numbers kept per client"] is None) == (silent == 1)
 
 
 def test_the_guides_connection_is_one_that_flower_takes():

@@ -76,8 +76,16 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
     assert third.weights[own] > 0  # node 204 speaks for it now
     assert third.report["missing"] == [own]
     assert "nodes 104 and 204 both use this name" in fourth.report["skipped"][own]  # both answer: nobody can tell
-    assert strategy.names.get(204) == own
-    assert 104 not in strategy.names  # the name has moved
+    assert strategy.roll.names.get(204) == own
+    assert 104 not in strategy.roll.names  # the name has moved
+
+
+def test_runs_with_node_ids_of_their_own_leave_one_node_a_name(tmp_path):
+    sites = Sites(rounds=3)
+    for number, first in enumerate((100, 500, 900), 1):
+        strategy = sites.strategy(fraction_evaluate=0.0, roll_call=True, folder=tmp_path / "run", resume=number > 1)
+        strategy.start(sites.grid(first=first), sites.initial, num_rounds=number)
+        assert strategy.known.nodes == {str(first + i): name for i, name in enumerate(sites.names)}
 
 
 def test_an_error_of_the_old_node_does_not_speak_for_a_client_that_answers_from_its_new_one():
@@ -142,7 +150,7 @@ def test_an_evaluation_that_says_less_keeps_the_name_the_domain_and_the_memory(e
         return strategy
 
     judged, blind = run(folder=tmp_path / "run"), run(fraction_evaluate=0.0)
-    assert judged.names == {7: "site0", 8: "site1", 9: "site2"}
+    assert judged.roll.names == {7: "site0", 8: "site1", 9: "site2"}
     assert min(judged.history[-1].report["kept"].values()) < 1  # the clients' sign counts are still there
     assert torch.equal(judged.state.model.params, blind.state.model.params)
     result = records.read_json(tmp_path / "run" / "result.json")

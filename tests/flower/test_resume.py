@@ -6,14 +6,19 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
+from typer.testing import CliRunner
 
-from fedheal import records
-from fedheal.flower import FedHEAL
-from fedheal.flower.memory import memory_of, recalled
+from fedheal import methods, records
+from fedheal.aggregate.server import Server
+from fedheal.cli import app
+from fedheal.flower import FairStrategy, FedHEAL, Uniform
+from fedheal.flower.evidence import Folder
+from fedheal.flower.memory import lost, memory_of, recalled
 from flower.sites import Sites
 
 
@@ -127,6 +132,55 @@ def test_more_rounds_go_on_from_the_last(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 4
 
 
+def test_a_federation_that_goes_on_shows_no_result_of_fewer_rounds(tmp_path):
+    sites = Sites(rounds=4)
+    sites.strategy(folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=2)
+    ended = (tmp_path / "run" / "result.json").read_bytes()
+    killed_in(sites, 3, "train", folder=tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "result.json").read_bytes() == ended  # no further round is over: it is still of them all
+    killed_in(sites, 4, "train", folder=tmp_path / "run", resume=True)
+    assert len(records.read_rounds(tmp_path / "run")) == 3
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    diagnosed = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--diagnose"])
+    assert diagnosed.exit_code == 0, diagnosed.output
+    sites.run(folder=tmp_path / "run", resume=True)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 4
+
+
+def test_rounds_that_a_damaged_state_costs_take_the_result_with_them(tmp_path):
+    sites = Sites(rounds=3)
+    sites.run(folder=tmp_path / "run")
+    records.states(tmp_path / "run")[0].write_bytes(b"")
+    killed_in(sites, 3, "train", folder=tmp_path / "run", resume=True)
+    assert len(records.read_rounds(tmp_path / "run")) == 2
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_flowers_own_loop_leaves_no_result_of_fewer_rounds_where_it_is_killed(tmp_path, monkeypatch):
+    sites = Sites(rounds=3)
+    strategy, grid = sites.strategy(folder=tmp_path / "run"), sites.grid()
+
+    def round_of(number, arrays):
+        asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
+        judges = strategy.configure_evaluate(number, arrays, ConfigRecord(), grid)
+        strategy.aggregate_evaluate(number, grid.send_and_receive(judges))
+        return arrays
+
+    def killed(*args):
+        raise Killed
+
+    arrays = round_of(1, sites.initial)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
+    monkeypatch.setattr(Folder, "conclude", killed)
+    with pytest.raises(Killed):
+        round_of(2, arrays)
+    assert len(records.read_rounds(tmp_path / "run")) == 2
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
 def test_a_damaged_newest_state_costs_one_round(tmp_path, caplog):
     sites = Sites(rounds=4)
     killed_in(sites, 4, "train", folder=tmp_path / "run")
@@ -137,6 +191,35 @@ def test_a_damaged_newest_state_costs_one_round(tmp_path, caplog):
     strategy = sites.run(folder=tmp_path / "run", resume=True)
     assert "damaged" in caplog.text
     assert torch.equal(strategy.state.model.params, Sites(rounds=4).run().state.model.params)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "moon", "ditto", "fedbn"])
+def test_where_the_server_goes_back_its_sites_do_too(method, tmp_path, caplog):
+    sites = Sites(tmp_path / "sites", method=method, rounds=5)
+    killed_in(sites, 4, "train", folder=tmp_path / "run")
+    records.states(tmp_path / "run")[0].write_bytes(b"")
+    strategy = sites.strategy(folder=tmp_path / "run", resume=True)
+    strategy.start(sites.grid(first=500), sites.initial, num_rounds=5)
+    assert "going on from 00000002.safetensors" in caplog.text
+    assert "finds nothing of round" not in caplog.text
+    assert torch.equal(strategy.state.model.params, Sites(method=method, rounds=5).run().state.model.params)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedprox", "fedheal"])
+def test_a_site_that_has_lost_its_memory_says_so_where_its_method_has_one(method, tmp_path, caplog):
+    sites = Sites(tmp_path / "sites", method=method, rounds=3)
+    killed_in(sites, 3, "train", folder=tmp_path / "run")
+    shutil.rmtree(tmp_path / "sites", ignore_errors=True)
+    sites.run(folder=tmp_path / "run", resume=True)
+    said = caplog.text.count("finds nothing of round 2, its last that counted: it goes on with nothing")
+    assert said == (5 if method == "scaffold" else 0)
+
+
+def test_a_site_with_an_old_copy_of_its_memory_says_of_which_round(tmp_path):
+    memory = memory_of(Context(1, 2, {}, RecordDict(), {}), "clinic", tmp_path)
+    memory.save(2, {"n": torch.tensor([2])}, {})
+    assert lost(memory, "clinic", 2) is None
+    assert "goes on with what it remembers of round 2" in lost(memory, "clinic", 4)
 
 
 def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
@@ -154,13 +237,49 @@ def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
     assert len(again.history) == 3
 
 
+def test_a_folder_belongs_to_one_method_seed_and_server_whatever_the_name(tmp_path):
+    sites = Sites(rounds=1)
+
+    def refused(words, method, **settings):
+        with pytest.raises(ValueError, match=words):
+            FairStrategy(method, name="ours", folder=tmp_path / "run", resume=True, **settings).start(
+                sites.grid(), sites.initial, num_rounds=2
+            )
+
+    FairStrategy("fedheal", name="ours", folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=1)
+    described = (tmp_path / "run" / "federation.toml").read_bytes()
+    told = tomllib.loads(described.decode())
+    assert (told["method"], told["algorithm"]) == ("ours", methods.get("fedheal").spelled)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["algorithm"] == told["algorithm"]
+    refused(r"algorithm = '.*tau=0.3.*', not '.*tau=0.9", "fedheal:tau=0.9")
+    refused("algorithm = ", "fedprox")
+    refused(r"server = \{'optimizer': 'sgd'.*, not \{'optimizer': 'adam'", "fedheal", server=Server("adam"))
+    refused("seed = 0, not 1", "fedheal", seed=1)
+    assert (tmp_path / "run" / "federation.toml").read_bytes() == described
+    (tmp_path / "run" / "federation.toml").write_text("method =")
+    refused("federation.toml is not TOML", "fedheal")
+    (tmp_path / "run" / "federation.toml").write_bytes(described.replace(b"tau=0.3", b"tau=0.9"))
+    refused("belongs to another experiment", "fedheal:tau=0.9")  # the states know better than a file that was changed
+
+
+def test_neither_masks_nor_names_change_on_the_way(tmp_path):
+    sites = Sites(rounds=1)
+    Uniform(folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=1)
+    for keys, words in (
+        ({"placement": "client"}, "masked = False, not True"),
+        ({"name": "u"}, "uniform', not 'u'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Uniform(folder=tmp_path / "run", resume=True, **keys).start(sites.grid(), sites.initial, num_rounds=2)
+
+
 def test_what_cannot_be_gone_on_with_is_said(tmp_path):
     sites = Sites(rounds=1)
     sites.run(folder=tmp_path / "run")
     with pytest.raises(ValueError, match="holds a federation already: resume=True goes on with it"):
         sites.run(folder=tmp_path / "run")
     described = (tmp_path / "run" / "federation.toml").read_text()
-    with pytest.raises(ValueError, match="belongs to another experiment"):
+    with pytest.raises(ValueError, match=r"with method = 'fedavg\+fedheal', not 'fedavg': go on as it began"):
         Sites(method="fedavg").run(folder=tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "federation.toml").read_text() == described
     (tmp_path / "mine").mkdir()

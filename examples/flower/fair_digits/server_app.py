@@ -17,6 +17,11 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     described = experiment(context, len(DOMAINS))  # the model does not depend on how many sites there are
+    if any(term.validates for term in described.resolved_method.local) and not described.validation:
+        # Here, since every site would say so in every round, and the run would end with the model it began with.
+        raise ValueError(
+            f"method = '{described.method_name}' needs examples held out at each site: set validation = 0.2"
+        )
     module = module_of(described, classes=10)
     least = int(config["min-nodes"])
     settings = {

@@ -27,6 +27,7 @@ def experiment(context: Context, partitions: int) -> Experiment:
         rounds=int(config["num-server-rounds"]),
         epochs=int(config["epochs"]),
         steps=int(config["steps"]) or None,
+        validation=float(config["validation"]),
         clients_per_domain=-(-partitions // len(DOMAINS)),
         only=tuple(site(i) for i in range(partitions)),
         device="cpu",

@@ -41,14 +41,15 @@ def summary(strategy: FairStrategy, size: int) -> dict[str, object]:
     assert strategy.state is not None
     arrays, described = strategy.state.aggregator.to_arrays()
     seen, last = len(strategy.known.accepted), strategy.history[-1]
+    kept = last.report.get("kept", {})  # of no client where a round had no usable reply
     return {
         "rounds": len(strategy.history),
         "asked a round": last.cohort,
         "clients seen": seen,
-        "numbers kept per client": sum(array.numel() for array in arrays.values()) / seen,
+        "numbers kept per client": sum(array.numel() for array in arrays.values()) / seen if seen else None,
         "bytes kept": sum(array.nbytes for array in arrays.values()) + len(json.dumps(described)),
         "bytes of sign counts on a server": seen * size,
-        "kept entries in the last round": sum(last.report["kept"].values()) / len(last.report["kept"]),
+        "kept entries in the last round": sum(kept.values()) / len(kept) if kept else None,
         "training loss": [strategy.history[0].train_loss, last.train_loss],
         "accuracy": last.domains,
         "no reply": sum(record.cohort - record.replied for record in strategy.history),

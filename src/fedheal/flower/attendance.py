@@ -37,8 +37,11 @@ class Attendance:
             check_count(name, getattr(self, name))
         check_not_negative("wait_seconds", self.wait_seconds)
 
-    def awaited(self, grid: Grid, least: int) -> list[int]:
-        """The connected nodes, once there are enough; Flower itself would wait for ever."""
+    def awaited(self, grid: Grid, least: int, left: str) -> list[int]:
+        """The connected nodes, once there are enough; Flower itself would wait for ever.
+
+        `left`: what a run leaves behind that ends here, in words.
+        """
         needed = max(1, least, self.min_available_nodes)
         deadline = time.monotonic() + self.wait_seconds
         said = False
@@ -46,7 +49,7 @@ class Attendance:
             if time.monotonic() >= deadline:
                 raise NotEnoughNodes(
                     f"{len(there)} of the {needed} nodes that min_available_nodes and the like ask for are connected "
-                    f"after wait_seconds = {self.wait_seconds:g}; finished rounds are saved, and resume goes on from them"
+                    f"after wait_seconds = {self.wait_seconds:g}; {left}"
                 )
             if not said:
                 log.info("waiting up to %g s for %d nodes (%d connected)", self.wait_seconds, needed, len(there))

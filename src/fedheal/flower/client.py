@@ -14,6 +14,7 @@ What a method keeps with a client lives in `context.state`, or in a `folder` tha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,11 @@ from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.serial import Bench, Task
 from fedheal.flower import wire
-from fedheal.flower.memory import Memory, memory_of, newest, recalled
+from fedheal.flower.memory import Memory, lost, memory_of, newest, recalled
+from fedheal.flower.terms import worded
 from fedheal.layout import Layout, Packed
+
+log = logging.getLogger("flwr.fedheal")
 
 
 def name_of(context: Context) -> str:
@@ -81,13 +85,14 @@ def reply(
     told = _told(message)
     if "tau" in told:
         memory, counted = _memory(context, name, folder, told)
+        forgotten = lost(memory, name, counted)
         arrays, described = recalled(memory, int(told["round"]), counted)
         before = message.content.array_records[key]
         layout = layout or wire.layout_of(before)
         masked, kept, state = _masked(layout, wire.packed(layout, before), layout.pack(local), told, arrays, described)
         local = layout.unpack(masked)
         content[wire.KEPT] = wire.bits(kept)
-        memory.save(int(told["round"]), *_prefixed(state))
+        _remember(memory, told, *_prefixed(state), forgotten)
     content[key] = wire.record(local)
     return Message(content, reply_to=message)
 
@@ -122,6 +127,7 @@ def train(
     client = client or name_of(context)
     told = _told(message)
     memory, counted = _memory(context, client, folder, told)
+    forgotten = lost(memory, client, counted)
     arrays, described = recalled(memory, int(told["round"]), counted)
     slots = _slots(arrays, len(bench.terms))
     shared = wire.grouped(message.content.array_records.get(wire.SHARED), len(bench.terms))
@@ -141,10 +147,12 @@ def train(
         content[wire.KEPT] = wire.bits(kept)
         signs, kept_described = _prefixed(state)
         kept_arrays |= signs
+    if bench.terms:
+        content.config_records[wire.ABOUT]["terms"] = worded(bench.terms)
     if any(done.messages):
         content[wire.MESSAGES] = wire.flattened(done.messages)
     if kept_arrays:
-        memory.save(int(told["round"]), kept_arrays, kept_described)
+        _remember(memory, told, kept_arrays, kept_described, forgotten)
     content[key] = wire.record_of(bench.layout, local)
     return Message(content, reply_to=message)
 
@@ -200,6 +208,19 @@ def _memory(
     federation, found = str(told["federation"]), told.get("counted")
     memory = memory_of(context, client, folder, federation)
     return memory, None if found is None else wire.counted_of(client, str(found), federation)
+
+
+def _remember(
+    memory: Memory,
+    told: Mapping[str, Any],
+    arrays: Mapping[str, Tensor],
+    described: Mapping[str, Any],
+    forgotten: str | None,
+) -> None:
+    """Keep this for the next round. Only a method that keeps something can have lost it: now is the time to say so."""
+    if forgotten:
+        log.warning("%s", forgotten)
+    memory.save(int(told["round"]), arrays, described)
 
 
 def _slots(arrays: Mapping[str, Tensor], terms: int) -> tuple[dict[str, Tensor], ...]:

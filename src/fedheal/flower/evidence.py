@@ -1,10 +1,11 @@
 """A federation's run folder: the project's own format, so that a report shows it as it shows a simulation.
 
     federation.toml     how the strategy was set up (a simulation has experiment.toml here)
-    rounds.jsonl, state/, model.safetensors, result.json        as in `fedheal.records`
+    rounds.jsonl        as in `fedheal.records`, and in each line the domains of the round's clients as `homes`
+    state/, model.safetensors, result.json        as in `fedheal.records`
 
 The state is saved after every round, before its line in `rounds.jsonl` can be missed: a resume repeats at most the round that
-was under way.
+was under way. A model and a result are there only while they are of all the rounds in `rounds.jsonl`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import json
 import logging
 import os
 import platform
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import flwr
-import numpy as np
 import tomli_w
 import torch
 
@@ -38,32 +39,25 @@ Saved = tuple[RunState, dict[str, Any], list[RoundRecord]]
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What one client found of the model; `accuracy` from 0 to 1, if it sent one."""
+class FederatedRound(RoundRecord):
+    """A simulation's record, and the domains of its clients, which nobody else knows while a federation goes on."""
 
-    client: str
-    domain: str
-    num_examples: float
-    accuracy: float | None
+    homes: Mapping[str, str] = field(default_factory=dict)
 
-    @staticmethod
-    def together(judged: Sequence[Judged]) -> dict[str, Any]:
-        """A round's accuracies per client and per domain (over its clients' examples), in percent, and how even they are."""
-        known = [(one, 100.0 * one.accuracy) for one in judged if one.accuracy is not None]
-        if not known:
-            return {}
-        clients = {one.client: accuracy for one, accuracy in known}
-        domains: dict[str, float] = {}
-        for domain in sorted({one.domain for one, _ in known}):
-            here = [(accuracy, one.num_examples) for one, accuracy in known if one.domain == domain]
-            domains[domain] = float(np.average([a for a, _ in here], weights=[n for _, n in here]))
-        return {
-            "domains": domains,
-            "clients": clients,
-            "fairness": fairness(domains),
-            "client_fairness": fairness(clients),
-        }
+    @property
+    def line(self) -> str:
+        """The round in a line, the worst served by name."""
+        told = f"{self.replied} of {self.cohort} nodes replied, {len(self.report['skipped'])} left out"
+        told += "" if self.train_loss is None else f", training loss {self.train_loss:.3f}"
+        if self.domains and self.clients:
+            mean = sum(self.domains.values()) / len(self.domains)
+            worst, accuracy = min(self.clients.items(), key=lambda pair: pair[1])
+            told += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
+        return told
 
+
+# What a folder's rounds were made with, and those that follow must be: the model's shapes, and of the settings these.
+DECISIVE = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
 
 _held: dict[Path, int] = {}  # this process's locks
 
@@ -80,9 +74,8 @@ class Folder:
         """Make the folder this federation's, or read what it holds; `None` where it holds no round."""
         self.described = dict(described)
         shapes = [(e.name, e.kind, e.shape, str(e.dtype)) for e in layout.entries]
-        self.owner = hashlib.sha256(
-            json.dumps([self.described["method"], self.described["seed"], shapes]).encode()
-        ).hexdigest()
+        decisive = [self.described.get(key) for key in DECISIVE]
+        self.owner = hashlib.sha256(json.dumps([decisive, shapes]).encode()).hexdigest()
         toml = self.path / "federation.toml"
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"folder = {str(self.path)!r} is a file: give another folder")
@@ -92,6 +85,7 @@ class Folder:
                 raise ValueError(f"{self.path} is not empty and not a federation's run folder: give another folder")
             if not self.resume:
                 raise ValueError(f"{self.path} holds a federation already: resume=True goes on with it")
+            self._check_same(toml)
             self._lock()
             saved = self._newest()
         else:
@@ -102,6 +96,20 @@ class Folder:
             self._lock()
         records.write_text(toml, tomli_w.dumps(self.described))
         return saved
+
+    def _check_same(self, toml: Path) -> None:
+        """Whose a state is its own header says; here one can also read what is different."""
+        try:
+            before = tomllib.loads(toml.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{toml} is not TOML: {error}") from None
+        now = tomllib.loads(tomli_w.dumps(self.described))
+        for key in DECISIVE:
+            if before.get(key) != now.get(key):
+                raise ValueError(
+                    f"{self.path} holds a federation with {key} = {before.get(key)!r}, not {now.get(key)!r}: go on as it "
+                    "began, or give another folder"
+                )
 
     def done(self) -> int:
         """How many rounds the folder holds."""
@@ -117,21 +125,32 @@ class Folder:
         for path in records.states(self.path):
             try:
                 arrays, described = records.load_state(path, self.owner)
-                records.cut_rounds(self.path, described["round"])
+                self._cut(described["round"])
             except records.BadState as trouble:
                 troubles.append(str(trouble))
                 continue
             for said in troubles:
                 log.warning("%s; going on from %s", said, path.name)
-            history = [RoundRecord(**record) for record in records.read_rounds(self.path)]
+            history: list[RoundRecord] = [FederatedRound(**record) for record in records.read_rounds(self.path)]
             return restored_state(arrays, described, torch.device("cpu")), described["flower"], history
         if troubles:
             raise ValueError(f"no state in {self.path} can be used: {'; '.join(troubles)}")
-        records.cut_rounds(self.path, 0)
+        self._cut(0)
         return None
+
+    def _cut(self, rounds: int) -> None:
+        if len(records.read_rounds(self.path)) > rounds:
+            self._drop_result()
+        records.cut_rounds(self.path, rounds)
+
+    def _drop_result(self) -> None:
+        """What an earlier end left behind is of other rounds than the folder is about to hold."""
+        for name in ("result.json", "model.safetensors"):
+            (self.path / name).unlink(missing_ok=True)
 
     def save(self, state: RunState, record: RoundRecord, told: Mapping[str, Any]) -> None:
         """A round's line, then the state that counts it: a crash in between costs that round, no more."""
+        self._drop_result()
         records.append_round(self.path, asdict(record))
         arrays, described = state.to_arrays()
         records.save_state(self.path, state.round, arrays, described | {"flower": dict(told)}, self.owner)
@@ -169,7 +188,7 @@ def summary(
     accuracy = _last([record.domains or {} for record in judged])
     clients = _last([record.clients or {} for record in judged])
     return {
-        **{key: described[key] for key in ("method", "data", "seed")},
+        **{key: described[key] for key in ("method", "algorithm", "data", "seed")},
         "rounds": state.round,
         "averaged": min(LAST, len(judged)),
         "domains": accuracy,

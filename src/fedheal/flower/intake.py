@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from fedheal.flower.identity import Heard
-from fedheal.flower.replies import Admission, Refused, Trained, Unmeasured, difference, trained
+from fedheal.flower.replies import Admission, Refused, Trained, Unfit, difference, trained
+from fedheal.flower.terms import look, trouble
 from fedheal.layout import Layout, Packed
-from fedheal.types import Reply, Updates
+from fedheal.local.term import Term
+from fedheal.types import Reply, RunState, Updates
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,26 @@ class Cohort:
     updates: Updates
     read: Mapping[str, Trained]
     skipped: dict[str, str]
-    unmeasured: str | None = None  # a needed metric that nobody sent
+    needed: str | None = None  # by the method, and no reply had it
+    looks: dict[str, str] = field(default_factory=dict)  # of what the clients' terms tell the server
+
+    def emptied(self, why: str) -> Cohort:
+        """Nobody, because of `why`."""
+        nobody = Updates([], self.updates.deltas[:0], [], domains=[])
+        return Cohort(nobody, {}, self.skipped | dict.fromkeys(map(str, self.updates.clients), why))
 
 
 class Intake:
     """Reads replies into a matrix whose memory is kept from round to round: asking for it anew costs more than filling it."""
 
-    def __init__(self, layout: Layout, admission: Admission, budget: int | None = None) -> None:
-        self.layout, self.admission, self.budget = layout, admission, budget
+    def __init__(
+        self, layout: Layout, admission: Admission, terms: Sequence[Term] = (), budget: int | None = None
+    ) -> None:
+        self.layout, self.admission, self.terms, self.budget = layout, admission, terms, budget
         self._matrix: NDArray[Any] = np.empty((0, 0), np.float32)
 
-    def cohort(self, sound: Iterable[Heard], model: Packed) -> Cohort:
+    def cohort(self, sound: Iterable[Heard], state: RunState, looks: Mapping[str, str]) -> Cohort:
+        """`looks`: how each client's messages last looked, as far as the terms could use them."""
         read: dict[str, Trained] = {}
         skipped: dict[str, str] = {}
         lacking: list[str] = []
@@ -44,21 +55,38 @@ class Intake:
                 read[one.client] = trained(one, self.layout, self.admission)
             except Refused as why:
                 skipped[one.client] = str(why)
-                lacking += [why.metric] if isinstance(why, Unmeasured) else []
-        unmeasured = lacking[0] if lacking and not read else None
-        self._same_messages(read, skipped)
+                lacking += [why.needed] if isinstance(why, Unfit) else []
+        if self.terms:
+            lacking += self._check_told(read, state, looks, skipped)
+        needed = lacking[0] if lacking and not read else None
+        seen = {client: look(one.messages) for client, one in read.items()} if self.terms else {}
+        self._same_messages(read, {**looks, **seen}, skipped)
         ordered = dict(sorted(read.items()))
-        updates = self._updates(ordered, model, skipped)
-        return Cohort(updates, ordered, skipped | dict(updates.refused), unmeasured)
+        updates = self._updates(ordered, state.model, skipped)
+        return Cohort(updates, ordered, skipped | dict(updates.refused), needed, seen)
 
-    def _same_messages(self, read: dict[str, Trained], skipped: dict[str, str]) -> None:
-        """What the terms tell the server must look alike: who differs from most others is left out."""
-        looks = {client: _look(one) for client, one in read.items()}
-        if len(set(looks.values())) > 1:
-            usual = Counter(looks.values()).most_common(1)[0][0]
-            for client in [client for client, look in looks.items() if look != usual]:
-                skipped[client] = "what its local method tells the server is unlike that of most clients"
+    def _check_told(
+        self, read: dict[str, Trained], state: RunState, looks: Mapping[str, str], skipped: dict[str, str]
+    ) -> list[str]:
+        """Leave out whose terms' messages the server's terms cannot take in; what is needed instead."""
+        found = dict.fromkeys(looks.values())  # could be used before
+        lacking = []
+        for client, one in list(read.items()):
+            seen = look(one.messages)
+            if seen not in found:
+                found[seen] = trouble(self.terms, self.layout, state, one.messages)
+            if found[seen] is not None:
+                skipped[client] = f"what its local method tells the server cannot be used ({found[seen]})"
+                lacking.append(f"from its clients' terms what the server's can use ({found[seen]})")
                 del read[client]
+        return lacking
+
+    def _same_messages(self, read: dict[str, Trained], looks: Mapping[str, str], skipped: dict[str, str]) -> None:
+        """What the terms tell the server must look alike: who differs from most clients, each as last heard, is left out."""
+        usual = Counter(looks.values()).most_common(1)[0][0] if looks else None
+        for client in [client for client in read if looks.get(client) != usual]:
+            skipped[client] = "what its local method tells the server is unlike that of most clients"
+            del read[client]
 
     def _updates(self, read: Mapping[str, Trained], model: Packed, skipped: dict[str, str]) -> Updates:
         size, dtype = self.layout.sizes().params, model.params.numpy().dtype
@@ -96,13 +124,6 @@ class Intake:
             skipped[one.client] = f"its update has norm {norm:g}, more than max_norm = {bound:g}"
             return None
         return Reply(one.client, torch.from_numpy(row), one.num_examples, buffers, counters, one.metrics, one.domain)
-
-
-def _look(one: Trained) -> tuple[Any, ...]:
-    return tuple(
-        tuple(sorted((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in group.items()))
-        for group in one.messages
-    )
 
 
 def _stacked(vectors: list[Any]) -> torch.Tensor | None:

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedheal.flower.evidence import Judged
 from fedheal.flower.identity import Asked
+from fedheal.flower.judging import Judged
 
 
 @dataclass
@@ -18,6 +18,7 @@ class Known:
     federation: str = field(default_factory=lambda: secrets.token_hex(8))  # whose clients' memories are meant
     accepted: dict[str, int] = field(default_factory=dict)  # the last round in which its update counted
     homes: dict[str, str] = field(default_factory=dict)  # its domain
+    looks: dict[str, str] = field(default_factory=dict)  # of what its local terms last told the server
     tests: dict[str, float] = field(default_factory=dict)  # examples it last judged with
     nodes: dict[str, str] = field(default_factory=dict)  # node -> client: with node keys ids outlive a run
 

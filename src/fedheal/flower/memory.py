@@ -1,9 +1,10 @@
 """What a client remembers between rounds: in Flower's `context.state`, or in a folder that outlives the run.
 
 `context.state` is empty again in a new run, so a federation that is resumed, or a client whose node restarts without its
-key, needs a folder to go on with the same results. Either keeps what the client remembered after each of two rounds: the last
-that counted on the server, and the one it trained last, which may not have counted. What another federation left behind, or
-what is damaged, is forgotten: a client that knows nothing can still train.
+key, needs a folder to go on with the same results. Either keeps what the client remembered after the last round that counted
+on the server, and after the one it trained last, which may not have counted. A folder keeps that of the round that counted
+before, too: a resumed server whose newest state is damaged goes on from the one before. What another federation left
+behind, or what is damaged, is forgotten: a client that knows nothing can still train.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ Kept = tuple[dict[str, Tensor], dict[str, Any]]
 class Memory(Protocol):
     """Arrays and JSON by round; `load` raises `records.BadState` where it is of no use."""
 
+    counted: int  # rounds that counted are kept so many
+
     def rounds(self) -> list[int]: ...
 
     def load(self, number: int) -> Kept: ...
@@ -43,11 +46,20 @@ def recalled(memory: Memory, number: int, accepted: int | None) -> Kept:
     `accepted`: the last round that counted for this client, where the server knows; else any earlier round may have.
     """
     last = number - 1 if accepted is None else min(accepted, number - 1)
-    kept = [r for r in memory.rounds() if r <= last][-1:]
+    kept = [r for r in memory.rounds() if r <= last][-memory.counted :]
     for other in memory.rounds():
         if other not in kept:
             memory.drop(other)
     return newest(memory, last)
+
+
+def lost(memory: Memory, client: str, accepted: int | None) -> str | None:
+    """What to say where the client should remember its last round that counted, and does not."""
+    if not accepted or accepted in memory.rounds():
+        return None
+    earlier = [r for r in memory.rounds() if r < accepted][-1:]
+    rest = f"what it remembers of round {earlier[0]}" if earlier else "nothing; a folder= of its own outlives a run"
+    return f"'{client}' finds nothing of round {accepted}, its last that counted: it goes on with {rest}"
 
 
 def newest(memory: Memory, last: int) -> Kept:
@@ -63,6 +75,8 @@ def newest(memory: Memory, last: int) -> Kept:
 
 class InContext:
     """In `context.state`, as records called `fedheal.memory.<round>`."""
+
+    counted = 1  # in a run the server never goes back
 
     def __init__(self, context: Context, owner: str) -> None:
         self.state, self.owner = context.state, owner
@@ -88,6 +102,8 @@ class InContext:
 class InFolder:
     """In a folder: a checked, atomically written file a round."""
 
+    counted = records.KEPT  # as many as the server has states to go on from
+
     def __init__(self, folder: Path, owner: str) -> None:
         self.folder, self.owner = folder, owner
 
@@ -99,7 +115,7 @@ class InFolder:
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        records.save_state(self.folder, number, arrays, described, self.owner)
+        records.save_state(self.folder, number, arrays, described, self.owner, self.counted + 1)
 
     def drop(self, number: int) -> None:
         self._path(number).unlink(missing_ok=True)

@@ -33,24 +33,24 @@ class Refused(ValueError):
     """A reply that cannot count, with the reason."""
 
 
-class Unmeasured(Refused):
-    """A reply without a metric that the aggregation needs."""
+class Unfit(Refused):
+    """A reply that lacks what the method needs of every client. `needed` says what: where none has it, the app is wrong."""
 
-    def __init__(self, metric: str) -> None:
-        super().__init__(f"it sends no metric '{metric}', which this aggregation needs")
-        self.metric = metric
+    def __init__(self, why: str, needed: str) -> None:
+        super().__init__(why)
+        self.needed = needed
 
 
 @dataclass(frozen=True)
 class Admission:
-    """What a reply must be like. `needs`: metrics it must hold; `terms`: how many terms tell the server something."""
+    """What a reply must be like. `needs`: metrics it must hold; `terms`: what it must have trained with."""
 
     arrays_key: str = "arrays"
     examples_key: str = "num-examples"
     max_examples: float = 1e9
     max_norm: float | None = None
     needs: tuple[str, ...] = ()
-    terms: int = 0
+    terms: tuple[str, ...] = ()
     masked: bool = False  # the clients mask their own updates
 
     def __post_init__(self) -> None:
@@ -64,19 +64,12 @@ def trained(one: Heard, layout: Layout, admission: Admission) -> Trained:
     """A training reply, checked but for its parameters' values; `Refused` says what is wrong."""
     content = one.message.content
     metrics = numbers(content.metric_records)
-    key, most = admission.examples_key, admission.max_examples
-    examples = metrics.pop(key, None)
-    if examples is None:
-        raise Refused(f"it sends no metric '{key}'")
-    if not 0 < examples <= most:
-        raise Refused(f"{key} = {examples:g}; a positive number up to max_examples = {most:g} is needed")
-    for name in admission.needs:
-        if name not in metrics:
-            raise Unmeasured(name)
+    examples = examples_of(metrics, admission)
+    _check_fit(content, metrics, admission)
     kept = None
     try:
         arrays = _model(_chosen(content.array_records, admission.arrays_key), layout)
-        told = wire.grouped(content.array_records.get(wire.MESSAGES), admission.terms)
+        told = wire.grouped(content.array_records.get(wire.MESSAGES), len(admission.terms))
         if admission.masked:
             kept = wire.unbits(content.array_records.get(wire.KEPT, ArrayRecord()), layout.sizes().params)
     except Refused:
@@ -86,6 +79,38 @@ def trained(one: Heard, layout: Layout, admission: Admission) -> Trained:
     if not all(bool(tensor.isfinite().all()) for group in told for tensor in group.values()):
         raise Refused("what its local method tells the server holds NaN or infinity")
     return Trained(one.client, one.domain, arrays, examples, metrics, told, kept)
+
+
+def examples_of(metrics: dict[str, float], admission: Admission) -> float:
+    """How many examples stand behind a reply, taken out of its metrics."""
+    key, most = admission.examples_key, admission.max_examples
+    examples = metrics.pop(key, None)
+    if examples is None:
+        raise Refused(f"it sends no metric '{key}' that is a number")
+    if not 0 < examples <= most:
+        raise Refused(f"{key} = {examples:g}; a positive number up to max_examples = {most:g} is needed")
+    return examples
+
+
+def _check_fit(content: RecordDict, metrics: Mapping[str, float], admission: Admission) -> None:
+    """Without local terms a method does not mind how clients train; with them, other training is another method."""
+    about: Mapping[str, Any] = content.config_records.get(wire.ABOUT, {})
+    said = about.get("terms", [])
+    wanted = ", ".join(admission.terms)
+    if wanted and said != list(admission.terms):
+        trained_with = f"with {said!s:.200}" if said else "without the method's local terms, as far as it says"
+        raise Unfit(
+            f"it trained {trained_with}; this federation trains with {wanted}",
+            f"clients that train with {wanted}, which none says it does: train with fedheal.flower.client.train, on a "
+            "bench with the same method",
+        )
+    for name in admission.needs:
+        if name not in metrics:
+            raise Unfit(
+                f"it sends no metric '{name}', which this aggregation needs",
+                f"the client metric '{name}', which no client sends: train with fedheal.flower.client.train, or send it "
+                "with fedheal.flower.client.reply",
+            )
 
 
 def numbers(records: Mapping[str, MetricRecord]) -> dict[str, float]:

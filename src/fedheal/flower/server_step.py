@@ -12,20 +12,9 @@ from fedheal.aggregate.server import Server
 from fedheal.flower.client_placed import divided
 from fedheal.flower.intake import Cohort
 from fedheal.layout import Layout, Packed
-from fedheal.local.control_variates import ControlVariates
 from fedheal.local.term import ServerContext, Term
-from fedheal.local.validated import LeaveOneOut
 from fedheal.methods import Method
 from fedheal.types import RunState, TermState, Updates
-
-
-def check_terms(terms: tuple[Term, ...]) -> None:
-    """Two terms need on the server what clients of a federation keep to themselves."""
-    for term in terms:
-        if isinstance(term, ControlVariates) and term.fair_controls == "p":
-            raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
-        if isinstance(term, LeaveOneOut):
-            raise ValueError("fedce tells every client its own weight, which one broadcast cannot: simulate it instead")
 
 
 def check_placed(method: Method) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -28,21 +27,23 @@ from fedheal.aggregate.reduce import finite
 from fedheal.aggregate.server import Server
 from fedheal.flower import wire
 from fedheal.flower.attendance import Attendance, chosen
-from fedheal.flower.evidence import Folder, Judged
-from fedheal.flower.identity import Asked, Heard, heard, told_apart
+from fedheal.flower.evidence import FederatedRound, Folder
+from fedheal.flower.identity import Asked, Heard
 from fedheal.flower.intake import Cohort, Intake
+from fedheal.flower.judging import Judged, judged
 from fedheal.flower.ledger import Known, Round
-from fedheal.flower.replies import Admission, averaged, numbers
-from fedheal.flower.server_step import check_placed, check_terms, stepped
+from fedheal.flower.replies import Admission, Refused, averaged
+from fedheal.flower.roll import Roll
+from fedheal.flower.server_step import check_placed, stepped
+from fedheal.flower.terms import check_terms, worded
 from fedheal.layout import Layout, Packed
 from fedheal.methods import Method
 from fedheal.rng import generator
-from fedheal.types import RoundRecord, RunState, TermState, Updates
+from fedheal.types import RoundRecord, RunState, TermState
 
 log = logging.getLogger("flwr.fedheal")
 
 PLACEMENTS = ("server", "client")
-ACCURACY = ("accuracy", "eval_acc")  # what clients call the share of test examples they have right
 
 
 class FairStrategy(Strategy):
@@ -52,8 +53,9 @@ class FairStrategy(Strategy):
     must train with `fedheal.flower.client`; everything else works with a stock client.
 
     Evidence and state: `folder` is a run folder, written after every round; with `resume=True` a run goes on from what it
-    holds. `data`, `name` and `seed` say how a report shows it. `model` is the module (or its `Layout`): without it, float
-    arrays called `...running_mean` or `...running_var` are buffers, integers are counters, all else are parameters.
+    holds. `data`, `name` and `seed` say how a report shows it; an aggregator of your own is known by its `name` alone.
+    `model` is the module (or its `Layout`): without it, float arrays called `...running_mean` or `...running_var` are
+    buffers, integers are counters, all else are parameters.
 
     Who takes part: see `Attendance`. With `roll_call` nodes that are new are asked for their names before a cohort is drawn
     (`fedheal.flower.client.introduce` answers), so that a seed draws the same sites in every run. A round with fewer than
@@ -122,6 +124,7 @@ class FairStrategy(Strategy):
         _check_least("clients", 1, clients)
         _check_least("budget", 0, budget)
         self.name, self.terms, self.seed = name or whole.name, whole.local, seed
+        self.algorithm = whole.spelled or whole.name
         self.aggregator = replace(whole.aggregator, on_bad_update="skip")
         self.server = server or Server()
         for term in self.terms:
@@ -135,7 +138,7 @@ class FairStrategy(Strategy):
             max_examples,
             max_norm,
             tuple(sorted(self.aggregator.stage.needs - {"domain"})),  # which a client always has, if only its own name
-            len(self.terms),
+            tuple(worded(self.terms)),
             placement == "client",
         )
         self.configrecord_key, self.tau = configrecord_key, tau
@@ -149,7 +152,7 @@ class FairStrategy(Strategy):
         self.state: RunState | None = None
         self.history: list[RoundRecord] = []
         self.known = Known()
-        self.names: dict[int, str] = {}  # node -> client, as far as heard in this run
+        self.roll = Roll()
         self._rounds, self._timeout = 0, 3600.0
         self._round: Round | None = None
         self._intake: Intake | None = None
@@ -182,8 +185,8 @@ class FairStrategy(Strategy):
             result.arrays = arrays
             _keep(result.train_metrics_clientapp, number, metrics)
             judges = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
-            judged = self.aggregate_evaluate(number, grid.send_and_receive(judges, timeout=timeout) if judges else ())
-            _keep(result.evaluate_metrics_clientapp, number, judged)
+            metrics = self.aggregate_evaluate(number, grid.send_and_receive(judges, timeout=timeout) if judges else ())
+            _keep(result.evaluate_metrics_clientapp, number, metrics)
             if evaluate_fn:
                 _keep(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
         self.finish()
@@ -192,8 +195,8 @@ class FairStrategy(Strategy):
     def begin(self, initial_arrays: ArrayRecord) -> ArrayRecord:
         """Take the initial model, or the folder's newest state where it holds one; the model to go on with."""
         layout = self.layout = self.layout or wire.layout_of(initial_arrays)
-        self._intake = Intake(layout, self.admission, self.budget)
-        self.history, self.known, self.names = [], Known(), {}
+        self._intake = Intake(layout, self.admission, self.terms, self.budget)
+        self.history, self.known, self.roll = [], Known(), Roll()
         terms = tuple(TermState(term.init(layout), {}) for term in self.terms)
         model = self._sound(initial_arrays)
         self.state = RunState(0, self.seed, model, self.aggregator.init(layout), self.server.init(), terms)
@@ -202,7 +205,7 @@ class FairStrategy(Strategy):
             if saved is not None:
                 self.state, told, self.history = saved
                 self.known = Known(**told)
-                self.names = {int(node): client for node, client in self.known.nodes.items()}
+                self.roll = Roll({int(node): client for node, client in self.known.nodes.items()})
                 log.info("going on after round %d from %s", self.state.round, self.folder.path)
         self._sent = wire.record_of(layout, self.state.model)
         return self._sent
@@ -216,11 +219,11 @@ class FairStrategy(Strategy):
             self.begin(arrays)
         self._take(arrays)
         fraction, least = self.attendance.fraction_train, self.attendance.min_train_nodes
-        there = self.attendance.awaited(grid, least) if fraction else list(grid.get_node_ids())
+        there = self.attendance.awaited(grid, least, self._left()) if fraction else list(grid.get_node_ids())
         if self.roll_call and fraction:
             self._call_roll(grid, there, server_round)
         chance = generator(self.seed, "cohort", server_round)
-        nodes = chosen(there, fraction, least, chance, self.names) if fraction else []
+        nodes = chosen(there, fraction, least, chance, self.roll.names) if fraction else []
         log.info("[round %d/%s] %d nodes train", server_round, self._rounds or "?", len(nodes))
         records: dict[str, Any] = {self.admission.arrays_key: arrays}
         shared = tuple(
@@ -231,7 +234,7 @@ class FairStrategy(Strategy):
             records[wire.SHARED] = wire.flattened(shared)
         messages = self._messages(nodes, records, config, server_round, MessageType.TRAIN)
         self._round = Round(
-            server_round, self._asked(messages), frozenset(there), sum(_size(m.content) for m in messages)
+            server_round, self.roll.asked(messages), frozenset(there), sum(_size(m.content) for m in messages)
         )
         return messages
 
@@ -269,8 +272,8 @@ class FairStrategy(Strategy):
         if not self.attendance.fraction_evaluate or not due:
             return []
         fraction, least = self.attendance.fraction_evaluate, self.attendance.min_evaluate_nodes
-        there = self.attendance.awaited(grid, least)
-        nodes = chosen(there, fraction, least, generator(self.seed, "judges", server_round), self.names)
+        there = self.attendance.awaited(grid, least, self._left())
+        nodes = chosen(there, fraction, least, generator(self.seed, "judges", server_round), self.roll.names)
         model = state.model
         for term, kept in zip(self.terms, state.terms, strict=True):
             model = term.evaluated(model, kept.shared, {})
@@ -278,7 +281,7 @@ class FairStrategy(Strategy):
         messages = self._messages(
             nodes, {self.admission.arrays_key: record}, config, server_round, MessageType.EVALUATE
         )
-        now.judges = self._asked(messages)
+        now.judges = self.roll.asked(messages)
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -286,17 +289,15 @@ class FairStrategy(Strategy):
         now = self._current(server_round)
         contents: list[RecordDict] = []
         for one in self._arrived(list(replies), now.judges):
-            found = {} if one.trouble else numbers(one.message.content.metric_records)
-            number = found.pop(self.admission.examples_key, 0.0)
-            why = one.trouble or self._misjudged(found, number)
-            if why:
+            try:
+                found = judged(one, self.admission)
+            except Refused as why:
                 log.warning("round %d, evaluation: '%s' is left out: %s", server_round, one.client, why)
-                now.report.setdefault("not_judged", {})[one.client] = why
+                now.report.setdefault("not_judged", {})[one.client] = str(why)
                 continue
             contents.append(one.message.content)
-            self.known.homes[one.client], self.known.tests[one.client] = one.domain, number
-            accuracy = next((found[key] for key in ACCURACY if key in found), None)
-            now.judged.append(Judged(one.client, one.domain, number, accuracy))
+            self.known.homes[one.client], self.known.tests[one.client] = found.domain, found.num_examples
+            now.judged.append(found)
         now.clock.lap("evaluate")
         self._end_round(now)
         return self.evaluate_metrics_aggr_fn(contents, self.admission.examples_key) if contents else None
@@ -337,6 +338,12 @@ class FairStrategy(Strategy):
         assert self.layout is not None
         return self.layout
 
+    def _left(self) -> str:
+        """What an end before the last round leaves behind, in words."""
+        if self.folder is None:
+            return "without a folder nothing is saved"
+        return "finished rounds are saved" + (", and resume=True goes on from them" if self._rounds else "")
+
     def _check_next(self, number: int) -> None:
         """Nobody may do a round twice, nor put a model of their own in the place of a folder's."""
         done = self.history[-1].round if self.history else 0
@@ -362,15 +369,23 @@ class FairStrategy(Strategy):
 
     def _end_round(self, now: Round) -> None:
         """Write down what the round left behind; from here on a resume does not repeat it."""
-        record = RoundRecord(
-            now.number, len(now.asked.nodes), now.replied, now.weights, now.train_loss, now.report, now.clock.seconds
+        there = sorted({*now.weights, *(one.client for one in now.judged)} & self.known.homes.keys())
+        record = FederatedRound(
+            now.number,
+            len(now.asked.nodes),
+            now.replied,
+            now.weights,
+            now.train_loss,
+            now.report,
+            now.clock.seconds,
+            **Judged.together(now.judged),
+            homes={client: self.known.homes[client] for client in there},
         )
-        record = replace(record, **Judged.together(now.judged))
         self.state = replace(self._state, round=now.number)  # also where a wrapper kept the replies to itself
         self.history.append(record)
-        log.info("[round %d] %s", now.number, _line(record))
+        log.info("[round %d] %s", now.number, record.line)
         if self.folder is not None:
-            self.known.nodes = {str(node): client for node, client in self.names.items()}
+            self.known.nodes = {str(node): client for node, client in self.roll.names.items()}
             self.folder.save(self._state, record, asdict(self.known))
             if not self._rounds:  # not our own loop: any round may be the last
                 self._conclude(self.folder)
@@ -384,10 +399,6 @@ class FairStrategy(Strategy):
             raise RuntimeError(f"round {number} has not been configured: configure_train comes first")
         return self._round
 
-    def _asked(self, messages: list[Message]) -> Asked:
-        nodes = [message.metadata.dst_node_id for message in messages]
-        return Asked({n: self.names.get(n, f"node-{n}") for n in nodes}, [message.metadata for message in messages])
-
     def _messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
     ) -> list[Message]:
@@ -399,7 +410,7 @@ class FairStrategy(Strategy):
         made = []
         for node in nodes:
             # A client is told which of its rounds counted last: it undoes a later one. A node not heard yet may be anyone.
-            client = self.names.get(node)
+            client = self.roll.names.get(node)
             own = {client: accepted[client]} if client in accepted else {}
             told["counted"] = everyone if client is None else wire.counted(own, self.known.federation)
             ours = {f"{wire.TOLD}{key}": value for key, value in told.items()}
@@ -411,59 +422,33 @@ class FairStrategy(Strategy):
     def _arrived(self, replies: list[Message], asked: Asked) -> list[Heard]:
         """Everyone who replied, told apart and in the order of names; the names are remembered."""
         assert self._round is not None
-        holders = {client: node for node, client in self.names.items()}
-        found = told_apart(
-            (heard(message, self._round.number, asked, self.names, self.known.homes) for message in replies),
-            asked,
-            holders,
-            self._round.connected,
-        )
-        for one in found:
-            if one.trouble is not None:
-                continue
-            if not one.named and one.node not in self.names:
-                log.warning(
-                    "node %d gives no name and is called '%s': if it restarts without a node key its history is lost; "
-                    "fedheal.flower.client.reply sends a name",
-                    one.node,
-                    one.client,
-                )
-            if holders.get(one.client, one.node) != one.node:  # the name has moved
-                self.names.pop(holders[one.client], None)
-            self.names[one.node] = one.client
+        found = self.roll.heard(replies, self._round.number, asked, self.known.homes, self._round.connected)
+        self.roll.learn(found)
         return found
 
     def _call_roll(self, grid: Grid, there: Iterable[int], number: int) -> None:
         """Ask nodes that are new for their names; who does not answer stays without."""
-        new = [node for node in there if node not in self.names]
+        new = [node for node in there if node not in self.roll.names]
         messages = self._messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
         replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
-        asked, holders = self._asked(messages), {client: node for node, client in self.names.items()}
-        arrived = (heard(message, number, asked, self.names, self.known.homes) for message in replies)
-        for one in told_apart(arrived, asked, holders, frozenset(there)):
-            if one.trouble is None and one.named:
-                self.names[one.node] = one.client
+        found = self.roll.heard(replies, number, self.roll.asked(messages), self.known.homes, frozenset(there))
+        self.roll.learn(one for one in found if one.named)
 
     def _cohort(self, arrived: list[Heard], now: Round) -> Cohort:
         """What can be aggregated of this round's replies."""
         assert self._intake is not None
-        cohort = self._intake.cohort((one for one in arrived if one.trouble is None), self._state.model)
-        sound = {one.node for one in arrived if one.trouble is None}
-        # Of clients that are silent or fail nobody can say that they would not send it.
-        if cohort.unmeasured and not self.known.accepted and sound >= now.asked.nodes.keys():
-            raise ValueError(
-                f"'{self.name}' needs the client metric '{cohort.unmeasured}', which no client sends: train with "
-                "fedheal.flower.client.train, or send it with fedheal.flower.client.reply"
-            )
+        sound = [one for one in arrived if one.trouble is None]
+        cohort = self._intake.cohort(sound, self._state, self.known.looks)
+        # Of clients that are silent or fail nobody can say that they would not have it, nor of all from one of many.
+        everyone = {one.node for one in sound} >= now.asked.nodes.keys()
+        if cohort.needed and not self.known.accepted and everyone and len(sound) >= min(2, len(now.connected)):
+            raise ValueError(f"'{self.name}' needs {cohort.needed}")
         now.replied = sum(not one.message.has_error() for one in arrived)
         few = len(cohort.updates.clients)
         if few >= self.min_replies:
             return cohort
         why = f"only {few} replies of this round can be used, fewer than min_replies = {self.min_replies}"
-        nobody = Updates(
-            [], torch.zeros(0, self._layout.sizes().params, dtype=self._state.model.params.dtype), [], domains=[]
-        )
-        return Cohort(nobody, {}, cohort.skipped | dict.fromkeys(map(str, cohort.updates.clients), why))
+        return cohort.emptied(why)
 
     def _note(self, now: Round, arrived: list[Heard], cohort: Cohort, out: Aggregated) -> list[str]:
         """Keep for the record who counted, who was left out and who never answered; those who counted."""
@@ -481,35 +466,25 @@ class FairStrategy(Strategy):
         losses = [cohort.read[c].metrics.get("train_loss", math.nan) for c in taken]
         sound = [loss for loss in losses if math.isfinite(loss)]
         now.train_loss = sum(sound) / len(sound) if sound else None
+        self.known.looks |= cohort.looks
         self.known.accepted |= dict.fromkeys(taken, now.number)
         self.known.homes |= {one.client: one.domain for one in arrived if one.client in taken}
         return taken
 
-    def _misjudged(self, found: Mapping[str, float], number: float) -> str | None:
-        if not 0 < number <= self.admission.max_examples:
-            return f"{self.admission.examples_key} = {number:g}"
-        wrong = [f"{key} = {found[key]}" for key in ACCURACY if key in found and not 0 <= found[key] <= 1]
-        return ", ".join(wrong) or None
-
     def _described(self) -> dict[str, Any]:
         """What `federation.toml` holds."""
-        told = {"method": self.name, "data": self.data, "seed": self.seed, "rounds": self._rounds}
+        told = {
+            "method": self.name,
+            "algorithm": self.algorithm,
+            "data": self.data,
+            "seed": self.seed,
+            "rounds": self._rounds,
+        }
         told |= {"min_replies": self.min_replies, "evaluate_every": self.evaluate_every}
         told |= {"roll_call": self.roll_call, "clients": self.clients, "budget": self.budget}
         told |= {"tau": self.tau if self.admission.masked else None}
         settings = asdict(self.attendance) | asdict(self.admission) | {"server": asdict(self.server)}
         return {key: value for key, value in (told | settings).items() if value is not None}
-
-
-def _line(record: RoundRecord) -> str:
-    """A round in a line, the worst served by name."""
-    told = f"{record.replied} of {record.cohort} nodes replied, {len(record.report['skipped'])} left out"
-    told += "" if record.train_loss is None else f", training loss {record.train_loss:.3f}"
-    if record.domains and record.clients:
-        mean = sum(record.domains.values()) / len(record.domains)
-        worst = min(record.clients, key=lambda client: (record.clients or {})[client])
-        told += f", accuracy {mean:.1f} %, worst served: '{worst}' with {record.clients[worst]:.1f} %"
-    return told
 
 
 def _keep(kept: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import math
-import tokenize
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -31,7 +30,13 @@ SHARED = "fedheal.shared"  # to clients: what the method's terms share
 MESSAGES = "fedheal.messages"  # from clients: what the terms tell the server
 KEPT = "fedheal.kept"  # from clients that mask their own update: which entries they kept, as bits
 
-NPY = b"\x93NUMPY\x01\x00"  # how numpy's file format, version 1.0, begins
+# How numpy's file format begins, by version: how many bytes tell the header's length, and what reads both. Numbers look alike
+# in versions 2 and 3. An archive, which `numpy.load` would open too, is no array.
+NPY = {
+    b"\x93NUMPY\x01\x00": (2, np.lib.format.read_array_header_1_0),
+    b"\x93NUMPY\x02\x00": (4, np.lib.format.read_array_header_2_0),
+    b"\x93NUMPY\x03\x00": (4, np.lib.format.read_array_header_2_0),
+}
 
 # Without the module nobody can tell a float buffer from a parameter but by its name: these are torch's.
 BUFFERS = ("running_mean", "running_var")
@@ -67,9 +72,10 @@ def packed(layout: Layout, record: ArrayRecord) -> Packed:
 
 def record_of(layout: Layout, model: Packed) -> ArrayRecord:
     """Vectors as named arrays, in the original shapes and dtypes."""
-    if len({entry.dtype for entry in layout.entries if entry.kind == "param"}) > 1:
+    dtypes = {entry.dtype for entry in layout.entries if entry.kind == "param"}
+    if len(dtypes) > 1 or any(dtype.is_complex for dtype in dtypes):  # complex numbers are pairs in the vector
         return record(layout.unpack(model))
-    # One dtype, as nearly always: each array straight from its slice, without another copy of the whole model.
+    # One real dtype, as nearly always: each array straight from its slice, without another copy of the whole model.
     vectors = {"param": model.params, "buffer": model.buffers, "counter": model.counters}
     slices = {e.name: vectors[e.kind][e.start : e.stop].to(e.dtype).reshape(e.shape) for e in layout.entries}
     return record(slices)
@@ -90,14 +96,13 @@ def viewed(array: Array) -> NDArray[Any]:
     if array.stype != "numpy.ndarray":
         raise ValueError(f"it is serialised as '{array.stype}', not as a numpy array")
     try:
-        start = 10 + int.from_bytes(array.data[8:10], "little")
-        if array.data[:8] != NPY:
-            return array.numpy()
-        shape, fortran, dtype = _header(array.data[8:start])
+        shape, fortran, dtype, start = _header(_head(array.data))
         flat = np.frombuffer(array.data, dtype, math.prod(shape), start)
-    except (ValueError, TypeError, SyntaxError, EOFError, OverflowError, tokenize.TokenError) as error:
-        raise ValueError(f"its bytes are no array ({error})") from None
-    return flat.reshape(shape, order="F" if fortran else "C")
+        return flat.reshape(shape, order="F" if fortran else "C")
+    except (
+        Exception
+    ) as error:  # numpy and Python's parser raise nearly anything, and one client's bytes must not end a run
+        raise ValueError(f"its bytes are no array ({str(error)[:200] or type(error).__name__})") from None
 
 
 def _tensor(array: Array) -> Tensor:
@@ -107,15 +112,24 @@ def _tensor(array: Array) -> Tensor:
         raise ValueError(f"it holds {array.dtype}, which torch does not have") from None
 
 
+def _head(data: bytes) -> bytes:
+    """All before the numbers."""
+    if data[:8] not in NPY:
+        raise ValueError("they do not begin as numpy's format does")
+    width, _ = NPY[data[:8]]
+    return data[: 8 + width + int.from_bytes(data[8 : 8 + width], "little")]
+
+
 @lru_cache(maxsize=4096)
-def _header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, order and dtype; the clients' headers are all alike, so each is parsed once."""
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(data))
+def _header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, order and dtype, and where the numbers start; the clients' headers are all alike, so each is parsed once."""
+    _, read = NPY[head[:8]]
+    shape, fortran, dtype = read(io.BytesIO(head[8:]))
     if dtype.hasobject:
         raise ValueError("it holds Python objects")
     if any(size < 0 for size in shape):
         raise ValueError(f"its shape is {shape}")
-    return shape, fortran, dtype
+    return shape, fortran, dtype, len(head)
 
 
 def flattened(groups: tuple[Arrays, ...]) -> ArrayRecord:

@@ -1,0 +1,52 @@
+"""A method's local terms between the two sides: which a client trained with, and whether the server can use their messages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+
+import torch
+
+from fedheal.layout import Layout
+from fedheal.local.control_variates import ControlVariates
+from fedheal.local.term import Arrays, ServerContext, Term
+from fedheal.local.validated import LeaveOneOut
+from fedheal.types import RunState, Updates
+
+
+def check_terms(terms: Sequence[Term]) -> None:
+    """Two terms need on the server what clients of a federation keep to themselves."""
+    for term in terms:
+        if isinstance(term, ControlVariates) and term.fair_controls == "p":
+            raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
+        if isinstance(term, LeaveOneOut):
+            raise ValueError("fedce tells every client its own weight, which one broadcast cannot: simulate it instead")
+
+
+def worded(terms: Sequence[Term]) -> list[str]:
+    """Terms in words that are the same on every machine; of what is no dataclass only the kind is known.
+
+    >>> from fedheal import methods
+    >>> worded(methods.get("fedprox:mu=0.1").local)
+    ['Proximal(mu=0.1)']
+    """
+    return [repr(term) if is_dataclass(term) else type(term).__qualname__ for term in terms]
+
+
+def look(messages: Sequence[Arrays]) -> str:
+    """What a client's messages look like: their names, shapes and dtypes, digested."""
+    seen = [sorted((name, list(t.shape), str(t.dtype)) for name, t in group.items()) for group in messages]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+
+
+def trouble(terms: Sequence[Term], layout: Layout, state: RunState, messages: Sequence[Arrays]) -> str | None:
+    """Why the terms could not take in a round with these messages alone; tried out, since only a term knows what it needs."""
+    still = Updates(["one"], torch.zeros(1, layout.sizes().params, dtype=state.model.params.dtype), [1])
+    ctx = ServerContext(state.round + 1, 0, 1, still, torch.ones(1, dtype=torch.float64), layout, {})
+    for term, message, before in zip(terms, messages, state.terms, strict=True):
+        try:
+            term.absorb(state.model, state.model, [message], before.shared, ctx)
+        except Exception as error:  # a term is not asked to check: what is missing or misshapen raises nearly anything
+            return f"{type(error).__name__}: {str(error)[:200]}"
+    return None

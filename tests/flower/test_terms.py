@@ -1,0 +1,118 @@
+"""A method's local terms in a federation: who trained with them, and what they tell the server."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, Message
+
+from flower.sites import Sites
+from flower.test_bad_replies import ABSENT, BAD, about, run
+
+
+def test_what_a_term_tells_the_server_is_checked_too():
+    def nan(reply: Message) -> list[Message]:
+        told = reply.content["fedheal.messages"]
+        told["0.change"] = Array(told["0.change"].numpy() * math.nan)
+        return [reply]
+
+    def short(reply: Message) -> list[Message]:
+        reply.content["fedheal.messages"]["0.change"] = Array(np.zeros(2, np.float32))
+        return [reply]
+
+    def none(reply: Message) -> list[Message]:
+        del reply.content["fedheal.messages"]
+        return [reply]
+
+    def told(values: np.ndarray) -> Callable[[Message], list[Message]]:
+        return lambda reply: (reply.content["fedheal.messages"].update({"0.change": Array(values)}), [reply])[1]
+
+    words, long = told(np.array(["a", "b"])), told(np.zeros(2, np.longdouble))
+    expected, _ = run(ABSENT, "scaffold")
+    for spoil in (nan, short, none, words, long):
+        strategy, name = run(spoil, "scaffold")
+        assert list(strategy.history[1].report["skipped"]) == [name]
+        assert torch.equal(strategy.state.model.params, expected.state.model.params)
+
+
+def unsaid(reply: Message) -> list[Message]:
+    """As of a client that trains in a loop of its own, and answers with `reply`."""
+    del reply.content["fedheal"]["terms"]
+    reply.content.pop("fedheal.messages", None)
+    return [reply]
+
+
+LOCAL = ["scaffold", "feddyn", "fedproto", "fedproc", "fpl", "moon", "ditto", "fedprox", "fedbn"]
+
+
+@pytest.mark.parametrize("method", LOCAL)
+def test_clients_that_all_train_without_the_methods_terms_are_a_mistake_of_the_app(method):
+    with pytest.raises(
+        ValueError, match=rf"'{method}' needs clients that train with .*: train with fedheal.flower.client"
+    ):
+        Sites(method=method).run(lambda node, reply: unsaid(reply), fraction_evaluate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (unsaid, "without the method's local terms"),
+        (about(terms=["Proximal(mu=9.0)"]), r"with \['Proximal\(mu=9.0\)'\]; .* trains with Proximal\(mu=0.01\)"),
+        (about(terms=7), "it trained with 7"),
+    ],
+)
+def test_a_client_that_trains_with_other_terms_is_left_out(spoil, words):
+    strategy, name = run(spoil, "fedprox")
+    assert re.search(words, strategy.history[1].report["skipped"][name])
+    assert torch.equal(strategy.state.model.params, run(ABSENT, "fedprox")[0].state.model.params)
+
+
+def test_a_method_without_terms_does_not_mind_how_clients_train():
+    sites, plain = Sites(method="fedprox", rounds=1), Sites(method="fedavg", rounds=1)
+    strategy = plain.strategy(fraction_evaluate=0.0)
+    strategy.start(sites.grid(), sites.initial, num_rounds=1)
+    assert len(strategy.history[0].weights) == 5
+
+
+def told_of(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Message], list[Message]]:
+    def spoil(reply: Message) -> list[Message]:
+        told = reply.content["fedheal.messages"]
+        told.update({key: Array(change(told[key].numpy())) for key in list(told)})
+        return [reply]
+
+    return spoil
+
+
+def untold(reply: Message) -> list[Message]:
+    del reply.content["fedheal.messages"]
+    return [reply]
+
+
+TOLD = {
+    "none": untold,
+    "short": told_of(lambda values: np.zeros(2, np.float32)),
+    "integers": told_of(lambda values: values.astype(np.int8)),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+@pytest.mark.parametrize("method", ["scaffold", "fedproto", "fedproc", "fpl"])
+def test_in_cohorts_of_one_nobody_ends_the_run_by_what_its_term_tells(method, case):
+    sites = Sites(method=method, rounds=8)
+    strategy = sites.strategy(fraction_evaluate=0.0, fraction_train=0.2, min_train_nodes=1)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        return TOLD[case](reply) if node == BAD else [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=8)
+    bad = sites.names[BAD - 100]
+    counted = [[c for c, weight in record.weights.items() if weight] for record in strategy.history]
+    skipped = [record.report["skipped"] for record in strategy.history]
+    assert any(skipped)  # its turn came
+    assert all(list(left_out) in ([], [bad]) for left_out in skipped)
+    assert [len(names) for names in counted] == [int(not left_out) for left_out in skipped]
