@@ -43,7 +43,8 @@ def look(messages: Sequence[Arrays]) -> str:
 def trouble(terms: Sequence[Term], layout: Layout, state: RunState, messages: Sequence[Arrays]) -> str | None:
     """Why the terms could not take in a round with these messages alone; tried out, since only a term knows what it needs."""
     still = Updates(["one"], torch.zeros(1, layout.sizes().params, dtype=state.model.params.dtype), [1])
-    ctx = ServerContext(state.round + 1, 0, 1, still, torch.ones(1, dtype=torch.float64), layout, {})
+    whole = torch.ones(1, dtype=torch.float64)
+    ctx = ServerContext(state.round + 1, 0, 1, still, whole, whole, layout, {})
     for term, message, before in zip(terms, messages, state.terms, strict=True):
         try:
             term.absorb(state.model, state.model, [message], before.shared, ctx)
