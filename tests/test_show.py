@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 
 import pytest
+from PIL import Image
 from rich.console import Console
+from typer.testing import CliRunner
 
 from fedheal import cli_show
+from fedheal.cli import app
 from fedheal.progress import Progress
 from fedheal.sweep import Trial
 from fedheal.types import RoundRecord
@@ -36,3 +39,16 @@ def test_a_name_is_shown_as_it_is_while_a_run_goes(name, live):
         progress.round(RoundRecord(1, 1, 1, {}, None, {}, seconds, domains={name: 51.5}, fairness=evenness))
     assert f"mine{name}" in file.getvalue()
     assert f"{name} 51.5" in file.getvalue()
+
+
+def test_a_domain_is_shown_as_it_is_called_where_data_are_shown(tmp_path, monkeypatch):
+    for domain in ("[old]", "[red]x"):
+        for number in range(10):
+            path = tmp_path / "photos" / domain / f"class{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
+    monkeypatch.chdir(tmp_path)
+    checked = CliRunner().invoke(app, ["data", "check", "folder:photos"])
+    assert checked.output.count("[old]") > 1, checked.output  # in the table, and in the line below it
+    shown = CliRunner().invoke(app, ["data", "show", "folder:photos", "--clients", "clients_per_domain=1"])
+    assert "[red]x" in shown.output, shown.output

@@ -22,8 +22,8 @@ from fedheal.report.page import Extra, page
 
 
 def wide() -> Console:
-    """Where nobody looks at a terminal there is no width to keep to."""
-    return Console(width=None if sys.stdout.isatty() else 200)
+    """Where nobody looks at a terminal there is no width to keep to. A domain may be called [old]: nothing is markup."""
+    return Console(width=None if sys.stdout.isatty() else 200, markup=False)
 
 
 def compared(summaries: Sequence[Mapping[str, Any]]) -> None:
@@ -37,14 +37,14 @@ def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     table = Table()
     table.add_column("method", no_wrap=True)
     for name in (*columns, "AVG", "STD", "worst"):
-        table.add_column(Text(name), justify="right")  # a domain may be called [old], which as a string is markup
+        table.add_column(name, justify="right")
     values = [[s["domains"][c] for c in columns] + [s["avg"], s["std"], s["worst"]] for s in summaries]
     best = [min(column) if i == len(columns) + 1 else max(column) for i, column in enumerate(zip(*values, strict=True))]
     for summary, row in zip(summaries, values, strict=True):
         cells = [
-            f"[bold]{x:.1f}[/]" if len(values) > 1 and x == b else f"{x:.1f}" for x, b in zip(row, best, strict=True)
+            Text(f"{x:.1f}", style="bold" if len(values) > 1 and x == b else "") for x, b in zip(row, best, strict=True)
         ]
-        table.add_row(Text(summary["method"]), *cells)
+        table.add_row(summary["method"], *cells)
     return table
 
 
@@ -58,7 +58,7 @@ def searched(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
     """What a search tried, and what it chose."""
     table = Table(title="mean over seeds; chosen on validation, the test set for information", title_justify="left")
     for key in chosen.point:
-        table.add_column(Text(key), justify="right")
+        table.add_column(key, justify="right")
     for where in ("validation", "test"):
         for name in ("avg", "std", "worst"):
             table.add_column(f"{where} {name}", justify="right")
@@ -70,7 +70,7 @@ def searched(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
             for name in ("avg", "std", "worst")
         ]
         mark = "chosen" if trial is chosen else ""
-        table.add_row(*(Text(str(v)) for v in trial.point.values()), *(f"{x:.2f}" for x in numbers), mark)
+        table.add_row(*(str(v) for v in trial.point.values()), *(f"{x:.2f}" for x in numbers), mark)
     return table
 
 
@@ -116,7 +116,7 @@ def diagnosed(runs: Sequence[Path], by: str | None, figures: Path | None) -> Non
     for i, word in enumerate(head):
         table.add_column(word, justify="right" if i else "left")
     for line in body:
-        table.add_row(*map(Text, line))
+        table.add_row(*line)
     wide().print(table)
     typer.echo("\n".join(diagnosis.sentences(found)))
     written = diagnosis.write_picture(found, (figures or runs[0]) / f"diagnosis-{found.what}")
