@@ -99,9 +99,7 @@ def viewed(array: Array) -> NDArray[Any]:
         shape, fortran, dtype, start = _header(_head(array.data))
         flat = np.frombuffer(array.data, dtype, math.prod(shape), start)
         return flat.reshape(shape, order="F" if fortran else "C")
-    except (
-        Exception
-    ) as error:  # numpy and Python's parser raise nearly anything, and one client's bytes must not end a run
+    except Exception as error:  # numpy and Python's parser raise nearly anything, and no client's bytes may end a run
         raise ValueError(f"its bytes are no array ({str(error)[:200] or type(error).__name__})") from None
 
 
