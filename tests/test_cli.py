@@ -604,3 +604,53 @@ def test_the_demo_gives_the_same_bits_twice_and_a_table(tmp_path: Path) -> None:
 def test_what_needs_a_gpu_is_said_before_anything_is_written(call, word: str) -> None:
     assert_sentence(call("run", *WORDS, word, "--out", "here"), word.partition("=")[0], "needs a GPU")
     assert not Path("here").exists()
+
+
+# What a command says beside its numbers
+
+
+def test_a_sweep_says_where_equals_were_chosen_from_and_where_its_runs_are(call) -> None:
+    done = call("sweep", *WORDS, "method=fedheal", "rounds=1", "tau=0,0.1", "lr=1e-9", "--jobs", "1", "--out", "found")
+    assert done.code == 0, done
+    assert "2 points are equally good on it: this is the first, and no better than the others." in done.out
+    assert done.out.splitlines()[-1] == "The runs are in found."
+
+
+def test_a_report_of_what_is_not_there_says_what_is(call, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "compare-embedded-rounds=2").mkdir(parents=True)
+    done = call("report", "runs/compare-embedded")
+    assert_sentence(done, "runs/compare-embedded does not exist; there is runs/compare-embedded-rounds=2")
+    assert_sentence(call("report", "runs/other"), "runs/other does not exist\n")
+
+
+def test_runs_of_other_settings_that_cannot_stand_in_one_table_say_which_settings(call) -> None:
+    for folder, rounds in (("one", 1), ("two", 2)):
+        assert call("run", *WORDS, f"rounds={rounds}", "--quiet", "--out", f"both/{folder}").code == 0
+    assert_sentence(call("report", "both"), "was run twice, with other settings (rounds)", "both/one and both/two")
+
+
+def test_an_error_among_many_runs_says_in_which(call, tmp_path: Path) -> None:
+    more = [word for word in WORDS if not word.startswith("data=")]
+    done = call(
+        "compare", "fedavg", "--data", "tiny_data:load", *more, "lr=1e30", "--seeds", "1", "--jobs", "1", "--quiet"
+    )
+    assert_sentence(done, "(in the run runs/compare-tiny_data.load", "fedavg-tiny_data_load-seed0)")
+
+
+def test_more_rounds_than_anyone_waits_for_are_refused(call) -> None:
+    assert_sentence(call("run", *WORDS, "rounds=99999999999999999999999"), "rounds = 99999999999999999999999")
+
+
+def test_the_next_command_is_one_that_the_shell_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / ".venv" / "bin" / "fedheal"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert cli._command() == ".venv/bin/fedheal"
+    monkeypatch.chdir(program.parent.parent)
+    assert cli._command() == "bin/fedheal"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert cli._command() == "fedheal"

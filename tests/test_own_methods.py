@@ -20,7 +20,9 @@ from tiny_data import quick, words
 MINE = """
 from fedheal.aggregate import Aggregator, chain
 from fedheal.aggregate.presets import reducer
+from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.stages import STAGES
+from fedheal.aggregate.state import Nothing
 from fedheal.local.proximal import Proximal
 from fedheal.methods import Local, get
 
@@ -57,6 +59,18 @@ def number():
 
 def broken(k: int = 2):
     return {}[k]
+
+def returning(what: str = "word"):
+    # A reducer that makes something else of a round than a model and a report.
+    made = {
+        "word": lambda draft: "hello",
+        "tensor": lambda draft: (draft.model.params, {}),
+        "unsayable": lambda draft: (draft.model, {"inner": {"key": {1, 2}}}),
+    }
+    return Aggregator(chain(), lambda draft, weights: made[what](draft))
+
+def lost():
+    return Stage(lambda layout: Nothing(), lambda draft, state: draft)
 """
 
 
@@ -147,6 +161,28 @@ def test_what_is_wrong_with_one_is_a_sentence(name: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as error:
         methods.get(own(name))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mine:returning:what=word", "a reducer returned a str; a Packed and a Mapping are needed"),
+        ("mine:returning:what=tensor", "a reducer returned a Tensor and a dict; a Packed and a Mapping are needed"),
+        ("mine:lost", "a stage returned a Draft; a Draft and a State are needed"),
+        (
+            "mine:returning:what=unsayable",
+            r"round 1 cannot be recorded: report.inner.key is \{1, 2\}, and JSON has no words for that",
+        ),
+    ],
+)
+def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
+    tmp_path: Path, name: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        fedheal.run(quick(method=own(name)), tmp_path / "one", progress=False)
+    assert not (tmp_path / "one" / "rounds.jsonl").exists() or not (tmp_path / "one" / "rounds.jsonl").read_text()
+    fedheal.run(quick(), tmp_path / "one", progress=False)  # another experiment: the first has left nothing
+    assert fedheal.Experiment.read(tmp_path / "one" / "experiment.toml").identity == quick().identity
 
 
 def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -157,7 +158,7 @@ def demo(
         typer.echo(
             f"{about[0].upper()}{about[1:]}. One seed: differences of a point or two are noise.\n"
             f"Figures, and everything else: {written} (open it in a browser).\n"
-            f"The runs are in {out}/; try: fedheal compare fedavg fedavg+uniform fedheal --seeds 5"
+            f"The runs are in {out}/; try: {_command()} compare fedavg fedavg+uniform fedheal --seeds 5"
         )
 
 
@@ -273,6 +274,10 @@ def sweep_command(
         typer.echo(
             f"Chosen by {metric} on validation data, {len(wanted.seeds)} seed(s): {best}. The test set had no part in it."
         )
+        equals = sum(trial.score(metric) == chosen.score(metric) for trial in found)
+        if equals > 1:
+            typer.echo(f"{equals} points are equally good on it: this is the first, and no better than the others.")
+        typer.echo(f"The runs are in {folder}.")
 
 
 @app.command()
@@ -471,6 +476,14 @@ def _trackers(track: str | None, folder: Path) -> list[fedheal.Callback]:
     return [tracker(track, folder)]
 
 
+def _command() -> str:
+    """How this program is called in the user's shell, which may not know of its environment."""
+    here = Path(sys.executable).with_name("fedheal")
+    if shutil.which("fedheal") or not here.exists():
+        return "fedheal"
+    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)
+
+
 def _is_file(word: str) -> bool:
     """`name=x.toml` says a name; `runs/compare-embedded-lr=0.1/fedavg/experiment.toml` is a file all the same."""
     key, equals, _ = word.partition("=")
@@ -488,7 +501,8 @@ def _sentences() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        typer.echo(f"fedheal: {error}", err=True)
+        where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        typer.echo(f"fedheal: {error}{where}", err=True)
     except OSError as error:
         typer.echo(f"fedheal: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", err=True)
     except torch.OutOfMemoryError as error:

@@ -176,22 +176,26 @@ def _make(folder: Path, experiment: Experiment) -> None:
 
 def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
     """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
-    described = folder / "experiment.toml"
     check_owner(folder, experiment)  # again: another run may have had the folder until now
-    if described.exists():
-        begun = (folder / "result.json").exists() or records.read_rounds(folder)
-        if begun and not resume:  # what stopped before its first round left nothing
-            raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
-        if (folder / "result.json").exists():
-            return None, _history(folder)
-        return _resumed(folder, experiment, used)
-    records.write_text(described, experiment.to_toml())
-    return None, []
+    if not _begun(folder):
+        records.write_text(folder / "experiment.toml", experiment.to_toml())
+        return None, []
+    if not resume:
+        raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
+    if (folder / "result.json").exists():
+        return None, _history(folder)
+    return _resumed(folder, experiment, used)
+
+
+def _begun(folder: Path) -> bool:
+    """Whether a run has left anything to go on from: what ended before its first round has not."""
+    there = (folder / "result.json").exists() or any((folder / "state").glob("*.safetensors"))
+    return there or bool(records.read_rounds(folder))
 
 
 def check_owner(folder: Path, experiment: Experiment) -> None:
     """Refuse the folder of another experiment: its results are not this one's."""
-    if not (folder / "experiment.toml").exists():
+    if not (folder / "experiment.toml").exists() or not _begun(folder):
         return
     there = read_toml(folder / "experiment.toml")
     method = there.get("method")  # it may be of somebody's own, of which the folder has only the name

@@ -56,7 +56,7 @@ class Experiment(BaseModel):
     data: str = "embedded"
     model: str = "resnet10"
     width: int | None = Field(None, ge=1)
-    rounds: int = Field(200, ge=1)
+    rounds: int = Field(200, ge=1, le=1_000_000)
     seed: int = Field(0, ge=0, lt=2**63)
     data_root: str | None = None  # where the data lie, if not where FEDHEAL_DATA says
     allow_missing: bool = False  # go on without the domains that are not on disk

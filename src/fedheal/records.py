@@ -138,8 +138,24 @@ def load_state(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str, Any
 
 def append_round(folder: Path, record: Mapping[str, Any]) -> None:
     """One line; a crash can only leave a part of the last."""
+    try:
+        line = json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"round {record.get('round')} cannot be recorded: {_unsayable(record)}") from error
     with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, allow_nan=False) + "\n")
+        file.write(line + "\n")
+
+
+def _unsayable(record: Mapping[str, Any], where: str = "") -> str:
+    """What in a record JSON has no words for."""
+    for key, value in record.items():
+        try:
+            json.dumps({key: value}, allow_nan=False)
+        except (TypeError, ValueError):
+            if isinstance(value, Mapping):
+                return _unsayable(value, f"{where}{key}.")
+            return f"{where}{key} is {value!r}, and JSON has no words for that"
+    return "it is too deep"
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:

@@ -84,10 +84,21 @@ def _here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
         there = places([job.experiment for job in group], processes)
         if sum(place.slots for place in there) == 1:
             for job in group:  # in one process, which compiles its kernels once for all of them
-                _do(job)
+                with _named(job):
+                    _do(job)
                 yield job
         else:
             yield from _at_once(group, there)
+
+
+@contextmanager
+def _named(job: Job) -> Iterator[None]:
+    """An error says which of the runs it ended."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the run {job.folder}")
+        raise
 
 
 def _at_once(jobs: Sequence[Job], there: Sequence[Place]) -> Iterator[Job]:
@@ -102,7 +113,7 @@ def _at_once(jobs: Sequence[Job], there: Sequence[Place]) -> Iterator[Job]:
                     running[pools[place].submit(_do_there, job)] = job, place
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
                 job, _ = running.pop(ended)
-                with unbroken():
+                with unbroken(), _named(job):
                     ended.result()
                 yield job
     except BaseException:

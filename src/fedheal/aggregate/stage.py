@@ -6,7 +6,7 @@ weights whatever the order they are named in, since weights may depend on what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ def chain(*stages: Stage) -> Stage:
             )
         after = []
         for stage, before in zip(ordered, states, strict=True):
-            draft, new = stage.apply(draft, before)
+            draft, new = _pair("stage", stage.apply(draft, before), Draft, State)
             after.append(new)
         return draft, ChainState(tuple(after))
 
@@ -159,11 +159,12 @@ class Aggregator:
                 return _unmoved(model, packed, updates, state, skipped)
             kernel = kernels.choose(self.kernel, updates.deltas)
             try:
-                draft, after = self.stage.apply(Draft(state.sizes, packed, updates, rows, kernel, donate), state.stage)
+                begun = Draft(state.sizes, packed, updates, rows, kernel, donate)
+                draft, after = _pair("stage", self.stage.apply(begun, state.stage), Draft, State)
                 weights, standing = _weights(draft)
                 if not weights.any():
                     return _unmoved(model, packed, updates, replace(state, stage=after), skipped)
-                made, told = self.reduce(draft, weights)
+                made, told = _pair("reducer", self.reduce(draft, weights), Packed, Mapping)
                 _check_made(made, packed, updates, rows)
             except kernels.NonFinite as found:
                 bad |= dict.fromkeys(found.rows, "its update holds NaN, infinity or numbers too large to square")
@@ -171,6 +172,17 @@ class Aggregator:
             report = {"skipped": skipped, **draft.report, **told}
             columns = _spread(updates, rows, weights), _spread(updates, rows, standing)
             return Aggregated(_like(model, made), *columns, replace(state, stage=after), report)
+
+
+def _pair(what: str, given: object, *kinds: type) -> Any:
+    """What a stage or a reducer returned; it may be somebody's own."""
+    found = given if isinstance(given, tuple) else (given,)
+    if len(found) != len(kinds) or not all(map(isinstance, found, kinds)):
+        wanted, is_ = (
+            " and a ".join(names) for names in ([k.__name__ for k in kinds], [type(f).__name__ for f in found])
+        )
+        raise ValueError(f"a {what} returned a {is_}; a {wanted} are needed")
+    return found
 
 
 def _check_made(made: Packed, before: Packed, updates: Updates, rows: NDArray[np.int64]) -> None:

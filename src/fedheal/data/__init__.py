@@ -19,6 +19,7 @@ from fedheal.data.domains import Domains, check
 from fedheal.data.photographs import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
 from fedheal.data.real import FOLDER, Wanted
 from fedheal.own import imported, worded
+from fedheal.spelling import suggestion
 
 __all__ = ["DATASETS", "DESCRIPTIONS", "Dataset", "Wanted", "description", "load", "protocol"]
 
@@ -60,9 +61,9 @@ def load(name: str, wanted: Wanted | None = None) -> Domains:
     if ":" not in name:
         if name not in DATASETS:
             raise ValueError(
-                f"there is no data set {name!r}; choose one of {', '.join(DATASETS)}, name your own image folders as "
-                f"'{FOLDER}PATH', or your own function "
-                'by import path as "package.module:function"'
+                f"there is no data set {name!r}{suggestion(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
+                f"name your own image folders as '{FOLDER}PATH', or your own function by import path as "
+                '"package.module:function"'
             )
         return DATASETS[name].load(wanted)
     made = imported("data set", name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,8 @@ def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
     folders: dict[Path, None] = {}
     for path in paths:
         if not path.exists():
-            raise ValueError(f"{path} does not exist")
+            near = sorted(str(one) for one in path.parent.glob(f"{glob.escape(path.name)}*")) if path.name else []
+            raise ValueError(f"{path} does not exist{f'; there is {near[0]}' if near else ''}")
         folders |= dict.fromkeys(sorted(found.parent for found in path.rglob("result.json")))
     return [read_result(folder) for folder in folders]
 

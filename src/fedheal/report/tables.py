@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from fedheal.experiment import FREE
 from fedheal.metrics import LAST
-from fedheal.report.rows import BOUNDS, EVENNESS, Row, by_data
+from fedheal.report.rows import BOUNDS, EVENNESS, Row, by_data, described
 
 LOWER_IS_BETTER = frozenset({"STD"})
 
@@ -66,7 +67,10 @@ def _table(data: str, rows: Sequence[Row]) -> Table:
         twin = seen.setdefault((row.method, row.seed), row)
         if twin is not row:
             places = " and ".join(str(r.summaries[0].get("folder", "?")) for r in (twin, row))
-            raise ValueError(f"{row.method} with seed {row.seed} was run twice ({places}): report them apart")
+            one, other = (described(r.summaries[0])[0] for r in (twin, row))
+            differ = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key) and key not in FREE]
+            how = f", with other settings ({', '.join(sorted(differ))})" if differ else ""
+            raise ValueError(f"{row.method} with seed {row.seed} was run twice{how} ({places}): report them apart")
     columns = (*rows[0].domains, *EVENNESS)
     methods = sorted({row.method: None for row in rows}, key=lambda name: name in BOUNDS)
     values = {m: {c: [value(row, c) for row in rows if row.method == m] for c in columns} for m in methods}
