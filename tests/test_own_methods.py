@@ -180,9 +180,11 @@ def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         fedheal.run(quick(method=own(name)), tmp_path / "one", progress=False)
-    assert not (tmp_path / "one" / "rounds.jsonl").exists() or not (tmp_path / "one" / "rounds.jsonl").read_text()
+    assert fedheal.records.read_rounds(tmp_path / "one") == []
+    (tmp_path / "one" / "rounds.jsonl").write_text('{"round": 1, "coh')  # as a kill within the first line leaves it
     fedheal.run(quick(), tmp_path / "one", progress=False)  # another experiment: the first has left nothing
     assert fedheal.Experiment.read(tmp_path / "one" / "experiment.toml").identity == quick().identity
+    assert [record["round"] for record in fedheal.records.read_rounds(tmp_path / "one")] == [1, 2, 3]
 
 
 def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:

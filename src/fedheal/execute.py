@@ -178,6 +178,7 @@ def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tup
     """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
     check_owner(folder, experiment)  # again: another run may have had the folder until now
     if not _begun(folder):
+        (folder / "rounds.jsonl").unlink(missing_ok=True)  # it may hold half a line
         records.write_text(folder / "experiment.toml", experiment.to_toml())
         return None, []
     if not resume:
