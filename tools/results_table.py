@@ -243,7 +243,11 @@ def _open(entries: Sequence[Entry], runs: Sequence[Run], data: str) -> list[str]
         so_far = f" (so far with {' and '.join(map(str, reached))} rounds)" if reached else ""
         command = f"python tools/results.py run --data {data} --rows {shlex.quote(entry.label)}"
         lines.append(f"{entry.label}{so_far}: `{command}`")
-    return ["### Open", "Not run yet, with what would run it (then `python tools/results.py collect`):", bullets(lines)]
+    return [
+        "### Open",
+        "Not run yet, or with fewer rounds than planned; with what would run it (then `python tools/results.py collect`):",
+        bullets(lines),
+    ]
 
 
 def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
