@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import ModuleType
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedheal.models import MODELS, ResNet, SmallCNN, build, resnet, small_cnn
+from fedheal.models.resnet import _thinned
 
 NAMES = ["small_cnn", "resnet10", "resnet12", "resnet18", "resnet20", "resnet34"]
 
@@ -171,3 +173,31 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     for thing in ("own_linear", "own_failure", "own_mistake", "NOT_A_FUNCTION"):
         setattr(module, thing, globals()[thing])
     monkeypatch.setitem(sys.modules, "own_models", module)
+
+
+@pytest.mark.parametrize("inputs", [2, 15, 16])
+def test_a_narrow_shortcut_is_the_convolution_that_it_stands_for(inputs):
+    conv = nn.Conv2d(inputs, 2 * inputs, 1, stride=2, bias=False)
+    x = torch.randn(3, inputs, 9, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+    made = _thinned(conv, x)
+    plain = functional.conv2d(x.double(), conv.weight.double(), stride=2)
+    torch.testing.assert_close(made.double(), plain, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn_like(plain)
+    (ours,) = torch.autograd.grad(made, x, upstream.float())
+    (theirs,) = torch.autograd.grad(plain, x, upstream)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_narrow_networks_train_on_a_cpu():
+    """In a process of its own: what this guards against corrupts memory, and ends the process sooner or later."""
+    code = (
+        "import torch\n"
+        "from fedheal.models import build\n"
+        "module = build('resnet10', 10, width=8)\n"
+        "for _ in range(40):\n"
+        "    x = torch.rand(3, 3, 32, 32).contiguous(memory_format=torch.channels_last)\n"
+        "    torch.nn.functional.cross_entropy(module(x), torch.arange(3)).backward()\n"
+        "print('trained')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from fedheal.models.fused import norm_relu
 from fedheal.models.lowered import lowered_weights
@@ -37,8 +38,21 @@ class BasicBlock(nn.Module):
         inner = norm_relu(self.norm1, self.conv1(x))
         if len(self.shortcut):
             conv, norm = self.shortcut
-            x = norm_relu(norm, conv(x), relu=False)
+            assert isinstance(conv, nn.Conv2d)
+            x = norm_relu(norm, _thinned(conv, x), relu=False)
         return norm_relu(self.norm2, self.conv2(inner), x)
+
+
+def _thinned(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+    """A 1 x 1 convolution with a stride. With few channels on a CPU the pixels are picked first, to the same end.
+
+    There the gradient of such weights, as oneDNN computes it with channels last, writes beyond its memory.
+    """
+    if x.device.type == "cpu" and conv.in_channels < 16:
+        down, right = conv.stride
+        return functional.conv2d(x[:, :, ::down, ::right], conv.weight)
+    made: torch.Tensor = conv(x)
+    return made
 
 
 def _group(inputs: int, outputs: int, stride: int, blocks: int) -> nn.Sequential:
