@@ -17,6 +17,10 @@ from fedheal.report.rows import EVENNESS
 from fedheal.report.tables import over_rounds
 from fedheal.schedule import Job
 from results_kept import Run, found
+from results_second import DATA as SECOND_DATA
+from results_second import SOURCE as SECOND_SOURCE
+from results_second import lines as second_lines
+from results_second import read_all
 
 NOISE = 20  # evaluated rounds
 WINDOWS = 50
@@ -36,7 +40,7 @@ INDEPENDENT_COLUMNS = ("mnist", "usps", "svhn", "syn_standin", "AVG", "STD")
 INDEPENDENT_SOURCE = (
     "An independent throw-away implementation of the same protocol, written apart from this one: same data, bf16, means of the "
     "last five of 200 rounds, one seed a line. It has its own split and first model, so that some of a difference "
-    "comes from that alone; how much is not known yet. Its numbers are quoted: there are no records of its runs here."
+    "comes from that alone. Its numbers are quoted: there are no records of its runs here."
 )
 LIMITS = {"mnist": 5.0, "usps": 3.0, "svhn": 3.0}  # points; more is a bug until it is explained
 
@@ -49,7 +53,7 @@ def page(recipe: Recipe, sets: Iterable[tuple[str, Path, int]]) -> str:
         "folder: the complete description of the run (`experiment.toml`), every round (`rounds.jsonl`) and what came out "
         "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`).",
         "The paper's numbers and those of an independent implementation are quoted, and the latter have no records in this "
-        "repository. Everything else is computed from the folders.",
+        "repository. Everything else is computed from what is in the folders.",
     ]
     for data, folder, usual in sets:
         parts += [f"## {data}", *_about(recipe, data, folder, usual)]
@@ -66,6 +70,7 @@ def _about(recipe: Recipe, data: str, folder: Path, usual: int) -> list[str]:
         parts += _differences(runs, data)
         parts += _noise(runs, data)
         parts += _independent(runs, data)
+        parts += _second(runs, data, folder.parent)
         parts += _machines(runs)
     return [*parts, *_open(entries, runs, data)]
 
@@ -157,7 +162,7 @@ def _with_evenness(domains: Mapping[str, float]) -> dict[str, float]:
 
 def _noise(runs: Sequence[Run], data: str) -> list[str]:
     columns = columns_of(runs)
-    lines, ranges = [], []
+    lines, ranges, longer = [], [], []
     for run in runs:
         judged = [r["domains"] for r in run.records if r["domains"] is not None]
         seed = str(run.experiment.seed)
@@ -170,6 +175,8 @@ def _noise(runs: Sequence[Run], data: str) -> list[str]:
             means = [_with_evenness(last_mean(tail[: i + LAST])) for i in range(len(tail) - LAST + 1)]
             reach = [f"{min(m[c] for m in means):.1f} to {max(m[c] for m in means):.1f}" for c in columns]
             ranges.append([run.label, seed, *reach, str(len(tail))])
+            whole = _with_evenness(last_mean(tail, len(tail)))
+            longer.append([run.label, seed, *_cells(whole, columns), str(len(tail))])
     if not lines:
         return []
     said = (
@@ -180,7 +187,8 @@ def _noise(runs: Sequence[Run], data: str) -> list[str]:
     found = ["### How much the last rounds move", grid(head, lines), said]
     if ranges:
         reach = f"Lowest and highest mean of {LAST} rounds in a row within the last {WINDOWS}: where a result might have ended."
-        found += [grid(head, ranges), reach]
+        mean = f"Mean of the last {WINDOWS} rounds: less luck is in it than in the last {LAST}; it lags where a model improves."
+        found += [grid(head, ranges), reach, grid(head, longer), mean]
     return found
 
 
@@ -218,6 +226,17 @@ def _independent(runs: Sequence[Run], data: str) -> list[str]:
         grid(["row", "", *heads(INDEPENDENT_COLUMNS, data)], lines),
         bullets(said),
     ]
+
+
+def _second(runs: Sequence[Run], data: str, results: Path) -> list[str]:
+    seconds = read_all(results) if data == SECOND_DATA else []
+    if not seconds:
+        return []
+    columns = [domain for domain in columns_of(runs) if domain not in EVENNESS]
+    machines = ", ".join(dict.fromkeys(second.hardware for second in seconds))
+    said = f"{SECOND_SOURCE}bf16, {machines}. Accuracy in percent, mean of the {LAST} rounds up to the one named."
+    head = ["row", "after round", "", *heads(columns, data)]
+    return ["### Beside a second version", grid(head, second_lines(seconds, runs, columns)), said]
 
 
 def _machines(runs: Sequence[Run]) -> list[str]:

@@ -74,6 +74,7 @@ def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_i
     office = [entry.method for entry in RECIPES["headline"].entries("office-caltech")]
     assert office == [
         "fedavg", "fedavg+uniform", "fedavg+fedheal:tau=0.4,variant=released", "fedavg+fedheal:tau=0.4",
+        "fedavg+fedheal:tau=0.4,per_step=true",
     ]  # fmt: skip
 
 

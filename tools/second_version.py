@@ -1,0 +1,343 @@
+"""The Digits protocol once more, from its description alone: shares no line of code with the package it checks.
+
+python tools/second_version.py prepare DATA second.npz
+python tools/second_version.py run second.npz --weights uniform --rounds 60 --out results/second-version
+
+DATA is the folder with digits/. Another reader of the files, another split, another network, loop and average: where the
+package and this agree, neither is likely to be wrong. One plain loop; on a GPU its steps are captured, or it would take hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import gzip
+import json
+import struct
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import scipy.io
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+Examples = tuple[Tensor, Tensor]
+
+CLIENTS = 5  # a domain
+SIZES = {"mnist": 600, "usps": 72, "svhn": 732, "syn_standin": 100}  # images a client: 1 % of the whole training sets
+SIZE, PAD, BATCH, LR, MOMENTUM, DECAY = 32, 4, 64, 1e-3, 0.9, 1e-5
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+# ---- the data
+
+
+def prepare(asked: argparse.Namespace) -> None:
+    """Draw the clients' images and keep them with the test images, 32 x 32, as bytes."""
+    where = asked.data / "digits"
+    read: dict[str, Callable[[], tuple[Pair, Pair]]] = {
+        "mnist": lambda: (_idx(where / "mnist", "train"), _idx(where / "mnist", "t10k")),
+        "usps": lambda: (_libsvm(where / "usps/usps.bz2"), _libsvm(where / "usps/usps.t.bz2")),
+        "svhn": lambda: (_mat(where / "svhn/train_32x32.mat"), _mat(where / "svhn/test_32x32.mat")),
+        "syn_standin": lambda: (
+            _mat(where / "syn_standin/synth_train_32x32.mat"),
+            _mat(where / "syn_standin/synth_test_32x32.mat"),
+        ),
+    }
+    draw = np.random.default_rng(asked.split)
+    kept: Arrays = {"split": np.array(asked.split)}
+    for domain, size in SIZES.items():
+        (images, labels), (test_images, test_labels) = read[domain]()
+        if len(images) < CLIENTS * size:
+            raise ValueError(f"{domain}: {len(images)} training images, but the clients need {CLIENTS * size}")
+        chosen = draw.permutation(len(images))[: CLIENTS * size]
+        kept |= {f"{domain}_x": _resized(images[chosen]), f"{domain}_y": labels[chosen]}
+        kept |= {f"{domain}_test_x": _resized(test_images), f"{domain}_test_y": test_labels}
+        print(f"{domain}: {len(chosen)} of {len(images)} training images, {len(test_images)} test images")
+    np.savez_compressed(asked.file, **kept)  # type: ignore[arg-type]
+
+
+def _idx(folder: Path, part: str) -> Pair:
+    def read(name: str) -> npt.NDArray[np.uint8]:
+        raw = gzip.decompress((folder / f"{part}-{name}-ubyte.gz").read_bytes())
+        axes = raw[3]
+        shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
+
+    return read("images-idx3"), read("labels-idx1").astype(np.int64)
+
+
+def _libsvm(path: Path) -> Pair:
+    images, labels = [], []
+    for line in bz2.decompress(path.read_bytes()).decode().splitlines():
+        label, *pixels = line.split()
+        values = np.full(256, -1.0)
+        for pixel in pixels:
+            index, value = pixel.split(":")
+            values[int(index) - 1] = float(value)
+        images.append(np.clip(np.round((values.reshape(16, 16) + 1) * 127.5), 0, 255))
+        labels.append(int(label) - 1)
+    return np.array(images).astype(np.uint8), np.array(labels, np.int64)
+
+
+def _mat(path: Path) -> Pair:
+    held = scipy.io.loadmat(path)
+    return held["X"].transpose(3, 0, 1, 2), held["y"].ravel().astype(np.int64) % 10  # SVHN writes a zero as 10
+
+
+def _resized(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    if images.shape[1:3] == (SIZE, SIZE):
+        return images
+    new = [Image.fromarray(image).resize((SIZE, SIZE), Image.Resampling.BILINEAR) for image in images]
+    return np.stack([np.asarray(image) for image in new])
+
+
+# ---- the network
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.first_norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.second_norm = nn.BatchNorm2d(outputs)
+        self.around: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.second_norm(self.second(F.relu(self.first_norm(self.first(x)))))
+        return F.relu(inner + self.around(x))
+
+
+class Network(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        steps = [(1, 1, 1), (1, 2, 2), (2, 4, 2), (4, 8, 2)]
+        self.blocks = nn.Sequential(*(Block(a * width, b * width, stride) for a, b, stride in steps))
+        self.linear = nn.Linear(8 * width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.blocks(F.relu(self.norm(self.stem(x))))
+        return self.linear(F.adaptive_avg_pool2d(maps, 1).flatten(1))  # type: ignore[no-any-return]
+
+
+# ---- one client
+
+
+class Trainer:
+    """A network and its optimiser, whose steps are captured once a batch size where the device can."""
+
+    def __init__(self, width: int, device: str) -> None:
+        self.device = device
+        self.network = Network(width).to(device)
+        self.params = list(self.network.parameters())
+        self.momentum = [torch.zeros_like(p) for p in self.params]
+        # All that is averaged: parameters and the running statistics of the normalisation.
+        self.floats = [value for value in self.network.state_dict().values() if value.is_floating_point()]
+        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+
+    def start_from(self, model: Sequence[Tensor]) -> None:
+        _copy(self.floats, model)
+        _copy(self.momentum, [torch.zeros_like(m) for m in self.momentum])
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        if self.device == "cpu":
+            self._step(x, y)
+            return
+        if len(y) not in self.captured:
+            self.captured[len(y)] = self._capture(x.clone(), y.clone())
+        graph, held_x, held_y = self.captured[len(y)]
+        held_x.copy_(x)
+        held_y.copy_(y)
+        graph.replay()
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
+        with torch.autocast(self.device, torch.bfloat16):
+            logits = self.network(x)
+        gradients = torch.autograd.grad(F.cross_entropy(logits.float(), y), self.params)
+        with torch.no_grad():
+            for p, m, g in zip(self.params, self.momentum, gradients, strict=True):
+                m.mul_(MOMENTUM).add_(g).add_(p, alpha=DECAY)
+                p.sub_(m, alpha=LR)
+
+    def _capture(self, x: Tensor, y: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        before = [[value.clone() for value in values] for values in (self.floats, self.momentum)]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # what the libraries choose and allocate at first must not be captured
+                self._step(x, y)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step(x, y)
+        for values, old in zip((self.floats, self.momentum), before, strict=True):
+            _copy(values, old)
+        return graph, x, y
+
+
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for target, value in zip(into, values, strict=True):
+            target.copy_(value)
+
+
+def _scaled(images: Tensor) -> Tensor:
+    mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (MEAN, STD))
+    return (images.float() / 255 - mean) / std
+
+
+def _batches(x: Tensor, y: Tensor, epochs: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Shuffled, each image shifted by up to four pixels with black around it."""
+    framed, span = F.pad(x, [PAD] * 4), torch.arange(SIZE, device=x.device)
+    for _ in range(epochs):
+        order = torch.randperm(len(y), generator=draw).to(x.device)
+        shifts = torch.randint(0, 2 * PAD + 1, (2, len(y)), generator=draw).to(x.device)
+        rows, columns = (shift[:, None] + span for shift in shifts)
+        shifted = framed[order[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        inputs, labels = _scaled(shifted), y[order]
+        for start in range(0, len(y), BATCH):
+            yield inputs[start : start + BATCH], labels[start : start + BATCH]
+
+
+# ---- the federation
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Train, average, judge; a record of the accuracies of every round."""
+    device = asked.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device = cuda: there is no GPU here; use cpu, which takes hours")
+    for name in ("rounds", "epochs", "width"):
+        if getattr(asked, name) < 1:
+            raise ValueError(f"{name} = {getattr(asked, name)}: use 1 or more")
+    torch.manual_seed(asked.seed)
+    draw = torch.Generator().manual_seed(asked.seed + 1)
+    trainer = Trainer(asked.width, device)
+    split, clients, tests = _loaded(asked.file, device)
+    sizes = np.array([len(y) for _, y in clients], np.float64)
+    weights = sizes / sizes.sum() if asked.weights == "size" else np.full(len(clients), 1 / len(clients))
+    model = [value.clone() for value in trainer.floats]
+    rounds: list[dict[str, float]] = []
+    record = {
+        "weights": asked.weights,
+        "seed": asked.seed,
+        "split": split,
+        "width": asked.width,
+        "epochs": asked.epochs,
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "rounds": rounds,
+    }
+    asked.out.mkdir(parents=True, exist_ok=True)
+    path = asked.out / f"{asked.weights}-seed{asked.seed}.json"
+    begun = time.monotonic()
+    while len(rounds) < asked.rounds and time.monotonic() - begun < asked.seconds:
+        trainer.network.train()
+        total = [torch.zeros_like(value, dtype=torch.float64) for value in model]
+        for (x, y), weight in zip(clients, weights, strict=True):
+            trainer.start_from(model)
+            for inputs, labels in _batches(x, y, asked.epochs, draw):
+                trainer.step(inputs, labels)
+            for sums, value in zip(total, trainer.floats, strict=True):
+                sums.add_(value.double(), alpha=float(weight))
+        model = [sums.float() for sums in total]
+        trainer.start_from(model)
+        rounds.append({domain: _accuracy(trainer, x, y) for domain, (x, y) in tests.items()})
+        said = "  ".join(f"{domain} {accuracy:.1f}" for domain, accuracy in rounds[-1].items())
+        print(f"{asked.weights}, seed {asked.seed}, round {len(rounds)}: {said}", flush=True)
+        path.with_suffix(".tmp").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".tmp").replace(path)
+    print(path)
+
+
+def _loaded(file: Path, device: str) -> tuple[int, list[Examples], dict[str, Examples]]:
+    """The seed of the draw, what the clients hold, and the test sets."""
+    try:
+        with np.load(file) as stored:
+            held = dict(stored)
+    except (ValueError, zipfile.BadZipFile):
+        raise ValueError(f"{file} is not what prepare makes") from None
+    if missing := sorted(
+        {"split", *(f"{d}{end}" for d in SIZES for end in ("_x", "_y", "_test_x", "_test_y"))} - {*held}
+    ):
+        raise ValueError(f"{file} is not what prepare makes: it has no {', '.join(missing)}")
+    clients: list[Examples] = []
+    tests: dict[str, Examples] = {}
+    for domain, size in SIZES.items():
+        x, y = _pixels(held[f"{domain}_x"], device), torch.from_numpy(held[f"{domain}_y"]).to(device)
+        clients += [(x[i : i + size], y[i : i + size]) for i in range(0, CLIENTS * size, size)]
+        test_y = torch.from_numpy(held[f"{domain}_test_y"]).to(device)
+        tests[domain] = _pixels(held[f"{domain}_test_x"], device), test_y
+    return int(held["split"]), clients, tests
+
+
+def _pixels(images: npt.NDArray[np.generic], device: str) -> Tensor:
+    pixels = torch.from_numpy(images)
+    pixels = pixels[:, None].expand(-1, 3, -1, -1) if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
+    return pixels.contiguous().to(device)
+
+
+@torch.no_grad()
+def _accuracy(trainer: Trainer, x: Tensor, y: Tensor) -> float:
+    trainer.network.eval()
+    right = 0
+    for start in range(0, len(y), 1000):
+        with torch.autocast(trainer.device, torch.bfloat16):
+            logits = trainer.network(_scaled(x[start : start + 1000]))
+        right += int((logits.argmax(1) == y[start : start + 1000]).sum())
+    return 100 * right / len(y)
+
+
+def parser() -> argparse.ArgumentParser:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = words.add_subparsers(required=True, metavar="COMMAND")
+    preparing = commands.add_parser("prepare", help="read the files, draw the clients' images")
+    preparing.add_argument("data", type=Path, help="the folder that holds digits/")
+    preparing.add_argument("file", type=Path, help="where the images go (.npz)")
+    preparing.add_argument("--split", type=int, default=7, help="seed of the draw")
+    preparing.set_defaults(do=prepare)
+    running = commands.add_parser("run", help="train and judge")
+    running.add_argument("file", type=Path, help="what prepare made")
+    running.add_argument("--weights", choices=["size", "uniform"], default="size", help="FedAvg's, or all alike")
+    running.add_argument("--rounds", type=int, default=200)
+    running.add_argument("--epochs", type=int, default=10)
+    running.add_argument("--width", type=int, default=64, help="channels of the first layer")
+    running.add_argument("--seed", type=int, default=0)
+    running.add_argument("--seconds", type=float, default=float("inf"), help="stop between rounds after so many")
+    running.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    running.add_argument("--out", type=Path, default=Path("results/second-version"))
+    running.set_defaults(do=run)
+    return words
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    asked = parser().parse_args(words)
+    try:
+        asked.do(asked)
+    except OSError as error:
+        print(
+            f"second_version: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}",
+            file=sys.stderr,
+        )
+        return 2
+    except ValueError as error:
+        print(f"second_version: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
