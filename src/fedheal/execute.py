@@ -36,9 +36,7 @@ log = logging.getLogger("fedheal")
 Kept = tuple[dict[str, Tensor], dict[str, Any]]  # a saved state
 Used = Mapping[str, Any]  # what tells the data that a run uses from others
 # What is read of a result again.
-NEEDED = {"method": str, "domains": dict, "averaged": int, "classes": list} | dict.fromkeys(
-    ("avg", "std", "worst"), float
-)
+NEEDED = records.fields("method", "domains", "averaged", "classes", "avg", "std", "worst")
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def load(folder: str | Path) -> nn.Module:
             raise ValueError(f"{path} holds no finished run: there is no {name}")
     # Whichever method trained it: one of somebody's own has only its name there.
     experiment = Experiment.of(read_toml(path / "experiment.toml") | {"method": "fedavg"})
-    module = module_of(experiment, len(records.read_fields(path / "result.json", {"classes": list})["classes"]))
+    module = module_of(experiment, len(records.read_result(path, records.fields("classes"))["classes"]))
     values = records.load_tensors(path / "model.safetensors")
     try:
         module.load_state_dict(values)
@@ -288,7 +286,7 @@ def _validation(judged: list[RoundRecord]) -> dict[str, Any] | None:
 
 def _finished(folder: Path, history: list[RoundRecord]) -> Result:
     """A run that needs no more running, read back."""
-    summary = records.read_fields(folder / "result.json", NEEDED)
+    summary = records.read_result(folder, NEEDED)
     found = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
     return Result(**found, history=tuple(history), model=load(folder), summary=summary)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from fedheal import records
 from fedheal.experiment import FREE, read_toml
 from fedheal.metrics import fairness
-from fedheal.records import read_json
 
 BOUNDS = {
     "standalone": "a model per client, of its own data alone; judged on its own domain, mean over the domain's clients",
@@ -37,21 +37,11 @@ class Row:
     summaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
 
-NUMBER = (int, float)
-# What a report reads of a run's result.json, and what each is.
-NEEDED: Mapping[str, type | tuple[type, ...]] = {
-    "method": str,
-    "data": str,
-    "seed": int,
-    "rounds": int,
-    "domains": dict,
-    "clients": dict,
-    "trained": dict,
-    "test_sizes": dict,
-    "only": list,
-    "without": list,
-    "pool": bool,
-}
+NUMBER = records.NUMBER
+# What a report cannot do without.
+NEEDED = records.fields(
+    "method", "data", "seed", "rounds", "domains", "clients", "trained", "test_sizes", "only", "without", "pool"
+)
 
 
 def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -65,20 +55,10 @@ def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return [read_result(folder) for folder in folders]
 
 
-def read_result(folder: Path, needed: Mapping[str, type | tuple[type, ...]] = NEEDED) -> dict[str, Any]:
-    """The result of a finished run, which knows its `folder`; one that lacks what is needed is refused by name."""
+def read_result(folder: Path, needed: Mapping[str, records.Kind] = NEEDED) -> dict[str, Any]:
+    """The result of a finished run, which knows its `folder`; one that no report can be made of is refused by name."""
     path = folder / "result.json"
-    try:
-        summary = read_json(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    for key, kind in needed.items():
-        if key not in summary:
-            raise ValueError(f"{path}: there is no {key}")
-        if not isinstance(summary[key], kind):
-            raise ValueError(f"{path}: {key} = {summary[key]!r} is of the wrong kind")
+    summary = records.read_result(folder, needed)
     if not summary["domains"] or not numbers(summary["domains"]):
         raise ValueError(f"{path}: domains = {summary['domains']!r} are no accuracies")
     if not numbers(summary["test_sizes"]) or summary["test_sizes"].keys() != summary["domains"].keys():
