@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -121,6 +122,28 @@ def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, 
     path = runs / "fedavg-1" / "result.json"
     path.write_text(text or json.dumps(json.loads(path.read_text()) | {"domains": {}, "test_sizes": {}}))
     with pytest.raises(ValueError, match=f"{path}.*{sentence}"):
+        find([runs])
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"avg": "x"}, "avg = 'x' is of the wrong kind"),
+        ({"averaged": "five"}, "averaged = 'five' is of the wrong kind"),
+        ({"seconds": {"train": "long"}}, "seconds = {'train': 'long'} is of the wrong kind"),
+        ({"trained": {"a": []}}, "trained = {'a': []} is of the wrong kind"),
+        ({"only": [["a"]]}, "only = [['a']] is of the wrong kind"),
+        ({"data_notes": [{}]}, "data_notes = [{}] is of the wrong kind"),
+        ({"consistency": {"a": [0.5, 0.5], "b": [1.0]}}, "consistency = {'a': [0.5, 0.5], 'b': [1.0]} is of the wrong"),
+        ({"consistency": {"a": "even"}}, "consistency = {'a': 'even'} is of the wrong kind"),
+        ({"validation": {"avg": 80.0}}, "validation = {'avg': 80.0} lacks some of avg, std, worst"),
+        ({"versions": ["1"]}, "versions = ['1'] is of the wrong kind"),
+    ],
+)
+def test_a_result_that_is_not_what_a_run_writes_is_refused_by_name(runs, said, sentence):
+    """Even where a report has the number from elsewhere: somebody has made something else of this file."""
+    edited(runs / "fedavg-1", **said)
+    with pytest.raises(ValueError, match=re.escape(f"{runs / 'fedavg-1' / 'result.json'}: {sentence}")):
         find([runs])
 
 

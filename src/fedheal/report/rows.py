@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,12 @@ def read_result(folder: Path, needed: Mapping[str, records.Kind] = NEEDED) -> di
         raise ValueError(f"{path}: domains = {summary['domains']!r} are no accuracies")
     if not numbers(summary["test_sizes"]) or summary["test_sizes"].keys() != summary["domains"].keys():
         raise ValueError(f"{path}: test_sizes = {summary['test_sizes']!r} are not those of its domains")
+    for key, fits in INSIDE.items():
+        if summary.get(key) is not None and not fits(summary[key]):
+            raise records.wrong_kind(path, key, summary[key])
+    validation = summary.get("validation")
+    if validation is not None and not numbers({key: validation.get(key) for key in EVENNESS.values()}):
+        raise ValueError(f"{path}: validation = {validation!r} lacks some of {', '.join(EVENNESS.values())}")
     return summary | {"folder": str(folder)}
 
 
@@ -74,6 +80,27 @@ def data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
 def numbers(value: object) -> bool:
     """Whether it is a number for each of several names."""
     return isinstance(value, dict) and all(isinstance(number, NUMBER) for number in value.values())
+
+
+def _words(value: Iterable[object]) -> bool:
+    return all(isinstance(word, str) for word in value)
+
+
+def _shares(value: Mapping[str, object]) -> bool:
+    """So many numbers for each name, the same for all."""
+    lists = [one for one in value.values() if isinstance(one, list) and all(isinstance(x, NUMBER) for x in one)]
+    return len(lists) == len(value) and len(set(map(len, lists))) <= 1
+
+
+# What is in the fields that a report looks into, where they are there.
+INSIDE: Mapping[str, Callable[[Any], bool]] = {
+    "trained": lambda homes: _words(homes.values()),
+    "only": _words,
+    "without": _words,
+    "data_notes": _words,
+    "consistency": _shares,
+    "seconds": numbers,
+}
 
 
 def by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:
