@@ -305,9 +305,17 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device = {name!r} cannot be used here ({reason}); 'auto' or 'cpu' will do") from error
+        # Of a GPU torch knows why: no driver, no such number, in use. Of anything else it lists what no run can use.
+        reason = f" ({str(error).splitlines()[0].rstrip('.')})" if name.startswith("cuda") else ""
+        raise ValueError(f"device = {name!r} cannot be used here{reason}: use {_usable()}") from error
     return device
+
+
+def _usable() -> str:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        return "auto or cpu (cuda and cuda:N need a GPU that torch can use, and here is none)"
+    return f"auto, cpu, cuda or {'cuda:0' if gpus == 1 else f'cuda:0 to cuda:{gpus - 1}'}"
 
 
 def hardware_of(device: torch.device) -> str:
