@@ -101,7 +101,7 @@ def write_page(
 ) -> str:
     """Write the HTML page and say where it is."""
     text = page(found, title, reference, extras)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    records.make_folder(path.parent)
     records.write_text(path, text)
     return str(path)
 

@@ -165,11 +165,11 @@ def load(folder: str | Path) -> nn.Module:
 def _make(folder: Path, experiment: Experiment) -> None:
     """Refuse what holds other things, and leave no trace there."""
     check_owner(folder, experiment)
-    there = list(folder.iterdir()) if folder.exists() else []
+    there = list(records.check_folder(folder).iterdir()) if folder.exists() else []
     others = [path for path in there if path.suffix != ".tmp"]
     if others and folder / "experiment.toml" not in others:
         raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    records.make_folder(folder)
 
 
 def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tuple[Kept | None, list[RoundRecord]]:

@@ -104,6 +104,20 @@ def lock(folder: Path) -> int:
     return opened
 
 
+def check_folder(folder: Path) -> Path:
+    """The same, unless a file is in its place or in that of a folder above it."""
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            there = "is a file" if path == folder else f"cannot be made, since {path} is a file"
+            raise ValueError(f"{folder} {there}: name another folder")
+    return folder
+
+
+def make_folder(folder: Path) -> None:
+    """With those above it; a file in the way is refused by name."""
+    check_folder(folder).mkdir(parents=True, exist_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """The file appears whole or not at all."""
     write_bytes(path, text.encode())
@@ -111,6 +125,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Likewise."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file")
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_bytes(data)

@@ -13,6 +13,7 @@ import numpy as np
 
 from fedheal.experiment import FREE
 from fedheal.metrics import LAST
+from fedheal.records import write_bytes
 from fedheal.report.rows import BOUNDS, EVENNESS, Row, by_data, described
 
 LOWER_IS_BETTER = frozenset({"STD"})
@@ -213,7 +214,9 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
         raise ValueError("Parquet needs pyarrow: pip install 'fedheal[parquet]'") from None
     records = tidy(rows)
     fields = list(dict.fromkeys(name for record in records for name in record))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{f: r.get(f) for f in fields} for r in records]), path)
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{f: r.get(f) for f in fields} for r in records]), out)
+    write_bytes(path, out.getvalue())
 
 
 FORMATS: dict[str, Callable[[Table], str]] = {"text": text, "markdown": markdown, "latex": latex}
