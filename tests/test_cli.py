@@ -321,7 +321,7 @@ WRONG = [
     (["model=.x:net"], [".x:net"]),
     (["model=os:getcwd"], ["os:getcwd"]),
     (["width=3"], ["width", "tiny_data:linear"]),
-    (["model=tiny_data:unable"], ["The factory 'tiny_data:unable' ended with RuntimeError: no weights here"]),
+    (["model=tiny_data:unable"], ["the model's factory 'tiny_data:unable' ended with RuntimeError: no weights here"]),
     (["model=tiny_data:Unpooled", "method=fedproto"], ["tiny_data:Unpooled", "in training"]),
     (["samples_per_client=1000"], ["1000"]),
     (["device=tpu"], ["fedheal: device = 'tpu' cannot be used here: use auto"]),
