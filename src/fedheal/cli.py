@@ -119,11 +119,7 @@ def run(
     if as_json:
         typer.echo(json.dumps(dict(result.summary), indent=2))
     elif not quiet:
-        show.compared([result.summary])
-        typer.echo(f"Accuracy in percent, {tables.over_rounds(frozenset({int(result.summary['averaged'])}))}.")
-        for note in show.notes([result.summary]):
-            typer.echo(note)
-        typer.echo(f"{folder}")
+        show.ran(result.summary, folder)
 
 
 @app.command()
@@ -269,15 +265,7 @@ def sweep_command(
     if as_json:
         typer.echo(json.dumps(described, indent=2))
     elif not quiet:
-        show.wide().print(show.searched(found, chosen))
-        best = " ".join(f"{key}={value}" for key, value in chosen.point.items())
-        typer.echo(
-            f"Chosen by {metric} on validation data, {len(wanted.seeds)} seed(s): {best}. The test set had no part in it."
-        )
-        equals = sum(trial.score(metric) == chosen.score(metric) for trial in found)
-        if equals > 1:
-            typer.echo(f"{equals} points are equally good on it: this is the first, and no better than the others.")
-        typer.echo(f"The runs are in {folder}.")
+        show.searched(wanted, found, chosen)
 
 
 @app.command()
