@@ -12,6 +12,7 @@ from fedheal.report import alike, conclusions
 from fedheal.report.page import page
 from fedheal.report.rows import find, rows
 from fedheal.report.series import series
+from fedheal.report.tables import tidy
 from made_up import found, run_folder
 
 
@@ -145,6 +146,28 @@ def test_a_result_that_is_not_what_a_run_writes_is_refused_by_name(runs, said, s
     edited(runs / "fedavg-1", **said)
     with pytest.raises(ValueError, match=re.escape(f"{runs / 'fedavg-1' / 'result.json'}: {sentence}")):
         find([runs])
+
+
+def test_every_record_for_programs_says_what_sets_it_apart(runs):
+    assert [record["notes"] for record in tidy(found(runs))] == ["", "", "", ""]
+    described(runs / "fedavg-0", lr=0.5, workers=3)
+    edited(runs / "fedavg+fedheal-1", used_fingerprint="other", data_notes=["syn_standin stands in for syn"])
+    edited(runs / "fedavg-1", used_fingerprint="one")
+    for method in ("fedavg", "fedavg+fedheal"):
+        run_folder(runs / f"{method}-elsewhere", method, "own", seed=7)  # alike in itself
+    notes = {(record["method"], record["seed"]): record["notes"] for record in tidy(found(runs))}
+    usual = "lr = 0.001, which is not the same in all runs"
+    assert notes == {
+        ("fedavg", 0): "lr = 0.5, which is not the same in all runs",  # the number of workers changes no result
+        ("fedavg", 1): usual,
+        ("fedavg", 7): "",
+        ("fedavg+fedheal", 0): usual,
+        (
+            "fedavg+fedheal",
+            1,
+        ): f"syn_standin stands in for syn; {usual}; not on the data of fedavg's run with the same seed",
+        ("fedavg+fedheal", 7): "",
+    }
 
 
 def test_curves_are_means_of_the_same_rounds(runs):
