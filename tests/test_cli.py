@@ -233,6 +233,55 @@ def test_a_finished_run_without_numbers_is_named_in_a_comparison(call, tmp_path:
 
 # It refuses
 
+INTO = {
+    "run": ["run", *WORDS],
+    "compare": ["compare", "fedavg", "--data", "tiny_data:load"],
+    "sweep": ["sweep", *WORDS, "lr=0.1,0.2"],
+    "reproduce": ["reproduce", "table1", "--smoke"],
+    "demo": ["demo"],
+    "data show": ["data", "show", "tiny_data:load"],
+}
+
+
+@pytest.mark.parametrize("command", INTO.values(), ids=INTO)
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("taken", "fedheal: taken is a file: name another folder"),
+        ("taken/deep/here", "fedheal: taken/deep/here cannot be made, since taken is a file: name another folder"),
+    ],
+)
+def test_a_file_where_a_folder_should_go_is_a_sentence(
+    call, tmp_path: Path, command: list[str], out: str, said: str
+) -> None:
+    (tmp_path / "taken").write_text("mine")
+    assert_sentence(call(*command, "--out", out), said)
+    assert files(tmp_path) == {"taken": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--html", "--out", "taken/report.html"], "taken is a file: name another folder"),
+        (["--html", "--out", "there"], "there is a folder: name a file"),
+        (["--html", "--figures", "taken"], "taken is a file: name another folder"),
+        (["-f", "csv", "--out", "taken/rows.csv"], "taken is a file: name another folder"),
+        (["-f", "latex", "--out", "there"], "there is a folder: name a file"),
+        (["-f", "parquet", "--out", "taken/rows.parquet"], "taken is a file: name another folder"),
+        (["--diagnose", "--figures", "taken"], "taken is a file: name another folder"),
+    ],
+)
+def test_a_report_that_cannot_be_written_there_is_a_sentence(
+    call, tmp_path: Path, options: list[str], said: str
+) -> None:
+    run_folder(tmp_path / "one")
+    (tmp_path / "taken").write_text("mine")
+    (tmp_path / "there").mkdir()
+    before = files(tmp_path)
+    assert_sentence(call("report", "one", *options), said)
+    assert files(tmp_path) == before
+
+
 WRONG = [
     (["rounds=-1"], ["rounds", "-1"]),
     (["rounds=1.5"], ["rounds", "1.5"]),
@@ -272,11 +321,12 @@ WRONG = [
     (["model=.x:net"], [".x:net"]),
     (["model=os:getcwd"], ["os:getcwd"]),
     (["width=3"], ["width", "tiny_data:linear"]),
-    (["model=tiny_data:unable"], ["The factory 'tiny_data:unable' ended with RuntimeError: no weights here"]),
+    (["model=tiny_data:unable"], ["the model's factory 'tiny_data:unable' ended with RuntimeError: no weights here"]),
     (["model=tiny_data:Unpooled", "method=fedproto"], ["tiny_data:Unpooled", "in training"]),
     (["samples_per_client=1000"], ["1000"]),
-    (["device=toaster"], ["device", "toaster"]),
-    (["device=meta"], ["device", "meta"]),
+    (["device=tpu"], ["fedheal: device = 'tpu' cannot be used here: use auto"]),
+    (["device=meta"], ["fedheal: device = 'meta' cannot be used here: use auto"]),
+    (["device=cuda:x"], ["device = 'cuda:x' cannot be used here (Invalid device string: 'cuda:x'): use auto"]),
     (["tau=0.3", "tau=0.4"], ["'tau' is given twice", "tau=0.3", "tau=0.4"]),
     (["missing.toml"], ["missing.toml", "No such file"]),
     (["one.toml", "two.toml"], ["one.toml", "two.toml"]),

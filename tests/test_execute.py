@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 import fedheal
 from fedheal import Method, records
-from fedheal.execute import Result
+from fedheal.execute import Result, device_of
 from fedheal.experiment import Experiment
 from fedheal.local.proximal import Proximal
 from fedheal.methods import get
@@ -244,3 +245,20 @@ def test_the_folder_of_a_method_that_only_another_program_knows_is_refused(tmp_p
 def test_images_that_come_as_they_are_have_no_other_size(data):
     with pytest.raises(ValueError, match=r"image_size = 16: the images of '.*' come as they are"):
         run(data=data, image_size=16)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "usable"),
+    [
+        (0, "auto or cpu (cuda and cuda:N need a GPU that torch can use, and here is none)"),
+        (1, "auto, cpu, cuda or cuda:0"),
+        (4, "auto, cpu, cuda or cuda:0 to cuda:3"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_answered_with_those_that_can(monkeypatch, gpus, usable):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=re.escape(f"device = 'tpu' cannot be used here: use {usable}") + "$"):
+        device_of("tpu")
+    with pytest.raises(ValueError, match=r"device = 'cuda:99' cannot be used here \(.+\): use auto"):  # and why
+        device_of("cuda:99")

@@ -7,7 +7,7 @@ import pytest
 from fedheal import places
 from fedheal.demand import WHOLE, Demand
 from fedheal.experiment import Experiment
-from fedheal.places import FILLS, Gpu, Place, emptiest, side_by_side, spread, visible, worded
+from fedheal.places import FILLS, Gpu, Place, emptiest, pace, side_by_side, spread, visible
 from tiny_data import quick
 
 GIB = 2**30
@@ -144,5 +144,5 @@ def test_gpus_are_named_as_the_environment_names_them(gpu, said, expected):
         ([Place(None, 8)], 20, "8 at a time"),
     ],
 )
-def test_it_is_said_in_words(there, runs, words):
-    assert worded(there, runs) == words
+def test_the_pace_is_said_in_words(there, runs, words):
+    assert pace(there, runs) == words

@@ -428,3 +428,41 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", unable)
     assert fedheal.run(quick(rounds=1), tmp_path / "run").summary["rounds"] == 1
+
+
+# A result
+
+
+def test_every_field_of_a_result_has_its_kind(finished: Path) -> None:
+    """Or a field added to results would be the one that nobody checks."""
+    assert records.read_json(finished / "result.json").keys() == records.RESULT.keys()
+    assert records.read_result(finished, records.RESULT)["rounds"] == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"avg": "x"}, "avg = 'x' is of the wrong kind"),
+        ({"std": True}, "std = True is of the wrong kind"),
+        ({"seed": False}, "seed = False is of the wrong kind"),
+        ({"pool": 0}, "pool = 0 is of the wrong kind"),
+        ({"seconds": []}, "seconds = [] is of the wrong kind"),
+        ({"validation": list(range(10**6))}, "validation = [0, 1, 2, 3, 4, 5, ...] is of the wrong kind"),
+    ],
+)
+def test_a_result_of_the_wrong_kind_is_named_even_if_nobody_needs_it(
+    finished: Path, tmp_path: Path, said: dict[str, Any], sentence: str
+) -> None:
+    whole = records.read_json(finished / "result.json")
+    (tmp_path / "result.json").write_text(json.dumps(whole | said))
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'result.json'}: {sentence}") + "$"):
+        records.read_result(tmp_path, {})
+
+
+def test_a_result_of_another_version_may_have_more_and_less(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"rounds": 3, "avg": 80, "validation": null, "mood": "good"}')
+    assert records.read_result(tmp_path, records.fields("rounds"))["avg"] == 80
+    with pytest.raises(ValueError, match=r"result\.json: there is no seed$"):
+        records.read_result(tmp_path, records.fields("rounds", "seed"))
+    with pytest.raises(ValueError, match=r"nowhere/result\.json is missing$"):
+        records.read_result(tmp_path / "nowhere", {})

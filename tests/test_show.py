@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from fedheal import cli_show
 from fedheal.cli import app
 from fedheal.progress import Progress
-from fedheal.sweep import Trial
+from fedheal.sweep import Search, Trial
 from fedheal.types import RoundRecord
 
 NAMES = ["[old]", "[/old]", "[red]x", "a\\"]
@@ -24,8 +25,8 @@ def test_a_name_is_shown_as_it_is_in_tables(name, capsys):
     cli_show.compared([{"method": name, "domains": {name: 1.0, "b": 2.0}, "avg": 1.0, "std": 1.0, "worst": 1.0}])
     assert capsys.readouterr().out.count(name) == 2
     trial = Trial({"data": name}, NUMBERS, NUMBERS)
-    cli_show.wide().print(cli_show.searched([trial], trial))
-    assert name in capsys.readouterr().out
+    cli_show.searched(Search({"data": [name]}, {}, [0], Path("there")), [trial], trial)
+    assert capsys.readouterr().out.count(name) == 2  # in the table, and where it says what was chosen
 
 
 @pytest.mark.parametrize("live", [True, False])

@@ -10,11 +10,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedheal.records import read_rounds
-from fedheal.report.rows import NEEDED, NUMBER, read_result
+from fedheal.records import fields, read_rounds
+from fedheal.report.rows import NEEDED, read_result
 from fedheal.schedule import Job
 
-SHOWN = {**NEEDED, "avg": NUMBER, "std": NUMBER, "worst": NUMBER, "seconds": dict}
+SHOWN = {**NEEDED, **fields("avg", "std", "worst", "seconds")}
 
 
 class Board:

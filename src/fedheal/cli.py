@@ -119,11 +119,7 @@ def run(
     if as_json:
         typer.echo(json.dumps(dict(result.summary), indent=2))
     elif not quiet:
-        show.compared([result.summary])
-        typer.echo(f"Accuracy in percent, {tables.over_rounds(frozenset({int(result.summary['averaged'])}))}.")
-        for note in show.notes([result.summary]):
-            typer.echo(note)
-        typer.echo(f"{folder}")
+        show.ran(result.summary, folder)
 
 
 @app.command()
@@ -142,7 +138,7 @@ def demo(
 
     A run that is finished is not run again; one that was stopped goes on.
     """
-    planned = plan(DEMO, [seed], {} if rounds is None else {"rounds": rounds}, out)
+    planned = plan(DEMO, [seed], {} if rounds is None else {"rounds": rounds}, records.check_folder(out))
     console = Console(quiet=quiet or as_json)
     how = at_a_time(planned, _processes(jobs))
     console.print(f"Four methods on ten digits in four domains, seed {seed}, {how}:", highlight=False)
@@ -197,7 +193,7 @@ def compare(
         *(o.replace("/", "_") for o in sorted(overrides)),
     ]
     folder = out or Path("runs") / "-".join(named_after)
-    planned = plan(named, seeds_of(seeds), values | {"data": data}, folder, track)
+    planned = plan(named, seeds_of(seeds), values | {"data": data}, records.check_folder(folder), track)
     console = Console(quiet=quiet or as_json)
     how = at_a_time(planned, _processes(jobs), ray)
     console.print(
@@ -246,7 +242,7 @@ def sweep_command(
     folder = out or Path("runs") / "-".join(
         ["sweep", *(word.replace("/", "_").replace(":", "..") for word in sorted(words))]
     )
-    wanted = sweep.Search(space, fixed, seeds_of(seeds), folder, metric)
+    wanted = sweep.Search(space, fixed, seeds_of(seeds), records.check_folder(folder), metric)
     console = Console(quiet=quiet or as_json)
 
     def runner(planned: Sequence[Job]) -> None:
@@ -269,15 +265,7 @@ def sweep_command(
     if as_json:
         typer.echo(json.dumps(described, indent=2))
     elif not quiet:
-        show.wide().print(show.searched(found, chosen))
-        best = " ".join(f"{key}={value}" for key, value in chosen.point.items())
-        typer.echo(
-            f"Chosen by {metric} on validation data, {len(wanted.seeds)} seed(s): {best}. The test set had no part in it."
-        )
-        equals = sum(trial.score(metric) == chosen.score(metric) for trial in found)
-        if equals > 1:
-            typer.echo(f"{equals} points are equally good on it: this is the first, and no better than the others.")
-        typer.echo(f"The runs are in {folder}.")
+        show.searched(wanted, found, chosen)
 
 
 @app.command()
@@ -306,6 +294,8 @@ def report(
     Example: fedheal report runs/compare-embedded --html
     """
     _refuse_idle(form, out, reference, html, figures, diagnose)
+    if figures is not None:
+        records.check_folder(figures)  # before a page is written beside them
     if diagnose:
         show.diagnosed(runs, by, figures)
         return
@@ -325,7 +315,7 @@ def report(
     if form == "parquet":
         if out is None:
             raise ValueError("Parquet is not for the screen: name a file with --out")
-        out.parent.mkdir(parents=True, exist_ok=True)
+        records.make_folder(out.parent)
         tables.write_parquet(found, out)
         return
     if form == "csv":
@@ -337,7 +327,7 @@ def report(
     if out is None:
         typer.echo(text)
     else:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        records.make_folder(out.parent)
         records.write_text(out, text + "\n")
 
 
@@ -399,7 +389,7 @@ def reproduce(
         [*(f"{k}={v}" for k, v in said.items() if v is not None), *(words or [])]
     )  # in either form, once
     options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
-    parts = planned_runs(RECIPES[result], options, out)
+    parts = planned_runs(RECIPES[result], options, records.check_folder(out))
     wanted = list({job.folder: job for part in parts for job in part.jobs}.values())
     how = at_a_time(wanted, _processes(jobs), ray)
     console = Console(quiet=quiet or as_json)

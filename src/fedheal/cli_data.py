@@ -21,6 +21,7 @@ from fedheal.data import archive, cache, export, inspect, real
 from fedheal.data import fetch as downloads
 from fedheal.data.locate import located, root_of
 from fedheal.experiment import Experiment, clients_of, domains_of, overridden, wanted_of
+from fedheal.records import make_folder
 
 data_app = typer.Typer(help="Data sets: what there is, what is on disk, and what to do with it.", no_args_is_help=True)
 
@@ -109,7 +110,7 @@ def show(
     for client, row in zip(held, counts, strict=True):
         table.add_row(client.id, client.domain, str(row.sum()), *map(str, row))
     wide().print(table)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     path = out / f"{domains.name}-clients.png"
     pictures.client_plot(domains, held).savefig(path, dpi=150)
     typer.echo(f"{path}")

@@ -26,6 +26,13 @@ def wide() -> Console:
     return Console(width=None if sys.stdout.isatty() else 200, markup=False)
 
 
+def ran(summary: Mapping[str, Any], folder: Path) -> None:
+    """One run: its numbers, what they are, what is special about the data, and where it is."""
+    compared([summary])
+    about = f"Accuracy in percent, {tables.over_rounds(frozenset({int(summary['averaged'])}))}."
+    typer.echo("\n".join([about, *notes([summary]), str(folder)]))
+
+
 def compared(summaries: Sequence[Mapping[str, Any]]) -> None:
     """Runs side by side, on the screen."""
     wide().print(_table(summaries))
@@ -50,12 +57,24 @@ def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
 
 def notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
     """What is special about the data, each thing once."""
-    said = (note for summary in summaries for note in summary.get("data_notes", ()))
-    return [f"Note: {note}." for note in dict.fromkeys(said)]
+    return [f"Note: {note}." for note in rows.data_notes(summaries)]
 
 
-def searched(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
-    """What a search tried, and what it chose."""
+def searched(search: sweep.Search, found: Sequence[sweep.Trial], chosen: sweep.Trial) -> None:
+    """What a search tried, what it chose, and what the choice is worth."""
+    wide().print(_trials(found, chosen))
+    best = " ".join(f"{key}={value}" for key, value in chosen.point.items())
+    said = [
+        f"Chosen by {search.metric} on validation data, {len(search.seeds)} seed(s): {best}. "
+        "The test set had no part in it."
+    ]
+    equals = sum(trial.score(search.metric) == chosen.score(search.metric) for trial in found)
+    if equals > 1:
+        said.append(f"{equals} points are equally good on it: this is the first, and no better than the others.")
+    typer.echo("\n".join([*said, f"The runs are in {search.out}."]))
+
+
+def _trials(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
     table = Table(title="mean over seeds; chosen on validation, the test set for information", title_justify="left")
     for key in chosen.point:
         table.add_column(key, justify="right")
@@ -101,7 +120,7 @@ def write_page(
 ) -> str:
     """Write the HTML page and say where it is."""
     text = page(found, title, reference, extras)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    records.make_folder(path.parent)
     records.write_text(path, text)
     return str(path)
 

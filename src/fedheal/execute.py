@@ -36,9 +36,7 @@ log = logging.getLogger("fedheal")
 Kept = tuple[dict[str, Tensor], dict[str, Any]]  # a saved state
 Used = Mapping[str, Any]  # what tells the data that a run uses from others
 # What is read of a result again.
-NEEDED = {"method": str, "domains": dict, "averaged": int, "classes": list} | dict.fromkeys(
-    ("avg", "std", "worst"), float
-)
+NEEDED = records.fields("method", "domains", "averaged", "classes", "avg", "std", "worst")
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def load(folder: str | Path) -> nn.Module:
             raise ValueError(f"{path} holds no finished run: there is no {name}")
     # Whichever method trained it: one of somebody's own has only its name there.
     experiment = Experiment.of(read_toml(path / "experiment.toml") | {"method": "fedavg"})
-    module = module_of(experiment, len(records.read_fields(path / "result.json", {"classes": list})["classes"]))
+    module = module_of(experiment, len(records.read_result(path, records.fields("classes"))["classes"]))
     values = records.load_tensors(path / "model.safetensors")
     try:
         module.load_state_dict(values)
@@ -167,11 +165,11 @@ def load(folder: str | Path) -> nn.Module:
 def _make(folder: Path, experiment: Experiment) -> None:
     """Refuse what holds other things, and leave no trace there."""
     check_owner(folder, experiment)
-    there = list(folder.iterdir()) if folder.exists() else []
+    there = list(records.check_folder(folder).iterdir()) if folder.exists() else []
     others = [path for path in there if path.suffix != ".tmp"]
     if others and folder / "experiment.toml" not in others:
         raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    records.make_folder(folder)
 
 
 def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
@@ -288,7 +286,7 @@ def _validation(judged: list[RoundRecord]) -> dict[str, Any] | None:
 
 def _finished(folder: Path, history: list[RoundRecord]) -> Result:
     """A run that needs no more running, read back."""
-    summary = records.read_fields(folder / "result.json", NEEDED)
+    summary = records.read_result(folder, NEEDED)
     found = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
     return Result(**found, history=tuple(history), model=load(folder), summary=summary)
 
@@ -307,9 +305,17 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device = {name!r} cannot be used here ({reason}); 'auto' or 'cpu' will do") from error
+        # Of a GPU torch knows why: no driver, no such number, in use. Of anything else it lists what no run can use.
+        reason = f" ({str(error).splitlines()[0].rstrip('.')})" if name.startswith("cuda") else ""
+        raise ValueError(f"device = {name!r} cannot be used here{reason}: use {_usable()}") from error
     return device
+
+
+def _usable() -> str:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        return "auto or cpu (cuda and cuda:N need a GPU that torch can use, and here is none)"
+    return f"auto, cpu, cuda or {'cuda:0' if gpus == 1 else f'cuda:0 to cuda:{gpus - 1}'}"
 
 
 def hardware_of(device: torch.device) -> str:

@@ -127,10 +127,10 @@ def visible(gpu: int, said: str | None) -> str:
     return said.split(",")[gpu].strip() if said else str(gpu)
 
 
-def worded(there: Sequence[Place], runs: int) -> str:
-    """For people.
+def pace(there: Sequence[Place], runs: int) -> str:
+    """How many runs go at a time, and where, in words.
 
-    >>> worded([Place(0, 2), Place(1, 2)], 9), worded([Place(None, 8)], 3)
+    >>> pace([Place(0, 2), Place(1, 2)], 9), pace([Place(None, 8)], 3)
     ('4 at a time on 2 GPUs', '3 at a time')
     """
     at_once = min(runs, sum(place.slots for place in there))

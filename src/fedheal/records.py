@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -29,6 +31,48 @@ from torch import Tensor
 FORMAT = "fedheal-state-3"
 KEPT = 2  # states
 LOCK = "lock.tmp"
+
+Kind = type | tuple[type, ...]
+NUMBER = (int, float)
+# The fields of result.json and what each is. Those of earlier versions have not all of them, and there may be more.
+RESULT: Mapping[str, Kind] = {
+    "method": str,
+    "data": str,
+    "seed": int,
+    "rounds": int,
+    "averaged": int,
+    "domains": dict,
+    "avg": NUMBER,
+    "std": NUMBER,
+    "worst": NUMBER,
+    "best": NUMBER,
+    "gap": NUMBER,
+    "cov": NUMBER,
+    "gini": NUMBER,
+    "jain": NUMBER,
+    "entropy": NUMBER,
+    "clients": dict,
+    "client_fairness": dict,
+    "validation": (dict, NoneType),
+    "trained": dict,
+    "only": list,
+    "without": list,
+    "pool": bool,
+    "classes": list,
+    "test_sizes": dict,
+    "device": str,
+    "hardware": str,
+    "precision": str,
+    "threads": int,
+    "data_fingerprint": str,
+    "used_fingerprint": str,
+    "data_notes": list,
+    "bytes_sent": NUMBER,
+    "bytes_received": NUMBER,
+    "consistency": (dict, NoneType),
+    "seconds": dict,
+    "versions": dict,
+}
 
 
 class BadState(ValueError):
@@ -60,6 +104,20 @@ def lock(folder: Path) -> int:
     return opened
 
 
+def check_folder(folder: Path) -> Path:
+    """The same, unless a file is in its place or in that of a folder above it."""
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            there = "is a file" if path == folder else f"cannot be made, since {path} is a file"
+            raise ValueError(f"{folder} {there}: name another folder")
+    return folder
+
+
+def make_folder(folder: Path) -> None:
+    """With those above it; a file in the way is refused by name."""
+    check_folder(folder).mkdir(parents=True, exist_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """The file appears whole or not at all."""
     write_bytes(path, text.encode())
@@ -67,6 +125,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Likewise."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file")
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_bytes(data)
@@ -184,15 +244,41 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_fields(path: Path, needed: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """A JSON object that has these fields, of these kinds; one that has not is refused by name."""
-    found = read_json(path)
-    for key, kind in needed.items():
+def fields(*names: str) -> dict[str, Kind]:
+    """Some of a result's fields, and what each is.
+
+    >>> fields("method", "pool")
+    {'method': <class 'str'>, 'pool': <class 'bool'>}
+    """
+    return {name: RESULT[name] for name in names}
+
+
+def read_result(folder: Path, needed: Mapping[str, Kind]) -> dict[str, Any]:
+    """What `result.json` says. It has what is needed, and all that it has is of the right kind, or it is refused by name."""
+    path = folder / "result.json"
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    for key in needed:
         if key not in found:
             raise ValueError(f"{path}: there is no {key}")
-        if not isinstance(found[key], kind):
-            raise ValueError(f"{path}: {key} = {found[key]!r} is of the wrong kind")
+    for key, kind in {**RESULT, **needed}.items():
+        if key in found and not _is_a(found[key], kind):
+            raise wrong_kind(path, key, found[key])
     return found
+
+
+def wrong_kind(path: Path, key: str, value: object) -> ValueError:
+    """What is said of a field that is something else than it should be; shortened, since it may hold anything."""
+    return ValueError(f"{path}: {key} = {reprlib.repr(value)} is of the wrong kind")
+
+
+def _is_a(value: object, kind: Kind) -> bool:
+    """To Python `true` is a number, to JSON it is not."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:

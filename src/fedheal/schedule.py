@@ -26,7 +26,7 @@ from fedheal.engine.workers import end_with_parent, unbroken
 from fedheal.execute import check_owner, run
 from fedheal.experiment import Experiment, check_method
 from fedheal.interrupt import stop_on_terminate
-from fedheal.places import VISIBLE, Place, emptiest, places, side_by_side, visible, worded
+from fedheal.places import VISIBLE, Place, emptiest, pace, places, side_by_side, visible
 from fedheal.records import write_bytes
 
 UNSEEN = 16 << 30  # bytes taken to be free on a GPU of a cluster, which cannot be asked from here
@@ -71,7 +71,7 @@ def at_a_time(jobs: Sequence[Job], processes: int, ray: str | None = None) -> st
     if ray is not None:
         return "as tasks of a Ray cluster"
     groups = _by_device(open_jobs)
-    return ", then ".join(worded(places([job.experiment for job in group], processes), len(group)) for group in groups)
+    return ", then ".join(pace(places([job.experiment for job in group], processes), len(group)) for group in groups)
 
 
 def _by_device(jobs: Sequence[Job]) -> list[list[Job]]:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from fedheal.experiment import PER_DOMAIN, Experiment, override
-from fedheal.report.rows import NEEDED, NUMBER, numbers, read_result
+from fedheal.records import fields
+from fedheal.report.rows import NEEDED, numbers, read_result
 from fedheal.schedule import Job
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
@@ -143,7 +144,7 @@ def _check_trials(trials: int) -> None:
 
 def _result(folder: Path) -> dict[str, Any]:
     """What a run found, on both kinds of data."""
-    found = read_result(folder, {**NEEDED, **dict.fromkeys(METRICS, NUMBER), "validation": dict})
+    found = read_result(folder, {**NEEDED, **fields(*METRICS), "validation": dict})
     own = found["validation"]
     if not METRICS.keys() <= own.keys() or not numbers({name: own[name] for name in METRICS}):
         raise ValueError(f"{folder / 'result.json'}: validation = {own!r} lacks some of {', '.join(METRICS)}")

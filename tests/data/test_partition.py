@@ -62,10 +62,10 @@ def test_clients_own_their_indices() -> None:
 @pytest.mark.parametrize(
     ("clients", "samples", "sentence"),
     [
-        ({"a": 3}, {"a": 4}, "3 clients with 4 samples each need 12 samples of domain 'a', which has 10."),
-        ({"a": 0}, {"a": 4}, "The number of clients of 'a' must be at least 1, not 0."),
-        ({"a": 1}, {"a": -1}, "The number of samples per client of 'a' must be at least 1, not -1."),
-        ({}, {"a": 1}, "The number of clients is missing for domain 'a'."),
+        ({"a": 3}, {"a": 4}, "3 clients with 4 samples each need 12 samples of domain 'a', which has 10"),
+        ({"a": 0}, {"a": 4}, "the number of clients of 'a' must be at least 1, not 0"),
+        ({"a": 1}, {"a": -1}, "the number of samples per client of 'a' must be at least 1, not -1"),
+        ({}, {"a": 1}, "the number of clients is missing for domain 'a'"),
     ],
 )
 def test_impossible_requests(clients: dict[str, int], samples: dict[str, int], sentence: str) -> None:

@@ -86,7 +86,7 @@ def test_runs_on_a_cluster_are_those_of_this_machine(tmp_path, tmp_path_factory)
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
     said = wrong.stderr.splitlines()[-1]  # after what Ray has to say on its connection
-    assert said.startswith("fedheal: The model 'tiny_data:linear' cannot be built from classes, width: ")
+    assert said.startswith("fedheal: the model 'tiny_data:linear' cannot be built from classes, width: ")
     assert there.returncode == 0, there.stderr
     assert json.loads(there.stdout)["rows"] == json.loads(here.stdout)["rows"]
     one, two = (tmp_path / where / "fedavg-tiny_data_load-seed1" for where in ("here", "there"))

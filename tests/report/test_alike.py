@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from fedheal.report import alike, conclusions
 from fedheal.report.page import page
 from fedheal.report.rows import find, rows
 from fedheal.report.series import series
+from fedheal.report.tables import tidy
 from made_up import found, run_folder
 
 
@@ -122,6 +124,50 @@ def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, 
     path.write_text(text or json.dumps(json.loads(path.read_text()) | {"domains": {}, "test_sizes": {}}))
     with pytest.raises(ValueError, match=f"{path}.*{sentence}"):
         find([runs])
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"avg": "x"}, "avg = 'x' is of the wrong kind"),
+        ({"averaged": "five"}, "averaged = 'five' is of the wrong kind"),
+        ({"seconds": {"train": "long"}}, "seconds = {'train': 'long'} is of the wrong kind"),
+        ({"trained": {"a": []}}, "trained = {'a': []} is of the wrong kind"),
+        ({"only": [["a"]]}, "only = [['a']] is of the wrong kind"),
+        ({"data_notes": [{}]}, "data_notes = [{}] is of the wrong kind"),
+        ({"consistency": {"a": [0.5, 0.5], "b": [1.0]}}, "consistency = {'a': [0.5, 0.5], 'b': [1.0]} is of the wrong"),
+        ({"consistency": {"a": "even"}}, "consistency = {'a': 'even'} is of the wrong kind"),
+        ({"validation": {"avg": 80.0}}, "validation = {'avg': 80.0} lacks some of avg, std, worst"),
+        ({"versions": ["1"]}, "versions = ['1'] is of the wrong kind"),
+    ],
+)
+def test_a_result_that_is_not_what_a_run_writes_is_refused_by_name(runs, said, sentence):
+    """Even where a report has the number from elsewhere: somebody has made something else of this file."""
+    edited(runs / "fedavg-1", **said)
+    with pytest.raises(ValueError, match=re.escape(f"{runs / 'fedavg-1' / 'result.json'}: {sentence}")):
+        find([runs])
+
+
+def test_every_record_for_programs_says_what_sets_it_apart(runs):
+    assert [record["notes"] for record in tidy(found(runs))] == ["", "", "", ""]
+    described(runs / "fedavg-0", lr=0.5, workers=3)
+    edited(runs / "fedavg+fedheal-1", used_fingerprint="other", data_notes=["syn_standin stands in for syn"])
+    edited(runs / "fedavg-1", used_fingerprint="one")
+    for method in ("fedavg", "fedavg+fedheal"):
+        run_folder(runs / f"{method}-elsewhere", method, "own", seed=7)  # alike in itself
+    notes = {(record["method"], record["seed"]): record["notes"] for record in tidy(found(runs))}
+    usual = "lr = 0.001, which is not the same in all runs"
+    assert notes == {
+        ("fedavg", 0): "lr = 0.5, which is not the same in all runs",  # the number of workers changes no result
+        ("fedavg", 1): usual,
+        ("fedavg", 7): "",
+        ("fedavg+fedheal", 0): usual,
+        (
+            "fedavg+fedheal",
+            1,
+        ): f"syn_standin stands in for syn; {usual}; not on the data of fedavg's run with the same seed",
+        ("fedavg+fedheal", 7): "",
+    }
 
 
 def test_curves_are_means_of_the_same_rounds(runs):

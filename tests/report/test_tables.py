@@ -134,6 +134,9 @@ def test_csv_can_be_read_back(tmp_path):
     assert float(found[1]["accuracy.photo"]) == 84.0
     assert found[1]["method"] == "fedavg"
     assert float(found[0]["std"]) == pytest.approx(20 / 2**0.5)
+    assert found[0]["notes"] == ""
+    special = replace(ROWS[0], summaries=({**ROWS[0].summaries[0], "data_notes": ["over 3 of 4 domains", "small"]},))
+    assert next(csv.DictReader(io.StringIO(csv_text([special]))))["notes"] == "over 3 of 4 domains; small"
 
 
 def test_parquet_can_be_read_back(tmp_path):

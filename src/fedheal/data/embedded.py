@@ -45,8 +45,8 @@ def load() -> Domains:
     found = fingerprint(data)
     if found != FINGERPRINT:
         raise ValueError(
-            f"The embedded digits have the fingerprint {found} instead of {FINGERPRINT}: scikit-learn's digits or "
-            "the glyph atlas are not those this version of fedheal was made with, so results would not compare."
+            f"the embedded digits have the fingerprint {found} instead of {FINGERPRINT}: scikit-learn's digits or "
+            "the glyph atlas are not those this version of fedheal was made with, so results would not compare"
         )
     return data
 

@@ -14,6 +14,7 @@ from fedheal.data import archive, cache
 from fedheal.data.domains import Domain, fingerprint
 from fedheal.data.raw import Excerpt, Labels, Raw, RawDomain
 from fedheal.data.real import Opened, domains_of
+from fedheal.records import make_folder
 
 
 def export(found: Opened, positions: Mapping[str, Labels], settings: Mapping[str, Any], out: Path) -> None:
@@ -37,7 +38,7 @@ def export(found: Opened, positions: Mapping[str, Labels], settings: Mapping[str
         settings=dict(settings),
         notes=whole.notes,
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     archive.write(out, contents, packed)
 
 

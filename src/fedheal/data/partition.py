@@ -52,7 +52,7 @@ def partition(
         if count * each > size:
             raise ValueError(
                 f"{count} clients with {each} samples each need {count * each} samples of domain {domain!r}, "
-                f"which has {size}."
+                f"which has {size}"
             )
         order = _shuffled(size, domain, seed)
         if dirichlet is None and not class_filling:
@@ -69,9 +69,9 @@ def partition(
 
 def _asked(numbers: Mapping[str, int], domain: str, what: str) -> int:
     if domain not in numbers:
-        raise ValueError(f"The number of {what} is missing for domain {domain!r}.")
+        raise ValueError(f"the number of {what} is missing for domain {domain!r}")
     if numbers[domain] < 1:
-        raise ValueError(f"The number of {what} of {domain!r} must be at least 1, not {numbers[domain]}.")
+        raise ValueError(f"the number of {what} of {domain!r} must be at least 1, not {numbers[domain]}")
     return numbers[domain]
 
 

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 
 from fedheal.data.domains import Domain, Domains
 from fedheal.data.partition import Client
+from fedheal.records import make_folder
 
 COLUMNS = 12
 MOST_CLASSES = 40  # on a sheet
@@ -43,7 +44,7 @@ def contact_sheet(domain: Domain, classes: Sequence[str]) -> Image.Image:
 
 def sheets(data: Domains, folder: Path) -> list[Path]:
     """A PNG for each domain."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     paths = [folder / f"{data.name}-{domain.name}.png" for domain in data.domains]
     for path, domain in zip(paths, data.domains, strict=True):
         contact_sheet(domain, data.classes).save(path)

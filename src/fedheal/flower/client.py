@@ -30,7 +30,7 @@ from fedheal.engine import serial
 from fedheal.engine.serial import Bench, Task
 from fedheal.flower import wire
 from fedheal.flower.memory import Memory, lost, memory_of, newest, recalled
-from fedheal.flower.terms import worded
+from fedheal.flower.terms import spelled
 from fedheal.layout import Layout, Packed
 
 log = logging.getLogger("flwr.fedheal")
@@ -148,7 +148,7 @@ def train(
         signs, kept_described = _prefixed(state)
         kept_arrays |= signs
     if bench.terms:
-        content.config_records[wire.ABOUT]["terms"] = worded(bench.terms)
+        content.config_records[wire.ABOUT]["terms"] = spelled(bench.terms)
     if any(done.messages):
         content[wire.MESSAGES] = wire.flattened(done.messages)
     if kept_arrays:

@@ -35,7 +35,7 @@ from fedheal.flower.ledger import Known, Round
 from fedheal.flower.replies import Admission, Refused, averaged
 from fedheal.flower.roll import Roll
 from fedheal.flower.server_step import check_placed, stepped
-from fedheal.flower.terms import check_terms, worded
+from fedheal.flower.terms import check_terms, spelled
 from fedheal.layout import Layout, Packed
 from fedheal.methods import Method
 from fedheal.rng import generator
@@ -138,7 +138,7 @@ class FairStrategy(Strategy):
             max_examples,
             max_norm,
             tuple(sorted(self.aggregator.stage.needs - {"domain"})),  # which a client always has, if only its own name
-            tuple(worded(self.terms)),
+            tuple(spelled(self.terms)),
             placement == "client",
         )
         self.configrecord_key, self.tau = configrecord_key, tau

@@ -24,11 +24,11 @@ def check_terms(terms: Sequence[Term]) -> None:
             raise ValueError("fedce tells every client its own weight, which one broadcast cannot: simulate it instead")
 
 
-def worded(terms: Sequence[Term]) -> list[str]:
+def spelled(terms: Sequence[Term]) -> list[str]:
     """Terms in words that are the same on every machine; of what is no dataclass only the kind is known.
 
     >>> from fedheal import methods
-    >>> worded(methods.get("fedprox:mu=0.1").local)
+    >>> spelled(methods.get("fedprox:mu=0.1").local)
     ['Proximal(mu=0.1)']
     """
     return [repr(term) if is_dataclass(term) else type(term).__qualname__ for term in terms]

@@ -43,22 +43,22 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
         inspect.signature(factory).bind(classes=classes, **kwargs)
     except TypeError as error:
         given = ", ".join(["classes", *kwargs])
-        raise ValueError(f"The model {name!r} cannot be built from {given}: {error}.") from error
+        raise ValueError(f"the model {name!r} cannot be built from {given}: {error}") from error
     try:
         model = factory(classes=classes, **kwargs)
     except Exception as error:
         if ":" not in name:
             raise
-        raise ValueError(f"The factory {name!r} ended with {worded(error)}.") from error
+        raise ValueError(f"the model's factory {name!r} ended with {worded(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"The factory {name!r} returned a {type(model).__name__}, not a torch.nn.Module.")
+        raise ValueError(f"the model's factory {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
 def _listed(name: str) -> Factory:
     if name not in MODELS:
         raise ValueError(
-            f"There is no model {name!r}; choose one of {', '.join(MODELS)}, or name your own factory "
-            'by import path as "package.module:factory".'
+            f"there is no model {name!r}; choose one of {', '.join(MODELS)}, "
+            "or name your own factory by import path, 'package.module:factory'"
         )
     return MODELS[name]

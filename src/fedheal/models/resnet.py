@@ -92,5 +92,5 @@ def resnet(classes: int, depth: int = 10, width: int = 64, channels: int = 3) ->
     """A residual network of the given depth: 10, 12, 18, 20 or 34 layers."""
     if depth not in BLOCKS:
         known = ", ".join(str(layers) for layers in BLOCKS)
-        raise ValueError(f"There is no ResNet of depth {depth}; the depths are {known}.")
+        raise ValueError(f"depth = {depth}: there is no such ResNet; use one of {known}")
     return ResNet(BLOCKS[depth], classes, width, channels)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedheal.experiment import FREE
-from fedheal.report.rows import BOUNDS, OF_BOUNDS, Row, described
+from fedheal.report.rows import BOUNDS, OF_BOUNDS, Row, data_notes, described
 
 APART = frozenset({"name", "seed", "method"})  # settings that a table names already
 HOW = FREE | {"budget", "wait_seconds", "roll_call"}  # settings that change no result
@@ -64,6 +64,23 @@ def cautions(rows: Sequence[Row], reference: str) -> list[str]:
             f"Not on the data of {reference}'s run with the same seed, and therefore not compared with it: {_some(named)}."
         )
     return said
+
+
+def notes(rows: Sequence[Row], reference: str) -> list[list[str]]:
+    """The same and what is special about its data, for each row alone: what is read by programs is read row by row."""
+    differ = [key for key in settings(rows).differ if key not in HOW]
+    found = []
+    for row in rows:
+        runs = [described(summary) for summary in row.summaries]
+        said = data_notes(row.summaries)
+        for key in differ:
+            values = dict.fromkeys(shown(one.get(key)) for one, complete in runs if complete or key in one)
+            if values and not (key in OF_BOUNDS and row.method in BOUNDS):
+                said.append(f"{key} = {_some(list(values))}, which is not the same in all runs")
+        if row.method not in BOUNDS and not _comparable(row, rows, reference):
+            said.append(f"not on the data of {reference}'s run with the same seed")
+        found.append(said)
+    return found
 
 
 def comparable(rows: Sequence[Row], reference: str) -> list[Row]:

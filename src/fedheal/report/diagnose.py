@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedheal.metrics import LAST
-from fedheal.records import read_json
+from fedheal.records import read_result
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, by_round, saved
 from fedheal.report.rounds import rounds_of
@@ -94,7 +94,7 @@ def diagnose(folder: Path, what: str | None = None) -> Diagnosis:
     records = rounds_of(folder)
     if not records:
         raise ValueError(f"{folder} holds no rounds: name a run folder with a rounds.jsonl")
-    summary = read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
+    summary = read_result(folder, {}) if (folder / "result.json").is_file() else {}
     homes = _homes(records, summary)
     if what is None:
         what = "domain" if homes and len(set(homes.values())) > 1 else "client"
@@ -123,7 +123,7 @@ def _homes(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> 
     said: dict[str, Any] = {}
     for record in records:
         said |= record.get("homes") or {}
-    said |= summary["trained"] if isinstance(summary.get("trained"), dict) else {}
+    said |= summary.get("trained", {})
     found = {client: str(home) for client, home in said.items() if home}
     # A simulation names clients after their domains, and its rounds and result tell no domain of those that did not train.
     domains = next((set(record["domains"]) for record in reversed(records) if record.get("domains")), set())

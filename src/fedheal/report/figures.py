@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedheal.records import make_folder
 from fedheal.report import palette, tables
 from fedheal.report.conclusions import check_reference, chosen_reference
 from fedheal.report.rows import BOUNDS, Row, by_data
@@ -88,7 +89,7 @@ def saved(path: Path, draw: Callable[[], Figure | None]) -> list[Path]:
         figure = draw()
         if figure is None:
             return []
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         files = [path.with_name(f"{path.name}.{form}") for form in FORMATS]
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
         for file, form in zip(files, FORMATS, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedheal.records import read_json, read_rounds
+from fedheal.records import fields, read_result, read_rounds
 
 NUMBERS = ("weights", "domains", "clients")  # by name
 TOLD = ("kept", "distance", "kept_by_tensor")  # likewise, in what an aggregation reports
@@ -16,10 +16,9 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
 
     There may be more of them than the result's rounds: a federation may go on after its result.
     """
-    records, finished = read_rounds(folder), folder / "result.json"
-    wanted = read_json(finished).get("rounds") if finished.is_file() else 0
-    if not isinstance(wanted, int):
-        raise ValueError(f"{finished}: rounds = {wanted!r} is of the wrong kind")
+    records = read_rounds(folder)
+    finished = (folder / "result.json").is_file()
+    wanted = read_result(folder, fields("rounds"))["rounds"] if finished else 0
     if len(records) < wanted:
         path = folder / "rounds.jsonl"
         if not path.exists():

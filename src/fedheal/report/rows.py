@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedheal import records
 from fedheal.experiment import FREE, read_toml
 from fedheal.metrics import fairness
-from fedheal.records import read_json
 
 BOUNDS = {
     "standalone": "a model per client, of its own data alone; judged on its own domain, mean over the domain's clients",
@@ -37,21 +37,11 @@ class Row:
     summaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
 
-NUMBER = (int, float)
-# What a report reads of a run's result.json, and what each is.
-NEEDED: Mapping[str, type | tuple[type, ...]] = {
-    "method": str,
-    "data": str,
-    "seed": int,
-    "rounds": int,
-    "domains": dict,
-    "clients": dict,
-    "trained": dict,
-    "test_sizes": dict,
-    "only": list,
-    "without": list,
-    "pool": bool,
-}
+NUMBER = records.NUMBER
+# What a report cannot do without.
+NEEDED = records.fields(
+    "method", "data", "seed", "rounds", "domains", "clients", "trained", "test_sizes", "only", "without", "pool"
+)
 
 
 def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -65,24 +55,20 @@ def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return [read_result(folder) for folder in folders]
 
 
-def read_result(folder: Path, needed: Mapping[str, type | tuple[type, ...]] = NEEDED) -> dict[str, Any]:
-    """The result of a finished run, which knows its `folder`; one that lacks what is needed is refused by name."""
+def read_result(folder: Path, needed: Mapping[str, records.Kind] = NEEDED) -> dict[str, Any]:
+    """The result of a finished run, which knows its `folder`; one that no report can be made of is refused by name."""
     path = folder / "result.json"
-    try:
-        summary = read_json(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    for key, kind in needed.items():
-        if key not in summary:
-            raise ValueError(f"{path}: there is no {key}")
-        if not isinstance(summary[key], kind):
-            raise ValueError(f"{path}: {key} = {summary[key]!r} is of the wrong kind")
+    summary = records.read_result(folder, needed)
     if not summary["domains"] or not numbers(summary["domains"]):
         raise ValueError(f"{path}: domains = {summary['domains']!r} are no accuracies")
     if not numbers(summary["test_sizes"]) or summary["test_sizes"].keys() != summary["domains"].keys():
         raise ValueError(f"{path}: test_sizes = {summary['test_sizes']!r} are not those of its domains")
+    for key, fits in INSIDE.items():
+        if summary.get(key) is not None and not fits(summary[key]):
+            raise records.wrong_kind(path, key, summary[key])
+    validation = summary.get("validation")
+    if validation is not None and not numbers({key: validation.get(key) for key in EVENNESS.values()}):
+        raise ValueError(f"{path}: validation = {validation!r} lacks some of {', '.join(EVENNESS.values())}")
     return summary | {"folder": str(folder)}
 
 
@@ -94,6 +80,27 @@ def data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
 def numbers(value: object) -> bool:
     """Whether it is a number for each of several names."""
     return isinstance(value, dict) and all(isinstance(number, NUMBER) for number in value.values())
+
+
+def _words(value: Iterable[object]) -> bool:
+    return all(isinstance(word, str) for word in value)
+
+
+def _shares(value: Mapping[str, object]) -> bool:
+    """So many numbers for each name, the same for all."""
+    lists = [one for one in value.values() if isinstance(one, list) and all(isinstance(x, NUMBER) for x in one)]
+    return len(lists) == len(value) and len(set(map(len, lists))) <= 1
+
+
+# What is in the fields that a report looks into, where they are there.
+INSIDE: Mapping[str, Callable[[Any], bool]] = {
+    "trained": lambda homes: _words(homes.values()),
+    "only": _words,
+    "without": _words,
+    "data_notes": _words,
+    "consistency": _shares,
+    "seconds": numbers,
+}
 
 
 def by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:

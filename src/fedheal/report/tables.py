@@ -13,6 +13,9 @@ import numpy as np
 
 from fedheal.experiment import FREE
 from fedheal.metrics import LAST
+from fedheal.records import write_bytes
+from fedheal.report import alike
+from fedheal.report.conclusions import chosen_reference
 from fedheal.report.rows import BOUNDS, EVENNESS, Row, by_data, described
 
 LOWER_IS_BETTER = frozenset({"STD"})
@@ -178,7 +181,11 @@ def _escaped(words: str) -> str:
 
 
 def tidy(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One flat record a row, for other programs."""
+    """One flat record a row, for other programs; `notes` says what else to know of it."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.summaries[0]["data"], []).append(row)
+    notes = {data: iter(alike.notes(own, chosen_reference(own))) for data, own in groups.items()}
     return [
         {
             "data": row.summaries[0]["data"],
@@ -188,6 +195,7 @@ def tidy(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **{f"accuracy.{name}": float(x) for name, x in row.domains.items()},
             **{name: float(x) for name, x in row.evenness.items()},
             **({f"validation.{k}": float(row.validation[k]) for k in EVENNESS.values()} if row.validation else {}),
+            "notes": "; ".join(next(notes[row.summaries[0]["data"]])),
         }
         for row in rows
     ]
@@ -213,7 +221,9 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
         raise ValueError("Parquet needs pyarrow: pip install 'fedheal[parquet]'") from None
     records = tidy(rows)
     fields = list(dict.fromkeys(name for record in records for name in record))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{f: r.get(f) for f in fields} for r in records]), path)
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{f: r.get(f) for f in fields} for r in records]), out)
+    write_bytes(path, out.getvalue())
 
 
 FORMATS: dict[str, Callable[[Table], str]] = {"text": text, "markdown": markdown, "latex": latex}
