@@ -149,6 +149,8 @@ class FairStrategy(Strategy):
         self.folder = None if folder is None else Folder(Path(folder), resume)
         self.data = data
         self.layout: Layout | None = Layout.of(model) if isinstance(model, nn.Module) else model
+        if self.layout is not None:
+            wire.check_travels(self.layout)
         self.state: RunState | None = None
         self.history: list[RoundRecord] = []
         self.known = Known()
