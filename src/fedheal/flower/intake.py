@@ -32,9 +32,10 @@ class Cohort:
     looks: dict[str, str] = field(default_factory=dict)  # of what the clients' terms tell the server
 
     def emptied(self, why: str) -> Cohort:
-        """Nobody, because of `why`."""
+        """Nobody, because of `why`; how their messages look is known all the same."""
         nobody = Updates([], self.updates.deltas[:0], [], domains=[])
-        return Cohort(nobody, {}, self.skipped | dict.fromkeys(map(str, self.updates.clients), why))
+        skipped = self.skipped | dict.fromkeys(map(str, self.updates.clients), why)
+        return Cohort(nobody, {}, skipped, looks=self.looks)
 
 
 class Intake:
