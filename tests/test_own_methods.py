@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import fedheal
 from fedheal import methods
+from fedheal.aggregate import Aggregator, chain, reduce
 from fedheal.aggregate.stages import STAGES
 from fedheal.cli import app
 from fedheal.local.proximal import Proximal
@@ -195,6 +196,44 @@ def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def scaled(factor: float) -> Any:
+    def reducer(draft: Any, weights: Any) -> Any:
+        model, told = reduce.mean(draft, weights)
+        return type(model)(model.params * factor, model.buffers, model.counters), told
+
+    return reducer
+
+
+@pytest.mark.parametrize("rounds", [1, 3], ids=["under way", "finished"])
+@pytest.mark.parametrize(
+    ("mu", "factor", "warns"), [(0.1, 1.0, False), (0.2, 1.0, True), (0.1, 0.5, True)], ids=["same", "term", "closure"]
+)
+def test_a_folder_says_when_a_method_of_the_same_name_has_visibly_changed(
+    mu: float, factor: float, warns: bool, rounds: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stopped(fedheal.Callback):
+        def round(self, record: Any) -> None:
+            if record.round == rounds < 3:
+                raise KeyboardInterrupt
+
+    def experiment(mu: float, factor: float) -> fedheal.Experiment:
+        method = fedheal.Method((Proximal(mu),), Aggregator(chain(), scaled(factor)), "mine")
+        return quick(method=method, rounds=3)
+
+    try:
+        fedheal.run(experiment(0.1, 1.0), tmp_path / "run", callbacks=[Stopped()], progress=False)
+    except KeyboardInterrupt:
+        assert rounds < 3
+    assert (tmp_path / "run" / "result.json").exists() == (rounds == 3)
+    fedheal.run(experiment(mu, factor), tmp_path / "run", resume=True, progress=False)
+    assert ("was begun with another method of this name" in caplog.text) == warns
+
+
+def test_a_method_that_a_name_says_needs_no_second_look(tmp_path: Path) -> None:
+    result = fedheal.run(quick(method="fedprox", rounds=1), tmp_path / "run", progress=False)
+    assert "own" not in result.summary
+
+
 def test_it_is_compared_from_the_command_line_by_processes_of_their_own() -> None:
     line = ["compare", "fedavg", own("mine:even"), own("mine:pull:mu=0.5"), "--out", "runs", "--jobs", "2"]
     given = words("rounds=1")

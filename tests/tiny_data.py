@@ -134,6 +134,25 @@ def featured(classes: int) -> nn.Module:
     return Featured(classes)
 
 
+class Lowered(Featured):
+    """In a dtype of its own, whatever that of the images."""
+
+    def __init__(self, classes: int, dtype: torch.dtype) -> None:
+        super().__init__(classes)
+        self.to(dtype)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x.to(self.head.weight.dtype))
+
+
+def bfloat16(classes: int) -> nn.Module:
+    return Lowered(classes, torch.bfloat16)
+
+
+def float16(classes: int) -> nn.Module:
+    return Lowered(classes, torch.float16)
+
+
 def dropping(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * SIDE * SIDE, classes))
 

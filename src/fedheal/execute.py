@@ -30,6 +30,7 @@ from fedheal.progress import Progress, watched
 from fedheal.run import Callback, Federation, initial_state, judged_model, restored_state, rounds
 from fedheal.types import RoundRecord, RunState
 from fedheal.version import __version__
+from fedheal.visible import visible
 
 log = logging.getLogger("fedheal")
 
@@ -77,6 +78,7 @@ def run(
             "fingerprint": fingerprint_of_used(federation.bench.examples, federation.tests),
             "classes": list(domains.classes),
         }
+        own = own_of(experiment)
         kept, history = None, list[RoundRecord]()
         if folder is not None:
             _make(folder, experiment)
@@ -84,7 +86,9 @@ def run(
                 stack.enter_context(records.alone(folder))
             kept, history = _open(folder, experiment, resume, used)
             if (folder / "result.json").exists():
-                return _finished(folder, history)
+                return _finished(folder, history, own)
+            if kept is not None:
+                _warn_of_change(folder, kept[1].get("own"), own)
         state = initial_state(federation) if kept is None else restored_state(*kept, device)
         shown = watched() if progress is None else progress
         watchers = [stack.enter_context(callback) for callback in [*callbacks, *([Progress()] if shown else [])]]
@@ -93,7 +97,7 @@ def run(
         ways = experiment.engine, experiment.workers, experiment.threads, experiment.lanes
         train = stack.enter_context(trainer(federation.bench, *ways))
         interrupts = stack.enter_context(Interrupts())
-        saver = _Saver(folder, experiment, used, state)
+        saver = _Saver(folder, experiment, {"used": used} | own, state)
         try:
             for after, record in rounds(
                 federation, state, interrupts.around(train), experiment.rounds, experiment.eval_every
@@ -114,7 +118,7 @@ def run(
         module = federation.bench.module
         final = judged_model(federation, state.model, state.terms, sorted(federation.homes))
         module.load_state_dict(federation.bench.layout.unpack(final))
-        result = _result(experiment, history, state, federation, domains, used)
+        result = _result(experiment, history, state, federation, domains, used, own)
         if folder is not None:
             records.save_tensors(folder / "model.safetensors", module.state_dict())
             records.write_text(folder / "result.json", json.dumps(result.summary, indent=2, allow_nan=False) + "\n")
@@ -126,8 +130,8 @@ def run(
 class _Saver:
     """Saves a run's state every so often, at its end, and when asked."""
 
-    def __init__(self, folder: Path | None, experiment: Experiment, used: Used, state: RunState) -> None:
-        self.folder, self.experiment, self.used = folder, experiment, used
+    def __init__(self, folder: Path | None, experiment: Experiment, told: Mapping[str, Any], state: RunState) -> None:
+        self.folder, self.experiment, self.told = folder, experiment, told
         self.round, self.at = state.round, time.monotonic()
 
     def due(self, state: RunState) -> None:
@@ -137,8 +141,7 @@ class _Saver:
     def save(self, state: RunState) -> None:
         if self.folder is not None and state.round > self.round:
             arrays, described = state.to_arrays()
-            described["used"] = self.used
-            records.save_state(self.folder, state.round, arrays, described, self.experiment.identity)
+            records.save_state(self.folder, state.round, arrays, {**described, **self.told}, self.experiment.identity)
             self.round, self.at = state.round, time.monotonic()
 
 
@@ -205,6 +208,21 @@ def check_owner(folder: Path, experiment: Experiment) -> None:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
+def own_of(experiment: Experiment) -> dict[str, Any]:
+    """What can be seen of a `Method` that is known by its name alone: a name that `methods.get` reads says everything."""
+    method = experiment.resolved_method
+    return {} if method.spelled else {"own": visible([method.local, method.aggregator, method.training])}
+
+
+def _warn_of_change(folder: Path, before: Any, now: Mapping[str, Any]) -> None:
+    if before != now.get("own"):
+        log.warning(
+            "%s was begun with another method of this name, as far as their parameters can be seen: give a changed one another "
+            "name",
+            folder,
+        )
+
+
 def _resumed(folder: Path, experiment: Experiment, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
     troubles: list[str] = []
     for path in records.states(folder):
@@ -239,6 +257,7 @@ def _result(
     federation: Federation,
     domains: Domains,
     used: Used,
+    own: Mapping[str, Any],
 ) -> Result:
     judged = [record for record in history if record.domains is not None]
     accuracy = last_mean([record.domains or {} for record in judged])
@@ -273,6 +292,7 @@ def _result(
         "consistency": spread(state.aggregator),
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
         "versions": _versions(),
+        **own,
     }
     return Result(
         accuracy, evenness["avg"], evenness["std"], evenness["worst"], tuple(history), federation.bench.module, summary
@@ -284,9 +304,10 @@ def _validation(judged: list[RoundRecord]) -> dict[str, Any] | None:
     return {"domains": accuracy, **fairness(accuracy)} if accuracy else None
 
 
-def _finished(folder: Path, history: list[RoundRecord]) -> Result:
+def _finished(folder: Path, history: list[RoundRecord], own: Mapping[str, Any]) -> Result:
     """A run that needs no more running, read back."""
     summary = records.read_result(folder, NEEDED)
+    _warn_of_change(folder, summary.get("own"), own)
     found = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
     return Result(**found, history=tuple(history), model=load(folder), summary=summary)
 

@@ -72,6 +72,7 @@ RESULT: Mapping[str, Kind] = {
     "consistency": (dict, NoneType),
     "seconds": dict,
     "versions": dict,
+    "own": list,
 }
 
 

@@ -41,10 +41,6 @@ class Federation:
     participation: float = 1.0
     dropout: float = 0.0
 
-    def __post_init__(self) -> None:
-        for term in self.bench.terms:
-            term.check_server(self.server)
-
 
 def initial_state(federation: Federation) -> RunState:
     """Before the first round: the model as it was built."""

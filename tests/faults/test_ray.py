@@ -52,37 +52,23 @@ def cluster(inside: list[str], folder: Path) -> Iterator[str]:
                 head.wait()
 
 
+def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """What a command printed and how it ended, however that was."""
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=240)
+
+
 def test_runs_on_a_cluster_are_those_of_this_machine(tmp_path, tmp_path_factory):
     needs("root", "netns")
     words = [f"{key}={value}" for key, value in QUICK.items() if key != "data"]
     command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2"]
-    here = subprocess.run(
-        [*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    here = ended([*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
+    assert here.returncode == 0, here.stderr
     # Ray's sockets need short paths.
     sockets = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"
     sockets.mkdir()
     with loopback() as inside, cluster(inside, sockets) as address:
-        there = subprocess.run(
-            [*inside, *command, *words, "--ray", address, "--json", "--out", str(tmp_path / "there")],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
-        wrong = subprocess.run(
-            [*inside, *command, *words, "width=4", "--ray", address, "--out", str(tmp_path / "wrong")],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
+        there = ended([*inside, *command, *words, "--ray", address, "--json", "--out", str(tmp_path / "there")])
+        wrong = ended([*inside, *command, *words, "width=4", "--ray", address, "--out", str(tmp_path / "wrong")])
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
     said = wrong.stderr.splitlines()[-1]  # after what Ray has to say on its connection
@@ -98,14 +84,7 @@ def test_no_cluster_is_a_sentence(tmp_path):
     needs("root", "netns")
     command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "--seeds", "1", "--ray", "127.0.0.1:1"]
     with loopback() as inside:
-        done = subprocess.run(
-            [*inside, *command, "--out", str(tmp_path / "out")],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+        done = ended([*inside, *command, "--out", str(tmp_path / "out")])
     assert done.returncode == 2
     assert "no Ray cluster answers at '127.0.0.1:1'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from fedheal import Experiment, data
 from fedheal.data.domains import Split
 from fedheal.experiment import build
-from fedheal.flower import FairStrategy, client
+from fedheal.flower import FairStrategy, client, wire
 from flower.local_grid import LocalGrid, Spoil
 from tiny_data import quick
 
@@ -25,7 +25,8 @@ class Sites:
         torch.set_num_threads(self.experiment.threads)
         self.federation = build(self.experiment, data.load(self.experiment.data), torch.device("cpu"))
         # As it was built: the bench's own module is trained in.
-        self.initial = ArrayRecord({k: v.clone() for k, v in self.federation.bench.module.state_dict().items()})
+        built = self.federation.bench.module.state_dict()
+        self.initial = ArrayRecord({k: wire.widened(v.clone()) for k, v in built.items()})
         self.names = sorted(self.federation.clients)
         self.folder = folder
         self.app = ClientApp()

@@ -59,6 +59,20 @@ def test_the_model_is_the_simulators(method):
             assert ours.clients == pytest.approx(theirs.clients)
 
 
+@pytest.mark.parametrize("model", ["tiny_data:bfloat16", "tiny_data:float16"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold+fedheal", "moon", "fedproto", "ditto"])
+@pytest.mark.parametrize("budget", [None, 0])
+def test_so_it_is_in_dtypes_that_are_narrow_or_that_numpy_does_not_have(model, method, budget):
+    sites = Sites(method=method, model=model)
+    state, _ = simulated(sites)
+    strategy = sites.run(budget=budget)
+    assert state.model.params.dtype.itemsize == 2
+    for name in ("params", "buffers", "counters"):
+        # A client sends its model, not its update: the difference may be rounded once more. Here it hardly ever is.
+        torch.testing.assert_close(getattr(strategy.state.model, name), getattr(state.model, name), rtol=0, atol=1e-3)
+    assert len(strategy.history[-1].weights) == len(sites.names)
+
+
 def test_masks_on_the_clients_give_the_same_model_with_a_handful_of_numbers_on_the_server():
     sites = Sites(method="fedheal:tau=0.6", rounds=6)
     state, _ = simulated(sites)

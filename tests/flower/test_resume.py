@@ -193,6 +193,21 @@ def test_a_damaged_newest_state_costs_one_round(tmp_path, caplog):
     assert torch.equal(strategy.state.model.params, Sites(rounds=4).run().state.model.params)
 
 
+@pytest.mark.parametrize("before", [0, 2])
+def test_half_a_line_that_a_kill_left_is_not_gone_on_from(before, tmp_path):
+    """The server died while it wrote the line of the next round, the first one or a later one."""
+    sites, folder = Sites(rounds=4), tmp_path / "run"
+    whole = sites.run(folder=tmp_path / "whole")
+    killed_in(sites, before + 1, "train", folder=folder)
+    lines = (tmp_path / "whole" / "rounds.jsonl").read_text().splitlines()
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write(lines[before][: len(lines[before]) // 2])
+    assert len(records.read_rounds(folder)) == before
+    strategy = sites.run(folder=folder, resume=True)
+    assert [json.loads(line)["round"] for line in (folder / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert torch.equal(strategy.state.model.params, whole.state.model.params)
+
+
 @pytest.mark.parametrize("method", ["scaffold", "moon", "ditto", "fedbn"])
 def test_where_the_server_goes_back_its_sites_do_too(method, tmp_path, caplog):
     sites = Sites(tmp_path / "sites", method=method, rounds=5)

@@ -60,15 +60,17 @@ def stock() -> ClientApp:
     return app
 
 
-def helped() -> ClientApp:
-    """The same training, answered with the helper."""
+def helped(dtype: torch.dtype = torch.float32) -> ClientApp:
+    """The same training, answered with the helper, from and to a module of this dtype."""
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         partition, number = context.node_config["partition-id"], message.content["config"]["server-round"]
-        net, loss = fitted(client.received(message), partition, number)
-        return client.reply(message, context, net.state_dict(), EXAMPLES[partition], {"loss": loss})
+        own = module().to(dtype)
+        own.load_state_dict(client.received(message))
+        net, loss = fitted(own.state_dict(), partition, number)
+        return client.reply(message, context, net.to(dtype).state_dict(), EXAMPLES[partition], {"loss": loss})
 
     return app
 
@@ -129,6 +131,24 @@ def test_the_helper_masks_a_training_loop_of_ones_own():
         strategy.start(grid(helped()), ArrayRecord(module().state_dict()), num_rounds=6)
     assert torch.allclose(by_server.state.model.params, by_client.state.model.params, rtol=0, atol=1e-6)
     assert min(by_client.history[-1].report["kept"].values()) < 1
+
+
+@pytest.mark.parametrize("placement", ["server", "client"])
+def test_bfloat16_models_of_the_clients_need_not_be_the_servers(placement, tmp_path):
+    narrow, start = torch.bfloat16, ArrayRecord(module().state_dict())
+    made = {}
+    for own in (None, Layout.of(module().to(narrow))):
+        keys = {"tau": 0.6, "placement": placement, "fraction_evaluate": 0.0, "model": own}
+        strategy = made[own] = FedHEAL(folder=tmp_path / str(own is None), **keys)
+        result = strategy.start(grid(helped(narrow)), start, num_rounds=3)
+        assert len(strategy.history[-1].weights) == 3
+        module().to(narrow).load_state_dict(result.arrays.to_torch_state_dict())  # as a stock client reads it
+        resumed = FedHEAL(folder=tmp_path / str(own is None), resume=True, **keys)
+        resumed.start(grid(helped(narrow)), start, num_rounds=3)
+        assert torch.equal(resumed.state.model.params, strategy.state.model.params)
+    wide, kept = (strategy.state.model.params for strategy in made.values())
+    assert (wide.dtype, kept.dtype) == (torch.float32, narrow)
+    assert float((wide - kept).norm()) < 0.1 * float(wide.norm())  # signs of what hardly moves differ
 
 
 def test_a_stock_client_cannot_mask_itself_and_is_told_apart():

@@ -100,6 +100,48 @@ TOLD = {
 }
 
 
+def prototypes_of(features: int, classes: int = 3) -> Callable[[Message], list[Message]]:
+    """As of a client with another model, or one that knows of other classes."""
+
+    def spoil(reply: Message) -> list[Message]:
+        told = {"0.prototypes": np.ones((classes, features)), "0.count": np.ones(classes)}
+        made = {name: Array(values.astype(np.float32)) for name, values in told.items()}
+        reply.content["fedheal.messages"].update(made)
+        return [reply]
+
+    return spoil
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedproc", "fpl"])
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (prototypes_of(7), r"shape \(3, 7\); the model's head takes 36 features and tells 3 classes apart"),
+        (prototypes_of(36, 4), r"shape \(4, 36\); the model's head"),
+        (TOLD["short"], r"float32 of shape \(2,\) for \(2,\) counts, not floats of shape \(classes, features\)"),
+        (TOLD["integers"], "prototypes are torch.int8"),
+        (prototypes_of(36, 2), None),
+    ],
+    ids=["features", "classes", "short", "integers", "fewer"],
+)
+def test_the_first_to_send_prototypes_does_not_set_their_shape_for_all_others(method, spoil, words):
+    sites, first = Sites(method=method, rounds=6), []
+
+    def spoilt(node: int, reply: Message) -> list[Message]:
+        first.append(node)
+        return spoil(reply) if node == first[0] else [reply]
+
+    strategy = sites.strategy(fraction_evaluate=0.0, fraction_train=0.2, min_train_nodes=1, seed=1)
+    strategy.start(sites.grid(spoilt), sites.initial, num_rounds=6)
+    bad = sites.names[first[0] - 100]
+    if words:
+        assert re.search(words, strategy.history[0].report["skipped"][bad])
+    # A model may tell more classes apart than there are: it takes two clients to say that two are too few.
+    counted = [name for record in strategy.history[1 if words else 2 :] for name in record.weights]
+    assert len(set(counted) - {bad}) >= 2
+    assert tuple(strategy.state.terms[0].shared["prototypes"].shape) == (3, 36)
+
+
 @pytest.mark.parametrize("case", TOLD)
 @pytest.mark.parametrize("method", ["scaffold", "fedproto", "fedproc", "fpl"])
 def test_in_cohorts_of_one_nobody_ends_the_run_by_what_its_term_tells(method, case):

@@ -11,9 +11,10 @@ from flwr.app import Array, ArrayRecord, Context, RecordDict
 from torch import nn
 
 from fedheal import Layout
-from fedheal.flower import wire
+from fedheal.flower import FairStrategy, wire
 from fedheal.flower.client import name_of
 from fedheal.flower.memory import InContext, InFolder, memory_of, recalled
+from fedheal.layout import Entry
 
 DTYPES = ["float32", "float64", "float16", "int64", "uint8", "bool", "complex64"]
 
@@ -30,6 +31,32 @@ def test_arrays_are_flowers_and_read_without_a_copy(dtype, shape):
         found = wire.viewed(array)
         assert found.dtype == values.dtype
         assert np.array_equal(found, values)
+
+
+def test_bfloat16_travels_as_float32_and_comes_back_as_it_was():
+    values = torch.arange(-400, 400, dtype=torch.int16).view(torch.bfloat16).nan_to_num().reshape(2, 400)
+    sent = wire.record({"x": values})
+    assert np.array_equal(sent["x"].numpy(), values.to(torch.float32).numpy())  # what a stock client finds
+    assert torch.equal(wire.tensors(sent)["x"].view(torch.int16), values.view(torch.int16))
+    layout = wire.layout_of(sent)
+    plain = ArrayRecord({"x": Array(sent["x"].numpy())})  # as a stock client or a wrapper sends it on
+    assert torch.equal(wire.packed(layout, plain).params, values.reshape(-1))
+    assert torch.equal(layout.pack(wire.fitted(layout, {"x": values.to(torch.float32)})).params, values.reshape(-1))
+    wide = wire.layout_of(plain)
+    assert wide.pack(wire.fitted(wide, {"x": values})).params.dtype == torch.float32
+
+
+def test_a_label_alone_makes_no_bfloat16():
+    lied = Array("bfloat16", (3,), "numpy.ndarray", Array(np.arange(3)).data)
+    assert wire.tensors(ArrayRecord({"x": lied}))["x"].dtype == torch.int64
+
+
+def test_a_dtype_that_no_array_can_hold_is_refused_by_name():
+    odd = Layout((Entry("head.weight", "param", (2,), torch.float8_e4m3fn, 0, 2),))
+    with pytest.raises(
+        ValueError, match=r"'head.weight' of the model is torch.float8_e4m3fn, .*: use bfloat16, float16"
+    ):
+        FairStrategy("fedavg", model=odd)
 
 
 def test_column_major_arrays_are_read_as_such():

@@ -89,7 +89,8 @@ def reply(
         arrays, described = recalled(memory, int(told["round"]), counted)
         before = message.content.array_records[key]
         layout = layout or wire.layout_of(before)
-        masked, kept, state = _masked(layout, wire.packed(layout, before), layout.pack(local), told, arrays, described)
+        own = layout.pack(wire.fitted(layout, local))
+        masked, kept, state = _masked(layout, wire.packed(layout, before), own, told, arrays, described)
         local = layout.unpack(masked)
         content[wire.KEPT] = wire.bits(kept)
         _remember(memory, told, *_prefixed(state), forgotten)

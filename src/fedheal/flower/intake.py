@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedheal.flower import wire
 from fedheal.flower.identity import Heard
 from fedheal.flower.replies import Admission, Refused, Trained, Unfit, difference, trained
 from fedheal.flower.terms import look, trouble
@@ -31,9 +32,10 @@ class Cohort:
     looks: dict[str, str] = field(default_factory=dict)  # of what the clients' terms tell the server
 
     def emptied(self, why: str) -> Cohort:
-        """Nobody, because of `why`."""
+        """Nobody, because of `why`; how their messages look is known all the same."""
         nobody = Updates([], self.updates.deltas[:0], [], domains=[])
-        return Cohort(nobody, {}, self.skipped | dict.fromkeys(map(str, self.updates.clients), why))
+        skipped = self.skipped | dict.fromkeys(map(str, self.updates.clients), why)
+        return Cohort(nobody, {}, skipped, looks=self.looks)
 
 
 class Intake:
@@ -89,6 +91,7 @@ class Intake:
             del read[client]
 
     def _updates(self, read: Mapping[str, Trained], model: Packed, skipped: dict[str, str]) -> Updates:
+        exact, model = model, Packed(wire.widened(model.params), wire.widened(model.buffers), model.counters)
         size, dtype = self.layout.sizes().params, model.params.numpy().dtype
         spills = self.budget is not None and len(read) * size * dtype.itemsize > self.budget
         rows = 1 if spills else len(read)
@@ -96,7 +99,7 @@ class Intake:
             self._matrix = np.empty((rows, size), dtype)
         if spills:  # one after another through one row, which `collect` takes to a file
             replies = (self._reply(one, model, self._matrix[0], skipped) for one in read.values())
-            sound = (reply for reply in replies if reply is not None)
+            sound = (_of_kind(exact, reply) for reply in replies if reply is not None)
             return Updates.collect(sound, self.budget, on_bad_update="skip", layout=self.layout)
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy lets go of the lock
             made = list(pool.map(lambda one, row: self._reply(one, model, row, skipped), read.values(), self._matrix))
@@ -106,10 +109,10 @@ class Intake:
         names = sorted({name for reply in taken for name in reply.metrics})
         return Updates(
             [reply.client for reply in taken],
-            torch.from_numpy(deltas),
+            torch.from_numpy(deltas).to(exact.params.dtype),
             [reply.num_examples for reply in taken],
-            _stacked([reply.buffers for reply in taken]),
-            _stacked([reply.counters for reply in taken]),
+            _stacked([reply.buffers for reply in taken], exact.buffers.dtype),
+            _stacked([reply.counters for reply in taken], exact.counters.dtype),
             {name: [reply.metrics.get(name, float("nan")) for reply in taken] for name in names},
             domains=[str(reply.domain) for reply in taken],
         )
@@ -126,5 +129,11 @@ class Intake:
         return Reply(one.client, torch.from_numpy(row), one.num_examples, buffers, counters, one.metrics, one.domain)
 
 
-def _stacked(vectors: list[Any]) -> torch.Tensor | None:
-    return torch.from_numpy(np.stack(vectors)) if vectors and vectors[0] is not None else None
+def _stacked(vectors: list[Any], dtype: torch.dtype) -> torch.Tensor | None:
+    return torch.from_numpy(np.stack(vectors)).to(dtype) if vectors and vectors[0] is not None else None
+
+
+def _of_kind(model: Packed, reply: Reply) -> Reply:
+    """A reply in the dtypes of the model, as a simulation would have made it."""
+    buffers = None if reply.buffers is None else torch.as_tensor(reply.buffers).to(model.buffers.dtype)
+    return reply._replace(delta=torch.as_tensor(reply.delta).to(model.params.dtype), buffers=buffers)

@@ -1,14 +1,22 @@
-"""What the strategy keeps of clients and of the round that is under way, beside the state."""
+"""What the strategy keeps of clients and of the round that is under way, beside the state, and the record it becomes."""
 
 from __future__ import annotations
 
+import logging
+import math
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedheal.flower.identity import Asked
+from fedheal.aggregate import Aggregated
+from fedheal.flower.evidence import FederatedRound
+from fedheal.flower.identity import Asked, Heard
+from fedheal.flower.intake import Cohort
 from fedheal.flower.judging import Judged
+
+log = logging.getLogger("flwr.fedheal")
 
 
 @dataclass
@@ -50,3 +58,39 @@ class Round:
     report: dict[str, Any] = field(default_factory=lambda: {"skipped": {}, "missing": []})
     judges: Asked = field(default_factory=lambda: Asked({}))
     judged: list[Judged] = field(default_factory=list)
+
+    def note(self, arrived: Sequence[Heard], cohort: Cohort, out: Aggregated, known: Known) -> list[str]:
+        """Keep who counted, who was left out and who never answered, here and of the clients; those who counted."""
+        troubled = {one.client: one.trouble for one in arrived if one.trouble is not None}
+        skipped = troubled | cohort.skipped | {str(c): str(why) for c, why in out.report["skipped"].items()}
+        for client, why in skipped.items():
+            log.warning("round %d: '%s' is left out: %s", self.number, client, why)
+        answered = {one.node for one in arrived}
+        missing = sorted(name for node, name in self.asked.nodes.items() if node not in answered)
+        if missing:
+            log.warning("round %d: no reply from %s", self.number, ", ".join(missing))
+        self.report = dict(out.report) | {"skipped": skipped, "missing": missing}
+        self.weights = dict(zip(cohort.updates.clients, out.weights.tolist(), strict=True))
+        taken = [client for client in cohort.updates.clients if client not in skipped]
+        losses = [cohort.read[c].metrics.get("train_loss", math.nan) for c in taken]
+        sound = [loss for loss in losses if math.isfinite(loss)]
+        self.train_loss = sum(sound) / len(sound) if sound else None
+        known.looks |= cohort.looks
+        known.accepted |= dict.fromkeys(taken, self.number)
+        known.homes |= {one.client: one.domain for one in arrived if one.client in taken}
+        return taken
+
+    def record(self, homes: Mapping[str, str]) -> FederatedRound:
+        """What stays of it. `homes`: the domains of all clients; those of this round's go along."""
+        there = sorted({*self.weights, *(one.client for one in self.judged)} & homes.keys())
+        return FederatedRound(
+            self.number,
+            len(self.asked.nodes),
+            self.replied,
+            self.weights,
+            self.train_loss,
+            self.report,
+            self.clock.seconds,
+            **Judged.together(self.judged),
+            homes={client: homes[client] for client in there},
+        )

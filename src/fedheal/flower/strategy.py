@@ -9,7 +9,6 @@ between; nobody says then which round is the last.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,16 +20,16 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 from fedheal import methods
-from fedheal.aggregate import Aggregated, Aggregator
+from fedheal.aggregate import Aggregator
 from fedheal.aggregate.checks import check_among, check_count, check_share, check_switch
 from fedheal.aggregate.reduce import finite
 from fedheal.aggregate.server import Server
 from fedheal.flower import wire
 from fedheal.flower.attendance import Attendance, chosen
-from fedheal.flower.evidence import FederatedRound, Folder
+from fedheal.flower.evidence import Folder
 from fedheal.flower.identity import Asked, Heard
 from fedheal.flower.intake import Cohort, Intake
-from fedheal.flower.judging import Judged, judged
+from fedheal.flower.judging import judged
 from fedheal.flower.ledger import Known, Round
 from fedheal.flower.replies import Admission, Refused, averaged
 from fedheal.flower.roll import Roll
@@ -149,6 +148,8 @@ class FairStrategy(Strategy):
         self.folder = None if folder is None else Folder(Path(folder), resume)
         self.data = data
         self.layout: Layout | None = Layout.of(model) if isinstance(model, nn.Module) else model
+        if self.layout is not None:
+            wire.check_travels(self.layout)
         self.state: RunState | None = None
         self.history: list[RoundRecord] = []
         self.known = Known()
@@ -248,7 +249,7 @@ class FairStrategy(Strategy):
         after, out = stepped(
             self.aggregator, self.server, self.terms, self._layout, self._state, cohort, self._rounds, everyone
         )
-        taken = self._note(now, arrived, cohort, out)
+        taken = now.note(arrived, cohort, out, self.known)
         self.state = replace(
             after,
             round=server_round,
@@ -369,18 +370,7 @@ class FairStrategy(Strategy):
 
     def _end_round(self, now: Round) -> None:
         """Write down what the round left behind; from here on a resume does not repeat it."""
-        there = sorted({*now.weights, *(one.client for one in now.judged)} & self.known.homes.keys())
-        record = FederatedRound(
-            now.number,
-            len(now.asked.nodes),
-            now.replied,
-            now.weights,
-            now.train_loss,
-            now.report,
-            now.clock.seconds,
-            **Judged.together(now.judged),
-            homes={client: self.known.homes[client] for client in there},
-        )
+        record = now.record(self.known.homes)
         self.state = replace(self._state, round=now.number)  # also where a wrapper kept the replies to itself
         self.history.append(record)
         log.info("[round %d] %s", now.number, record.line)
@@ -449,27 +439,6 @@ class FairStrategy(Strategy):
             return cohort
         why = f"only {few} replies of this round can be used, fewer than min_replies = {self.min_replies}"
         return cohort.emptied(why)
-
-    def _note(self, now: Round, arrived: list[Heard], cohort: Cohort, out: Aggregated) -> list[str]:
-        """Keep for the record who counted, who was left out and who never answered; those who counted."""
-        troubled = {one.client: one.trouble for one in arrived if one.trouble is not None}
-        skipped = troubled | cohort.skipped | {str(c): str(why) for c, why in out.report["skipped"].items()}
-        for client, why in skipped.items():
-            log.warning("round %d: '%s' is left out: %s", now.number, client, why)
-        answered = {one.node for one in arrived}
-        missing = sorted(name for node, name in now.asked.nodes.items() if node not in answered)
-        if missing:
-            log.warning("round %d: no reply from %s", now.number, ", ".join(missing))
-        now.report = dict(out.report) | {"skipped": skipped, "missing": missing}
-        now.weights = dict(zip(cohort.updates.clients, out.weights.tolist(), strict=True))
-        taken = [client for client in cohort.updates.clients if client not in skipped]
-        losses = [cohort.read[c].metrics.get("train_loss", math.nan) for c in taken]
-        sound = [loss for loss in losses if math.isfinite(loss)]
-        now.train_loss = sum(sound) / len(sound) if sound else None
-        self.known.looks |= cohort.looks
-        self.known.accepted |= dict.fromkeys(taken, now.number)
-        self.known.homes |= {one.client: one.domain for one in arrived if one.client in taken}
-        return taken
 
     def _described(self) -> dict[str, Any]:
         """What `federation.toml` holds."""

@@ -3,6 +3,9 @@
 A stock client reads the model and the config and answers with a model and metrics; it never looks at the rest. Every record
 of ours has a name that starts with `fedheal`; what clients are told stands in the config itself, under keys that do, since
 Flower's mods take messages with one config only.
+
+numpy has no bfloat16. Such numbers travel as float32, which holds them all, labelled as what they are: we read them back as
+they were, and a stock client, whose `load_state_dict` rounds to the model's own dtype, finds the same values.
 """
 
 from __future__ import annotations
@@ -65,9 +68,33 @@ def layout_of(record: ArrayRecord) -> Layout:
     return Layout(tuple(entries))
 
 
+def check_travels(layout: Layout) -> None:
+    """Refuse what numpy has no numbers for, nor wider ones."""
+    for entry in layout.entries:
+        try:
+            widened(torch.empty(0, dtype=entry.dtype)).numpy()
+        except TypeError:
+            raise ValueError(
+                f"'{entry.name}' of the model is {entry.dtype}, which Flower's arrays cannot hold: use bfloat16, float16, "
+                "float32 or float64"
+            ) from None
+
+
 def packed(layout: Layout, record: ArrayRecord) -> Packed:
     """A record's arrays as vectors, in memory of their own."""
-    return layout.pack(tensors(record))
+    return layout.pack(fitted(layout, tensors(record)))
+
+
+def fitted(layout: Layout, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bfloat16 where the layout has it and a wrapper or a stock client did not, and the other way round; all else as it is."""
+    dtypes = {entry.name: entry.dtype for entry in layout.entries}
+    alike = (torch.float32, torch.bfloat16)
+    return {k: t.to(dtypes[k]) if t.dtype in alike and dtypes.get(k) in alike else t for k, t in model.items()}
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The same numbers in a dtype that numpy has, if it has a wider one."""
+    return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def record_of(layout: Layout, model: Packed) -> ArrayRecord:
@@ -105,7 +132,8 @@ def viewed(array: Array) -> NDArray[Any]:
 
 def _tensor(array: Array) -> Tensor:
     try:
-        return torch.from_numpy(np.array(viewed(array)))
+        found = torch.from_numpy(np.array(viewed(array)))
+        return found.to(torch.bfloat16) if (array.dtype, found.dtype) == ("bfloat16", torch.float32) else found
     except TypeError:  # text, long doubles and the like
         raise ValueError(f"it holds {array.dtype}, which torch does not have") from None
 
@@ -180,8 +208,9 @@ def _digest(client: str, federation: str) -> str:
 
 def _array(tensor: Tensor) -> Array:
     """As Flower would make it, with one copy of the bytes instead of two."""
-    values = np.ascontiguousarray(tensor.detach().cpu().numpy()).reshape(tuple(tensor.shape))
+    values = np.ascontiguousarray(widened(tensor.detach().cpu()).numpy()).reshape(tuple(tensor.shape))
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(values))
     data = b"".join([header.getvalue(), values.reshape(-1).view(np.uint8).data])
-    return Array(str(values.dtype), tuple(values.shape), "numpy.ndarray", data)
+    label = "bfloat16" if tensor.dtype == torch.bfloat16 else str(values.dtype)
+    return Array(label, tuple(values.shape), "numpy.ndarray", data)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedheal.layout import Packed
+from fedheal.layout import Layout, Packed
 from fedheal.local.finch import finch
 from fedheal.local.term import Arrays, Batch, Context, ServerContext, Term
 
@@ -36,7 +36,8 @@ class Prototypes(Term):
     sends: tuple[str, ...] = ("prototypes", "known", "clusters", "owner")
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
-        ctx.scratch.update({name: ctx.shared[name] for name in self.sends if name in ctx.shared})
+        if len(ctx.shared.get("known", ())) == ctx.classes:  # of other classes they are no help, nor a reason to fail
+            ctx.scratch.update({name: ctx.shared[name] for name in self.sends if name in ctx.shared})
         return start
 
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
@@ -55,7 +56,10 @@ class Prototypes(Term):
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
-        return aggregated, _averaged(messages, shared, self.proto_weights, ctx) if messages else shared
+        if not messages:
+            return aggregated, shared
+        kept = _usable(messages, shared, ctx.layout)
+        return aggregated, _averaged(messages, kept, self.proto_weights, ctx)
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,9 @@ class FPL(Prototypes):
         if not messages:
             return aggregated, shared
         sets: dict[int, Tensor] = {}  # class -> its clusters' means
-        if "owner" in shared:
-            sets = {y: shared["clusters"][shared["owner"] == y] for y in set(shared["owner"].tolist())}
+        kept = _usable(messages, shared, ctx.layout)
+        if "owner" in kept:
+            sets = {y: kept["clusters"][kept["owner"] == y] for y in set(kept["owner"].tolist())}
         for y in range(len(messages[0]["count"])):
             held = [message["prototypes"][y] for message in messages if message["count"][y] > 0]
             if held:
@@ -156,6 +161,32 @@ def _collect(z: Tensor, y: Tensor, ctx: Context) -> None:
         ctx.scratch["count"] = torch.zeros(ctx.classes, device=z.device)
     ctx.scratch["total"].index_add_(0, y, z.to(torch.float32))
     ctx.scratch["count"].index_add_(0, y, torch.ones_like(y, dtype=torch.float32))
+
+
+def _usable(messages: Sequence[Arrays], shared: Arrays, layout: Layout) -> Arrays:
+    """Refuse messages that cannot be this model's prototypes; of what is shared, what they can be joined with.
+
+    The first client to send would else set the shape for all others, though it is the one with another model or other classes.
+    Where `head` is one linear layer the layout says how long features are, and how many classes there can be.
+    """
+    head = {e.name.removeprefix("head."): e.shape for e in layout.entries if e.name.startswith("head.")}
+    weight = head.get("weight", ())
+    linear = len(weight) == 2 and head.keys() == {"weight", "bias"} and head["bias"] == weight[:1]
+    for message in messages:
+        prototypes, count = message["prototypes"], message["count"]
+        shape = tuple(prototypes.shape)
+        if len(shape) != 2 or count.shape != shape[:1] or not prototypes.is_floating_point():
+            raise ValueError(
+                f"prototypes are {prototypes.dtype} of shape {shape} for {tuple(count.shape)} counts, not floats of shape "
+                "(classes, features) for as many counts as classes"
+            )
+        if linear and (shape[0] > weight[0] or shape[1] != weight[1]):
+            raise ValueError(
+                f"prototypes have shape {shape}; the model's head takes {weight[1]} features and tells {weight[0]} classes "
+                "apart"
+            )
+    same = "prototypes" in shared and all(shared["prototypes"].shape == m["prototypes"].shape for m in messages)
+    return shared if same else {}
 
 
 def _averaged(messages: Sequence[Arrays], shared: Arrays, by: str, ctx: ServerContext) -> Arrays:
