@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, Message
 
+from fedheal import methods
+from fedheal.flower.terms import spelled
+from fedheal.local.term import Term
 from flower.sites import Sites
 from flower.test_bad_replies import ABSENT, BAD, about, run
 
@@ -158,3 +162,22 @@ def test_in_cohorts_of_one_nobody_ends_the_run_by_what_its_term_tells(method, ca
     assert any(skipped)  # its turn came
     assert all(list(left_out) in ([], [bad]) for left_out in skipped)
     assert [len(names) for names in counted] == [int(not left_out) for left_out in skipped]
+
+
+@dataclass(frozen=True)
+class Shrinking(Term):
+    """A term that somebody made, with a function among its fields."""
+
+    mu: float
+    by: Callable[[float], float]
+
+
+def test_words_of_terms_are_the_same_in_every_process():
+    for name in LOCAL:
+        terms = methods.get(name).local
+        assert spelled(terms) == [repr(term) for term in terms]
+    (word,) = spelled([Shrinking(0.5, math.sqrt)])
+    assert word == "Shrinking(mu=0.5, by=sqrt)"
+    first, second = (spelled([Shrinking(0.5, lambda x: x)]) for _ in range(2))
+    assert first == second
+    assert " at 0x" not in first[0]

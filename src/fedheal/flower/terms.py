@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 
 import torch
 
@@ -31,7 +31,20 @@ def spelled(terms: Sequence[Term]) -> list[str]:
     >>> spelled(methods.get("fedprox:mu=0.1").local)
     ['Proximal(mu=0.1)']
     """
-    return [repr(term) if is_dataclass(term) else type(term).__qualname__ for term in terms]
+    return [_spelled(term) for term in terms]
+
+
+def _spelled(term: object) -> str:
+    kind = type(term).__qualname__
+    if not is_dataclass(term) or isinstance(term, type):
+        return kind
+    held = ((field.name, getattr(term, field.name)) for field in fields(term) if field.repr)
+    # A function's repr has its address in memory, which no other process shares.
+    return f"{kind}({', '.join(f'{name}={_name(value)}' for name, value in held)})"
+
+
+def _name(value: object) -> str:
+    return str(getattr(value, "__qualname__", repr(value)))
 
 
 def look(messages: Sequence[Arrays]) -> str:
