@@ -35,6 +35,9 @@ def even():
 def pull(mu: float = 0.1):
     return Proximal(mu)
 
+def fixed():
+    return Proximal(0.1)
+
 def average(fair: bool = False, variant: str = "paper"):
     return Aggregator(STAGES["uniform"]() if fair else chain(), reducer(variant))
 
@@ -195,7 +198,6 @@ def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:
     assert again.identity == quick(method=own("mine:pull+fedheal"), mu=0.5).identity
 
 
-@pytest.mark.slow
 def scaled(factor: float) -> Any:
     def reducer(draft: Any, weights: Any) -> Any:
         model, told = reduce.mean(draft, weights)
@@ -229,11 +231,24 @@ def test_a_folder_says_when_a_method_of_the_same_name_has_visibly_changed(
     assert ("was begun with another method of this name" in caplog.text) == warns
 
 
+@pytest.mark.parametrize("held", [0.1, 0.2])
+def test_so_does_one_by_import_path_whose_code_has_changed(
+    held: float, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fedheal.run(quick(method=own("mine:fixed"), rounds=1), tmp_path / "run", progress=False)
+    assert "own" in first.summary
+    module = sys.modules[own("mine:fixed").partition(":")[0]]
+    monkeypatch.setattr(module, "fixed", lambda: Proximal(held))
+    fedheal.run(quick(method=own("mine:fixed"), rounds=1), tmp_path / "run", resume=True, progress=False)
+    assert ("was begun with another method of this name" in caplog.text) == (held != 0.1)
+
+
 def test_a_method_that_a_name_says_needs_no_second_look(tmp_path: Path) -> None:
     result = fedheal.run(quick(method="fedprox", rounds=1), tmp_path / "run", progress=False)
     assert "own" not in result.summary
 
 
+@pytest.mark.slow
 def test_it_is_compared_from_the_command_line_by_processes_of_their_own() -> None:
     line = ["compare", "fedavg", own("mine:even"), own("mine:pull:mu=0.5"), "--out", "runs", "--jobs", "2"]
     given = words("rounds=1")

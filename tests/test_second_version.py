@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -156,11 +157,28 @@ def test_the_average_is_by_weights(second, prepared, monkeypatch):
         (["run", "junk.npz"], "junk.npz is not what prepare makes"),
         (["run", "other.npz"], "other.npz is not what prepare makes: it has no mnist_test_x"),
         (["run", "second.npz", "--rounds", "0"], "rounds = 0: use 1 or more"),
+        (["run", "second.npz", "--seconds", "0"], "seconds = 0: use a positive number"),
+        (
+            ["run", "second.npz", "--out", "there"],
+            "size-seed0.json is there already: remove it, or name another folder",
+        ),
+        (["run", "empty.npz"], "empty.npz is not what prepare makes"),
+        (["run", "few.npz"], "few.npz is not what prepare makes: usps has not 10 images and labels"),
+        (["prepare", "data", "nowhere/x.npz"], "nowhere/x.npz: there is no folder nowhere"),
+        (["prepare", "cut", "x.npz"], "mnist: its files cannot be read (EOFError: "),
     ],
 )
 def test_bad_input_is_one_sentence(second, prepared, capsys, words, said):
     Path("junk.npz").write_text("junk")
     np.savez("other.npz", split=7)
+    Path("empty.npz").touch()
+    held = dict(np.load(prepared))
+    np.savez("few.npz", **held | {"usps_x": held["usps_x"][:3]})
+    Path("there").mkdir()
+    Path("there/size-seed0.json").write_text("{}")
+    shutil.copytree("data", "cut")
+    images = Path("cut/digits/mnist/train-images-idx3-ubyte.gz")
+    images.write_bytes(images.read_bytes()[:-200])
     capsys.readouterr()
     assert second.main(words + (["--device", "cpu"] if words[0] == "run" else [])) == 2
     err = capsys.readouterr().err

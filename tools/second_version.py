@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -43,6 +44,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def prepare(asked: argparse.Namespace) -> None:
     """Draw the clients' images and keep them with the test images, 32 x 32, as bytes."""
+    if not asked.file.parent.is_dir():
+        raise ValueError(f"{asked.file}: there is no folder {asked.file.parent}")
     where = asked.data / "digits"
     read: dict[str, Callable[[], tuple[Pair, Pair]]] = {
         "mnist": lambda: (_idx(where / "mnist", "train"), _idx(where / "mnist", "t10k")),
@@ -56,7 +59,12 @@ def prepare(asked: argparse.Namespace) -> None:
     draw = np.random.default_rng(asked.split)
     kept: Arrays = {"split": np.array(asked.split)}
     for domain, size in SIZES.items():
-        (images, labels), (test_images, test_labels) = read[domain]()
+        try:
+            (images, labels), (test_images, test_labels) = read[domain]()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # readers of damaged files raise whatever they trip over
+            raise ValueError(f"{domain}: its files cannot be read ({type(error).__name__}: {error})") from error
         if len(images) < CLIENTS * size:
             raise ValueError(f"{domain}: {len(images)} training images, but the clients need {CLIENTS * size}")
         chosen = draw.permutation(len(images))[: CLIENTS * size]
@@ -223,6 +231,11 @@ def run(asked: argparse.Namespace) -> None:
     for name in ("rounds", "epochs", "width"):
         if getattr(asked, name) < 1:
             raise ValueError(f"{name} = {getattr(asked, name)}: use 1 or more")
+    if not asked.seconds > 0:
+        raise ValueError(f"seconds = {asked.seconds:g}: use a positive number, or leave it out for no limit")
+    path = asked.out / f"{asked.weights}-seed{asked.seed}.json"
+    if path.exists():
+        raise ValueError(f"{path} is there already: remove it, or name another folder with --out")
     torch.manual_seed(asked.seed)
     draw = torch.Generator().manual_seed(asked.seed + 1)
     trainer = Trainer(asked.width, device)
@@ -242,7 +255,6 @@ def run(asked: argparse.Namespace) -> None:
         "rounds": rounds,
     }
     asked.out.mkdir(parents=True, exist_ok=True)
-    path = asked.out / f"{asked.weights}-seed{asked.seed}.json"
     begun = time.monotonic()
     while len(rounds) < asked.rounds and time.monotonic() - begun < asked.seconds:
         trainer.network.train()
@@ -268,7 +280,7 @@ def _loaded(file: Path, device: str) -> tuple[int, list[Examples], dict[str, Exa
     try:
         with np.load(file) as stored:
             held = dict(stored)
-    except (ValueError, zipfile.BadZipFile):
+    except (ValueError, EOFError, zlib.error, zipfile.BadZipFile):
         raise ValueError(f"{file} is not what prepare makes") from None
     if missing := sorted(
         {"split", *(f"{d}{end}" for d in SIZES for end in ("_x", "_y", "_test_x", "_test_y"))} - {*held}
@@ -277,8 +289,11 @@ def _loaded(file: Path, device: str) -> tuple[int, list[Examples], dict[str, Exa
     clients: list[Examples] = []
     tests: dict[str, Examples] = {}
     for domain, size in SIZES.items():
+        number = CLIENTS * size
+        if not len(held[f"{domain}_x"]) == len(held[f"{domain}_y"]) == number:
+            raise ValueError(f"{file} is not what prepare makes: {domain} has not {number} images and labels")
         x, y = _pixels(held[f"{domain}_x"], device), torch.from_numpy(held[f"{domain}_y"]).to(device)
-        clients += [(x[i : i + size], y[i : i + size]) for i in range(0, CLIENTS * size, size)]
+        clients += [(x[i : i + size], y[i : i + size]) for i in range(0, number, size)]
         test_y = torch.from_numpy(held[f"{domain}_test_y"]).to(device)
         tests[domain] = _pixels(held[f"{domain}_test_x"], device), test_y
     return int(held["split"]), clients, tests

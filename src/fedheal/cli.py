@@ -368,7 +368,10 @@ def reproduce(
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
     smoke: Annotated[
         bool,
-        typer.Option("--smoke", help="On the embedded data, a few rounds: minutes on a CPU, numbers without meaning."),
+        typer.Option(
+            "--smoke",
+            help="A few rounds, on the embedded data unless --data names others: minutes on a CPU, numbers without meaning.",
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(help="Where the runs and the results go.")] = Path("runs/reproduce"),
     jobs: Jobs = 0,

@@ -209,9 +209,9 @@ def check_owner(folder: Path, experiment: Experiment) -> None:
 
 
 def own_of(experiment: Experiment) -> dict[str, Any]:
-    """What can be seen of a `Method` that is known by its name alone: a name that `methods.get` reads says everything."""
+    """What can be seen of a method whose name does not say everything; empty where it does."""
     method = experiment.resolved_method
-    return {} if method.spelled else {"own": visible([method.local, method.aggregator, method.training])}
+    return {"own": visible([method.local, method.aggregator, method.training])} if method.own else {}
 
 
 def _warn_of_change(folder: Path, before: Any, now: Mapping[str, Any]) -> None:

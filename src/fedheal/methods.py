@@ -270,6 +270,11 @@ class Method:
     def personalised(self) -> bool:
         return any(term.personalised for term in self.local)
 
+    @property
+    def own(self) -> bool:
+        """Whether its name says less than it does: somebody made it, or a part of it by import path."""
+        return not self.spelled or any(part.own for part in parts_of(self.spelled, PARTS))
+
 
 def get(name: str, **keys: Any) -> Method:
     """The method of that name, with these parameters.

@@ -164,13 +164,14 @@ def test_results_that_are_figures_are_drawn(tmp_path, result, rows):
     assert "difference" not in made.texts[0]
 
 
-def line(ours, paper, domains=("mnist", "syn")):
-    return Line(Entry("x", "fedavg"), {c: (v, None) for c, v in ours.items()}, paper, domains)
+def line(ours, paper, domains=("mnist", "syn"), meant=True):
+    return Line(Entry("x", "fedavg"), {c: (v, None) for c, v in ours.items()}, paper, domains, meant)
 
 
 def test_differences_are_taken_only_of_what_is_the_same():
     ours = {"mnist": 90.0, "syn": 50.0, "AVG": 70.0, "STD": 28.3, "worst": 50.0}
     paper = {"mnist": 89.0, "syn": 40.0, "AVG": 64.5, "STD": 34.6}
+    assert line(ours, paper, meant=False).difference == {}  # a smoke run
     assert line(ours, paper).difference == pytest.approx({"mnist": 1.0, "syn": 10.0, "AVG": 5.5, "STD": -6.3})
     # A stand-in for one domain: that domain, AVG and STD are not comparable.
     standin = {"syn_standin" if c == "syn" else c: v for c, v in ours.items()}
@@ -185,7 +186,7 @@ def test_misprints_are_marked_and_explained():
     (entry,) = (e for e in RECIPES["table1"].entries("digits") if e.method == "fedproc+qffl")
     domains = ("mnist", "usps", "svhn", "syn")
     ours = dict.fromkeys((*domains, "AVG", "STD", "worst"), (50.0, None))
-    row = Line(entry, ours, dict(zip((*domains, "AVG", "STD"), entry.published, strict=True)), domains)
+    row = Line(entry, ours, dict(zip((*domains, "AVG", "STD"), entry.published, strict=True)), domains, True)
     table = besides.Beside("t", "digits", tuple(ours), (row,), tuple(besides._misprints([row])), True)
     text = besides.text(table)
     assert text.count("92.09†") == 2

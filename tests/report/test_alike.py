@@ -185,3 +185,23 @@ def test_curves_are_means_of_the_same_rounds(runs):
     assert fedavg.curves["mnist"].mean.tolist() == [60.5]
     assert np.array_equal(fedavg.all_rounds, np.arange(1, 7))
     assert len(rows(find([runs]))) == 4
+
+
+def test_one_name_that_stands_for_two_methods_is_a_caution(runs):
+    for seed in (0, 1):
+        described(runs / f"fedavg+fedheal-{seed}", method=f'"fedavg+fedheal:tau=0.{seed + 3}"')
+    (said,) = conclusions.cautions(found(runs))
+    assert said == (
+        "The runs of fedavg+fedheal are not of one and the same method: fedavg+fedheal:tau=0.3, fedavg+fedheal:tau=0.4. "
+        "They are not seeds of one thing."
+    )
+    assert [bool(record["notes"]) for record in tidy(found(runs))] == [False, False, True, True]
+
+
+def test_code_of_ones_own_that_changed_under_its_name_is_a_caution(runs):
+    for seed in (0, 1):
+        edited(runs / f"fedavg+fedheal-{seed}", own=[["Proximal", {"mu": "0.1"}]])
+    assert conclusions.cautions(found(runs)) == []
+    edited(runs / "fedavg+fedheal-1", own=[["Proximal", {"mu": "0.2"}]])
+    (said,) = conclusions.cautions(found(runs))
+    assert "are not of one and the same method, though the parameters in its name are the same" in said

@@ -27,10 +27,13 @@ class Line:
     ours: Mapping[str, tuple[float, float | None]]
     paper: Mapping[str, float]
     domains: Sequence[str]  # those the paper's AVG and STD are over, whether it prints them or not
+    meant: bool  # whether ours mean anything
 
     @property
     def difference(self) -> dict[str, float]:
         """Ours less the paper's, where both are of the same domains."""
+        if not self.meant:
+            return {}
         alike = set(self.ours) - set(EVENNESS) == set(self.domains)
         shared = [c for c in self.paper if c in self.ours and (c not in EVENNESS or alike)]
         return {column: self.ours[column][0] - self.paper[column] for column in shared}
@@ -63,7 +66,7 @@ def beside(recipe: Recipe, planned: Planned) -> Beside:
         own = [results[str(job.folder)] for job in jobs]
         columns = [*own[0].domains, *EVENNESS]
         numbers = {column: _spread([value(row, column) for row in own]) for column in columns}
-        lines.append(Line(entry, numbers, _printed(entry, printed), printed))
+        lines.append(Line(entry, numbers, _printed(entry, printed), printed, not planned.smoke))
     ours = [c for c in lines[0].ours if c not in EVENNESS]
     theirs = [c for c in printed if c not in ours and any(c in line.paper for line in lines)]
     absent = [d for d in printed if d not in ours and any(line.paper for line in lines)]
@@ -104,6 +107,8 @@ def _about(planned: Planned, rounds: frozenset[int], absent: Sequence[str], same
         said.append(
             f"The paper has no {planned.data} data: its numbers on other data stand beside, and nothing is subtracted."
         )
+    elif planned.smoke:
+        said.append("Nothing is subtracted from the paper's numbers.")
     elif absent:
         said.append(
             f"Our data has no {', '.join(absent)}: AVG and STD are over other domains than the paper's, and are not subtracted."

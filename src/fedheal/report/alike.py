@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +52,15 @@ def same_data(one: Row, other: Row) -> bool:
 
 
 def cautions(rows: Sequence[Row], reference: str) -> list[str]:
-    """What whoever compares these rows must know: settings that differ, and runs on other data than the reference's."""
+    """What whoever compares these rows must know: settings that differ, methods that do under one name, and other data."""
     said = []
     differ = {key: values for key, values in settings(rows).differ.items() if key not in HOW}
     if differ:
         fields = ", ".join(f"{key} ({_some(values)})" for key, values in differ.items())
         said.append(f"Not the same in all runs: {fields}. Differences between rows are not those of methods alone.")
+    for method, kinds in _changed(rows).items():
+        words = f": {_some(kinds)}" if len(kinds) > 1 else ", though the parameters in its name are the same"
+        said.append(f"The runs of {method} are not of one and the same method{words}. They are not seeds of one thing.")
     others = [row for row in rows if row.method not in BOUNDS and not _comparable(row, rows, reference)]
     if others:
         named = [f"{row.method} with seed {row.seed} ({row.summaries[0].get('folder', '?')})" for row in others]
@@ -69,6 +73,7 @@ def cautions(rows: Sequence[Row], reference: str) -> list[str]:
 def notes(rows: Sequence[Row], reference: str) -> list[list[str]]:
     """The same and what is special about its data, for each row alone: what is read by programs is read row by row."""
     differ = [key for key in settings(rows).differ if key not in HOW]
+    changed = _changed(rows)
     found = []
     for row in rows:
         runs = [described(summary) for summary in row.summaries]
@@ -77,9 +82,23 @@ def notes(rows: Sequence[Row], reference: str) -> list[list[str]]:
             values = dict.fromkeys(shown(one.get(key)) for one, complete in runs if complete or key in one)
             if values and not (key in OF_BOUNDS and row.method in BOUNDS):
                 said.append(f"{key} = {_some(list(values))}, which is not the same in all runs")
+        if row.method in changed:
+            said.append(f"not all runs of {row.method} are of one and the same method")
         if row.method not in BOUNDS and not _comparable(row, rows, reference):
             said.append(f"not on the data of {reference}'s run with the same seed")
         found.append(said)
+    return found
+
+
+def _changed(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Of names that stand for more than one method, the methods in full: a default or the code of one's own may change."""
+    found = {}
+    for name in dict.fromkeys(row.method for row in rows if row.method not in BOUNDS):
+        runs = [(summary, *described(summary)) for row in rows if row.method == name for summary in row.summaries]
+        full = list(dict.fromkeys(str(one["method"]) for _, one, complete in runs if complete and "method" in one))
+        held = {json.dumps(summary["own"]) for summary, *_ in runs if "own" in summary}
+        if len(full) > 1 or len(held) > 1:
+            found[name] = full
     return found
 
 
