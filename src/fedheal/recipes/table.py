@@ -117,7 +117,7 @@ def convergence(data: str) -> list[Entry]:
 def headline(data: str) -> list[Entry]:
     """The rows that carry the paper's argument, those that matter most first.
 
-    On Office-Caltech only the first four, and FAEL with distances per step: clients there differ most in their steps.
+    On Office-Caltech only the first four, and FAEL per unit of reach: clients there differ most in their steps.
     """
     whole = fedheal("fedavg", data)
     more = "," if ":" in whole else ":"
@@ -153,7 +153,7 @@ RECIPES = {
         headline,
         (CONTROL, "The paper has one row for FedHEAL: it stands beside both variants.",
          "Exact FAEL, where it is a row, is ours: weights by FAEL's objective itself, not by the momentum rule.",
-         "FedHEAL per step, where it is a row, is ours: the paper's form, with distances per local step.", OURS,
+         "FedHEAL per step, where it is a row, is ours: per_step=true in the paper's form (docs/methods.md).", OURS,
          CHOSEN_ON_TEST),
         lambda: [
             Claim(f"FedHEAL ({variant}) against FedAvg and uniform weights",
