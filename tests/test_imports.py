@@ -11,7 +11,7 @@ ROOT = Path(fedheal.__file__).parent
 
 # A part may import the parts on lines before its own, and itself.
 ORDER = [
-    {"layout", "metrics", "own", "rng", "version", "visible"},
+    {"layout", "metrics", "outline", "own", "rng", "version"},
     {"types", "collect", "records", "spelling"},
     {"aggregate", "models", "data"},
     {"local"},

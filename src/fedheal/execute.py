@@ -26,11 +26,11 @@ from fedheal.engine.numerics import numerics, precision_of
 from fedheal.experiment import Experiment, build, domains_of, module_of, read_toml
 from fedheal.interrupt import Interrupts
 from fedheal.metrics import LAST, fairness, last_mean
+from fedheal.outline import outline
 from fedheal.progress import Progress, watched
 from fedheal.run import Callback, Federation, initial_state, judged_model, restored_state, rounds
 from fedheal.types import RoundRecord, RunState
 from fedheal.version import __version__
-from fedheal.visible import visible
 
 log = logging.getLogger("fedheal")
 
@@ -211,7 +211,7 @@ def check_owner(folder: Path, experiment: Experiment) -> None:
 def own_of(experiment: Experiment) -> dict[str, Any]:
     """What can be seen of a method whose name does not say everything; empty where it does."""
     method = experiment.resolved_method
-    return {"own": visible([method.local, method.aggregator, method.training])} if method.own else {}
+    return {"own": outline([method.local, method.aggregator, method.training])} if method.own else {}
 
 
 def _warn_of_change(folder: Path, before: Any, now: Mapping[str, Any]) -> None:

@@ -108,7 +108,7 @@ def _about(planned: Planned, rounds: frozenset[int], absent: Sequence[str], same
             f"The paper has no {planned.data} data: its numbers on other data stand beside, and nothing is subtracted."
         )
     elif planned.smoke:
-        said.append("Nothing is subtracted from the paper's numbers.")
+        said.append("The paper's numbers stand beside and are not subtracted.")
     elif absent:
         said.append(
             f"Our data has no {', '.join(absent)}: AVG and STD are over other domains than the paper's, and are not subtracted."

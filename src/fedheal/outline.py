@@ -14,12 +14,12 @@ from typing import Any
 DEEPEST = 12  # what is further down, or a closure that holds itself, is not looked at
 
 
-def visible(value: Any, depth: int = DEEPEST) -> Any:
+def outline(value: Any, depth: int = DEEPEST) -> Any:
     """JSON-ready, and the same in every process.
 
     >>> def times(factor):
     ...     return lambda x: factor * x
-    >>> visible(times(2.5))
+    >>> outline(times(2.5))
     ['times.<locals>.<lambda>', {'factor': '2.5'}]
     """
     if value is None or isinstance(value, bool | int | str):
@@ -30,13 +30,13 @@ def visible(value: Any, depth: int = DEEPEST) -> Any:
     if depth == 0:
         return kind
     if isinstance(value, FunctionType):
-        return [value.__qualname__, {name: visible(held, depth - 1) for name, held in _held(value)}]
+        return [value.__qualname__, {name: outline(held, depth - 1) for name, held in _held(value)}]
     if is_dataclass(value) and not isinstance(value, type):
-        return [kind, {field.name: visible(getattr(value, field.name), depth - 1) for field in fields(value)}]
+        return [kind, {field.name: outline(getattr(value, field.name), depth - 1) for field in fields(value)}]
     if isinstance(value, Mapping):
-        return {str(key): visible(held, depth - 1) for key, held in value.items()}
+        return {str(key): outline(held, depth - 1) for key, held in value.items()}
     if isinstance(value, list | tuple):
-        return [visible(held, depth - 1) for held in value]
+        return [outline(held, depth - 1) for held in value]
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     return kind
