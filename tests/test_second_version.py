@@ -233,7 +233,8 @@ def test_its_rounds_stand_beside_as_many_of_ours(kept, tmp_path):
     ("keys", "said"),
     [
         ({"weights": "half"}, "weights = half: use one of size, uniform"),
-        ({"seed": "0"}, "seed = '0': use a int"),
+        ({"seed": "0"}, "seed = '0' is of the wrong kind"),
+        ({"split": True}, "split = True is of the wrong kind"),
         ({"width": 4}, "width = 4, but the protocol has 64"),
         ({"epochs": 1}, "epochs = 1, but the protocol has 10"),
         ({"rounds": [{"mnist": 1.0}] * 4}, "rounds are not 5 or more accuracies"),

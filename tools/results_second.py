@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fedheal.metrics import LAST, last_mean
-from fedheal.records import read_json
+from fedheal.records import read_json, wrong_kind
 from fedheal.report.rows import numbers
 from results_kept import Run
 
@@ -44,8 +44,10 @@ def read_all(results: Path) -> list[Second]:
 def _read(path: Path) -> Second:
     record = read_json(path)
     for key, kind in NEEDED.items():
-        if type(record.get(key)) is not kind:
-            raise ValueError(f"{path}: {key} = {record.get(key)!r}: use a {kind.__name__}")
+        if key not in record:
+            raise ValueError(f"{path}: there is no {key}")
+        if type(record[key]) is not kind:
+            raise wrong_kind(path, key, record[key])
     if record["weights"] not in ROWS:
         raise ValueError(f"{path}: weights = {record['weights']}: use one of {', '.join(ROWS)}")
     protocol = {"width": 64, "epochs": 10}
