@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from fedheal import Layout, Updates, aggregate, models
+from fedheal.aggregate.draft import Kept
 from fedheal.aggregate.kernels import reference
-from fedheal.layout import matrix
-from fedheal.types import Kept
+from fedheal.core.layout import matrix
 
 CLIENTS = 20
 

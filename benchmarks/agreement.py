@@ -20,8 +20,8 @@ import torch
 from scipy import stats
 
 import fedheal
-from fedheal.execute import device_of, hardware_of
-from fedheal.experiment import Experiment, build, domains_of, overridden
+from fedheal.simulate.experiment import Experiment, build, domains_of, overridden
+from fedheal.simulate.runner import device_of, hardware_of
 
 PROTOCOL = {"model": "resnet10", "rounds": 20, "epochs": 1, "lr": 0.01}
 OURS = ("data", "device", "engine", "eval_every")  # fields that the options and the comparison itself set

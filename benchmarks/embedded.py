@@ -12,7 +12,7 @@ import argparse
 
 import fedheal
 from fedheal import Experiment
-from fedheal.data.embedded import load
+from fedheal.data.embedded.dataset import load
 
 
 def study(seed: int, rounds: int | None = None) -> dict[str, dict[str, float]]:

@@ -28,7 +28,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import fedheal
 from fedheal import Updates, aggregate
-from fedheal.flower import FedHEAL, Uniform, wire
+from fedheal.flower import FedHEAL, Uniform
+from fedheal.flower import messages as wire
 from fedheal.models import build
 
 # Messages name the task that made them; a benchmark is its own.

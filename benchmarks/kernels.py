@@ -19,9 +19,9 @@ from datetime import date
 import torch
 
 from fedheal.engine import trainer
-from fedheal.engine.numerics import numerics
-from fedheal.experiment import Experiment, build
-from fedheal.run import Federation, initial_state, run_round
+from fedheal.engine.precision import numerics
+from fedheal.simulate.experiment import Experiment, build
+from fedheal.simulate.round import Federation, initial_state, run_round
 from simulate import PROTOCOLS, domains_of
 
 OURS = {
@@ -50,8 +50,11 @@ def kind_of(name: str) -> str:
 
 def profiled(fed: Federation, lanes: int, deterministic: bool) -> tuple[float, Counter[str], Counter[str]]:
     """Seconds of a round, and by kind the seconds of its kernels and how many there are."""
-    bench = fed.bench
-    with numerics(bench.precision, deterministic, bench.device), trainer(bench, "lanes", lanes=lanes) as train:
+    local_training = fed.local_training
+    with (
+        numerics(local_training.precision, deterministic, local_training.device),
+        trainer(local_training, "lanes", lanes=lanes) as train,
+    ):
         state = initial_state(fed)
         for _ in range(3):
             state, record = run_round(fed, state, train)
@@ -79,7 +82,7 @@ def main() -> None:
     device, protocol = torch.device("cuda"), PROTOCOLS[asked.protocol]
     experiment = Experiment.of({"method": asked.method, "device": "cuda", **protocol.keys})
     fed = build(experiment, domains_of(protocol), device)
-    fed = replace(fed, bench=replace(fed.bench, precision=asked.precision))
+    fed = replace(fed, local_training=replace(fed.local_training, precision=asked.precision))
     print(f"{date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}, {asked.protocol}, {asked.method}, {asked.precision}\n")
     kinds = [*KINDS, REST]

@@ -26,12 +26,12 @@ import torch
 
 from fedheal import data as datasets
 from fedheal import methods
-from fedheal.engine.serial import Task, Trained
+from fedheal.core.layout import Packed
+from fedheal.engine.serial import ClientResult, Task
 from fedheal.engine.workers import Shared, trainer
-from fedheal.execute import device_of
-from fedheal.experiment import Experiment, build
-from fedheal.layout import Packed
-from fedheal.run import initial_state, rounds
+from fedheal.simulate.experiment import Experiment, build
+from fedheal.simulate.round import initial_state, rounds
+from fedheal.simulate.runner import device_of
 
 ROUNDS = 3
 EXTENSIONS = [f"fedavg+fedheal:{key}" for key in ("per_step=true", "soft=true", "forget=0.1", "per_domain=true")]
@@ -57,9 +57,9 @@ def cost(name: str) -> Cost:
     experiment = Experiment(method=name, rounds=ROUNDS, epochs=1, samples_per_client=80, **validation)
     federation = build(experiment, datasets.load("embedded"), device_of("cpu"))
     spans, ends, done = [], [], []
-    with trainer(federation.bench, 1, 1) as train:
+    with trainer(federation.local_training, 1, 1) as train:
 
-        def timed(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
+        def timed(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
             start = time.process_time()
             yield from train(model, shared, tasks)
             spans.append((start, time.process_time()))

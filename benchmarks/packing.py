@@ -7,7 +7,7 @@
 Images are random bytes in the numbers and sizes of the Digits protocol. All processes start and warm up first (kernels are
 compiled, graphs captured), and then some of them train while the others wait. *A run's round*: the time in which a round of
 every run that is under way is done, divided by their number; where that falls, runs gain by being together. Beside it stand the
-number that `fedheal.places` would choose, and the memory that it reckons with.
+number that `fedheal.campaign.placement` would choose, and the memory that it reckons with.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import NoReturn
 
 import torch
 
-from fedheal.compare import plan
-from fedheal.demand import demand
+from fedheal.campaign.compare import plan
+from fedheal.campaign.gpu_estimate import demand
+from fedheal.campaign.placement import side_by_side
+from fedheal.campaign.pool import run_all
 from fedheal.engine import trainer
-from fedheal.engine.numerics import numerics
-from fedheal.execute import device_of
-from fedheal.experiment import Experiment, build
-from fedheal.places import side_by_side
-from fedheal.run import initial_state, run_round
-from fedheal.schedule import run_all
+from fedheal.engine.precision import numerics
+from fedheal.simulate.experiment import Experiment, build
+from fedheal.simulate.round import initial_state, run_round
+from fedheal.simulate.runner import device_of
 from simulate import PROTOCOLS, domains_of
 
 GIB = 2**30
@@ -71,7 +71,7 @@ def worker(model: str, device_name: str, parent: Connection) -> None:
     device = device_of(device_name)
     experiment = described(model, device_name)
     fed = build(experiment, domains_of(PROTOCOLS[CASES[model].protocol]), device)
-    with numerics(fed.bench.precision, False, device), trainer(fed.bench) as train:
+    with numerics(fed.local_training.precision, False, device), trainer(fed.local_training) as train:
         begun = time.perf_counter()
         state, _ = run_round(fed, initial_state(fed), train)
         first = time.perf_counter() - begun

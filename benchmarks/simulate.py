@@ -33,10 +33,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedheal.data.augment import MEAN, STD
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.engine import lanes, trainer
-from fedheal.engine.numerics import numerics
-from fedheal.execute import device_of
-from fedheal.experiment import Experiment, build
-from fedheal.run import Federation, initial_state, run_round
+from fedheal.engine.precision import numerics
+from fedheal.simulate.experiment import Experiment, build
+from fedheal.simulate.round import Federation, initial_state, run_round
+from fedheal.simulate.runner import device_of
 
 ENGINES = ("lanes", "serial", "plain")
 
@@ -101,10 +101,13 @@ class Timed:
 
 def timed(fed: Federation, engine: str, precision: str, rounds: int, deterministic: bool, number: int | None) -> Timed:
     """Medians over rounds; the first, which compiles and captures, is apart."""
-    method = "+".join(type(term).__name__ for term in fed.bench.terms) or "FedAvg"
-    bench = replace(fed.bench, precision=precision, module=copy.deepcopy(fed.bench.module))
-    fed = replace(fed, bench=bench)
-    with numerics(precision, deterministic, bench.device), trainer(bench, engine, lanes=number) as train:
+    method = "+".join(type(term).__name__ for term in fed.local_training.terms) or "FedAvg"
+    local_training = replace(fed.local_training, precision=precision, module=copy.deepcopy(fed.local_training.module))
+    fed = replace(fed, local_training=local_training)
+    with (
+        numerics(precision, deterministic, local_training.device),
+        trainer(local_training, engine, lanes=number) as train,
+    ):
         state, seconds = initial_state(fed), []
         for _ in range(rounds + 1):
             state, record = run_round(fed, state, train)
@@ -120,11 +123,11 @@ def plain_loop(fed: Federation, steps: int) -> Timed:
     """As public code does it. Some steps are timed, and the round's time follows from their number."""
     from PIL import Image, ImageOps
 
-    bench, device = fed.bench, fed.bench.device
-    module = copy.deepcopy(bench.module).to(memory_format=torch.contiguous_format).train()
+    local_training, device = fed.local_training, fed.local_training.device
+    module = copy.deepcopy(local_training.module).to(memory_format=torch.contiguous_format).train()
     optimiser = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-5, foreach=False)
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
-    how, chance = bench.training.augment, np.random.default_rng(0)
+    how, chance = local_training.training.augment, np.random.default_rng(0)
 
     def loaded(split: Split, i: int, vary: bool) -> Tensor:
         image = Image.fromarray(split.images[i].permute(1, 2, 0).numpy())
@@ -139,8 +142,8 @@ def plain_loop(fed: Federation, steps: int) -> Timed:
         made = [loaded(split, i, vary) for i in which]
         return torch.stack(made).to(device), split.labels[which.start : which.stop].to(device)
 
-    size = bench.training.batch_size
-    largest = max(bench.examples.values(), key=len)
+    size = local_training.training.batch_size
+    largest = max(local_training.examples.values(), key=len)
     source = Split(largest.images.cpu(), largest.labels.cpu())
 
     def some(number: int) -> float:
@@ -159,7 +162,7 @@ def plain_loop(fed: Federation, steps: int) -> Timed:
 
     some(3)
     each = some(steps)
-    taken = sum(len(split) for split in bench.examples.values()) * bench.training.epochs / size
+    taken = sum(len(split) for split in local_training.examples.values()) * local_training.training.epochs / size
     module.eval()
     tests = next(iter(fed.tests.values()))
     tests = Split(tests.images[: 4 * 64].cpu(), tests.labels[: 4 * 64].cpu())
@@ -174,14 +177,14 @@ def plain_loop(fed: Federation, steps: int) -> Timed:
 
 def work(fed: Federation) -> float:
     """Floating-point operations of a round's training: those of one batch, times the batches."""
-    bench, size = fed.bench, fed.bench.training.batch_size
-    examples = next(split for split in bench.examples.values() if len(split))
-    module = copy.deepcopy(bench.module)
-    x = torch.zeros(size, *examples.images.shape[1:], device=bench.device)
+    local_training, size = fed.local_training, fed.local_training.training.batch_size
+    examples = next(split for split in local_training.examples.values() if len(split))
+    module = copy.deepcopy(local_training.module)
+    x = torch.zeros(size, *examples.images.shape[1:], device=local_training.device)
     with FlopCounterMode(display=False) as counted:
         module(x).sum().backward()
-    total = sum(len(split) for split in bench.examples.values())
-    return counted.get_total_flops() * total * bench.training.epochs / size
+    total = sum(len(split) for split in local_training.examples.values())
+    return counted.get_total_flops() * total * local_training.training.epochs / size
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> float:

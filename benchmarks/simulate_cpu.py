@@ -31,10 +31,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedheal.core.layout import Layout
 from fedheal.engine import trainer
-from fedheal.experiment import Experiment, build
-from fedheal.layout import Layout
-from fedheal.run import Federation, initial_state, run_round
+from fedheal.simulate.experiment import Experiment, build
+from fedheal.simulate.round import Federation, initial_state, run_round
 from simulate import PROTOCOLS, Protocol, Timed, domains_of, plain_loop
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -109,8 +109,8 @@ def federation(protocol: Protocol, way: Way) -> Federation:
     )
     if way.wrapped is None:
         return fed
-    module = way.wrapped(fed.bench.module)
-    return replace(fed, bench=replace(fed.bench, module=module, layout=Layout.of(module)))
+    module = way.wrapped(fed.local_training.module)
+    return replace(fed, local_training=replace(fed.local_training, module=module, layout=Layout.of(module)))
 
 
 def serve(asked: Connection, protocol: Protocol, way: Way) -> None:
@@ -122,7 +122,7 @@ def serve(asked: Connection, protocol: Protocol, way: Way) -> None:
             made = plain_loop(fed, 5)
             asked.send({"train": made.train, "aggregate": 0.0, "evaluate": made.evaluate})
         return
-    with trainer(fed.bench, "serial", workers=way.processes, threads=way.threads) as train:
+    with trainer(fed.local_training, "serial", workers=way.processes, threads=way.threads) as train:
         state = initial_state(fed)
         while asked.recv():
             state, record = run_round(fed, state, train)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedheal.metrics import fairness, last_mean
+from fedheal.core.metrics import fairness, last_mean
 from fedheal.report import rows
 
 DOMAINS = {"digits": ("mnist", "usps", "svhn", "syn"), "office-caltech": ("amazon", "dslr", "caltech", "webcam")}
@@ -27,26 +27,28 @@ def run_folder(
     """A run that climbs towards a level of its own in every domain; the last domain lags."""
     rng = np.random.default_rng([seed, sum(method.encode()), len(data)])
     domains = DOMAINS.get(data, ("photo", "sketch", "paint"))
-    homes = {f"{domain}-{k}": domain for domain in domains for k in range(per_domain)}
+    client_domains = {f"{domain}-{k}": domain for domain in domains for k in range(per_domain)}
     level = rng.uniform(75, 95, len(domains)) - np.array([0] * (len(domains) - 1) + [30])
     masks = "fedheal" in method or "fphl" in method
     records = []
     for t in range(1, rounds + 1):
         accuracy = level * (1 - np.exp(-3 * t / rounds)) + rng.normal(0, 0.6, len(domains))
-        weights = rng.dirichlet(np.full(len(homes), 30.0))
+        weights = rng.dirichlet(np.full(len(client_domains), 30.0))
         judged = dict(zip(domains, accuracy.tolist(), strict=True))
         report: dict[str, Any] = {"skipped": {}}
         if masks:
-            report["kept"] = dict(zip(homes, rng.uniform(0.6, 1, len(homes)).tolist(), strict=True))
+            report["kept"] = dict(zip(client_domains, rng.uniform(0.6, 1, len(client_domains)).tolist(), strict=True))
             report["kept_by_tensor"] = {
                 f"layer{i}.weight": float(x) for i, x in enumerate(rng.uniform(0.5, 1, tensors))
             }
-            report["distance"] = dict(zip(homes, rng.uniform(0.1, 1, len(homes)).tolist(), strict=True))
+            report["distance"] = dict(
+                zip(client_domains, rng.uniform(0.1, 1, len(client_domains)).tolist(), strict=True)
+            )
         records.append({
-            "round": t, "cohort": len(homes), "replied": len(homes), "train_loss": 1.0, "report": report,
-            "weights": dict(zip(homes, weights.tolist(), strict=True)),
+            "round": t, "cohort": len(client_domains), "replied": len(client_domains), "train_loss": 1.0, "report": report,
+            "weights": dict(zip(client_domains, weights.tolist(), strict=True)),
             "seconds": {"train": 1.0, "aggregate": 0.1, "evaluate": 0.2}, "domains": judged,
-            "clients": {c: judged[d] for c, d in homes.items()}, "fairness": fairness(judged),
+            "clients": {c: judged[d] for c, d in client_domains.items()}, "fairness": fairness(judged),
             "client_fairness": None, "validation": None,
         })  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,19 +57,21 @@ def run_folder(
     )
     (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if finished:
-        (folder / "result.json").write_text(json.dumps(_result(method, data, seed, rounds, records, homes, masks, rng)))
+        (folder / "result.json").write_text(
+            json.dumps(_result(method, data, seed, rounds, records, client_domains, masks, rng))
+        )
     return folder
 
 
-def _result(method, data, seed, rounds, records, homes, masks, rng) -> dict[str, Any]:
+def _result(method, data, seed, rounds, records, client_domains, masks, rng) -> dict[str, Any]:
     accuracy = last_mean([record["domains"] for record in records])
     return {
         "method": method, "data": data, "seed": seed, "rounds": rounds, "averaged": min(5, rounds), "domains": accuracy,
         **fairness(accuracy), "clients": last_mean([record["clients"] for record in records]), "validation": None,
-        "trained": homes, "only": [], "without": [], "pool": False, "classes": list("0123456789"),
+        "trained": client_domains, "only": [], "without": [], "pool": False, "classes": list("0123456789"),
         "test_sizes": dict.fromkeys(accuracy, 500), "device": "cpu", "precision": "fp32", "threads": 1,
         "data_fingerprint": "0123abcd", "bytes_sent": 10**8, "bytes_received": 10**8,
-        "consistency": {c: rng.dirichlet(np.ones(10)).tolist() for c in homes} if masks else None,
+        "consistency": {c: rng.dirichlet(np.ones(10)).tolist() for c in client_domains} if masks else None,
         "seconds": {"train": 1.0 * rounds, "aggregate": 0.1 * rounds, "evaluate": 0.2 * rounds},
         "versions": {"fedheal": "0.1.0", "python": "3.11", "torch": "2.13.0"},
     }  # fmt: skip

@@ -16,11 +16,11 @@ TIE = Fraction(2, 10**5)
 
 @dataclass
 class Extended(Oracle):
-    """`homes`: client -> domain, where weight moves between domains."""
+    """`client_domains`: client -> domain, where weight moves between domains."""
 
     soft: bool = False
     forget: str = "0"
-    homes: dict[str, str] | None = None
+    client_domains: dict[str, str] | None = None
     domains: dict[str, Client] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)  # of each client or domain, whatever fades
     nearest: float = math.inf  # how near a consistency has come to where it is just kept
@@ -28,14 +28,14 @@ class Extended(Oracle):
     def enrol(self, examples):
         new = [name for name in examples if name not in self.clients]
         super().enrol(examples)
-        if self.homes is None:
+        if self.client_domains is None:
             return
         everyone = sum(client.examples for client in self.clients.values())
         brought = sum(self.clients[name].examples for name in new) / everyone
         for domain in self.domains.values():
             domain.p *= 1 - brought
         for name in new:
-            self.domains.setdefault(self.homes[name], Client(0)).p += self.clients[name].examples / everyone
+            self.domains.setdefault(self.client_domains[name], Client(0)).p += self.clients[name].examples / everyone
 
     def mask(self, name, delta):
         client, tau = self.clients[name], Fraction(self.tau)
@@ -68,15 +68,15 @@ class Extended(Oracle):
         if not self.fael or (self.variant == "paper" and self.beta == 0):
             return examples
         d = {name: self.distance(cohort[name][0], kept[name]) for name in names}
-        if self.homes is None:
+        if self.client_domains is None:
             return self.followed({name: self.clients[name] for name in names}, d)
         here: dict[str, list[str]] = {}
         for name in names:
-            here.setdefault(self.homes[name], []).append(name)
+            here.setdefault(self.client_domains[name], []).append(name)
         means = {home: math.fsum(d[m] for m in members) / len(members) for home, members in here.items()}
         held = self.followed({home: self.domains[home] for home in here}, means)
         within = {m: examples[m] / sum(examples[o] for o in members) for members in here.values() for m in members}
-        return {name: held[self.homes[name]] * within[name] for name in names}
+        return {name: held[self.client_domains[name]] * within[name] for name in names}
 
     def followed(self, units, d):
         """The momentum rule, over clients or domains."""

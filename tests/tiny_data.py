@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedheal.data.domains import Domain, Domains, Split
-from fedheal.experiment import Experiment
+from fedheal.simulate.experiment import Experiment
 
 CLASSES = ("a", "b", "c")
 SIDE = 8

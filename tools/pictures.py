@@ -13,12 +13,12 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from fedheal.compare import plan
-from fedheal.records import read_json, write_text
+from fedheal.campaign.compare import plan
+from fedheal.campaign.pool import run_all
 from fedheal.report import diagnose, figures
-from fedheal.report.page import page
+from fedheal.report.html_page import page
 from fedheal.report.rows import Row, rows
-from fedheal.schedule import run_all
+from fedheal.runs.folder import read_json, write_text
 
 METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
 SEEDS = (0, 1, 2)

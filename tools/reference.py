@@ -12,8 +12,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from fedheal import methods
-from fedheal.aggregate.parameter import described
-from fedheal.experiment import FREE, Experiment
+from fedheal.core.parameter import described
+from fedheal.runs.schema import FREE
+from fedheal.simulate.experiment import Experiment
 
 FIELDS = {
     "name": "the run folder's name; made of method, data and seed if empty",

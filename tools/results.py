@@ -20,15 +20,15 @@ from typing import Any
 
 import fedheal
 import results_kept
-from fedheal.compare import seeds_of
-from fedheal.experiment import FREE, Experiment, overridden
-from fedheal.progress import summary
-from fedheal.recipes import RECIPES, Options, planned
-from fedheal.recipes.recipe import Planned
-from fedheal.records import read_rounds, write_text
+from fedheal.campaign.compare import seeds_of
+from fedheal.campaign.pool import Job
 from fedheal.report.rows import find
-from fedheal.schedule import Job
-from fedheal.types import RoundRecord
+from fedheal.reproduce import RECIPES, Options, planned
+from fedheal.reproduce.plans import Planned
+from fedheal.runs.folder import read_rounds, write_text
+from fedheal.runs.schema import FREE, RoundRecord
+from fedheal.simulate.experiment import Experiment, overridden
+from fedheal.simulate.progress import summary
 
 RECIPE = RECIPES["headline"]
 # What the plan says beside the protocol. Caltech, a domain of Office-Caltech, cannot be had everywhere.

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedheal.experiment import FREE, Experiment
-from fedheal.metrics import LAST, fairness, last_mean
-from fedheal.recipes.recipe import Entry
+from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.report.rows import EVENNESS, NUMBER, numbers, read_result
 from fedheal.report.rows import NEEDED as REPORTED
+from fedheal.reproduce.plans import Entry
+from fedheal.runs.schema import FREE
+from fedheal.simulate.experiment import Experiment
 
 PARTIAL = ".tmp"  # ends the name of a folder that was never finished
 TOLERANCE = 1e-6  # points: sums may be taken in another order, and nothing else

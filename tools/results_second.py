@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedheal.metrics import LAST, last_mean
-from fedheal.records import read_json, wrong_kind
+from fedheal.core.metrics import LAST, last_mean
 from fedheal.report.rows import numbers
+from fedheal.runs.folder import read_json, wrong_kind
 from results_kept import Run
 
 FOLDER = "second-version"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from fedheal.campaign.pool import Job
+from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.data import DESCRIPTIONS
-from fedheal.metrics import LAST, fairness, last_mean
-from fedheal.recipes import beside
-from fedheal.recipes.recipe import Entry, Planned, Recipe
 from fedheal.report.rows import EVENNESS
 from fedheal.report.tables import over_rounds
-from fedheal.schedule import Job
+from fedheal.reproduce import paper_comparison as beside
+from fedheal.reproduce.plans import Entry, Planned, Recipe
 from results_kept import Run, found
 from results_second import DATA as SECOND_DATA
 from results_second import SOURCE as SECOND_SOURCE

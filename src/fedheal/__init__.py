@@ -1,12 +1,12 @@
 """fedheal: fair federated learning under domain skew, for PyTorch."""
 
 from fedheal import aggregate, methods
-from fedheal.execute import Result, load, run
-from fedheal.experiment import Experiment
-from fedheal.layout import Layout, Packed
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.updates import Reply, Updates
 from fedheal.methods import Method
-from fedheal.run import Callback
-from fedheal.types import Reply, Updates
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.round import Callback
+from fedheal.simulate.runner import Result, load, run
 from fedheal.version import __version__
 
 __all__ = [

@@ -11,21 +11,10 @@ import torch
 from torch import nn
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import (
-    Aggregator,
-    AggregatorState,
-    BadUpdate,
-    Stage,
-    State,
-    afl,
-    fedavg,
-    fedfv,
-    fedheal,
-    fedpw,
-    qffl,
-    uniform,
-)
+from fedheal.aggregate import Aggregator, AggregatorState, BadUpdate, Stage, State, fedavg, fedheal, uniform
 from fedheal.aggregate.stage import chain, stateless
+from fedheal.aggregate.weights import afl, qffl
+from fedheal.aggregate.whole import fedfv, fedpw
 
 KERNELS = ["reference", "cpu"]
 AGGREGATORS = {

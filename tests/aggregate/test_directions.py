@@ -8,8 +8,8 @@ import torch
 
 from fedheal import Layout, Updates, aggregate, methods
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.directions import directions, same, spread
-from fedheal.aggregate.state import State
+from fedheal.aggregate.masks.directions import directions, same, spread
+from fedheal.core.state import State
 
 LAYOUT = Layout.of(torch.nn.Linear(1, 2))  # weight [2], bias [2]
 # Entry by entry over four rounds: always up, up three times, up and down in turn, always down.

@@ -14,8 +14,8 @@ from safetensors.torch import load, save
 from fedheal import Layout, Packed, Updates
 from fedheal.aggregate import BadUpdate, fedavg, fedheal
 from fedheal.aggregate.kernels import reference
-from fedheal.aggregate.state import State
-from fedheal.types import Reply
+from fedheal.core.state import State
+from fedheal.core.updates import Reply
 from oracle_extensions import Extended
 
 from .test_oracle import federation, layout_of
@@ -342,7 +342,7 @@ def test_random_federations_match_the_independent_reading(
 ) -> None:
     per_domain = per_domain and fael
     oracle = Extended(tensors, 2, 2, tau, beta, variant, fael=fael, soft=soft, forget=forget)
-    oracle.homes = DOMAINS if per_domain else None
+    oracle.client_domains = DOMAINS if per_domain else None
     keys = {"soft": soft, "forget": float(forget), "per_domain": per_domain}
     aggregator = fedheal(float(tau), beta, variant, True, "momentum" if fael else False, **keys)
     rng, layout = np.random.default_rng(seed), layout_of(tensors, 2, 2)

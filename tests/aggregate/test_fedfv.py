@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import chain, fedfv, uniform
-from fedheal.aggregate.fedfv import conflict_free, kept_as_they_are
-from fedheal.aggregate.stages import STAGES
+from fedheal.aggregate import chain, uniform
+from fedheal.aggregate.registry import STAGES
+from fedheal.aggregate.whole import fedfv
+from fedheal.aggregate.whole.fedfv import conflict_free, kept_as_they_are
 
 KERNELS = ["reference", "cpu"]
 
@@ -178,7 +179,7 @@ def test_several_blocks_of_columns(monkeypatch):
     rng = np.random.default_rng(2)
     cohorts = [sent("abc"[: 2 + t % 2], rng.normal(size=(2 + t % 2, 50)), [3, 2, 1][: 2 + t % 2]) for t in range(4)]
     whole = play(fedfv(tau=2), cohorts, 50)[-1].model
-    monkeypatch.setattr("fedheal.aggregate.gram.BLOCK", 16)
+    monkeypatch.setattr("fedheal.aggregate.inner_products.BLOCK", 16)
     np.testing.assert_allclose(play(fedfv(tau=2), cohorts, 50)[-1].model, whole, rtol=0, atol=1e-13)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import fedpw, uniform
-from fedheal.aggregate.fedpw import drop_rates, smallest
+from fedheal.aggregate import uniform
+from fedheal.aggregate.whole import fedpw
+from fedheal.aggregate.whole.fedpw import drop_rates, smallest
 
 KERNELS = ["reference", "cpu"]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fedheal import Layout, Updates
 from fedheal.aggregate import fedavg, fedheal
+from fedheal.aggregate.draft import Kept
 from fedheal.aggregate.kernels import cpu, reference
 from fedheal.aggregate.kernels.drop import add_undropped
-from fedheal.types import Kept
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedheal import Packed, Updates
 from fedheal.aggregate import fedheal
-from fedheal.layout import Entry, Layout
+from fedheal.core.layout import Entry, Layout
 from oracle import Oracle
 
 ROUNDS = 30

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import Aggregator, chain, qffl, uniform
+from fedheal.aggregate import Aggregator, chain, uniform
 from fedheal.aggregate.reduce import mean, mean_of_everything
-from fedheal.aggregate.stages import STAGES
+from fedheal.aggregate.registry import STAGES
+from fedheal.aggregate.weights import qffl
 
 MODES = ["reweight", "qfedavg_eff", "qfedavg"]
 KERNELS = ["reference", "cpu"]

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load, save
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import Aggregator, Stage, afl, chain, fedavg, fedfv, fedheal, fedpw, qffl, uniform
-from fedheal.aggregate.stages import STAGES
-from fedheal.aggregate.state import State
+from fedheal.aggregate import Aggregator, Stage, chain, fedavg, fedheal, uniform
+from fedheal.aggregate.registry import STAGES
+from fedheal.aggregate.weights import afl, qffl
+from fedheal.aggregate.whole import fedfv, fedpw
+from fedheal.core.state import State
 
 AGGREGATORS = {
     "fedavg": fedavg,
@@ -68,10 +70,10 @@ def cohort(clients, seed, dtype=torch.float32):
 
     counters = torch.from_numpy(rng.integers(seed, seed + 9, (k, SIZES.counters)))
     columns = floats(SIZES.params), rng.integers(1, 99, k), floats(SIZES.buffers).abs(), counters
-    return Updates(clients, *columns, metrics(k, rng), domains=homes(clients))
+    return Updates(clients, *columns, metrics(k, rng), domains=client_domains(clients))
 
 
-def homes(clients):
+def client_domains(clients):
     """Two domains, whoever comes."""
     return ["vowels" if client in "ae" else "consonants" for client in clients]
 
@@ -210,7 +212,7 @@ def test_equal_updates_move_the_model_by_that_update(name):
     model, state = global_model(torch.float64), aggregator.init(LAYOUT)
     rng = np.random.default_rng(7)
     for _ in range(5):
-        sent = Updates("abc", step.expand(3, -1), [1, 5, 50], metrics=metrics(3, rng), domains=homes("abc"))
+        sent = Updates("abc", step.expand(3, -1), [1, 5, 50], metrics=metrics(3, rng), domains=client_domains("abc"))
         out = aggregator.apply(model, sent, state)
         torch.testing.assert_close(out.model.params, model.params + step, rtol=0, atol=1e-12)
         model, state = out.model, out.state

@@ -16,11 +16,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedheal import methods
+from fedheal.core.state import RunState, restored_state
 from fedheal.engine import serial
-from fedheal.engine.serial import Trained
-from fedheal.experiment import build
-from fedheal.run import Federation, initial_state, restored_state, run_round, sample
-from fedheal.types import RunState
+from fedheal.engine.serial import ClientResult
+from fedheal.simulate.experiment import build
+from fedheal.simulate.round import Federation, initial_state, run_round, sample
 from tiny_data import load, quick
 
 VARIANTS = [
@@ -50,7 +50,7 @@ every = pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 quickly = pytest.mark.parametrize("name", QUICK)
-Edit = Callable[[Iterator[Trained]], Iterator[Trained]]
+Edit = Callable[[Iterator[ClientResult]], Iterator[ClientResult]]
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def federation(name: str, **keys: Any) -> Federation:
 
 def step(fed: Federation, state: RunState, order: int = 1, edit: Edit = iter) -> RunState:
     def train(model, shared, tasks):
-        return edit(serial.train(fed.bench, model, shared, task) for task in tasks[::order])
+        return edit(serial.train(fed.local_training, model, shared, task) for task in tasks[::order])
 
     return run_round(fed, state, train, evaluate=False)[0]
 
@@ -130,7 +130,7 @@ def test_nothing_that_a_client_is_given_is_changed(name: str) -> None:
     replies = []
     for client in fed.clients:
         task = serial.Task(client, 3, tuple(term.slots.get(client, {}) for term in state.terms))
-        one, two = (serial.train(fed.bench, state.model, shared, task) for _ in range(2))
+        one, two = (serial.train(fed.local_training, state.model, shared, task) for _ in range(2))
         assert torch.equal(one.reply.delta, two.reply.delta)
         assert one.reply.metrics == two.reply.metrics
         for left, right in ((one.slots, two.slots), (one.messages, two.messages)):
@@ -231,9 +231,9 @@ def test_one_client_alone(name: str) -> None:
 @quickly
 def test_a_frozen_parameter_does_not_move(name: str) -> None:
     fed = federation(name)
-    fed.bench.module.body[0].weight.requires_grad_(False)
+    fed.local_training.module.body[0].weight.requires_grad_(False)
     state = after(fed, 3)
-    frozen = fed.bench.module.body[0].weight.numel()
+    frozen = fed.local_training.module.body[0].weight.numel()
     assert torch.equal(state.model.params[:frozen], initial_state(federation(name)).model.params[:frozen])
     assert not torch.equal(state.model.params, initial_state(federation(name)).model.params)
 

@@ -13,8 +13,8 @@ import torch
 
 from fedheal import data
 from fedheal.data import cache
-from fedheal.data.describe import Located
 from fedheal.data.locate import located
+from fedheal.data.specs import Located
 from needs import needs
 
 MNIST_BALANCE = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -115,7 +115,7 @@ def test_a_prepared_set_loads_in_less_than_a_second(root: str, digits: data.Doma
 
 
 def test_preparing_takes_less_than_a_minute(root: str) -> None:
-    from fedheal.data import real
+    from fedheal.data import on_disk as real
 
     started = time.process_time()
     for name in ("digits", "office-caltech"):

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedheal.data import embedded
-from fedheal.data._draw import integers, splitmix64
-from fedheal.data._raster import ONE, blend, blur, centred_grid, rotated, sample, shrink
-from fedheal.data._scenes import SEGMENTS
 from fedheal.data.domains import Domain, Domains, Split, fingerprint
+from fedheal.data.embedded import dataset as embedded
+from fedheal.data.embedded.draw import integers, splitmix64
+from fedheal.data.embedded.raster import ONE, blend, blur, centred_grid, rotated, sample, shrink
+from fedheal.data.embedded.scenes import SEGMENTS
 
 NAMES = ("handwritten", "print", "street", "display")
 
@@ -79,13 +79,13 @@ def test_no_image_is_in_both_splits(data: Domains) -> None:
 
 
 def test_train_and_test_fonts_are_different_families() -> None:
-    credits = json.loads(resources.files("fedheal.data").joinpath("glyphs.json").read_text(encoding="utf-8"))
+    credits = json.loads(resources.files("fedheal.data.embedded").joinpath("glyphs.json").read_text(encoding="utf-8"))
     train, test = ({font["family"] for font in credits[part]} for part in ("train", "test"))
     assert len(train) >= 20
     assert len(test) >= 8
     assert not train & test
     assert all(font["licence"] for part in credits.values() for font in part)
-    with resources.files("fedheal.data").joinpath("glyphs.npz").open("rb") as file, np.load(file) as atlas:
+    with resources.files("fedheal.data.embedded").joinpath("glyphs.npz").open("rb") as file, np.load(file) as atlas:
         assert (len(atlas["train"]), len(atlas["test"])) == (len(train), len(test))
 
 

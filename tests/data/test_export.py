@@ -16,7 +16,7 @@ import torch
 import fedheal
 import layouts
 from fedheal import data
-from fedheal.experiment import Experiment, clients_of, domains_of
+from fedheal.simulate.experiment import Experiment, clients_of, domains_of
 
 SMALL = ["samples_per_client=3", "clients_per_domain=2"]
 KEYS = {

@@ -12,8 +12,8 @@ from PIL import Image
 import fedheal
 import layouts
 from fedheal import data
-from fedheal.data import folders
-from fedheal.experiment import clients_of, domains_of
+from fedheal.data.readers import folders
+from fedheal.simulate.experiment import clients_of, domains_of
 
 
 def load(root: Path, **keys: object) -> data.Domains:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import layouts
-from fedheal.data import images
+from fedheal.data.readers import images
 
 
 def test_shrinking_averages_instead_of_picking_pixels() -> None:

@@ -12,7 +12,7 @@ import pytest
 from scipy.io import savemat
 
 import layouts
-from fedheal.data import idx, libsvm, mat
+from fedheal.data.readers import idx, libsvm, mat
 
 
 def test_idx_with_and_without_gzip(tmp_path: Path) -> None:

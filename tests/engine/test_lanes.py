@@ -14,12 +14,12 @@ from torch import Tensor
 
 from fedheal import methods
 from fedheal.engine import lanes, serial
+from fedheal.engine.graph_inputs import Unable, shape_of
 from fedheal.engine.lane import Lane
 from fedheal.engine.lanes import Lanes
-from fedheal.engine.scratch import Unable, shape_of
-from fedheal.experiment import build
 from fedheal.local.term import Batch, Context, Term
-from fedheal.run import Federation, initial_state, run_round
+from fedheal.simulate.experiment import build
+from fedheal.simulate.round import Federation, initial_state, run_round
 from tiny_data import load, quick
 
 CPU = torch.device("cpu")
@@ -36,29 +36,29 @@ def federation(method: str = "fedavg", **keys: Any) -> Federation:
 
 def after(fed: Federation, trainer: Any, rounds: int = 4) -> list[Tensor]:
     """The state after some rounds, and the losses; the module itself is left as it was."""
-    before = {name: value.clone() for name, value in fed.bench.module.state_dict().items()}
+    before = {name: value.clone() for name, value in fed.local_training.module.state_dict().items()}
     state, losses = initial_state(fed), []
     for _ in range(rounds):
         state, record = run_round(fed, state, trainer, evaluate=False)
         losses.append(record.train_loss)
-    fed.bench.module.load_state_dict(before)
+    fed.local_training.module.load_state_dict(before)
     arrays, _ = state.to_arrays()
     return [arrays[name] for name in sorted(arrays)] + [torch.tensor(losses, dtype=torch.float64)]
 
 
 def in_turn(fed: Federation) -> Any:
-    return lambda model, shared, tasks: (serial.train(fed.bench, model, shared, task) for task in tasks)
+    return lambda model, shared, tasks: (serial.train(fed.local_training, model, shared, task) for task in tasks)
 
 
 @pytest.mark.parametrize("method", [*METHODS, *OPTIONS])
 def test_lanes_give_the_bits_of_the_serial_engine(method: str) -> None:
     fed = federation(method)
     expected = after(fed, in_turn(fed))
-    side_by_side = Lanes(fed.bench, 3)
+    side_by_side = Lanes(fed.local_training, 3)
     found = after(fed, side_by_side)
     assert side_by_side.reason == ""
     assert len(found) == len(expected)
-    rtol = 1e-6 if fed.bench.received_loss else 0  # there all clients' losses come from one pass
+    rtol = 1e-6 if fed.local_training.received_loss else 0  # there all clients' losses come from one pass
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=rtol, atol=rtol)
 
@@ -68,14 +68,14 @@ def test_lanes_give_the_bits_of_the_serial_engine(method: str) -> None:
 def test_modules_and_ways_to_vary_images(model: str, keys: dict[str, Any]) -> None:
     fed = federation(model=model, **keys | ({"width": 4} if model == "resnet10" else {}))
     random = torch.get_rng_state()
-    for one, two in zip(after(fed, Lanes(fed.bench, 2), 2), after(fed, in_turn(fed), 2), strict=True):
+    for one, two in zip(after(fed, Lanes(fed.local_training, 2), 2), after(fed, in_turn(fed), 2), strict=True):
         assert torch.equal(one, two)
     assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_the_number_of_lanes_changes_nothing() -> None:
     fed = federation("scaffold")
-    one, many = after(fed, Lanes(fed.bench, 1)), after(fed, Lanes(fed.bench, 12))
+    one, many = after(fed, Lanes(fed.local_training, 1)), after(fed, Lanes(fed.local_training, 12))
     assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
 
 
@@ -105,11 +105,11 @@ class Peeking(Term):
         return None
 
 
-@pytest.mark.parametrize("what", ["client", "round", "steps", "reach", "received", "slot", "shared"])
+@pytest.mark.parametrize("what", ["client", "round", "steps", "effective_step", "received", "slot", "shared"])
 def test_a_term_that_reads_more_than_its_scratch_falls_back_with_one_line(what: str, caplog: Any) -> None:
     fed = federation()
-    fed = replace(fed, bench=replace(fed.bench, terms=(Peeking(what),)))
-    trainer = Lanes(fed.bench, 2)
+    fed = replace(fed, local_training=replace(fed.local_training, terms=(Peeking(what),)))
+    trainer = Lanes(fed.local_training, 2)
     found, expected = after(fed, trainer), after(fed, in_turn(fed))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert f"ctx.{what}" in trainer.reason
@@ -127,8 +127,8 @@ def test_scratch_that_cannot_be_refilled_is_named() -> None:
     with pytest.raises(Unable, match="holds a object"):
         shape_of({"odd": object()})
     fed = federation()
-    fed = replace(fed, bench=replace(fed.bench, terms=(Odd(),)))
-    trainer = Lanes(fed.bench)
+    fed = replace(fed, local_training=replace(fed.local_training, terms=(Odd(),)))
+    trainer = Lanes(fed.local_training)
     after(fed, trainer, 1)
     assert "holds a object" in trainer.reason
 
@@ -136,7 +136,7 @@ def test_scratch_that_cannot_be_refilled_is_named() -> None:
 def test_out_of_memory_halves_the_lanes_and_gives_the_same(monkeypatch: Any, caplog: Any) -> None:
     fed = federation("moon")
     expected = after(fed, in_turn(fed))
-    trainer = Lanes(fed.bench, 4)
+    trainer = Lanes(fed.local_training, 4)
     really = Lanes._train
 
     def scarce(self: Lanes, *arguments: Any) -> Any:
@@ -154,8 +154,8 @@ def test_out_of_memory_halves_the_lanes_and_gives_the_same(monkeypatch: Any, cap
 
 def test_one_lane_will_do_where_there_is_no_memory_for_a_second(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     fed = federation()
-    expected = after(fed, Lanes(fed.bench, 1))
-    trainer = Lanes(fed.bench, 4)
+    expected = after(fed, Lanes(fed.local_training, 1))
+    trainer = Lanes(fed.local_training, 4)
 
     class Scarce(Lane):
         def __init__(self, *arguments: Any) -> None:
@@ -171,7 +171,7 @@ def test_one_lane_will_do_where_there_is_no_memory_for_a_second(monkeypatch: pyt
 
 def test_out_of_memory_with_one_lane_is_said() -> None:
     fed = federation()
-    trainer = Lanes(fed.bench, 1)
+    trainer = Lanes(fed.local_training, 1)
 
     def scarce(*_: Any) -> Any:
         raise torch.OutOfMemoryError("none left")

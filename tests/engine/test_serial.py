@@ -11,29 +11,29 @@ import torch
 from torch import nn
 
 import tiny_data
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.rng import derive, generator
 from fedheal.data.domains import Split
 from fedheal.engine import serial
-from fedheal.engine.serial import EVALUATE_BATCH, Bench, Task, Training, correct, seeded
-from fedheal.layout import Layout, Packed
-from fedheal.rng import derive, generator
+from fedheal.engine.serial import EVALUATE_BATCH, LocalTraining, Task, Training, correct, seeded
 
 CPU = torch.device("cpu")
 
 
-def train(bench, model, client, number):
-    return serial.train(bench, model, (), Task(client, number)).reply
+def train(local_training, model, client, number):
+    return serial.train(local_training, model, (), Task(client, number)).reply
 
 
 def batches(*arguments):
     return ((x, y) for x, y, _ in serial.batches(*arguments))
 
 
-def bench(module: nn.Module, examples: Split, seed: int = 0, **keys: Any) -> Bench:
+def local_training(module: nn.Module, examples: Split, seed: int = 0, **keys: Any) -> LocalTraining:
     training = Training(**{"lr": 0.1, "batch_size": 8, "momentum": 0.9, "weight_decay": 0.01} | keys)
-    return Bench(module, Layout.of(module), training, seed, CPU, {"a": examples, "b": examples})
+    return LocalTraining(module, Layout.of(module), training, seed, CPU, {"a": examples, "b": examples})
 
 
-def start(b: Bench) -> Packed:
+def start(b: LocalTraining) -> Packed:
     return b.layout.pack(b.module.state_dict())
 
 
@@ -77,7 +77,7 @@ def test_one_step_by_hand() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(3, 2, bias=False))
     nn.init.zeros_(module[1].weight)
     white = Split(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8), torch.tensor([0]))
-    b = bench(module, white, weight_decay=0.0)
+    b = local_training(module, white, weight_decay=0.0)
     reply = train(b, start(b), "a", 1)
     x = [(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225]
     assert reply.delta.tolist() == pytest.approx([0.05 * v for v in x] + [-0.05 * v for v in x], rel=1e-6)
@@ -87,7 +87,7 @@ def test_one_step_by_hand() -> None:
 
 def test_full_batches_with_momentum_and_decay_against_numpy() -> None:
     examples = pixels(6)
-    b = bench(dot(), examples, batch_size=6, epochs=5)
+    b = local_training(dot(), examples, batch_size=6, epochs=5)
     before = start(b)
     reply = train(b, before, "a", 1)
     w = before.params.double().numpy().reshape(2, 3)
@@ -101,7 +101,7 @@ def test_full_batches_with_momentum_and_decay_against_numpy() -> None:
 
 def test_small_batches_in_the_order_of_their_generator_against_numpy() -> None:
     examples = pixels(7)
-    b = bench(dot(), examples, seed=3, batch_size=3, epochs=2)
+    b = local_training(dot(), examples, seed=3, batch_size=3, epochs=2)
     before = start(b)
     reply = train(b, before, "b", 4)
     chance, taken = generator(3, "batches", 4, "b"), []
@@ -157,7 +157,7 @@ def test_images_and_labels_stay_together() -> None:
 
 def test_the_optimiser_starts_afresh_each_round() -> None:
     """A second call from the same model gives the same update: no velocity is left over."""
-    b = bench(dot(), pixels(6), batch_size=6, epochs=3)
+    b = local_training(dot(), pixels(6), batch_size=6, epochs=3)
     before = start(b)
     first = train(b, before, "a", 1)
     train(b, before, "b", 1)
@@ -166,14 +166,14 @@ def test_the_optimiser_starts_afresh_each_round() -> None:
 
 
 def test_rounds_clients_and_seeds_draw_differently() -> None:
-    b, other = (bench(tiny_data.linear(3), tiny_data.split(20, 1.0, 0.5, 0), seed) for seed in (0, 1))
+    b, other = (local_training(tiny_data.linear(3), tiny_data.split(20, 1.0, 0.5, 0), seed) for seed in (0, 1))
     model = start(b)
     deltas = [train(b, model, "a", 1), train(b, model, "a", 2), train(b, model, "b", 1), train(other, model, "a", 1)]
     assert len({reply.delta.numpy().tobytes() for reply in deltas}) == 4
 
 
 def test_the_global_model_is_not_changed() -> None:
-    b = bench(tiny_data.normed(3), tiny_data.split(20, 1.0, 0.5, 0))
+    b = local_training(tiny_data.normed(3), tiny_data.split(20, 1.0, 0.5, 0))
     model = start(b)
     kept = [v.clone() for v in (model.params, model.buffers, model.counters)]
     train(b, model, "a", 1)
@@ -181,7 +181,7 @@ def test_the_global_model_is_not_changed() -> None:
 
 
 def test_dropout_layers_are_reproducible_and_the_global_stream_is_left_alone() -> None:
-    b = bench(tiny_data.dropping(3), tiny_data.split(20, 1.0, 0.5, 0))
+    b = local_training(tiny_data.dropping(3), tiny_data.split(20, 1.0, 0.5, 0))
     model = start(b)
     state = torch.random.get_rng_state()
     first = train(b, model, "a", 1)
@@ -193,7 +193,7 @@ def test_dropout_layers_are_reproducible_and_the_global_stream_is_left_alone() -
 
 def test_dropout_layers_do_drop_in_training() -> None:
     split = tiny_data.split(20, 1.0, 0.5, 0)
-    one, two = bench(tiny_data.dropping(3), split), bench(tiny_data.linear(3), split)
+    one, two = local_training(tiny_data.dropping(3), split), local_training(tiny_data.linear(3), split)
     model = start(one)
     assert not torch.equal(train(one, model, "a", 1).delta, train(two, model, "a", 1).delta)
 
@@ -208,7 +208,7 @@ def test_the_global_stream_is_put_back_after_an_error() -> None:
 def test_a_frozen_parameter_does_not_move() -> None:
     module = tiny_data.normed(3)
     module[0].weight.requires_grad_(False)
-    b = bench(module, tiny_data.split(20, 1.0, 0.5, 0), weight_decay=0.1)
+    b = local_training(module, tiny_data.split(20, 1.0, 0.5, 0), weight_decay=0.1)
     delta = train(b, start(b), "a", 1).delta
     frozen = module[0].weight.numel()
     assert not delta[:frozen].any()
@@ -219,7 +219,7 @@ def test_a_frozen_parameter_does_not_move() -> None:
 
 
 def test_batch_normalisation_sends_its_statistics_and_counts() -> None:
-    b = bench(tiny_data.normed(3), tiny_data.split(20, 1.0, 0.5, 0), epochs=2)
+    b = local_training(tiny_data.normed(3), tiny_data.split(20, 1.0, 0.5, 0), epochs=2)
     reply = train(b, start(b), "a", 1)
     assert reply.buffers.shape == (8,)
     assert reply.counters.tolist() == [6]  # 3 batches twice
@@ -227,7 +227,7 @@ def test_batch_normalisation_sends_its_statistics_and_counts() -> None:
 
 
 def test_tied_weights_are_one_slice_and_stay_tied() -> None:
-    b = bench(tiny_data.tied(3), tiny_data.split(20, 1.0, 0.5, 0))
+    b = local_training(tiny_data.tied(3), tiny_data.split(20, 1.0, 0.5, 0))
     size = 3 * tiny_data.SIDE
     reply = train(b, start(b), "a", 1)
     assert reply.delta.shape == (size * size + 3 * size + 3,)

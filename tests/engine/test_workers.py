@@ -17,10 +17,10 @@ import fedheal
 from fedheal import Method
 from fedheal.engine.serial import Task
 from fedheal.engine.workers import trainer
-from fedheal.experiment import build
 from fedheal.local.term import Term
 from fedheal.methods import get
-from fedheal.run import initial_state
+from fedheal.simulate.experiment import build
+from fedheal.simulate.round import initial_state
 from tiny_data import load, quick, words
 
 TESTS = Path(__file__).parents[1]
@@ -32,9 +32,11 @@ def bits(**keys: Any) -> dict[str, bytes]:
 
 
 def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
-    bench = build(quick(), load(), torch.device("cpu"))
-    with trainer(bench.bench, 1, 1) as train:
-        replies = [t.reply for t in train(initial_state(bench).model, (), [Task("plain-1", 1), Task("dark-0", 1)])]
+    local_training = build(quick(), load(), torch.device("cpu"))
+    with trainer(local_training.local_training, 1, 1) as train:
+        replies = [
+            t.reply for t in train(initial_state(local_training).model, (), [Task("plain-1", 1), Task("dark-0", 1)])
+        ]
     assert [reply.client for reply in replies] == ["plain-1", "dark-0"]
     assert [reply.num_examples for reply in replies] == [24, 13]
 
@@ -51,16 +53,18 @@ def test_workers_answer_in_the_order_asked_for_pass_errors_on_and_end() -> None:
     federation = build(quick(model="tiny_data:tied", epochs=20), load(), torch.device("cpu"))
     model = initial_state(federation).model
     asked = ["dark-0", "plain-1", "noisy-0"]
-    before = {name: value.clone() for name, value in federation.bench.module.state_dict().items()}
-    with trainer(federation.bench, 2, 1) as train:
+    before = {name: value.clone() for name, value in federation.local_training.module.state_dict().items()}
+    with trainer(federation.local_training, 2, 1) as train:
         there = [t.reply for t in train(model, (), [Task(client, 1) for client in asked])]
         with pytest.raises(KeyError, match="nobody"):
             list(train(model, (), [Task("nobody", 1)]))
-    assert all(torch.equal(value, before[name]) for name, value in federation.bench.module.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in federation.local_training.module.state_dict().items()
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as theirs: a run sets it, the trainer for one worker takes what there is
     try:
-        with trainer(federation.bench, 1, 1) as train:
+        with trainer(federation.local_training, 1, 1) as train:
             here = [t.reply for t in train(model, (), [Task(client, 1) for client in asked])]
     finally:
         torch.set_num_threads(threads)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedheal
-from fedheal import records
+from fedheal.runs import folder as records
 from needs import missing, needs
 from tiny_data import quick, words
 

@@ -11,8 +11,9 @@ from flwr.clientapp import ClientApp
 
 from fedheal import Experiment, data
 from fedheal.data.domains import Split
-from fedheal.experiment import build
-from fedheal.flower import FairStrategy, client, wire
+from fedheal.flower import FairStrategy, client
+from fedheal.flower import messages as wire
+from fedheal.simulate.experiment import build
 from flower.local_grid import LocalGrid, Spoil
 from tiny_data import quick
 
@@ -24,8 +25,8 @@ class Sites:
         self.experiment: Experiment = quick(**{"model": "tiny_data:featured", **keys})
         torch.set_num_threads(self.experiment.threads)
         self.federation = build(self.experiment, data.load(self.experiment.data), torch.device("cpu"))
-        # As it was built: the bench's own module is trained in.
-        built = self.federation.bench.module.state_dict()
+        # As it was built: the local_training's own module is trained in.
+        built = self.federation.local_training.module.state_dict()
         self.initial = ArrayRecord({k: wire.widened(v.clone()) for k, v in built.items()})
         self.names = sorted(self.federation.clients)
         self.folder = folder
@@ -35,25 +36,31 @@ class Sites:
         self.app.query()(self.query)
 
     def train(self, message: Message, context: Context) -> Message:
-        name, bench = self.names[context.node_config["partition-id"]], self.federation.bench
-        return client.train(message, context, bench, name, domain=self.federation.homes[name], folder=self.folder)
+        name, local_training = self.names[context.node_config["partition-id"]], self.federation.local_training
+        return client.train(
+            message, context, local_training, name, domain=self.federation.client_domains[name], folder=self.folder
+        )
 
     def query(self, message: Message, context: Context) -> Message:
         return client.introduce(message, context, self.names[context.node_config["partition-id"]])
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        name, bench = self.names[context.node_config["partition-id"]], self.federation.bench
-        domain = self.federation.homes[name]
-        residents = [n for n in self.names if self.federation.homes[n] == domain]
+        name, local_training = self.names[context.node_config["partition-id"]], self.federation.local_training
+        domain = self.federation.client_domains[name]
+        residents = [n for n in self.names if self.federation.client_domains[n] == domain]
         tests, share = self.federation.tests[domain], slice(residents.index(name), None, len(residents))
         test = Split(tests.images[share], tests.labels[share])
-        return client.evaluate(message, context, bench, test, name, domain=domain, folder=self.folder)
+        return client.evaluate(message, context, local_training, test, name, domain=domain, folder=self.folder)
 
     def grid(self, spoil: Spoil | None = None, first: int = 100) -> LocalGrid:
         return LocalGrid(self.app, {first + i: {"partition-id": i} for i in range(len(self.names))}, spoil)
 
     def strategy(self, **settings: Any) -> FairStrategy:
-        keys = {"model": self.federation.bench.layout, "seed": self.experiment.seed, "clients": len(self.names)}
+        keys = {
+            "model": self.federation.local_training.layout,
+            "seed": self.experiment.seed,
+            "clients": len(self.names),
+        }
         return FairStrategy(self.experiment.resolved_method, **keys | settings)
 
     def run(self, spoil: Spoil | None = None, **settings: Any) -> FairStrategy:

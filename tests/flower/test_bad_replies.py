@@ -194,7 +194,9 @@ def test_everyone_bad_leaves_the_model_as_it_was():
     sites = Sites(method="fedheal", rounds=2)
     spoil = CASES["NaN"][0]
     strategy = sites.run(lambda node, reply: spoil(reply), fraction_evaluate=0.0)
-    untouched = sites.federation.bench.layout.pack({k: torch.from_numpy(v.numpy()) for k, v in sites.initial.items()})
+    untouched = sites.federation.local_training.layout.pack(
+        {k: torch.from_numpy(v.numpy()) for k, v in sites.initial.items()}
+    )
     assert torch.equal(strategy.state.model.params, untouched.params)
     assert [len(record.report["skipped"]) for record in strategy.history] == [5, 5]
 

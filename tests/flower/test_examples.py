@@ -13,8 +13,8 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.cli.typing import SuperLinkConnection
 from flwr.serverapp.strategy import Result
 
-from fedheal.experiment import module_of
 from fedheal.flower import FairStrategy
+from fedheal.simulate.experiment import module_of
 from flower.local_grid import LocalGrid
 
 FOLDER = Path(__file__).parents[2] / "examples" / "flower"

@@ -7,15 +7,15 @@ import torch
 
 from fedheal.engine.workers import trainer
 from fedheal.flower import FedHEAL
-from fedheal.run import initial_state, rounds
+from fedheal.simulate.round import initial_state, rounds
 from flower.sites import Sites
 
 
 def simulated(sites: Sites):
     """The simulator's last state and its records."""
     federation, last = sites.federation, sites.experiment.rounds
-    federation.bench.module.load_state_dict({k: torch.from_numpy(v.numpy()) for k, v in sites.initial.items()})
-    with trainer(federation.bench, 1, 1) as train:
+    federation.local_training.module.load_state_dict({k: torch.from_numpy(v.numpy()) for k, v in sites.initial.items()})
+    with trainer(federation.local_training, 1, 1) as train:
         done = list(rounds(federation, initial_state(federation), train, last))
     return done[-1][0], [record for _, record in done]
 
@@ -76,7 +76,7 @@ def test_so_it_is_in_dtypes_that_are_narrow_or_that_numpy_does_not_have(model, m
 def test_masks_on_the_clients_give_the_same_model_with_a_handful_of_numbers_on_the_server():
     sites = Sites(method="fedheal:tau=0.6", rounds=6)
     state, _ = simulated(sites)
-    strategy = FedHEAL(tau=0.6, placement="client", model=sites.federation.bench.layout)
+    strategy = FedHEAL(tau=0.6, placement="client", model=sites.federation.local_training.layout)
     strategy.start(sites.grid(), sites.initial, num_rounds=6)
     torch.testing.assert_close(strategy.state.model.params, state.model.params, rtol=0, atol=1e-6)
     torch.testing.assert_close(strategy.state.model.buffers, state.model.buffers, rtol=0, atol=1e-6)

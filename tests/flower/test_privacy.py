@@ -16,8 +16,8 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
 )
 
-from fedheal import records
 from fedheal.flower import FedHEAL, Uniform, client
+from fedheal.runs import folder as records
 from flower.local_grid import LocalGrid
 from flower.test_bad_replies import error
 

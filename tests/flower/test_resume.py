@@ -13,12 +13,13 @@ import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 from typer.testing import CliRunner
 
-from fedheal import methods, records
-from fedheal.aggregate.server import Server
+from fedheal import methods
+from fedheal.aggregate.server_optimizer import Server
 from fedheal.cli import app
 from fedheal.flower import FairStrategy, FedHEAL, Uniform
-from fedheal.flower.evidence import Folder
-from fedheal.flower.memory import lost, memory_of, recalled
+from fedheal.flower.client_state import lost, memory_of, recalled
+from fedheal.flower.run_folder import Folder
+from fedheal.runs import folder as records
 from flower.sites import Sites
 
 
@@ -60,7 +61,7 @@ def test_a_killed_run_goes_on_to_the_same_model(method, kind, tmp_path):
 
 def test_masks_on_clients_survive_a_new_run(tmp_path):
     sites = Sites(tmp_path / "sites", method="fedheal:tau=0.6", rounds=4)
-    keys = {"tau": 0.6, "placement": "client", "model": sites.federation.bench.layout}
+    keys = {"tau": 0.6, "placement": "client", "model": sites.federation.local_training.layout}
     whole = FedHEAL(**keys)
     whole.start(Sites(method="fedheal:tau=0.6").grid(), sites.initial, num_rounds=4)
     for resume, rounds in ((False, 2), (True, 4)):

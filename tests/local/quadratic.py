@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.server import Server
+from fedheal.aggregate.server_optimizer import Server
 from fedheal.aggregate.stage import stateless
-from fedheal.engine.serial import Bench, Task, Trained, Training
-from fedheal.layout import Layout, Packed
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.updates import Reply, Updates
+from fedheal.engine.serial import ClientResult, LocalTraining, Task, Training
 from fedheal.local.term import Arrays, Context, ServerContext, Term
-from fedheal.run import Federation
-from fedheal.types import Reply, Updates
+from fedheal.simulate.round import Federation
 
 Gradient = Callable[[Tensor], Tensor]
 
@@ -99,21 +99,21 @@ def absorbed(
     shared: Arrays,
     *,
     weights: Sequence[float],
-    standing: Sequence[float] | None = None,
+    unnormalised_weights: Sequence[float] | None = None,
     everyone: int | None = None,
     slots: Mapping[str, Arrays] | None = None,
     number: int = 1,
 ) -> tuple[Packed, Arrays]:
     """The server's part after these clients came with these local parameters, averaged with these weights.
 
-    `standing`: what they were before they were made shares; the same numbers, where it is not given.
+    `unnormalised_weights`: what they were before they were made shares; the same numbers, where it is not given.
     """
     deltas = torch.stack([local - before.params for local in locals_.values()])
     u = torch.tensor(weights, dtype=torch.float64)
     aggregated = replace(before, params=before.params + u.to(deltas) @ deltas)
     updates = Updates(list(locals_), deltas, [1] * len(locals_))
     layout = Layout.flat(len(before.params))
-    q = torch.tensor(standing or weights, dtype=torch.float64)
+    q = torch.tensor(unnormalised_weights or weights, dtype=torch.float64)
     ctx = ServerContext(number, 10, everyone or len(locals_), updates, u, q, layout, slots or {})
     return term.absorb(before, aggregated, messages, shared, ctx)
 
@@ -138,31 +138,33 @@ def federation(
     module = Point(size)
     training = Training(lr, 1, steps=steps, momentum=momentum, weight_decay=0.0)
     terms = () if term is None else (term,)
-    bench = Bench(module, Layout.of(module), training, 0, torch.device("cpu"), {}, 2, rounds, terms)
-    return Federation(bench, tuple(p), weighted(p), Server(), {}, {}, participation=participation)
+    local_training = LocalTraining(module, Layout.of(module), training, 0, torch.device("cpu"), {}, 2, rounds, terms)
+    return Federation(local_training, tuple(p), weighted(p), Server(), {}, {}, participation=participation)
 
 
 def trainer(fed: Federation, gradients: Mapping[str, Gradient]) -> Any:
     """A trainer for `run_round` whose clients have these gradients."""
-    bench, training = fed.bench, fed.bench.training
+    local_training, training = fed.local_training, fed.local_training.training
 
-    def one(model: Packed, shared: tuple[Arrays, ...], task: Task) -> Trained:
-        term, slot, given = (bench.terms[0], task.slots[0], shared[0]) if bench.terms else (Term(), {}, {})
+    def one(model: Packed, shared: tuple[Arrays, ...], task: Task) -> ClientResult:
+        term, slot, given = (
+            (local_training.terms[0], task.slots[0], shared[0]) if local_training.terms else (Term(), {}, {})
+        )
         local, left, told = client(
             term,
             model,
             gradients[task.client],
             client=task.client,
             round=task.round,
-            rounds=bench.rounds,
+            rounds=local_training.rounds,
             lr=training.lr,
             momentum=training.momentum,
             steps=training.steps,
             slot=slot,
             shared=given,
-            module=bench.module,
+            module=local_training.module,
         )
         reply = Reply(task.client, local.params - model.params, 1)
-        return Trained(reply, (left,) * len(bench.terms), (told,) * len(bench.terms))
+        return ClientResult(reply, (left,) * len(local_training.terms), (told,) * len(local_training.terms))
 
     return lambda model, shared, tasks: (one(model, shared, task) for task in tasks)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedheal.local.control_variates import ControlVariates
-from fedheal.local.dynamic import Dynamic
-from fedheal.local.proximal import Proximal
+from fedheal.local.feddyn import Dynamic
+from fedheal.local.fedprox import Proximal
+from fedheal.local.scaffold import ControlVariates
 from fedheal.local.term import Term
-from fedheal.run import drops_out, initial_state, judged_model, run_round
+from fedheal.simulate.round import drops_out, initial_state, judged_model, run_round
 from local.quadratic import bowl, federation, trainer, vector
 
 P = {"a": 0.7, "b": 0.2, "c": 0.1}

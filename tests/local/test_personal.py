@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from fedheal import models
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.state import RunState
 from fedheal.engine import serial
-from fedheal.experiment import build
-from fedheal.layout import Layout, Packed
 from fedheal.local import personal
 from fedheal.local.personal import Ditto, LocalNorm, norm_masks
-from fedheal.run import Federation, initial_state, judged_model, run_round
-from fedheal.types import RunState
+from fedheal.simulate.experiment import build
+from fedheal.simulate.round import Federation, initial_state, judged_model, run_round
 from local.quadratic import absorbed, context, packed, vector
 from tiny_data import featured, load, normed, quick
 
@@ -29,7 +29,7 @@ def after(fed: Federation, rounds: int) -> RunState:
     state = initial_state(fed)
     for _ in range(rounds):
         state, _ = run_round(
-            fed, state, lambda m, s, tasks: (serial.train(fed.bench, m, s, t) for t in tasks), evaluate=False
+            fed, state, lambda m, s, tasks: (serial.train(fed.local_training, m, s, t) for t in tasks), evaluate=False
         )
     return state
 
@@ -76,7 +76,7 @@ def test_a_personal_models_first_round_is_fedproxs_local_model() -> None:
     start = initial_state(fedprox)
     for client, slot in state.terms[0].slots.items():
         task = serial.Task(client, 1, ({},))
-        reply = serial.train(fedprox.bench, start.model, ({},), task).reply
+        reply = serial.train(fedprox.local_training, start.model, ({},), task).reply
         assert torch.allclose(slot["params"] - start.model.params, reply.delta, atol=1e-6)
         assert torch.allclose(slot["buffers"], reply.buffers, atol=1e-6)
 
@@ -90,7 +90,7 @@ def test_reading_a_trains_the_global_model_as_fedavg_does(lam: float) -> None:
 def test_what_is_judged_is_the_weighted_mean_of_the_personal_models() -> None:
     fed = made(method="ditto")
     state = after(fed, 3)
-    shares = {client: len(split) for client, split in fed.bench.examples.items()}
+    shares = {client: len(split) for client, split in fed.local_training.examples.items()}
     judged = judged_model(fed, state.model, state.terms)
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slot[name].double() for c, slot in state.terms[0].slots.items()) / sum(shares.values())
@@ -105,7 +105,7 @@ def test_absent_clients_personal_models_count_too(feedback: bool) -> None:
     state = after(fed, 6)
     slots = state.terms[0].slots
     assert len(slots) > 2, "take another seed"
-    shares = {client: len(fed.bench.examples[client]) for client in slots}
+    shares = {client: len(fed.local_training.examples[client]) for client in slots}
     judged = judged_model(fed, state.model, state.terms)
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slots[c][name].double() for c in slots) / sum(shares.values())
@@ -124,7 +124,7 @@ def test_a_sum_in_parts_has_the_bits_of_the_whole(clients: int, monkeypatch: pyt
 def test_reading_b_sends_the_mean_of_the_personal_models_back() -> None:
     fed = made(method="ditto:feedback=true")
     state = after(fed, 2)
-    shares = {client: len(split) for client, split in fed.bench.examples.items()}
+    shares = {client: len(split) for client, split in fed.local_training.examples.items()}
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slot[name].double() for c, slot in state.terms[0].slots.items()) / sum(shares.values())
         assert torch.allclose(getattr(state.model, name).double(), mean, atol=1e-6)
@@ -191,7 +191,7 @@ def test_fedbn_by_hand() -> None:
     assert slot["buffers"].tolist() == [10.0] * 8
     assert slot["counters"].tolist() == [43]
     assert message == {}
-    sent = term.sent(ctx, local)
+    sent = term.upload(ctx, local)
     assert torch.equal(sent.params[params], received.params[params])
     assert torch.equal(sent.buffers, received.buffers)
     assert torch.equal(sent.counters, received.counters)
@@ -215,7 +215,7 @@ def test_the_global_models_normalisation_never_moves() -> None:
     fed = made(method="fedbn")
     state = after(fed, 4)
     first = initial_state(made(method="fedbn")).model
-    params, buffers, _ = norm_masks(fed.bench.module, fed.bench.layout).values()
+    params, buffers, _ = norm_masks(fed.local_training.module, fed.local_training.layout).values()
     assert torch.equal(state.model.params[params], first.params[params])
     assert torch.equal(state.model.buffers[buffers], first.buffers[buffers])
     assert not torch.equal(state.model.params[~params], first.params[~params])
@@ -227,7 +227,7 @@ def test_the_global_models_normalisation_never_moves() -> None:
 def test_a_domain_is_judged_with_the_mean_of_its_clients_layers() -> None:
     fed = made(method="fedbn")
     state = after(fed, 3)
-    params, buffers, _ = norm_masks(fed.bench.module, fed.bench.layout).values()
+    params, buffers, _ = norm_masks(fed.local_training.module, fed.local_training.layout).values()
     slots = state.terms[0].slots
     for residents in (["plain-0", "plain-1"], ["dark-0"]):
         judged = judged_model(fed, state.model, state.terms, residents)

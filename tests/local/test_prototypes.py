@@ -12,10 +12,10 @@ from torch import Tensor
 from fedheal import methods
 from fedheal.data.augment import normalised
 from fedheal.engine import serial
-from fedheal.experiment import build
 from fedheal.local.prototypes import FPL, FedProc, FedProto, Prototypes
 from fedheal.local.term import Batch, Context
-from fedheal.run import initial_state, run_round
+from fedheal.simulate.experiment import build
+from fedheal.simulate.round import initial_state, run_round
 from local.quadratic import absorbed, context, packed, vector
 from tiny_data import load, quick
 
@@ -61,18 +61,18 @@ def test_the_engine_counts_each_example_once_and_the_features_it_trained_on(meth
         torch.device("cpu"),
     )
     state = initial_state(fed)
-    bench, task = fed.bench, serial.Task("noisy-0", 1, ({},))
-    done = serial.train(bench, state.model, (state.terms[0].shared,), task)
-    examples = bench.examples["noisy-0"]
+    local_training, task = fed.local_training, serial.Task("noisy-0", 1, ({},))
+    done = serial.train(local_training, state.model, (state.terms[0].shared,), task)
+    examples = local_training.examples["noisy-0"]
     message = done.messages[0]
     assert message["count"].tolist() == [int((examples.labels == y).sum()) for y in range(3)]
-    shorter = serial.replace(bench, training=serial.replace(bench.training, epochs=2))
+    shorter = serial.replace(local_training, training=serial.replace(local_training.training, epochs=2))
     moved = serial.train(shorter, state.model, (state.terms[0].shared,), task).reply
-    bench.module.load_state_dict(
-        bench.layout.unpack(type(state.model)(state.model.params + moved.delta, moved.buffers, moved.counters))
+    local_training.module.load_state_dict(
+        local_training.layout.unpack(type(state.model)(state.model.params + moved.delta, moved.buffers, moved.counters))
     )
     with torch.no_grad():
-        z = bench.module.train().features(normalised(examples.images))
+        z = local_training.module.train().features(normalised(examples.images))
     for y in range(3):
         expected = z[examples.labels == y].mean(dim=0)
         assert torch.allclose(message["prototypes"][y], expected, atol=1e-4)
@@ -197,7 +197,7 @@ def test_fedproc_without_first_round_ce_learns_nothing_at_first() -> None:
     for first, moves in ((True, True), (False, False)):
         fed = build(quick(method=f"fedproc:first_round_ce={first}", **keys), load(), torch.device("cpu"))
         state = initial_state(fed)
-        done = serial.train(fed.bench, state.model, ({},), serial.Task("plain-0", 1, ({},)))
+        done = serial.train(fed.local_training, state.model, ({},), serial.Task("plain-0", 1, ({},)))
         assert bool(done.reply.delta.any()) == moves
 
 
@@ -306,7 +306,7 @@ def test_prototypes_do_not_depend_on_the_averages_weights() -> None:
         state, _ = run_round(
             fed,
             initial_state(fed),
-            lambda m, s, tasks, fed=fed: (serial.train(fed.bench, m, s, t) for t in tasks),
+            lambda m, s, tasks, fed=fed: (serial.train(fed.local_training, m, s, t) for t in tasks),
             evaluate=False,
         )
         ends.append(state.terms[0].shared["prototypes"])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from fedheal.core.state import RunState
 from fedheal.engine import serial
-from fedheal.experiment import build
-from fedheal.run import initial_state, run_round
-from fedheal.types import RunState
+from fedheal.simulate.experiment import build
+from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
 
 
@@ -19,7 +19,7 @@ def after(method: str, rounds: int, **keys: Any) -> RunState:
     state = initial_state(fed)
     for _ in range(rounds):
         state, _ = run_round(
-            fed, state, lambda m, s, tasks: (serial.train(fed.bench, m, s, t) for t in tasks), evaluate=False
+            fed, state, lambda m, s, tasks: (serial.train(fed.local_training, m, s, t) for t in tasks), evaluate=False
         )
     return state
 

@@ -12,10 +12,10 @@ import torch
 import fedheal
 from fedheal import Updates
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.fedce import cosines_to_others, fedce
-from fedheal.aggregate.fedga import fedga
+from fedheal.aggregate.whole.fedce import cosines_to_others, fedce
+from fedheal.aggregate.whole.fedga import fedga
+from fedheal.core.layout import Layout
 from fedheal.engine import serial
-from fedheal.layout import Layout
 from fedheal.local.validated import Gaps, LeaveOneOut
 from local.quadratic import absorbed, context, packed, vector
 from tiny_data import quick
@@ -287,7 +287,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
         starts.append(e.tolist())
         return cosines_to_others(gram, e)
 
-    monkeypatch.setattr("fedheal.aggregate.fedce.cosines_to_others", noted)
+    monkeypatch.setattr("fedheal.aggregate.whole.fedce.cosines_to_others", noted)
     weights = Rounds(Aggregator(fedce()), 8)
     axes = dict(zip("abcdefgh", np.eye(8).tolist(), strict=True))
     for cohort in ("abcde", "f", "abfgh", "gf"):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fedheal.report.page import page
+from fedheal.report.html_page import page
 from made_up import found, run_folder
 from needs import needs
 

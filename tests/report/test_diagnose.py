@@ -88,8 +88,8 @@ def test_behind_on_average_but_not_in_the_last_round(tmp_path):
         ("weights", {"big-0": "much"}),
         ("clients", 3),
         ("domains", [80.0]),
-        ("homes", "big"),
-        ("homes", {"big-0": ["big"]}),
+        ("client_domains", "big"),
+        ("client_domains", {"big-0": ["big"]}),
         ("report", [1]),
         ("report.kept", 0.5),
         ("report.distance", {"big-0": [1]}),
@@ -171,13 +171,13 @@ def test_nobody_ever_replied(tmp_path):
 def test_a_federation_under_way_says_domains_in_its_lines(tmp_path):
     """Names that say nothing, a client that erred in every round, one that moved, and one whose domain nobody knows."""
 
-    def homes(t):
+    def client_domains(t):
         return {"big-0": "city", "small-0": "city" if t == 0 else "country", "small-1": None, "silent": "island"}
 
     def judged(t):
         return {"city": 80.0, "country": 60.0}
 
-    run = federation(tmp_path / "run", homes=homes, domains=judged)
+    run = federation(tmp_path / "run", client_domains=client_domains, domains=judged)
     found = diagnose(run)
     assert found.what == "domain"
     assert [line[0] for line in lines(found)[1:]] == [
@@ -208,8 +208,10 @@ def test_domains_are_taken_from_the_result_or_the_rounds(tmp_path):
     assert lines(found)[1][0] == "syn (5 clients)"  # the made-up runs' last domain lags
     assert found.since(3) is not None
     assert "of their entries were kept" in sentences(found)[0]
-    homes = diagnose(federation(tmp_path / "run", homes=lambda t: {c: c.partition("-")[0] for c in WEIGHTS}))
-    assert {unit.name: unit.clients for unit in homes.units} == {"big": 1, "small": 2}
+    client_domains = diagnose(
+        federation(tmp_path / "run", client_domains=lambda t: {c: c.partition("-")[0] for c in WEIGHTS})
+    )
+    assert {unit.name: unit.clients for unit in client_domains.units} == {"big": 1, "small": 2}
     assert diagnose(run_folder(tmp_path / "open", rounds=3, finished=False)).what == "domain"
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fedheal.cli_show import reported
-from fedheal.metrics import fairness
+from fedheal.cli.display import reported
+from fedheal.core.metrics import fairness
 from fedheal.report import conclusions, figures
-from fedheal.report.page import page
+from fedheal.report.html_page import page
 from fedheal.report.rows import Row
 from fedheal.report.tables import csv_text, latex, markdown, tables, text, write_parquet
 

@@ -14,16 +14,16 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     here = federation(experiment(context, int(context.node_config["num-partitions"])))
     name = site(int(context.node_config["partition-id"]))
-    return client.train(message, context, here.bench, name, domain=here.homes[name], folder=_folder(context))
+    return client.train(message, context, here.bench, name, domain=here.client_domains[name], folder=_folder(context))
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     here = federation(experiment(context, int(context.node_config["num-partitions"])))
     name = site(int(context.node_config["partition-id"]))
-    domain = here.homes[name]
+    domain = here.client_domains[name]
     # A site's test digits are its share of its domain's, dealt out in turn among the domain's sites.
-    residents = sorted(resident for resident, home in here.homes.items() if home == domain)
+    residents = sorted(resident for resident, home in here.client_domains.items() if home == domain)
     share = slice(residents.index(name), None, len(residents))
     test = Split(here.tests[domain].images[share], here.tests[domain].labels[share])
     return client.evaluate(message, context, here.bench, test, name, domain=domain, folder=_folder(context))

@@ -7,8 +7,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from fair_digits.task import DOMAINS, experiment
 from fedheal import methods
-from fedheal.experiment import module_of
 from fedheal.flower import FairStrategy, FedHEAL
+from fedheal.simulate.experiment import module_of
 
 app = ServerApp()
 

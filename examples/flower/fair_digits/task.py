@@ -6,8 +6,8 @@ import torch
 from flwr.app import Context
 
 from fedheal import Experiment, data
-from fedheal.experiment import build
-from fedheal.run import Federation
+from fedheal.simulate.experiment import build
+from fedheal.simulate.round import Federation
 
 DOMAINS = ("handwritten", "print", "street", "display")
 

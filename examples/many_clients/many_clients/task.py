@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from fedheal import Layout
+from fedheal.core.rng import generator
 from fedheal.data.domains import Split
-from fedheal.engine.serial import Bench, Training, seeded
-from fedheal.rng import generator
+from fedheal.engine.serial import LocalTraining, Training, seeded
 
 CLASSES, SIDE, EXAMPLES = 4, 8, 24
 CPU = torch.device("cpu")
@@ -37,8 +37,8 @@ def examples(partition: int, purpose: str) -> Split:
     return Split((255 * images.clamp(0, 1)).to(torch.uint8), labels)
 
 
-def bench(partition: int) -> Bench:
+def bench(partition: int) -> LocalTraining:
     torch.set_num_threads(1)
     net = module()
     mine = {name(partition): examples(partition, "train")}
-    return Bench(net, Layout.of(net), Training(lr=0.05, batch_size=8), 0, CPU, mine, CLASSES)
+    return LocalTraining(net, Layout.of(net), Training(lr=0.05, batch_size=8), 0, CPU, mine, CLASSES)

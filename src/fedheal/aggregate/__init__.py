@@ -5,10 +5,10 @@ reducer that averages accordingly. State is passed in and out.
 """
 
 from fedheal.aggregate.client_side import Share, client_share, combine
-from fedheal.aggregate.flaws import BadUpdate
 from fedheal.aggregate.presets import afl, fedavg, fedfv, fedheal, fedpw, qffl, uniform
 from fedheal.aggregate.stage import Aggregated, Aggregator, AggregatorState, Stage, chain
-from fedheal.aggregate.state import State
+from fedheal.aggregate.validate import BadUpdate
+from fedheal.core.state import State
 
 __all__ = [
     "Aggregated",

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from fedheal.aggregate import kernels
-from fedheal.aggregate.checks import check_share
-from fedheal.aggregate.consistency import ConsistencyState, consistency
-from fedheal.aggregate.distance import measured_distance
-from fedheal.aggregate.flaws import BadUpdate
-from fedheal.aggregate.stages import check_variant
-from fedheal.aggregate.state import expect
-from fedheal.collect import FLOATS
-from fedheal.layout import Layout, Packed
-from fedheal.types import Array, Draft, Updates, tensor_of
+from fedheal.aggregate.draft import Draft
+from fedheal.aggregate.masks.consistency import ConsistencyState, consistency
+from fedheal.aggregate.registry import check_variant
+from fedheal.aggregate.validate import BadUpdate
+from fedheal.aggregate.weights.distance import measured_distance
+from fedheal.core.arrays import Array, tensor_of
+from fedheal.core.checks import check_share
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.state import expect
+from fedheal.core.updates import FLOATS, Updates
 
 
 class Share(NamedTuple):

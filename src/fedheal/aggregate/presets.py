@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fedheal.aggregate import reduce, stages
-from fedheal.aggregate.fedfv import conflict_free
-from fedheal.aggregate.fedpw import parameter_wise
+from fedheal.aggregate import reduce
+from fedheal.aggregate import registry as stages
 from fedheal.aggregate.stage import Aggregator, Reducer, chain
+from fedheal.aggregate.whole.fedfv import conflict_free
+from fedheal.aggregate.whole.fedpw import parameter_wise
 
 
 def fedavg(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
@@ -26,7 +27,7 @@ def afl(
     on_bad_update: str = "raise",
     kernel: str = "auto",
 ) -> Aggregator:
-    """AFL (Mohri et al. 2019): weights that climb towards the clients with the largest `loss`; see `aggregate/afl.py`.
+    """AFL (Mohri et al. 2019): weights that climb towards the clients with the largest `loss`; see `aggregate/weights/afl.py`.
 
     >>> import torch
     >>> from fedheal import Layout, Updates
@@ -40,12 +41,12 @@ def afl(
 
 
 def qffl(q: float = 1.0, mode: str = "reweight", *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
-    """q-FFL (Li et al. 2020): weights in proportion to `loss^q`; see `aggregate/qffl.py` for the modes."""
+    """q-FFL (Li et al. 2020): weights in proportion to `loss^q`; see `aggregate/weights/qffl.py` for the modes."""
     return Aggregator(stages.qffl(q, mode), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def fedfv(alpha: float = 0.1, tau: int = 1, *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
-    """FedFV (Wang et al. 2021): conflicts between updates are projected away; see `aggregate/fedfv.py`."""
+    """FedFV (Wang et al. 2021): conflicts between updates are projected away; see `aggregate/whole/fedfv.py`."""
     return Aggregator(conflict_free(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedheal.aggregate.draft import Draft, Mask
 from fedheal.aggregate.kernels import reference
-from fedheal.layout import Packed
-from fedheal.types import Draft, Floats, Mask
+from fedheal.core.arrays import Floats
+from fedheal.core.layout import Packed
 
 
 def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedheal.aggregate import kernels, reduce
-from fedheal.aggregate.flaws import BadUpdate, flaws
-from fedheal.aggregate.state import Arrays, Json, Nothing, State, expect, kind, nested, unnested
-from fedheal.layout import Layout, Packed, Sizes
-from fedheal.types import Draft, Floats, Updates, normalised, tensor_of
+from fedheal.aggregate.draft import Draft
+from fedheal.aggregate.validate import BadUpdate, flaws
+from fedheal.core.arrays import Floats, normalised, tensor_of
+from fedheal.core.layout import Layout, Packed, Sizes
+from fedheal.core.state import Arrays, Json, Nothing, State, expect, kind, nested, unnested
+from fedheal.core.updates import Updates
 
 Reducer = Callable[[Draft, Floats], tuple[Packed, dict[str, Any]]]
 
@@ -107,14 +109,14 @@ class AggregatorState(State):
 class Aggregated:
     """What a round's aggregation gives. `weights [K]` follow `updates.clients`; a skipped client's is 0.
 
-    `standing [K]` are the weights before they were made shares of this cohort: comparable from round to round, in some unit.
+    `unnormalised_weights [K]` are the weights before they are normalised over this cohort: they can be compared between rounds.
     `model` is of the kind that was given. `report` is JSON-ready: `skipped` clients with the reason, and what the stages
     have to tell (distances, kept fractions, ...).
     """
 
     model: Any
     weights: Tensor
-    standing: Tensor
+    unnormalised_weights: Tensor
     state: AggregatorState
     report: dict[str, Any]
 
@@ -161,7 +163,7 @@ class Aggregator:
             try:
                 begun = Draft(state.sizes, packed, updates, rows, kernel, donate)
                 draft, after = _pair("stage", self.stage.apply(begun, state.stage), Draft, State)
-                weights, standing = _weights(draft)
+                weights, unnormalised_weights = _weights(draft)
                 if not weights.any():
                     return _unmoved(model, packed, updates, replace(state, stage=after), skipped)
                 made, told = _pair("reducer", self.reduce(draft, weights), Packed, Mapping)
@@ -170,7 +172,7 @@ class Aggregator:
                 bad |= dict.fromkeys(found.rows, "its update holds NaN, infinity or numbers too large to square")
                 continue
             report = {"skipped": skipped, **draft.report, **told}
-            columns = _spread(updates, rows, weights), _spread(updates, rows, standing)
+            columns = _spread(updates, rows, weights), _spread(updates, rows, unnormalised_weights)
             return Aggregated(_like(model, made), *columns, replace(state, stage=after), report)
 
 
@@ -207,13 +209,13 @@ def _fits(params: Tensor, delta: Tensor) -> bool:
 def _weights(draft: Draft) -> tuple[Floats, Floats]:
     """The weights the stages gave, or this round's examples where none gave any: as shares, and as they stand."""
     weights = draft.num_examples if draft.weights is None else draft.weights
-    standing = weights if draft.standing is None else draft.standing
-    for given in (weights, standing):
+    unnormalised_weights = weights if draft.unnormalised_weights is None else draft.unnormalised_weights
+    for given in (weights, unnormalised_weights):
         if given.shape != draft.rows.shape or not np.isfinite(given).all() or (given < 0).any():
             raise ValueError(
                 f"a stage gave weights {given}: {len(draft.rows)} finite numbers, none negative, are needed"
             )
-    return normalised(weights), standing
+    return normalised(weights), unnormalised_weights
 
 
 def _packed(model: Any, updates: Updates, sizes: Sizes) -> Packed:

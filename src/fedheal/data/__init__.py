@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedheal.data import embedded, real
-from fedheal.data.describe import Description
-from fedheal.data.digits import DIGITS, DIGITS_FIVE
+from fedheal.core.errors import suggestion, worded
+from fedheal.core.import_path import imported
+from fedheal.data import on_disk as real
+from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
+from fedheal.data.catalogue.photographs import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
 from fedheal.data.domains import Domains, check
-from fedheal.data.photographs import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
-from fedheal.data.real import FOLDER, Wanted
-from fedheal.own import imported, worded
-from fedheal.spelling import suggestion
+from fedheal.data.embedded import dataset as embedded
+from fedheal.data.on_disk import FOLDER, Wanted
+from fedheal.data.specs import Description
 
 __all__ = ["DATASETS", "DESCRIPTIONS", "Dataset", "Wanted", "description", "load", "protocol"]
 

@@ -24,8 +24,8 @@ import numpy as np
 from PIL import Image
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from fedheal.data.images import Unreadable
-from fedheal.data.raw import Bytes, Encoded, Excerpt, Labels, Pixels, Raw, RawDomain
+from fedheal.data.readers.images import Unreadable
+from fedheal.data.splits import Bytes, Encoded, Excerpt, Labels, Pixels, Raw, RawDomain
 
 log = logging.getLogger("fedheal")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedheal.data.raw import Excerpt, Labels, Raw, RawDomain
+from fedheal.data.splits import Excerpt, Labels, Raw, RawDomain
 
 CHOICES = ("intersection", "union")
 

@@ -26,9 +26,9 @@ import PIL
 import torch
 from pydantic import BaseModel
 
-from fedheal.data import images
 from fedheal.data.domains import Domain, Domains, Excerpt, Split, fingerprint
-from fedheal.data.raw import Raw, RawDomain
+from fedheal.data.readers import images
+from fedheal.data.splits import Raw, RawDomain
 from fedheal.version import __version__
 
 FORMAT: Literal["fedheal-prepared-1"] = "fedheal-prepared-1"

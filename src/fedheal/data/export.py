@@ -12,9 +12,9 @@ import torch
 
 from fedheal.data import archive, cache
 from fedheal.data.domains import Domain, fingerprint
-from fedheal.data.raw import Excerpt, Labels, Raw, RawDomain
-from fedheal.data.real import Opened, domains_of
-from fedheal.records import make_folder
+from fedheal.data.on_disk import Opened, domains_of
+from fedheal.data.splits import Excerpt, Labels, Raw, RawDomain
+from fedheal.runs.folder import make_folder
 
 
 def export(found: Opened, positions: Mapping[str, Labels], settings: Mapping[str, Any], out: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedheal.data.describe import Description, Located, Source
+from fedheal.data.specs import Description, Located, Source
 
 VARIABLE = "FEDHEAL_DATA"
 

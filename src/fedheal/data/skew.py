@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaincinv, gammaln
 
-from fedheal.rng import derive
+from fedheal.core.rng import derive
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

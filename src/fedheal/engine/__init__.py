@@ -9,7 +9,7 @@ import torch
 
 from fedheal.engine import lanes as side_by_side
 from fedheal.engine import workers as processes
-from fedheal.engine.serial import Bench
+from fedheal.engine.serial import LocalTraining
 from fedheal.engine.workers import Trainer
 
 __all__ = ["Trainer", "check_engine", "trainer"]
@@ -17,14 +17,14 @@ __all__ = ["Trainer", "check_engine", "trainer"]
 
 @contextmanager
 def trainer(
-    bench: Bench, engine: str = "auto", workers: int = 1, threads: int = 1, lanes: int | None = None
+    local_training: LocalTraining, engine: str = "auto", workers: int = 1, threads: int = 1, lanes: int | None = None
 ) -> Iterator[Trainer]:
     """A function that trains a cohort, as long as the context lasts; `auto` is lanes on a GPU."""
-    check_engine(bench.device, engine, workers)
-    if engine == "lanes" or (engine == "auto" and bench.device.type == "cuda"):
-        yield side_by_side.Lanes(bench, lanes)
+    check_engine(local_training.device, engine, workers)
+    if engine == "lanes" or (engine == "auto" and local_training.device.type == "cuda"):
+        yield side_by_side.Lanes(local_training, lanes)
         return
-    with processes.trainer(bench, workers, threads) as train:
+    with processes.trainer(local_training, workers, threads) as train:
         yield train
 
 

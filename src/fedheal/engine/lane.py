@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from fedheal.core.layout import Packed
+from fedheal.core.rng import generator
 from fedheal.engine import serial
-from fedheal.engine.resident import Resident
-from fedheal.engine.scratch import Static, Unable, apart, refill, shape_of, static, tensors_in
-from fedheal.engine.serial import Bench, Task, Trained
-from fedheal.layout import Packed
+from fedheal.engine.device_data import Resident
+from fedheal.engine.graph_inputs import Static, Unable, apart, refill, shape_of, static, tensors_in
+from fedheal.engine.serial import ClientResult, LocalTraining, Task
 from fedheal.local.term import Arrays, Context, Term
-from fedheal.rng import generator
 
 WARM = 2  # steps of a kind that run before it is captured
 BOOKS = 8
@@ -66,26 +66,30 @@ class Chance:
 class Lane:
     """One client at a time."""
 
-    def __init__(self, bench: Bench, resident: Resident, warmed: set[int]) -> None:
-        module = copy.deepcopy(bench.module)
-        self.bench = replace(bench, module=module)
+    def __init__(self, local_training: LocalTraining, resident: Resident, warmed: set[int]) -> None:
+        module = copy.deepcopy(local_training.module)
+        self.local_training = replace(local_training, module=module)
         self.resident, self.warmed = resident, warmed
-        self.cuda = bench.device.type == "cuda"
-        self.stream = torch.cuda.Stream(bench.device) if self.cuda else None  # type: ignore[no-untyped-call]
+        self.cuda = local_training.device.type == "cuda"
+        self.stream = torch.cuda.Stream(local_training.device) if self.cuda else None  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle() if self.cuda else None
-        self.optimiser = serial.optimiser_of(self.bench)
+        self.optimiser = serial.optimiser_of(self.local_training)
         self.velocity = [torch.zeros_like(p) for p in module.parameters() if p.requires_grad]
-        if bench.training.momentum:
+        if local_training.training.momentum:
             trained = (p for p in module.parameters() if p.requires_grad)
             for param, velocity in zip(trained, self.velocity, strict=True):
                 self.optimiser.state[param]["momentum_buffer"] = velocity
-        longest = max(serial.steps_of(len(split), bench.training) for split in bench.examples.values())
-        self.plan = torch.zeros(longest, 4, bench.training.batch_size, dtype=torch.int64, device=bench.device)
-        self.cursor = torch.zeros(1, dtype=torch.int64, device=bench.device)
-        self.total = torch.zeros((), dtype=torch.float64, device=bench.device)
+        longest = max(
+            serial.steps_of(len(split), local_training.training) for split in local_training.examples.values()
+        )
+        self.plan = torch.zeros(
+            longest, 4, local_training.training.batch_size, dtype=torch.int64, device=local_training.device
+        )
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=local_training.device)
+        self.total = torch.zeros((), dtype=torch.float64, device=local_training.device)
         self.nets: dict[str, nn.Module] = {}
         self.books: dict[Hashable, Book] = {}
-        self.chance = Chance(bench.device)
+        self.chance = Chance(local_training.device)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -96,48 +100,53 @@ class Lane:
 
     def client(
         self, model: Packed, shared: tuple[Arrays, ...], task: Task, metrics: dict[str, float], out: Tensor
-    ) -> Generator[None, None, tuple[Trained, Tensor]]:
+    ) -> Generator[None, None, tuple[ClientResult, Tensor]]:
         """A client's round, with pauses in which other lanes are served; what comes of it, and its mean loss."""
 
         def fit(start: Packed, strength: float) -> Packed:
-            again, contexts = serial.anchored(self.bench, model, task, strength, start)
+            again, contexts = serial.anchored(self.local_training, model, task, strength, start)
             return _finished(self._fit(again, start, task, "personal", contexts))[0]
 
-        contexts = serial.contexts_of(self.bench, model, shared, task, fit, self.nets)
-        start = serial.prepared(self.bench, contexts, model)
-        local, loss = yield from self._fit(self.bench, start, task, "batches", contexts)
-        trained = serial.concluded(self.bench, model, task, contexts, local, dict(metrics), out)
+        contexts = serial.contexts_of(self.local_training, model, shared, task, fit, self.nets)
+        start = serial.prepared(self.local_training, contexts, model)
+        local, loss = yield from self._fit(self.local_training, start, task, "batches", contexts)
+        trained = serial.concluded(self.local_training, model, task, contexts, local, dict(metrics), out)
         fixed = {t.data_ptr() for ctx in contexts for t in tensors_in(ctx.scratch)}
         slots = tuple(apart(slot, fixed) for slot in trained.slots)
         messages = tuple(apart(message, fixed) for message in trained.messages)
         return replace(trained, slots=slots, messages=messages), loss
 
-    def _fit(self, bench: Bench, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]) -> Fit:
-        module = bench.module
-        module.load_state_dict(bench.layout.unpack(start))
+    def _fit(
+        self, local_training: LocalTraining, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]
+    ) -> Fit:
+        module = local_training.module
+        module.load_state_dict(local_training.layout.unpack(start))
         module.train()
         for tensors in (self.velocity, [self.cursor, self.total]):
             torch._foreach_zero_(tensors)
         steps = self._upload(task, purpose)
-        book = self._book(bench, contexts)
-        self.chance.source.manual_seed(serial.layer_seed(bench, purpose, task))
-        epoch = -(-len(bench.examples[task.client]) // bench.training.batch_size)
+        book = self._book(local_training, contexts)
+        self.chance.source.manual_seed(serial.layer_seed(local_training, purpose, task))
+        epoch = -(-len(local_training.examples[task.client]) // local_training.training.batch_size)
         for number, (size, last) in enumerate(steps):
             if number % epoch == 0 and number:
                 yield
-            self._step(bench, book, size, last)
+            self._step(local_training, book, size, last)
         for fixed, ctx in zip(book.contexts, contexts, strict=True):
             ctx.scratch.update(fixed.scratch)
-        return bench.layout.pack(module.state_dict()), self.total / max(len(steps), 1)
+        return local_training.layout.pack(module.state_dict()), self.total / max(len(steps), 1)
 
     def _upload(self, task: Task, purpose: str) -> list[tuple[int, bool]]:
         """Put a client's batches on the device; the size of each, and whether it belongs to the last epoch."""
-        bench, chance = self.bench, generator(self.bench.seed, purpose, task.round, task.client)
-        examples, first = len(bench.examples[task.client]), self.resident.first[task.client]
-        plan = torch.zeros(serial.steps_of(examples, bench.training), *self.plan.shape[1:], dtype=torch.int64)
+        local_training, chance = (
+            self.local_training,
+            generator(self.local_training.seed, purpose, task.round, task.client),
+        )
+        examples, first = len(local_training.examples[task.client]), self.resident.first[task.client]
+        plan = torch.zeros(serial.steps_of(examples, local_training.training), *self.plan.shape[1:], dtype=torch.int64)
         found = []
         for row, (chosen, choices, last) in zip(
-            plan.numpy(), serial.planned(examples, bench.training, chance), strict=True
+            plan.numpy(), serial.planned(examples, local_training.training, chance), strict=True
         ):
             size = len(chosen)
             row[0, :size] = chosen + first
@@ -149,9 +158,9 @@ class Lane:
         self.plan[: len(plan)].copy_(source, non_blocking=True)
         return found
 
-    def _book(self, bench: Bench, contexts: Sequence[Context]) -> Book:
+    def _book(self, local_training: LocalTraining, contexts: Sequence[Context]) -> Book:
         """The book for what these contexts hold, refilled from them."""
-        key = (_identity(bench.terms), tuple(shape_of(ctx.scratch) for ctx in contexts))
+        key = (_identity(local_training.terms), tuple(shape_of(ctx.scratch) for ctx in contexts))
         if key not in self.books:
             while len(self.books) >= BOOKS:  # the oldest goes, with its graphs
                 del self.books[next(iter(self.books))]
@@ -161,9 +170,9 @@ class Lane:
             refill(fixed.scratch, ctx.scratch)
         return book
 
-    def _step(self, bench: Bench, book: Book, size: int, last: bool) -> None:
+    def _step(self, local_training: LocalTraining, book: Book, size: int, last: bool) -> None:
         # Only a term that looks at batches can tell the last epoch from the others.
-        kind = size, last and any(type(term).loss is not Term.loss for term in bench.terms)
+        kind = size, last and any(type(term).loss is not Term.loss for term in local_training.terms)
         known = book.graphs.get(kind, 0)
         if isinstance(known, torch.cuda.CUDAGraph):
             known.replay()
@@ -171,18 +180,18 @@ class Lane:
             if size not in self.warmed and self.cuda:
                 torch.cuda.synchronize()  # cuDNN tries its algorithms on the first step of a size: by itself
                 self.warmed.add(size)
-            self._eager(bench, book, *kind)
+            self._eager(local_training, book, *kind)
             book.graphs[kind] = known + 1
         else:
-            graph = book.graphs[kind] = self._captured(bench, book, *kind)
+            graph = book.graphs[kind] = self._captured(local_training, book, *kind)
             graph.replay()
 
-    def _captured(self, bench: Bench, book: Book, size: int, last: bool) -> torch.cuda.CUDAGraph:
+    def _captured(self, local_training: LocalTraining, book: Book, size: int, last: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         assert self.pool is not None
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            self._eager(bench, book, size, last)
+            self._eager(local_training, book, size, last)
             graph.capture_end()
         except (RuntimeError, Unable) as error:
             with suppress(RuntimeError):
@@ -192,9 +201,9 @@ class Lane:
             raise Unable(f"a step cannot be captured in a CUDA graph ({str(error).splitlines()[0]})") from error
         return graph
 
-    def _eager(self, bench: Bench, book: Book, size: int, last: bool) -> None:
+    def _eager(self, local_training: LocalTraining, book: Book, size: int, last: bool) -> None:
         x, y = self.resident.batch(self.plan.index_select(0, self.cursor)[0, :, :size])
-        self.total += serial.step(bench, self.optimiser, book.contexts, x, y, last)
+        self.total += serial.step(local_training, self.optimiser, book.contexts, x, y, last)
         self.cursor += 1
 
 

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedheal.core.layout import Packed, matrix
 from fedheal.data.augment import normalised
 from fedheal.data.domains import Split
 from fedheal.engine import serial
+from fedheal.engine.device_data import Resident
+from fedheal.engine.graph_inputs import Unable
 from fedheal.engine.lane import Lane
 from fedheal.engine.memory import give_back
-from fedheal.engine.numerics import lowered
-from fedheal.engine.resident import Resident
-from fedheal.engine.scratch import Unable
-from fedheal.engine.serial import Bench, Task, Trained
-from fedheal.layout import Packed, matrix
+from fedheal.engine.precision import lowered
+from fedheal.engine.serial import ClientResult, LocalTraining, Task
 from fedheal.local.term import Arrays
 
 log = logging.getLogger("fedheal")
@@ -43,15 +43,15 @@ MOST_LANES = 8
 class Lanes:
     """A trainer of cohorts: see `engine.workers.Trainer`."""
 
-    def __init__(self, bench: Bench, lanes: int | None = None) -> None:
-        self.bench = bench
-        self.resident = Resident(bench)
-        self.most = lanes or _most(bench)
+    def __init__(self, local_training: LocalTraining, lanes: int | None = None) -> None:
+        self.local_training = local_training
+        self.resident = Resident(local_training)
+        self.most = lanes or _most(local_training)
         self.lanes: list[Lane] = []
         self.warmed: set[int] = set()
         self.reason = ""  # why the serial engine has taken over
 
-    def __call__(self, model: Packed, shared: tuple[Arrays, ...], tasks: Sequence[Task]) -> Iterator[Trained]:
+    def __call__(self, model: Packed, shared: tuple[Arrays, ...], tasks: Sequence[Task]) -> Iterator[ClientResult]:
         while not self.reason:
             try:
                 return iter(self._train(model, shared, tasks))
@@ -64,24 +64,24 @@ class Lanes:
                 wanted, self.most = max(2, len(self.lanes)), max(1, len(self.lanes) // 2)
                 log.warning("out of memory with %d lanes: going on with %d", wanted, self.most)
             self._release()
-        return (serial.train(self.bench, model, shared, task) for task in tasks)
+        return (serial.train(self.local_training, model, shared, task) for task in tasks)
 
-    def _train(self, model: Packed, shared: tuple[Arrays, ...], tasks: Sequence[Task]) -> list[Trained]:
-        bench = self.bench
-        steps = [serial.steps_of(len(bench.examples[task.client]), bench.training) for task in tasks]
+    def _train(self, model: Packed, shared: tuple[Arrays, ...], tasks: Sequence[Task]) -> list[ClientResult]:
+        local_training = self.local_training
+        steps = [serial.steps_of(len(local_training.examples[task.client]), local_training.training) for task in tasks]
         queues = _shared_out(steps, self.most)
         while len(self.lanes) < len(queues):
-            self.lanes.append(Lane(bench, self.resident, self.warmed))
+            self.lanes.append(Lane(local_training, self.resident, self.warmed))
         metrics = self._metrics(model, tasks)
-        deltas = matrix(len(tasks), len(model.params), model.params.dtype, bench.device)
-        done: dict[int, tuple[Trained, Tensor]] = {}
+        deltas = matrix(len(tasks), len(model.params), model.params.dtype, local_training.device)
+        done: dict[int, tuple[ClientResult, Tensor]] = {}
 
         def work(lane: Lane, queue: Sequence[int]) -> Generator[None, None, None]:
             for i in queue:
                 done[i] = yield from lane.client(model, shared, tasks[i], metrics[i], deltas[i])
                 yield
 
-        with _side_by_side(bench.device, self.lanes):
+        with _side_by_side(local_training.device, self.lanes):
             busy = [(lane, work(lane, queue)) for lane, queue in zip(self.lanes, queues, strict=False)]
             while busy:
                 for pair in list(busy):
@@ -94,18 +94,18 @@ class Lanes:
     @torch.no_grad()
     def _metrics(self, model: Packed, tasks: Sequence[Task]) -> list[dict[str, float]]:
         """The loss of the received model on each client's data, where it is asked for: all clients in one pass."""
-        bench = self.bench
-        if not bench.received_loss or not tasks:
+        local_training = self.local_training
+        if not local_training.received_loss or not tasks:
             return [{} for _ in tasks]
-        bench.module.load_state_dict(bench.layout.unpack(model))
-        bench.module.eval()
-        images, labels = self.resident.plain([task.client for task in tasks], bench)
+        local_training.module.load_state_dict(local_training.layout.unpack(model))
+        local_training.module.eval()
+        images, labels = self.resident.plain([task.client for task in tasks], local_training)
         losses = []
         for x, y in serial.in_turn(Split(images, labels)):
-            with lowered(bench.precision, bench.device):
-                logits = bench.module(normalised(x)).to(torch.float32)
+            with lowered(local_training.precision, local_training.device):
+                logits = local_training.module(normalised(x)).to(torch.float32)
             losses.append(functional.cross_entropy(logits, y, reduction="none"))
-        parts = torch.split(torch.cat(losses).double(), [len(bench.examples[task.client]) for task in tasks])
+        parts = torch.split(torch.cat(losses).double(), [len(local_training.examples[task.client]) for task in tasks])
         return [{"loss": loss} for loss in torch.stack([part.mean() for part in parts]).tolist()]
 
     def _release(self) -> None:
@@ -131,10 +131,10 @@ def _side_by_side(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]
                 here.wait_stream(lane.stream)
 
 
-def _most(bench: Bench) -> int:
+def _most(local_training: LocalTraining) -> int:
     """As many lanes as fill the device, which large images do sooner; more give nothing and take memory."""
-    height, width = next(iter(bench.examples.values())).images.shape[-2:]
-    return max(4, min(MOST_LANES, PIXELS // (bench.training.batch_size * height * width)))
+    height, width = next(iter(local_training.examples.values())).images.shape[-2:]
+    return max(4, min(MOST_LANES, PIXELS // (local_training.training.batch_size * height * width)))
 
 
 def _shared_out(steps: Sequence[int], most: int) -> list[list[int]]:
@@ -157,6 +157,6 @@ def _shared_out(steps: Sequence[int], most: int) -> list[list[int]]:
     return min(tried, key=lambda one: one[0])[1] if tried else []
 
 
-def _with_loss(trained: Trained, loss: float) -> Trained:
+def _with_loss(trained: ClientResult, loss: float) -> ClientResult:
     reply = trained.reply
     return replace(trained, reply=reply._replace(metrics=dict(reply.metrics) | {"train_loss": loss}))

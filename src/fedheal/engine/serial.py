@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedheal.core.layout import Layout, Packed, real
+from fedheal.core.rng import derive, generator
+from fedheal.core.updates import Reply
 from fedheal.data.augment import Choices, altered, drawn, normalised
 from fedheal.data.domains import Split
-from fedheal.engine.numerics import lowered
-from fedheal.layout import Layout, Packed, real
-from fedheal.local.proximal import Proximal
-from fedheal.local.term import Arrays, Batch, Context, Term, reach
-from fedheal.rng import derive, generator
-from fedheal.types import Reply
+from fedheal.engine.precision import lowered
+from fedheal.local.fedprox import Proximal
+from fedheal.local.term import Arrays, Batch, Context, Term, effective_step
 
 EVALUATE_BATCH = 512
 EVALUATE_PIXELS = 1 << 22  # in a batch on a GPU, which small ones leave idle
@@ -43,7 +43,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Bench:
+class LocalTraining:
     """What an engine works with: a module to train in, its layout, and the clients' examples on the device."""
 
     module: nn.Module
@@ -70,7 +70,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Trained:
+class ClientResult:
     """What comes of a task: the reply, the client's new slots, and each term's message to the server."""
 
     reply: Reply
@@ -78,49 +78,57 @@ class Trained:
     messages: tuple[Arrays, ...] = ()
 
 
-def train(bench: Bench, model: Packed, shared: tuple[Arrays, ...], task: Task) -> Trained:
+def train(local_training: LocalTraining, model: Packed, shared: tuple[Arrays, ...], task: Task) -> ClientResult:
     """A client's round, starting from the global `model`."""
 
     def fit(start: Packed, strength: float) -> Packed:
-        again, contexts = anchored(bench, model, task, strength, start)
+        again, contexts = anchored(local_training, model, task, strength, start)
         return _fit(again, start, task, "personal", contexts)[0]
 
-    contexts = contexts_of(bench, model, shared, task, fit)
-    metrics = {"loss": judge(bench, model, bench.examples[task.client])[0]} if bench.received_loss else {}
-    start = prepared(bench, contexts, model)
-    local, loss = _fit(bench, start, task, "batches", contexts)
-    trained = concluded(bench, model, task, contexts, local, metrics | {"train_loss": float(loss)})
-    bench.module.zero_grad(set_to_none=True)
+    contexts = contexts_of(local_training, model, shared, task, fit)
+    metrics = (
+        {"loss": judge(local_training, model, local_training.examples[task.client])[0]}
+        if local_training.received_loss
+        else {}
+    )
+    start = prepared(local_training, contexts, model)
+    local, loss = _fit(local_training, start, task, "batches", contexts)
+    trained = concluded(local_training, model, task, contexts, local, metrics | {"train_loss": float(loss)})
+    local_training.module.zero_grad(set_to_none=True)
     return trained
 
 
-def prepared(bench: Bench, contexts: Sequence[Context], start: Packed) -> Packed:
+def prepared(local_training: LocalTraining, contexts: Sequence[Context], start: Packed) -> Packed:
     """The model a client starts from, as all terms will have it."""
-    for term, ctx in zip(bench.terms, contexts, strict=True):
+    for term, ctx in zip(local_training.terms, contexts, strict=True):
         start = term.prepare(ctx, start)
     return start
 
 
 def concluded(
-    bench: Bench,
+    local_training: LocalTraining,
     model: Packed,
     task: Task,
     contexts: Sequence[Context],
     local: Packed,
     metrics: dict[str, float],
     out: Tensor | None = None,
-) -> Trained:
+) -> ClientResult:
     """What comes of a client's round that ended with the model `local`; the update goes to `out` where that is given."""
-    training, examples = bench.training, len(bench.examples[task.client])
+    training, examples = local_training.training, len(local_training.examples[task.client])
     sent, slots, messages = local, [], []
-    for term, ctx in zip(bench.terms, contexts, strict=True):
-        sent = term.sent(ctx, sent)
+    for term, ctx in zip(local_training.terms, contexts, strict=True):
+        sent = term.upload(ctx, sent)
         metrics |= term.metrics(ctx, local)
         slot, message = term.finish(ctx, local)
         slots.append(slot)
         messages.append(message)
     taken = steps_of(examples, training)
-    metrics |= {"steps": float(taken), "lr": training.lr, "reach": reach(training.lr, training.momentum, taken)}
+    metrics |= {
+        "steps": float(taken),
+        "lr": training.lr,
+        "reach": effective_step(training.lr, training.momentum, taken),
+    }
     reply = Reply(
         task.client,
         torch.sub(sent.params, model.params, out=out),
@@ -129,11 +137,11 @@ def concluded(
         sent.counters if len(sent.counters) else None,
         metrics,
     )
-    return Trained(reply, tuple(slots), tuple(messages))
+    return ClientResult(reply, tuple(slots), tuple(messages))
 
 
 def contexts_of(
-    bench: Bench,
+    local_training: LocalTraining,
     model: Packed,
     shared: tuple[Arrays, ...],
     task: Task,
@@ -141,24 +149,24 @@ def contexts_of(
     nets: dict[str, nn.Module] | None = None,
 ) -> list[Context]:
     """What each term may know of a client's round."""
-    training, examples = bench.training, bench.examples[task.client]
+    training, examples = local_training.training, local_training.examples[task.client]
     return [
         Context(
             client=task.client,
             round=task.round,
-            rounds=bench.rounds,
+            rounds=local_training.rounds,
             lr=training.lr,
             momentum=training.momentum,
             steps=steps_of(len(examples), training),
-            classes=bench.classes,
-            module=bench.module,
-            layout=bench.layout,
+            classes=local_training.classes,
+            module=local_training.module,
+            layout=local_training.layout,
             received=model,
             slot=slot,
             shared=values,
             fit=fit,
-            gradient=lambda at: _gradient(bench, at, task),
-            validate=lambda at: judge(bench, at, bench.validation[task.client]),
+            gradient=lambda at: _gradient(local_training, at, task),
+            validate=lambda at: judge(local_training, at, local_training.validation[task.client]),
             nets={} if nets is None else nets,
         )
         for slot, values in zip(task.slots, shared, strict=True)
@@ -166,10 +174,10 @@ def contexts_of(
 
 
 def anchored(
-    bench: Bench, model: Packed, task: Task, strength: float, start: Packed
-) -> tuple[Bench, Sequence[Context]]:
-    """A second training of a client, held near the received model: the bench and the contexts for it."""
-    again = replace(bench, terms=(Proximal(strength),))
+    local_training: LocalTraining, model: Packed, task: Task, strength: float, start: Packed
+) -> tuple[LocalTraining, Sequence[Context]]:
+    """A second training of a client, held near the received model: the local_training and the contexts for it."""
+    again = replace(local_training, terms=(Proximal(strength),))
     contexts = contexts_of(again, model, ({},), replace(task, slots=({},)), _once)
     prepared(again, contexts, start)
     return again, contexts
@@ -179,39 +187,41 @@ def _once(start: Packed, strength: float) -> Packed:
     raise RuntimeError("a second training cannot start a third")
 
 
-def _fit(bench: Bench, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]) -> tuple[Packed, Tensor]:
+def _fit(
+    local_training: LocalTraining, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]
+) -> tuple[Packed, Tensor]:
     """Train from `start` with all terms; the local model and its mean loss (cross-entropy alone)."""
-    module, training = bench.module, bench.training
-    module.load_state_dict(bench.layout.unpack(start))
+    module, training = local_training.module, local_training.training
+    module.load_state_dict(local_training.layout.unpack(start))
     module.train()
-    optimiser = optimiser_of(bench)
-    total, taken = torch.zeros((), dtype=torch.float64, device=bench.device), 0
-    chance = generator(bench.seed, purpose, task.round, task.client)
-    with seeded(layer_seed(bench, purpose, task), bench.device):
-        for x, y, last in batches(bench.examples[task.client], training, chance):
-            total += step(bench, optimiser, contexts, x, y, last)
+    optimiser = optimiser_of(local_training)
+    total, taken = torch.zeros((), dtype=torch.float64, device=local_training.device), 0
+    chance = generator(local_training.seed, purpose, task.round, task.client)
+    with seeded(layer_seed(local_training, purpose, task), local_training.device):
+        for x, y, last in batches(local_training.examples[task.client], training, chance):
+            total += step(local_training, optimiser, contexts, x, y, last)
             taken += 1
-    return bench.layout.pack(module.state_dict()), total / max(taken, 1)
+    return local_training.layout.pack(module.state_dict()), total / max(taken, 1)
 
 
-def optimiser_of(bench: Bench) -> torch.optim.SGD:
-    training = bench.training
+def optimiser_of(local_training: LocalTraining) -> torch.optim.SGD:
+    training = local_training.training
     return torch.optim.SGD(
-        bench.module.parameters(),
+        local_training.module.parameters(),
         lr=training.lr,
         momentum=training.momentum,
         weight_decay=training.weight_decay,
-        fused=bench.device.type == "cuda",
+        fused=local_training.device.type == "cuda",
     )
 
 
-def layer_seed(bench: Bench, purpose: str, task: Task) -> int:
+def layer_seed(local_training: LocalTraining, purpose: str, task: Task) -> int:
     """For dropout and the like."""
-    return derive(bench.seed, f"{purpose} layers", task.round, task.client)
+    return derive(local_training.seed, f"{purpose} layers", task.round, task.client)
 
 
 def step(
-    bench: Bench,
+    local_training: LocalTraining,
     optimiser: torch.optim.Optimizer,
     contexts: Sequence[Context],
     x: Tensor,
@@ -219,10 +229,10 @@ def step(
     last: bool,
 ) -> Tensor:
     """One step on one batch; the batch's cross-entropy."""
-    module, terms = bench.module, bench.terms
+    module, terms = local_training.module, local_training.terms
     optimiser.zero_grad(set_to_none=True)
     features: Tensor | None = None
-    with lowered(bench.precision, bench.device):
+    with lowered(local_training.precision, local_training.device):
         if any(term.features for term in terms):
             features = module.features(x)  # type: ignore[operator]
             logits = module.head(features)  # type: ignore[operator]
@@ -276,33 +286,33 @@ def planned(number: int, training: Training, chance: torch.Generator) -> Iterato
 
 
 @torch.no_grad()
-def judge(bench: Bench, model: Packed, split: Split) -> tuple[float, float]:
+def judge(local_training: LocalTraining, model: Packed, split: Split) -> tuple[float, float]:
     """A model's mean cross-entropy and accuracy (0 to 1) on some examples, in evaluation mode and without augmentation."""
-    module = bench.module
-    module.load_state_dict(bench.layout.unpack(model))
+    module = local_training.module
+    module.load_state_dict(local_training.layout.unpack(model))
     module.eval()
     loss, right = 0.0, 0
     for images, labels in in_turn(split):
-        with lowered(bench.precision, bench.device):
+        with lowered(local_training.precision, local_training.device):
             logits = module(normalised(images)).to(torch.float32)
         loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
         right += int((logits.argmax(dim=1) == labels).sum())
     return loss / len(split), right / len(split)
 
 
-def _gradient(bench: Bench, model: Packed, task: Task) -> Tensor:
+def _gradient(local_training: LocalTraining, model: Packed, task: Task) -> Tensor:
     """The gradient of the mean loss over a client's data, at `model`, as a flat vector."""
-    module, examples = bench.module, bench.examples[task.client]
-    module.load_state_dict(bench.layout.unpack(model))
+    module, examples = local_training.module, local_training.examples[task.client]
+    module.load_state_dict(local_training.layout.unpack(model))
     module.train()
     module.zero_grad(set_to_none=True)
-    with seeded(derive(bench.seed, "gradient layers", task.round, task.client), bench.device):
+    with seeded(derive(local_training.seed, "gradient layers", task.round, task.client), local_training.device):
         for images, labels in in_turn(examples):
-            with lowered(bench.precision, bench.device):
+            with lowered(local_training.precision, local_training.device):
                 loss = functional.cross_entropy(module(normalised(images)), labels, reduction="sum") / len(examples)
             torch.autograd.backward(loss)
     named = dict(module.named_parameters(remove_duplicate=False))
-    tensors = [named[name] for name, _ in bench.layout.sizes().tensors]
+    tensors = [named[name] for name, _ in local_training.layout.sizes().tensors]
     gradients = [real(torch.zeros_like(t) if t.grad is None else t.grad) for t in tensors]
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).detach()
 

@@ -21,31 +21,31 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
+from fedheal.core.layout import Packed
 from fedheal.engine import serial
-from fedheal.engine.serial import Bench, Task, Trained
-from fedheal.layout import Packed
+from fedheal.engine.serial import ClientResult, LocalTraining, Task
 from fedheal.local.term import Arrays
 
 Shared = tuple[Arrays, ...]
-Trainer = Callable[[Packed, Shared, Sequence[Task]], Iterator[Trained]]
+Trainer = Callable[[Packed, Shared, Sequence[Task]], Iterator[ClientResult]]
 
-_bench: Bench | None = None  # a worker process's own
+_bench: LocalTraining | None = None  # a worker process's own
 
 
 @contextmanager
-def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
+def trainer(local_training: LocalTraining, workers: int, threads: int) -> Iterator[Trainer]:
     """A function that trains a cohort: here for one worker, else in processes that live as long as the context."""
     if workers <= 1:
-        yield lambda model, shared, tasks: (serial.train(bench, model, shared, task) for task in tasks)
+        yield lambda model, shared, tasks: (serial.train(local_training, model, shared, task) for task in tasks)
         return
     context = get_context("spawn")
     # torch moves the tensors of what it sends into shared memory: the module must be a copy, or all would train in one.
-    sent = replace(bench, module=copy.deepcopy(bench.module))
+    sent = replace(local_training, module=copy.deepcopy(local_training.module))
     pool = ProcessPoolExecutor(workers, context, _start, (sent, threads))
 
     @cache
     def begin() -> None:
-        """All processes start, with the bench: what cannot be sent there is told apart from a process that is ended."""
+        """Start all processes; tell a model that cannot be pickled from a process that died."""
         try:
             for started in [pool.submit(os.getpid) for _ in range(workers)]:
                 started.result()
@@ -56,9 +56,9 @@ def trainer(bench: Bench, workers: int, threads: int) -> Iterator[Trainer]:
                 "must be those of a module that can be imported, and memory must do for one more; workers=1 needs neither"
             ) from error
 
-    def train(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[Trained]:
+    def train(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
         # Longest first onto whoever is free; replies in the order that was asked for.
-        longest = sorted(tasks, key=lambda task: -len(bench.examples[task.client]))
+        longest = sorted(tasks, key=lambda task: -len(local_training.examples[task.client]))
         begin()
         with unbroken():
             asked = {task.client: pool.submit(_train, model, shared, task) for task in longest}
@@ -89,13 +89,13 @@ def unbroken() -> Iterator[None]:
         ) from error
 
 
-def _start(bench: Bench, threads: int) -> None:
+def _start(local_training: LocalTraining, threads: int) -> None:
     global _bench  # noqa: PLW0603  (a worker has nowhere else to keep what it was started with)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches every process of a terminal: the run's own ends the others
     torch.set_num_threads(threads)
-    _bench = replace(bench, module=copy.deepcopy(bench.module))
+    _bench = replace(local_training, module=copy.deepcopy(local_training.module))
     end_with_parent()
 
 
@@ -110,6 +110,6 @@ def _watch(parent: BaseProcess | None) -> None:
         os._exit(1)
 
 
-def _train(model: Packed, shared: Shared, task: Task) -> Trained:
+def _train(model: Packed, shared: Shared, task: Task) -> ClientResult:
     assert _bench is not None
     return serial.train(_bench, model, shared, task)

@@ -13,7 +13,7 @@ except ImportError as error:
         f"fedheal.flower needs Flower ({error}): pip install 'fedheal[flower]'", name=error.name
     ) from None
 
-from fedheal.flower.attendance import NotEnoughNodes
+from fedheal.flower.node_sampling import NotEnoughNodes
 from fedheal.flower.presets import AFL, QFFL, FedFV, FedHEAL, Uniform
 from fedheal.flower.strategy import FairStrategy
 

@@ -7,7 +7,7 @@ the server asks for that. `train` and `evaluate` do the whole work with fedheal'
 
     @app.train()
     def train(message, context):
-        return client.train(message, context, bench, name)
+        return client.train(message, context, local_training, name)
 
 What a method keeps with a client lives in `context.state`, or in a `folder` that outlives the run.
 """
@@ -25,13 +25,13 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedheal.aggregate import State, client_share
+from fedheal.core.layout import Layout, Packed
 from fedheal.data.domains import Split
 from fedheal.engine import serial
-from fedheal.engine.serial import Bench, Task
-from fedheal.flower import wire
-from fedheal.flower.memory import Memory, lost, memory_of, newest, recalled
+from fedheal.engine.serial import LocalTraining, Task
+from fedheal.flower import messages as wire
+from fedheal.flower.client_state import Memory, lost, memory_of, newest, recalled
 from fedheal.flower.terms import spelled
-from fedheal.layout import Layout, Packed
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -114,26 +114,28 @@ def judged(
 def train(
     message: Message,
     context: Context,
-    bench: Bench,
+    local_training: LocalTraining,
     client: str | None = None,
     *,
     domain: str | None = None,
     folder: str | Path | None = None,
     key: str = "arrays",
 ) -> Message:
-    """Train `client` of `bench` from the received model, with the bench's terms, and answer.
+    """Train `client` of `local_training` from the received model, with the local_training's terms, and answer.
 
-    Chance derives from (the bench's seed, the round, the client), as in a simulation: the results are the same.
+    Chance derives from (the local_training's seed, the round, the client), as in a simulation: the results are the same.
     """
     client = client or name_of(context)
     told = _told(message)
     memory, counted = _memory(context, client, folder, told)
     forgotten = lost(memory, client, counted)
     arrays, described = recalled(memory, int(told["round"]), counted)
-    slots = _slots(arrays, len(bench.terms))
-    shared = wire.grouped(message.content.array_records.get(wire.SHARED), len(bench.terms))
-    model = wire.packed(bench.layout, message.content.array_records[key])
-    asked = replace(bench, rounds=int(told["rounds"]) or bench.rounds, received_loss="loss" in told["needs"])
+    slots = _slots(arrays, len(local_training.terms))
+    shared = wire.grouped(message.content.array_records.get(wire.SHARED), len(local_training.terms))
+    model = wire.packed(local_training.layout, message.content.array_records[key])
+    asked = replace(
+        local_training, rounds=int(told["rounds"]) or local_training.rounds, received_loss="loss" in told["needs"]
+    )
     done = serial.train(asked, model, shared, Task(client, int(told["round"]), slots))
     local = Packed(
         model.params + torch.as_tensor(done.reply.delta),
@@ -144,24 +146,24 @@ def train(
     kept_arrays = {f"slots.{i}.{n}": t for i, slot in enumerate(done.slots) for n, t in slot.items()}
     kept_described: dict[str, Any] = {}
     if "tau" in told:
-        local, kept, state = _masked(bench.layout, model, local, told, arrays, described)
+        local, kept, state = _masked(local_training.layout, model, local, told, arrays, described)
         content[wire.KEPT] = wire.bits(kept)
         signs, kept_described = _prefixed(state)
         kept_arrays |= signs
-    if bench.terms:
-        content.config_records[wire.ABOUT]["terms"] = spelled(bench.terms)
+    if local_training.terms:
+        content.config_records[wire.ABOUT]["terms"] = spelled(local_training.terms)
     if any(done.messages):
         content[wire.MESSAGES] = wire.flattened(done.messages)
     if kept_arrays:
         _remember(memory, told, kept_arrays, kept_described, forgotten)
-    content[key] = wire.record_of(bench.layout, local)
+    content[key] = wire.record_of(local_training.layout, local)
     return Message(content, reply_to=message)
 
 
 def evaluate(
     message: Message,
     context: Context,
-    bench: Bench,
+    local_training: LocalTraining,
     test: Split,
     client: str | None = None,
     *,
@@ -171,15 +173,15 @@ def evaluate(
 ) -> Message:
     """Judge the received model on the client's own test examples; what a personalised method keeps here has its say."""
     client = client or name_of(context)
-    model = wire.packed(bench.layout, message.content.array_records[key])
+    model = wire.packed(local_training.layout, message.content.array_records[key])
     told = _told(message)
     memory, counted = _memory(context, client, folder, told)
     # Nothing is forgotten yet: the server may die before it has saved this round.
     arrays, _ = newest(memory, int(told["round"]) if counted is None else counted)
-    slots = _slots(arrays, len(bench.terms))
-    for term, slot in zip(bench.terms, slots, strict=True):
+    slots = _slots(arrays, len(local_training.terms))
+    for term, slot in zip(local_training.terms, slots, strict=True):
         model = term.evaluated(model, {}, {client: slot})
-    loss, accuracy = serial.judge(bench, model, test)
+    loss, accuracy = serial.judge(local_training, model, test)
     found = {"eval_loss": loss, "accuracy": accuracy}
     return judged(message, context, len(test), found, name=client, domain=domain)
 

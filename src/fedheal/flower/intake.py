@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedheal.flower import wire
-from fedheal.flower.identity import Heard
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.state import RunState
+from fedheal.core.updates import Reply, Updates
+from fedheal.flower import messages as wire
+from fedheal.flower.node_registry import Heard
 from fedheal.flower.replies import Admission, Refused, Trained, Unfit, difference, trained
 from fedheal.flower.terms import look, trouble
-from fedheal.layout import Layout, Packed
 from fedheal.local.term import Term
-from fedheal.types import Reply, RunState, Updates
 
 
 @dataclass(frozen=True)

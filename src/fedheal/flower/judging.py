@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fedheal.flower.identity import Heard
+from fedheal.core.metrics import fairness
+from fedheal.flower.node_registry import Heard
 from fedheal.flower.replies import Admission, Refused, examples_of, numbers
-from fedheal.metrics import fairness
 
 ACCURACY = ("accuracy", "eval_acc")  # what clients call the share of test examples they have right
 

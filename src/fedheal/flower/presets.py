@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fedheal import methods
-from fedheal.aggregate import Aggregator, stages
-from fedheal.aggregate.checks import check_among
+from fedheal.aggregate import Aggregator
+from fedheal.aggregate import registry as stages
+from fedheal.core.checks import check_among
 from fedheal.flower.strategy import PLACEMENTS, FairStrategy
 from fedheal.methods import Method
 

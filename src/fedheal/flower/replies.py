@@ -10,9 +10,9 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedheal.flower import wire
-from fedheal.flower.identity import Heard
-from fedheal.layout import Layout, Packed
+from fedheal.core.layout import Layout, Packed
+from fedheal.flower import messages as wire
+from fedheal.flower.node_registry import Heard
 from fedheal.local.term import Arrays
 
 
@@ -102,7 +102,7 @@ def _check_fit(content: RecordDict, metrics: Mapping[str, float], admission: Adm
         raise Unfit(
             f"it trained {trained_with}; this federation trains with {wanted}",
             f"clients that train with {wanted}, which none says it does: train with fedheal.flower.client.train, on a "
-            "bench with the same method",
+            "local_training with the same method",
         )
     for name in admission.needs:
         if name not in metrics:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flwr.app import Message
 
-from fedheal.flower.identity import Asked, Heard, heard, told_apart
+from fedheal.flower.node_registry import Asked, Heard, heard, told_apart
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -28,11 +28,11 @@ class Roll:
         replies: Iterable[Message],
         number: int,
         asked: Asked,
-        homes: Mapping[str, str],
+        client_domains: Mapping[str, str],
         connected: frozenset[int],
     ) -> list[Heard]:
         """Everyone who replied in round `number`, told apart and in the order of names."""
-        arrived = (heard(message, number, asked, self.names, homes) for message in replies)
+        arrived = (heard(message, number, asked, self.names, client_domains) for message in replies)
         return told_apart(arrived, asked, self._holders(), connected)
 
     def learn(self, found: Iterable[Heard]) -> None:

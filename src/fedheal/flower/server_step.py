@@ -8,13 +8,14 @@ import torch
 
 from fedheal.aggregate import Aggregated, Aggregator
 from fedheal.aggregate.reduce import finite, mean
-from fedheal.aggregate.server import Server
-from fedheal.flower.client_placed import divided
+from fedheal.aggregate.server_optimizer import Server
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.state import RunState, TermState
+from fedheal.core.updates import Updates
 from fedheal.flower.intake import Cohort
-from fedheal.layout import Layout, Packed
+from fedheal.flower.masking import divided
 from fedheal.local.term import ServerContext, Term
 from fedheal.methods import Method
-from fedheal.types import RunState, TermState, Updates
 
 
 def check_placed(method: Method) -> None:
@@ -72,7 +73,7 @@ def _absorbed(
     for i, (term, before) in enumerate(zip(terms, state.terms, strict=True)):
         messages = [cohort.read[client].messages[i] for client in accepted]
         # What clients keep stays with them: the server has no slots.
-        columns = out.weights[rows], out.standing[rows]
+        columns = out.weights[rows], out.unnormalised_weights[rows]
         ctx = ServerContext(state.round + 1, rounds, clients, taken, *columns, layout, {})
         model, shared = term.absorb(state.model, model, messages, before.shared, ctx)
         made.append(TermState(shared, {}))

@@ -21,24 +21,25 @@ from torch import nn
 
 from fedheal import methods
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.checks import check_among, check_count, check_share, check_switch
 from fedheal.aggregate.reduce import finite
-from fedheal.aggregate.server import Server
-from fedheal.flower import wire
-from fedheal.flower.attendance import Attendance, chosen
-from fedheal.flower.evidence import Folder
-from fedheal.flower.identity import Asked, Heard
+from fedheal.aggregate.server_optimizer import Server, check_plain
+from fedheal.core.checks import check_among, check_count, check_share, check_switch
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.rng import generator
+from fedheal.core.state import RunState, TermState
+from fedheal.flower import messages as wire
 from fedheal.flower.intake import Cohort, Intake
 from fedheal.flower.judging import judged
-from fedheal.flower.ledger import Known, Round
+from fedheal.flower.node_registry import Asked, Heard
+from fedheal.flower.node_sampling import Attendance, chosen
 from fedheal.flower.replies import Admission, Refused, averaged
 from fedheal.flower.roll import Roll
+from fedheal.flower.round_log import Known, Round
+from fedheal.flower.run_folder import Folder
 from fedheal.flower.server_step import check_placed, stepped
 from fedheal.flower.terms import check_terms, spelled
-from fedheal.layout import Layout, Packed
 from fedheal.methods import Method
-from fedheal.rng import generator
-from fedheal.types import RoundRecord, RunState, TermState
+from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -127,7 +128,8 @@ class FairStrategy(Strategy):
         self.aggregator = replace(whole.aggregator, on_bad_update="skip")
         self.server = server or Server()
         for term in self.terms:
-            term.check_server(self.server)
+            if term.needs_plain_server:
+                check_plain(self.server, term.needs_plain_server)
         self.attendance = Attendance(
             fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes, wait_seconds
         )
@@ -297,7 +299,7 @@ class FairStrategy(Strategy):
                 now.report.setdefault("not_judged", {})[one.client] = str(why)
                 continue
             contents.append(one.message.content)
-            self.known.homes[one.client], self.known.tests[one.client] = found.domain, found.num_examples
+            self.known.client_domains[one.client], self.known.tests[one.client] = found.domain, found.num_examples
             now.judged.append(found)
         now.clock.lap("evaluate")
         self._end_round(now)
@@ -370,7 +372,7 @@ class FairStrategy(Strategy):
 
     def _end_round(self, now: Round) -> None:
         """Write down what the round left behind; from here on a resume does not repeat it."""
-        record = now.record(self.known.homes)
+        record = now.record(self.known.client_domains)
         self.state = replace(self._state, round=now.number)  # also where a wrapper kept the replies to itself
         self.history.append(record)
         log.info("[round %d] %s", now.number, record.line)
@@ -382,7 +384,7 @@ class FairStrategy(Strategy):
         self._round = None
 
     def _conclude(self, folder: Folder) -> None:
-        folder.conclude(self._layout, self._state, self.history, self.known.homes, self.known.tests)
+        folder.conclude(self._layout, self._state, self.history, self.known.client_domains, self.known.tests)
 
     def _current(self, number: int) -> Round:
         if self._round is None or self._round.number != number:
@@ -412,7 +414,7 @@ class FairStrategy(Strategy):
     def _arrived(self, replies: list[Message], asked: Asked) -> list[Heard]:
         """Everyone who replied, told apart and in the order of names; the names are remembered."""
         assert self._round is not None
-        found = self.roll.heard(replies, self._round.number, asked, self.known.homes, self._round.connected)
+        found = self.roll.heard(replies, self._round.number, asked, self.known.client_domains, self._round.connected)
         self.roll.learn(found)
         return found
 
@@ -421,7 +423,7 @@ class FairStrategy(Strategy):
         new = [node for node in there if node not in self.roll.names]
         messages = self._messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
         replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
-        found = self.roll.heard(replies, number, self.roll.asked(messages), self.known.homes, frozenset(there))
+        found = self.roll.heard(replies, number, self.roll.asked(messages), self.known.client_domains, frozenset(there))
         self.roll.learn(one for one in found if one.named)
 
     def _cohort(self, arrived: list[Heard], now: Round) -> Cohort:

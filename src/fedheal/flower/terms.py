@@ -8,11 +8,12 @@ from dataclasses import fields, is_dataclass
 
 import torch
 
-from fedheal.layout import Layout
-from fedheal.local.control_variates import ControlVariates
+from fedheal.core.layout import Layout
+from fedheal.core.state import RunState
+from fedheal.core.updates import Updates
+from fedheal.local.scaffold import ControlVariates
 from fedheal.local.term import Arrays, ServerContext, Term
 from fedheal.local.validated import LeaveOneOut
-from fedheal.types import RunState, Updates
 
 
 def check_terms(terms: Sequence[Term]) -> None:

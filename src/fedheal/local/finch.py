@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from fedheal.types import Integers
+from fedheal.core.arrays import Integers
 
 
 def finch(vectors: NDArray[Any]) -> Integers:

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedheal.aggregate.server import Server, check_plain
-from fedheal.layout import Layout, Packed
-from fedheal.local.standing import PREFIX, brought, remembered
+from fedheal.core.arrays import Floats, normalised
+from fedheal.core.layout import Layout, Packed
+from fedheal.local.client_weights import PREFIX, brought, remembered
 from fedheal.local.term import Arrays, Context, ServerContext, Term
-from fedheal.types import Floats, normalised
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Ditto(Term):
     lam: float = 1.0
     feedback: bool = False
 
-    def check_server(self, server: Server) -> None:
-        if self.feedback:
-            check_plain(
-                server, "ditto:feedback=true makes the personal models' average the global model, whatever the step"
-            )
+    @property
+    def needs_plain_server(self) -> str:
+        if not self.feedback:
+            return ""
+        return "ditto:feedback=true makes the personal models' average the global model, whatever the step"
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         slot = ctx.slot
@@ -85,7 +84,7 @@ class LocalNorm(Term):
 
     personalised: bool = True
 
-    def stays(self, module: nn.Module, layout: Layout) -> int:
+    def local_bytes(self, module: nn.Module, layout: Layout) -> int:
         own = _own(layout.pack(module.state_dict()), norm_masks(module, layout))
         return sum(vector.nbytes for vector in own.values())
 
@@ -97,7 +96,7 @@ class LocalNorm(Term):
         # Places rather than masks, which would be as long as the model.
         return _own(local, masks) | {f"where_{name}": mask.nonzero().flatten() for name, mask in masks.items()}, {}
 
-    def sent(self, ctx: Context, local: Packed) -> Packed:
+    def upload(self, ctx: Context, local: Packed) -> Packed:
         masks = norm_masks(ctx.module, ctx.layout)
         return _with_own(local, _own(ctx.received, masks), masks)
 

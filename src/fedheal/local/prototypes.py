@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedheal.layout import Layout, Packed
+from fedheal.core.layout import Layout, Packed
 from fedheal.local.finch import finch
 from fedheal.local.term import Arrays, Batch, Context, ServerContext, Term
 

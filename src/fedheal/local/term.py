@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedheal.aggregate.server import Server
-from fedheal.layout import Layout, Packed, unreal
-from fedheal.types import Updates
+from fedheal.core.layout import Layout, Packed, unreal
+from fedheal.core.updates import Updates
 
 Arrays = Mapping[str, Tensor]
 
@@ -65,8 +64,8 @@ class Context:
         return self.nets[name]
 
     @property
-    def reach(self) -> float:
-        return reach(self.lr, self.momentum, self.steps)
+    def effective_step(self) -> float:
+        return effective_step(self.lr, self.momentum, self.steps)
 
     @property
     def params(self) -> list[Tensor]:
@@ -89,7 +88,7 @@ class ServerContext:
     clients: int  # in the federation
     updates: Updates
     weights: Tensor  # float64 [k], sum 1
-    standing: Tensor  # float64 [k], the weights before they were made shares of this cohort
+    unnormalised_weights: Tensor  # float64 [k], the weights before they were made shares of this cohort
     layout: Layout
     slots: Mapping[str, Arrays]  # of all clients seen so far, after this round
 
@@ -107,14 +106,16 @@ class Term:
         """What is shared before the first round."""
         return {}
 
-    def check_server(self, server: Server) -> None:
-        """Refuse, in a sentence, a server's step that this term cannot go with."""
+    @property
+    def needs_plain_server(self) -> str:
+        """Why this term works only if the aggregated model is the global model, or "" if any server optimiser will do."""
+        return ""
 
-    def told(self, client: str, shared: Arrays) -> Arrays:
+    def broadcast(self, client: str, shared: Arrays) -> Arrays:
         """Which of the shared values travel to this client."""
         return {name: shared[name] for name in self.sends if name in shared}
 
-    def stays(self, module: nn.Module, layout: Layout) -> int:
+    def local_bytes(self, module: nn.Module, layout: Layout) -> int:
         """How many bytes of the model do not travel, once a client has its own."""
         return 0
 
@@ -141,7 +142,7 @@ class Term:
         """The client's new slot, and its message to the server."""
         return ctx.slot, {}
 
-    def sent(self, ctx: Context, local: Packed) -> Packed:
+    def upload(self, ctx: Context, local: Packed) -> Packed:
         """What of the local model is sent; the rest stays with the client."""
         return local
 
@@ -156,12 +157,12 @@ class Term:
         return model
 
 
-def reach(lr: float, momentum: float, steps: int) -> float:
+def effective_step(lr: float, momentum: float, steps: int) -> float:
     """How far K momentum steps on a constant unit gradient move: `eta * A_K`.
 
     `A_K = [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho)`; without momentum `eta K`.
 
-    >>> round(reach(1.0, 0.9, 10), 1), reach(0.5, 0.0, 4)
+    >>> round(effective_step(1.0, 0.9, 10), 1), effective_step(0.5, 0.0, 4)
     (41.4, 2.0)
     """
     rho = momentum

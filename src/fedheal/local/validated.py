@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fedheal.aggregate.server import Server, check_plain
-from fedheal.layout import Packed
+from fedheal.core.layout import Packed
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
 
@@ -41,10 +40,11 @@ class LeaveOneOut(Term):
 
     validates: bool = True
 
-    def check_server(self, server: Server) -> None:
-        check_plain(server, "fedce takes a client's model out of the average, which must be the global model itself")
+    @property
+    def needs_plain_server(self) -> str:
+        return "fedce takes a client's model out of the average, which must be the global model itself"
 
-    def told(self, client: str, shared: Arrays) -> Arrays:
+    def broadcast(self, client: str, shared: Arrays) -> Arrays:
         return {name: shared[name] for name in (f"e.{client}",) if name in shared}
 
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:

@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import nn
 
+from fedheal.core.errors import worded
+from fedheal.core.import_path import imported
 from fedheal.models.resnet import BLOCKS, ResNet, resnet
 from fedheal.models.small_cnn import SmallCNN, small_cnn
-from fedheal.own import imported, worded
 
 __all__ = ["MODELS", "ResNet", "SmallCNN", "build", "resnet", "small_cnn"]
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedheal.report import alike
+from fedheal.analysis.paired_tests import Comparison, compare_metrics, seeds_needed, verdict
+from fedheal.analysis.standard_error import note_on_test_sets
+from fedheal.report import comparability as alike
 from fedheal.report.rows import BOUNDS, EVENNESS, Row
-from fedheal.sampling import note_on_test_sets
-from fedheal.statistics import Comparison, compare_metrics, seeds_needed, verdict
 
 Floats = NDArray[np.float64]
 METRICS = ("avg", "std")

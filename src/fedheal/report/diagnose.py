@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedheal.metrics import LAST
-from fedheal.records import read_result
+from fedheal.core.metrics import LAST
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, by_round, saved
 from fedheal.report.rounds import rounds_of
 from fedheal.report.series import Floats, mean_of
+from fedheal.runs.folder import read_result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,17 +95,17 @@ def diagnose(folder: Path, what: str | None = None) -> Diagnosis:
     if not records:
         raise ValueError(f"{folder} holds no rounds: name a run folder with a rounds.jsonl")
     summary = read_result(folder, {}) if (folder / "result.json").is_file() else {}
-    homes = _homes(records, summary)
+    client_domains = _homes(records, summary)
     if what is None:
-        what = "domain" if homes and len(set(homes.values())) > 1 else "client"
+        what = "domain" if client_domains and len(set(client_domains.values())) > 1 else "client"
     if what not in ("domain", "client"):
         raise ValueError(f"by = {what}: use domain or client")
-    if what == "domain" and not homes:
+    if what == "domain" and not client_domains:
         raise ValueError(f"{folder} does not say which domain a client belongs to: ask for clients instead")
     judged = "domains" if what == "domain" else "clients"
     groups: dict[str, list[str]] = {name: [] for record in reversed(records) for name in record.get(judged) or {}}
-    for client in sorted(_everyone(records) | homes.keys()):
-        groups.setdefault(homes.get(client, "?") if what == "domain" else client, []).append(client)
+    for client in sorted(_everyone(records) | client_domains.keys()):
+        groups.setdefault(client_domains.get(client, "?") if what == "domain" else client, []).append(client)
     return Diagnosis(
         what,
         np.array([record["round"] for record in records], np.float64),
@@ -122,7 +122,7 @@ def _homes(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> 
     """Clients' domains, as the rounds say them and at last the result."""
     said: dict[str, Any] = {}
     for record in records:
-        said |= record.get("homes") or {}
+        said |= record.get("client_domains") or {}
     said |= summary.get("trained", {})
     found = {client: str(home) for client, home in said.items() if home}
     # A simulation names clients after their domains, and its rounds and result tell no domain of those that did not train.

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedheal.records import make_folder
 from fedheal.report import palette, tables
 from fedheal.report.conclusions import check_reference, chosen_reference
 from fedheal.report.rows import BOUNDS, Row, by_data
 from fedheal.report.series import PHASES, Series, pareto, series
+from fedheal.runs.folder import make_folder
 
 if TYPE_CHECKING:  # matplotlib takes a second to load: only those who draw wait for it
     from matplotlib.axes import Axes

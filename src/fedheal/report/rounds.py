@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedheal.records import fields, read_result, read_rounds
+from fedheal.runs.folder import fields, read_result, read_rounds
 
 NUMBERS = ("weights", "domains", "clients")  # by name
 TOLD = ("kept", "distance", "kept_by_tensor")  # likewise, in what an aggregation reports
@@ -32,7 +32,7 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
             for key, fits in (
                 ("round", isinstance(record["round"], (int, float))),
                 ("report", report is None or told is report),
-                ("homes", _words(record.get("homes"))),
+                ("client_domains", _words(record.get("client_domains"))),
                 *((key, _numbers(record.get(key))) for key in NUMBERS),
                 *((f"report.{key}", _numbers(told.get(key))) for key in TOLD),
             )

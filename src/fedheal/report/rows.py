@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from fedheal import records
-from fedheal.experiment import FREE, read_toml
-from fedheal.metrics import fairness
+from fedheal.core.metrics import fairness
+from fedheal.runs import folder as records
+from fedheal.runs.folder import read_toml
+from fedheal.runs.schema import FREE
 
 BOUNDS = {
     "standalone": "a model per client, of its own data alone; judged on its own domain, mean over the domain's clients",
@@ -94,7 +95,7 @@ def _shares(value: Mapping[str, object]) -> bool:
 
 # What is in the fields that a report looks into, where they are there.
 INSIDE: Mapping[str, Callable[[Any], bool]] = {
-    "trained": lambda homes: _words(homes.values()),
+    "trained": lambda client_domains: _words(client_domains.values()),
     "only": _words,
     "without": _words,
     "data_notes": _words,
@@ -192,10 +193,10 @@ def _left_out(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _standalone(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Each domain's accuracy, mean over its clients' own runs; nothing unless there is one run for each client."""
     alone = [s["only"][0] for s in group]
-    homes = [s["trained"][client] for client, s in zip(alone, group, strict=True)]
-    if sorted(alone) != sorted(group[0]["clients"]) or set(homes) != set(group[0]["domains"]):
+    client_domains = [s["trained"][client] for client, s in zip(alone, group, strict=True)]
+    if sorted(alone) != sorted(group[0]["clients"]) or set(client_domains) != set(group[0]["domains"]):
         return {}
     by_home: dict[str, list[float]] = {}
-    for home, s in zip(homes, group, strict=True):
+    for home, s in zip(client_domains, group, strict=True):
         by_home.setdefault(home, []).append(float(s["domains"][home]))
     return {home: float(np.mean(values)) for home, values in by_home.items()}

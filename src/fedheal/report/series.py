@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedheal.metrics import fairness
+from fedheal.core.metrics import fairness
 from fedheal.report.rounds import rounds_of
 from fedheal.report.rows import BOUNDS, EVENNESS, Row
 
@@ -55,7 +55,7 @@ def _series(method: str, group: Sequence[Row]) -> Series:
     runs = [(row.summaries[0], rounds_of(Path(str(row.summaries[0].get("folder", ""))))) for row in group]
     domains = list(group[0].domains)
     judged = _in_common([[record for record in rounds if record.get("domains")] for _, rounds in runs])
-    homes = [dict(summary.get("trained", {})) for summary, _ in runs]
+    client_domains = [dict(summary.get("trained", {})) for summary, _ in runs]
     every = _in_common([rounds for _, rounds in runs])
     return Series(
         method,
@@ -63,10 +63,10 @@ def _series(method: str, group: Sequence[Row]) -> Series:
         np.array([record["round"] for record in judged[0]], np.float64) if runs else np.zeros(0),
         _curves(judged, domains) if judged and judged[0] else {},
         np.array([record["round"] for record in every[0]], np.float64) if runs else np.zeros(0),
-        _by_domain(every, homes, domains, lambda record: record.get("weights"), "sum"),
-        _by_domain(every, homes, domains, lambda record: (record.get("report") or {}).get("kept"), "mean"),
+        _by_domain(every, client_domains, domains, lambda record: record.get("weights"), "sum"),
+        _by_domain(every, client_domains, domains, lambda record: (record.get("report") or {}).get("kept"), "mean"),
         _by_tensor(every),
-        _consistency([summary for summary, _ in runs], homes, domains),
+        _consistency([summary for summary, _ in runs], client_domains, domains),
         {
             phase: float(np.mean([summary.get("seconds", {}).get(phase, 0.0) for summary, _ in runs]))
             for phase in PHASES
@@ -96,7 +96,7 @@ def _band(values: Floats) -> Band:
 
 def _by_domain(
     runs: Sequence[Sequence[Mapping[str, Any]]],
-    homes: Sequence[Mapping[str, str]],
+    client_domains: Sequence[Mapping[str, str]],
     domains: Sequence[str],
     get: Any,
     how: str,
@@ -104,7 +104,7 @@ def _by_domain(
     """Clients' numbers put together by domain, a line a domain; rounds in which none of its clients came are NaN."""
     found = np.full((len(runs), len(runs[0]) if runs else 0, len(domains)), np.nan)
     place = {domain: i for i, domain in enumerate(domains)}
-    for r, (run, home) in enumerate(zip(runs, homes, strict=True)):
+    for r, (run, home) in enumerate(zip(runs, client_domains, strict=True)):
         for t, record in enumerate(run):
             groups: dict[int, list[float]] = {}
             for client, number in (get(record) or {}).items():
@@ -133,10 +133,10 @@ def mean_of(values: Floats) -> Floats:
 
 
 def _consistency(
-    summaries: Iterable[Mapping[str, Any]], homes: Iterable[Mapping[str, str]], domains: Sequence[str]
+    summaries: Iterable[Mapping[str, Any]], client_domains: Iterable[Mapping[str, str]], domains: Sequence[str]
 ) -> dict[str, Floats]:
     groups: dict[str, list[list[float]]] = {}
-    for summary, home in zip(summaries, homes, strict=True):
+    for summary, home in zip(summaries, client_domains, strict=True):
         for client, shares in (summary.get("consistency") or {}).items():
             groups.setdefault(home.get(client, ""), []).append(shares)
     return {d: np.mean(np.array(groups[d]), axis=0) for d in domains if d in groups}

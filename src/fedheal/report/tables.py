@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from fedheal.experiment import FREE
-from fedheal.metrics import LAST
-from fedheal.records import write_bytes
-from fedheal.report import alike
+from fedheal.core.metrics import LAST
+from fedheal.report import comparability as alike
 from fedheal.report.conclusions import chosen_reference
 from fedheal.report.rows import BOUNDS, EVENNESS, Row, by_data, described
+from fedheal.runs.folder import write_bytes
+from fedheal.runs.schema import FREE
 
 LOWER_IS_BETTER = frozenset({"STD"})
 

@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedheal.aggregate.draft import Kept, Measured
 from fedheal.aggregate.kernels import reference
 from fedheal.aggregate.kernels.reference import NonFinite
-from fedheal.types import Floats, Integers, Kept, Measured
+from fedheal.core.arrays import Floats, Integers
 
 PASS_ONE = 1 << 15  # columns summed at a time; sums of blocks are added in order
 STRIP = 1024  # columns of the first pass that one step after another goes over, in the nearest cache

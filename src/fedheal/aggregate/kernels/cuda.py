@@ -20,10 +20,11 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from fedheal.aggregate.draft import Kept, Measured
 from fedheal.aggregate.kernels import reference
 from fedheal.aggregate.kernels.reference import NonFinite
-from fedheal.layout import ALIGNED
-from fedheal.types import Floats, Integers, Kept, Measured
+from fedheal.core.arrays import Floats, Integers
+from fedheal.core.layout import ALIGNED
 
 PASS_ONE, STRIDE = 8192, 1024  # columns a program scans, so many at a time
 PASS_TWO = 1024  # columns a program averages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from fedheal.types import Floats
+from fedheal.core.arrays import Floats
 
 SMALL = 1 << 12  # entries: fewer are looked through at once
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.types import Floats, Graded, Integers, Kept, Mask, Measured
+from fedheal.aggregate.draft import Graded, Kept, Mask, Measured
+from fedheal.core.arrays import Floats, Integers
 
 BLOCK = 1 << 18
 

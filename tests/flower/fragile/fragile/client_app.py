@@ -9,8 +9,8 @@ from flwr.clientapp import ClientApp
 
 from fedheal import data
 from fedheal.data.domains import Split
-from fedheal.experiment import build
 from fedheal.flower import client
+from fedheal.simulate.experiment import build
 from fragile.server_app import SITES, described
 
 app = ClientApp()
@@ -24,7 +24,9 @@ def train(message: Message, context: Context) -> Message:
         raise RuntimeError("this site is out of order")
     if fault == "sleep":
         time.sleep(600)
-    reply = client.train(message, context, here.bench, name, domain=here.homes[name], folder=_memory(context))
+    reply = client.train(
+        message, context, here.local_training, name, domain=here.client_domains[name], folder=_memory(context)
+    )
     if fault == "nan":
         arrays = reply.content.array_records["arrays"]
         first = next(iter(arrays))
@@ -35,11 +37,11 @@ def train(message: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     here, name = _parts(context)
-    domain = here.homes[name]
-    residents = [site for site in SITES if here.homes[site] == domain]
+    domain = here.client_domains[name]
+    residents = [site for site in SITES if here.client_domains[site] == domain]
     share = slice(residents.index(name), None, len(residents))
     test = Split(here.tests[domain].images[share], here.tests[domain].labels[share])
-    return client.evaluate(message, context, here.bench, test, name, domain=domain, folder=_memory(context))
+    return client.evaluate(message, context, here.local_training, test, name, domain=domain, folder=_memory(context))
 
 
 def _parts(context):

@@ -5,8 +5,8 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedheal import Experiment
-from fedheal.experiment import module_of
 from fedheal.flower import FairStrategy, FedHEAL
+from fedheal.simulate.experiment import module_of
 from tiny_data import QUICK
 
 SITES = ("plain-0", "plain-1", "noisy-0", "noisy-1")

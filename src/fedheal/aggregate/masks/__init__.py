@@ -1,0 +1,1 @@
+"""Stages that give a mask: which entries of an update count."""

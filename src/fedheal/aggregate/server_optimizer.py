@@ -1,0 +1,100 @@
+"""The server's step: how far, and with what memory, the global model follows the aggregated one.
+
+Reddi et al., "Adaptive Federated Optimization", ICLR 2021, with `Delta = aggregated - before` as pseudo-gradient.
+`sgd`: `v = momentum v + Delta`, `W + lr v`; with lr = 1 and no momentum exactly the aggregated model.
+`adam`: `m = b1 m + (1-b1) Delta`, `v = b2 v + (1-b2) Delta^2`, `W + lr m / (sqrt(v) + eps)`, without bias correction, as there;
+`momentum` is b1. Buffers and counters are taken from the aggregated model.
+
+Where Delta is well above eps, a step of Adam is about `lr` whatever Delta; smaller ones are multiplied by `lr/eps` at most. The
+lr of 1 that takes over the aggregated model would destroy it. So each has defaults of its own. Adam's b1, b2 and eps are those
+of Reddi et al., who tune lr from 1e-3 to 1; 0.01 is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedheal.core.checks import check_among
+from fedheal.core.layout import Packed
+from fedheal.core.state import Arrays, Json, State, expect, kind
+
+
+@kind("server")
+@dataclass(frozen=True)
+class ServerState(State):
+    """First and second moments; empty until they are needed."""
+
+    first: Tensor
+    second: Tensor
+
+    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {"first": self.first, "second": self.second}, {}
+
+    @classmethod
+    def _read(cls, arrays: Arrays, json: Json) -> ServerState:
+        return cls(arrays["first"], arrays["second"])
+
+
+# What a server's learning rate and momentum are where they are not said.
+USUAL: dict[str, dict[str, float]] = {"sgd": {"lr": 1.0, "momentum": 0.0}, "adam": {"lr": 0.01, "momentum": 0.9}}
+
+
+@dataclass(frozen=True, init=False)
+class Server:
+    """A server optimiser; `init() -> state`, `apply(before, aggregated, state) -> model, state`.
+
+    >>> Server("adam")
+    Server(optimizer='adam', lr=0.01, momentum=0.9, beta2=0.99, eps=0.001)
+    """
+
+    optimizer: str
+    lr: float
+    momentum: float
+    beta2: float
+    eps: float
+
+    def __init__(
+        self,
+        optimizer: str = "sgd",
+        lr: float | None = None,
+        momentum: float | None = None,
+        beta2: float = 0.99,
+        eps: float = 1e-3,
+    ) -> None:
+        check_among("optimizer", optimizer, tuple(USUAL))
+        said = {name: value for name, value in (("lr", lr), ("momentum", momentum)) if value is not None}
+        for name, value in {"optimizer": optimizer, **USUAL[optimizer], **said, "beta2": beta2, "eps": eps}.items():
+            object.__setattr__(self, name, value)
+
+    def init(self) -> ServerState:
+        return ServerState(torch.empty(0), torch.empty(0))
+
+    def apply(self, before: Packed, aggregated: Packed, state: State) -> tuple[Packed, ServerState]:
+        moments = expect(state, ServerState)
+        if self.optimizer == "sgd" and self.momentum == 0:
+            if self.lr == 1:
+                return aggregated, moments
+            return replace(aggregated, params=before.params + self.lr * (aggregated.params - before.params)), moments
+        delta = aggregated.params - before.params
+        first = moments.first if len(moments.first) else torch.zeros_like(delta)
+        if self.optimizer == "sgd":
+            first = self.momentum * first + delta
+            return replace(aggregated, params=before.params + self.lr * first), replace(moments, first=first)
+        second = moments.second if len(moments.second) else torch.zeros_like(delta)
+        first = self.momentum * first + (1 - self.momentum) * delta
+        second = self.beta2 * second + (1 - self.beta2) * delta**2
+        step = self.lr * first / (second.sqrt() + self.eps)
+        return replace(aggregated, params=before.params + step), ServerState(first, second)
+
+
+def check_plain(server: Server, why: str) -> None:
+    """For a method that has no room for a step of the server's: only the aggregated model itself will do."""
+    if (server.optimizer, server.lr, server.momentum) != ("sgd", 1, 0):
+        raise ValueError(
+            f"server_optimizer = {server.optimizer!r}, server_lr = {server.lr:g}, server_momentum = {server.momentum:g}: "
+            f"{why}; use 'sgd', 1 and 0"
+        )

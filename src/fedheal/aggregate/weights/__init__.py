@@ -1,0 +1,1 @@
+"""Stages that give weights: how much each client counts."""

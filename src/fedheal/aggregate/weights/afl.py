@@ -1,0 +1,115 @@
+"""AFL: more weight to the clients with the largest losses, by projected ascent on the mixture of clients.
+
+Mohri, Sivek and Suresh, "Agnostic Federated Learning", ICML 2019: `min_W max_lambda sum_m lambda_m F_m(W)`, lambda in a
+convex part of the simplex. The ascent step is `lambda <- Proj(lambda + gamma F)`, `F_m` the loss of the received model on
+the client's own training data, sent as the metric `loss`.
+
+Deviations, as in every federated version: clients take many local steps where the paper takes one gradient, lambda is
+updated before the average it weighs instead of beside it, and the last model is used, not the average of all.
+The part of the simplex is `lambda_m >= floor/M`, M the clients ever seen: nobody is silenced for good. `floor=0` is the
+whole simplex.
+
+The paper has everyone present. Here a cohort S redistributes only the weight it holds: `lambda_S + gamma F_S` is
+projected on the simplex of mass `sum_S lambda`, the absent keep theirs, and with everyone present this is the step above.
+(Projecting all entries instead would take from the absent and drive many of them to 0 with losses all equal.)
+A newcomer starts with `1/M` and the others shrink to make room, so that it joins as an average client.
+
+`reset=True` forgets lambda after every round, as a public benchmark of FedHEAL's authors does: `Proj(1/K + gamma F)` over
+the cohort. That code takes the loss of the local model on *test* data; this one never does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+from torch import Tensor
+
+from fedheal.aggregate.client_index import enrol, uniform_start
+from fedheal.aggregate.draft import Draft
+from fedheal.aggregate.stage import Stage, stateless
+from fedheal.core.arrays import Floats
+from fedheal.core.checks import check_not_negative, check_share, check_switch
+from fedheal.core.parameter import Parameter
+from fedheal.core.state import Arrays, Json, State, expect, kind, read_columns, write_columns
+
+NEEDS = frozenset({"loss"})
+
+
+@kind("afl")
+@dataclass(frozen=True)
+class AflState(State):
+    """Per client ever seen: its weight `lambda`; they sum to 1."""
+
+    clients: tuple[str, ...]
+    weights: Floats
+
+    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return write_columns(self, "weights"), {"clients": list(self.clients)}
+
+    @classmethod
+    def _read(cls, arrays: Arrays, json: Json) -> AflState:
+        clients = tuple(json["clients"])
+        return cls(clients, *read_columns(arrays, len(clients), "weights"))
+
+
+def afl(
+    gamma: Annotated[
+        float, Parameter("how fast weights climb towards larger losses", "released scripts (0.01 to 0.1); MarsFL")
+    ] = 0.01,
+    floor: Annotated[
+        float, Parameter("least weight, as a share of 1/M", "ours: so that no cohort is without weight")
+    ] = 1e-3,
+    reset: Annotated[
+        bool, Parameter("start from equal weights every round", "Mohri et al. 2019; MarsFL: true")
+    ] = False,
+) -> Stage:
+    """More weight to larger losses; `floor` is a share of `1/M`, `gamma=0` is uniform averaging, `reset` forgets."""
+    check_not_negative("gamma", gamma)
+    check_share("floor", floor)
+    check_switch("reset", reset)
+
+    def climbed(weights: Floats, loss: Floats, least: float) -> Floats:
+        with np.errstate(over="ignore"):  # a step beyond all numbers is as good as one to the far end
+            ascent = gamma * (loss - loss.max())  # a common shift does not change the projection
+        return project(weights + ascent, float(weights.sum()), least)
+
+    def memoryless(draft: Draft) -> Draft:
+        k = len(draft.rows)
+        weights = climbed(np.full(k, 1 / k), draft.metric("loss"), floor / k)
+        return replace(draft, weights=weights, unnormalised_weights=k * weights, report=_told(draft))
+
+    def apply(draft: Draft, state: State) -> tuple[Draft, State]:
+        before = expect(state, AflState)
+        clients, slots = enrol(before.clients, draft.clients)
+        weights = uniform_start(before.weights, len(clients))
+        weights[slots] = climbed(weights[slots], draft.metric("loss"), floor / len(clients))
+        return replace(draft, weights=weights[slots], report=_told(draft)), AflState(clients, weights)
+
+    if reset:
+        return stateless(memoryless, NEEDS)
+    return Stage(lambda layout: AflState((), np.zeros(0)), apply, NEEDS)
+
+
+def project(v: Floats, mass: float = 1.0, floor: float = 0.0) -> Floats:
+    """The point nearest to v whose entries sum to `mass` and are all at least `floor`.
+
+    It is `floor + max(v - theta, 0)`, with theta found by sorting: the largest j such that the j largest entries stay
+    positive when they alone share what is left above the floors (Held, Wolfe and Crowder 1974; Duchi et al. 2008).
+
+    >>> project(np.array([0.5, 0.75, -1.0])).tolist()  # theta = 1/8 with the third entry out
+    [0.375, 0.625, 0.0]
+    """
+    free = mass - len(v) * floor
+    if free <= 0:
+        return np.full(len(v), max(floor, 0.0))
+    v = v - v.max()
+    largest = np.sort(v)[::-1]
+    theta = (np.cumsum(largest) - free) / np.arange(1, len(v) + 1)
+    x = np.maximum(v - theta[np.flatnonzero(largest > theta)[-1]], 0)
+    return np.asarray(floor + x * (free / x.sum()))
+
+
+def _told(draft: Draft) -> dict[str, Any]:
+    return dict(draft.report) | {"loss": dict(zip(draft.clients, draft.metric("loss").tolist(), strict=True))}

@@ -1,0 +1,1 @@
+"""Stages that are a whole method of their own."""

@@ -1,0 +1,175 @@
+"""FedFV: take out of every client's update what works against another's, then average.
+
+Wang, Fan, Qi, Wen, Wang and Yu, "Federated Learning with Fair Averaging", IJCAI 2021.
+
+1. Clients in the order of their losses (of the received model, on their own training data), smallest first. Each update
+   is projected, in this order, off every other *original* update that it conflicts with (negative inner product); the
+   share `alpha` of clients with the largest losses keep theirs as they are. The mean of the results is `g`.
+2. From round `tau` (counted from 0) on, for k = tau-1, ..., 0: the last updates of clients last seen k rounds ago that
+   conflict with g are added up, and g is projected off the sum. As in the authors' code, k = 0 are this round's own
+   clients, whom the paper does not mention; with everyone present it is they alone.
+3. g is given the length of the plain mean of the updates. Buffers are averaged evenly.
+
+All of this happens in the span of the updates, so it is done on their inner products: g is a combination of this round's
+updates and the remembered ones, formed once. Updates are local - global; the paper's gradients are their negatives,
+which conflict alike.
+
+Deviations: an angle within rounding of 90 degrees is no conflict (`TINY`), so that noise cannot decide who takes part in
+the sum of step 2. Where nothing is left of g, the model stays; the authors' code divides by zero. Equal losses are
+ordered by client id. With `alpha=0` nobody is kept, as in the authors' code, although its formula for the share would keep one.
+
+Memory: only updates that step 2 may still ask for are kept, those of clients last seen in the `tau - 1` rounds before, in
+the dtype they were sent in. That is nothing for tau 0 and 1, else at most `(tau - 1) * cohort * G` numbers (a cohort of 20
+with 5 million float32 parameters and tau = 3: 800 MB), in the state and in every checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedheal.aggregate.draft import Draft
+from fedheal.aggregate.inner_products import blocks, inner_products
+from fedheal.aggregate.stage import Stage
+from fedheal.core.arrays import Floats, Integers
+from fedheal.core.checks import check_count, check_share
+from fedheal.core.layout import Layout
+from fedheal.core.state import Arrays, Json, State, expect, kind, read_columns
+
+TINY = 1e-12  # of the product of two norms: what rounding may leave of a zero
+
+
+@kind("fedfv")
+@dataclass(frozen=True)
+class FedFVState(State):
+    """Rounds done, and of clients that may still be asked for: the round they were last seen in and their update then."""
+
+    rounds: int
+    clients: tuple[str, ...]
+    last: Integers
+    updates: Tensor  # [clients, G]
+
+    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        arrays = {"last": torch.from_numpy(self.last), "updates": self.updates}
+        return arrays, {"rounds": self.rounds, "clients": list(self.clients)}
+
+    @classmethod
+    def _read(cls, arrays: Arrays, json: Json) -> FedFVState:
+        clients, updates = tuple(json["clients"]), arrays["updates"]
+        if updates.ndim != 2 or len(updates) != len(clients):
+            raise ValueError(f"updates of shape {tuple(updates.shape)} do not belong to {len(clients)} clients")
+        (last,) = read_columns(arrays, len(clients), "last")
+        return cls(json["rounds"], clients, last, updates)
+
+
+def conflict_free(alpha: float = 0.1, tau: int = 1) -> Stage:
+    """The stage that gives FedFV's step; it stands alone."""
+    check_share("alpha", alpha)
+    check_count("tau", tau)
+
+    def init(layout: Layout) -> State:
+        return FedFVState(0, (), np.zeros(0, np.int64), torch.zeros(0, layout.sizes().params))
+
+    def apply(draft: Draft, state: State) -> tuple[Draft, State]:
+        before = expect(state, FedFVState)
+        k, now = len(draft.rows), before.rounds
+        past = np.array([client not in draft.clients for client in before.clients], bool)
+        remembered = before.updates[torch.from_numpy(past)]
+        age = np.concatenate([np.zeros(k, np.int64), now - before.last[past]])
+        matrix = inner_products((block for _, block in _with_past(draft, remembered)), len(age))
+        largest = float(np.diag(matrix).max()) or 1.0
+        unit = matrix / largest
+
+        order = np.argsort(draft.metric("loss"), kind="stable")
+        coefficients = np.zeros(len(age))
+        coefficients[:k] = internal(unit[:k, :k], order, kept_as_they_are(order, alpha)).mean(axis=0)
+        if now >= tau:
+            coefficients = external(unit, coefficients, age, tau)
+        step = _step(draft, remembered, coefficients, TINY * math.sqrt(largest))
+        norms = np.sqrt(np.diag(unit)[:k])
+        told = {
+            "conflicts": int((unit[:k, :k] < -TINY * norms[:, None] * norms).sum()) // 2,
+            "coefficients": dict(zip(draft.clients, coefficients.tolist(), strict=False)),
+        }
+        draft = replace(draft, weights=np.ones(k), step=step, report=dict(draft.report) | told)
+        return draft, _remember(before, draft, past, tau)
+
+    return Stage(init, apply, frozenset({"loss"}), frozenset({"weights", "mask"}))
+
+
+def kept_as_they_are(order: Integers, alpha: float) -> Integers:
+    """The clients with the largest losses, from place `ceil((K-1)(1-alpha))` of the order on.
+
+    Less what rounding may have added to a whole number: neither 0.1 nor a third is a float.
+    """
+    if alpha == 0:
+        return order[:0]
+    return order[math.ceil((len(order) - 1) * (1 - alpha) - 1e-9) :]
+
+
+def internal(gram: Floats, order: Integers, kept: Integers) -> Floats:
+    """`[k, k]`: every client's projected update as coefficients of the original ones.
+
+    >>> internal(np.array([[1.0, -1.0], [-1.0, 4.0]]), np.array([0, 1]), np.array([1])).tolist()  # a + b/4 is orthogonal to b
+    [[1.0, 0.25], [0.0, 1.0]]
+    """
+    norms = np.sqrt(np.diag(gram))
+    rows = np.eye(len(gram))
+    free = ~np.isin(np.arange(len(gram)), kept)
+    for j in order:
+        dots = rows @ gram[:, j]
+        against = free & (dots < -TINY * norms * norms[j])
+        against[j] = False
+        rows[against, j] -= dots[against] / gram[j, j]
+    return rows
+
+
+def external(gram: Floats, coefficients: Floats, age: Integers, tau: int) -> Floats:
+    """The combination projected off the sum of those it conflicts with, the longest absent first."""
+    norms = np.sqrt(np.diag(gram))
+    for k in range(tau - 1, -1, -1):
+        dots = gram @ coefficients
+        against = (age == k) & (dots < -TINY * norms.max() * norms)
+        square = float(gram[np.ix_(against, against)].sum())
+        if square > 0:
+            coefficients = coefficients - against * (dots[against].sum() / square)
+    return coefficients
+
+
+def _with_past(draft: Draft, remembered: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    for columns, block in blocks(draft):
+        yield columns, torch.cat([block, remembered[:, columns].to(block)])
+
+
+def _step(draft: Draft, remembered: Tensor, coefficients: Floats, least: float) -> Tensor:
+    """The combination, given the length of the plain mean of this round's updates; zero if it is no longer than `least`."""
+    device = draft.updates.deltas.device
+    given = torch.from_numpy(coefficients).to(device)
+    step = torch.zeros(draft.sizes.params, dtype=torch.float64, device=device)
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for columns, block in _with_past(draft, remembered):
+        step[columns] = given @ block
+        square += (block[: len(draft.rows)].mean(dim=0) ** 2).sum()
+    left = float(step.norm())
+    return step * (math.sqrt(float(square)) / left if left > least else 0.0)
+
+
+def _remember(before: FedFVState, draft: Draft, past: NDArray[np.bool_], tau: int) -> FedFVState:
+    """What the next round may ask for: clients last seen fewer than tau rounds before it."""
+    now = before.rounds
+    if tau < 2:
+        return replace(before, rounds=now + 1)
+    old = np.flatnonzero(past & (now + 1 - before.last < tau))
+    clients = (*(before.clients[i] for i in old), *draft.clients)
+    last = np.concatenate([before.last[old], np.full(len(draft.rows), now, np.int64)])
+    deltas = draft.updates.deltas
+    sent = deltas[torch.from_numpy(draft.rows).to(deltas.device)]
+    held = before.updates[torch.from_numpy(old).to(before.updates.device)].to(deltas.device)
+    return FedFVState(now + 1, clients, last, torch.cat([held, sent]) if len(held) else sent)

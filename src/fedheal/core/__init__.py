@@ -1,0 +1,1 @@
+"""What every package shares; it imports nothing else of fedheal."""

@@ -1,0 +1,356 @@
+"""One cohort's updates: a matrix with a row per client, filled from replies one client at a time.
+
+A cohort of K clients sends one matrix of updates `[K, G]`, `delta = local - global` as in the paper. A federation with large
+models cannot hold every reply twice: `collect` keeps rows in memory up to a budget and writes the rest to a temporary file,
+which is deleted with the matrix. Every aggregator works on either.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedheal.core.arrays import Array, tensor_of
+from fedheal.core.layout import ALIGNED, Layout, Sizes
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Reply(NamedTuple):
+    """What one client sends back; a plain tuple `(client, delta, num_examples)` will do as well."""
+
+    client: str | int
+    delta: Array
+    num_examples: float
+    buffers: Array | None = None
+    counters: Array | None = None
+    metrics: Mapping[str, float] = {}
+    domain: str | None = None
+
+
+@dataclass(frozen=True, init=False)
+class Updates:
+    """One cohort's updates, a row a client.
+
+    `clients`: stable ids (ints become strings). `deltas [K, G]`. `num_examples [K]`. `buffers [K, B]` and
+    `counters [K, C]`: the local *values*, or `None` where the model's own stay. `metrics`: name -> `[K]`, for example the
+    `loss` of the received model. `refused`: clients whose reply could not even be put into the matrix, with the reason.
+    `domains`: the domain of each client, `""` where it did not say, or `None` where nobody did.
+
+    >>> Updates(["a", 7], np.zeros((2, 3)), [10, 20]).clients
+    ('a', '7')
+    """
+
+    clients: tuple[str, ...]
+    deltas: Tensor
+    num_examples: Tensor
+    buffers: Tensor | None
+    counters: Tensor | None
+    metrics: Mapping[str, Tensor]
+    refused: Mapping[str, str]
+    domains: tuple[str, ...] | None
+
+    def __init__(
+        self,
+        clients: Iterable[str | int],
+        deltas: Array | Sequence[Array],
+        num_examples: Array | Sequence[float],
+        buffers: Array | Sequence[Array] | None = None,
+        counters: Array | Sequence[Array] | None = None,
+        metrics: Mapping[str, Array | Sequence[float]] | None = None,
+        refused: Mapping[str, str] | None = None,
+        domains: Sequence[str] | None = None,
+    ) -> None:
+        ids = tuple(client_id(c) for c in clients)
+        put = object.__setattr__
+        put(self, "clients", ids)
+        put(self, "deltas", _matrix("deltas", deltas, ids))
+        put(self, "num_examples", _column("num_examples", num_examples, ids))
+        put(self, "buffers", None if buffers is None else _matrix("buffers", buffers, ids))
+        put(self, "counters", None if counters is None else _matrix("counters", counters, ids))
+        put(self, "metrics", {name: _column(f"metrics['{name}']", v, ids) for name, v in (metrics or {}).items()})
+        put(self, "refused", dict(refused or {}))
+        put(self, "domains", None if domains is None else _names("domains", domains, ids))
+
+    @staticmethod
+    def collect(
+        replies: Iterable[Reply | tuple[Any, ...]],
+        budget: int | None = None,
+        on_bad_update: str = "raise",
+        layout: Layout | None = None,
+        folder: str | None = None,
+        keep: bool = False,
+    ) -> Updates:
+        """Take one reply at a time into a matrix; see `collect`."""
+        return collect(replies, budget, on_bad_update, layout, folder, keep)
+
+
+def client_id(client: object) -> str:
+    """A client's id as a string; only strings and integers name a client."""
+    if isinstance(client, str):
+        return client
+    if isinstance(client, (int, np.integer)) and not isinstance(client, bool):
+        return str(int(client))
+    raise TypeError(
+        f"client id {client!r} is a {type(client).__name__}: use a string or an integer that stays the same"
+    )
+
+
+def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...]) -> Tensor:
+    if not isinstance(value, (Tensor, np.ndarray)):
+        if not isinstance(value, Sequence):
+            raise TypeError(f"{name} is a {type(value).__name__}: give a matrix, or a list with a vector a client")
+        rows = [tensor_of(row, name) for row in value]
+        shapes = [tuple(row.shape) for row in rows]
+        for client, shape in zip(clients, shapes, strict=False):
+            if len(shape) != 1 or shape != shapes[0]:
+                raise ValueError(
+                    f"{name}: the row of client '{client}' has shape {shape}, the first has {shapes[0]}; "
+                    "Updates.collect(..., on_bad_update='skip') leaves such clients out"
+                )
+        value = torch.stack(rows) if rows else torch.zeros(0, 0)
+    matrix = tensor_of(value, name)
+    if matrix.ndim != 2 or matrix.shape[0] != len(clients):
+        raise ValueError(
+            f"{name} has shape {tuple(matrix.shape)}; {len(clients)} clients need ({len(clients)}, length)"
+        )
+    return matrix
+
+
+def _names(name: str, value: Sequence[str], clients: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(value)
+    if isinstance(value, str) or not all(isinstance(one, str) for one in names):
+        raise TypeError(f"{name} = {value!r}: give a list with a name a client")
+    if len(names) != len(clients):
+        raise ValueError(f"{name} has {len(names)} names for {len(clients)} clients")
+    return names
+
+
+def _column(name: str, value: Array | Sequence[float], clients: tuple[str, ...]) -> Tensor:
+    given = tensor_of(value, name)
+    if given.is_complex():
+        raise TypeError(f"{name} is {given.dtype}: real numbers are needed")
+    column = given.to("cpu", torch.float64)
+    if column.shape != (len(clients),):
+        raise ValueError(f"{name} has shape {tuple(column.shape)}; {len(clients)} clients need ({len(clients)},)")
+    return column
+
+
+def collect(
+    replies: Iterable[Reply | tuple[Any, ...]],
+    budget: int | None = None,
+    on_bad_update: str = "raise",
+    layout: Layout | None = None,
+    folder: str | None = None,
+    keep: bool = False,
+) -> Updates:
+    """Fill one `Updates` from replies `(client, delta, num_examples, buffers, counters, metrics, domain)`.
+
+    The last four are optional. `budget`: bytes of updates that may stay in memory (`None`: all); more goes to a temporary
+    file in `folder`. Every reply must have the lengths of `layout`, or else of the first good reply; updates are kept in that
+    reply's dtype. A metric that a client did not send is NaN. With `on_bad_update="skip"` replies that do not fit are left
+    out and named in `Updates.refused`. `keep=True` takes rows as they are, without a copy: nobody else may write to them then.
+
+    >>> collect([("a", np.ones(3), 10), ("b", np.zeros(3), 5)], budget=0).deltas.tolist()
+    [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+    """
+    if on_bad_update not in ("raise", "skip"):
+        raise ValueError(f"on_bad_update = {on_bad_update!r}: use 'raise' or 'skip'")
+    if budget is not None and budget < 0:
+        raise ValueError(f"budget = {budget}: give a number of bytes, 0 or more")
+    rows = _Rows(budget, folder, keep)
+    taken: list[Reply] = []
+    refused: dict[str, str] = {}
+    expected = None if layout is None else _lengths(layout.sizes())
+    for given in replies:
+        try:
+            reply = _reply(given)
+            delta, rest = _read(reply)
+            found = {"update": len(delta)} | {k: len(v) for k, v in _extras(rest).items() if v is not None}
+            expected = expected or found
+            _compare(found, expected)
+        except (TypeError, ValueError) as flaw:
+            client = str(given[0]) if isinstance(given, Sequence) and given else "?"
+            if on_bad_update == "raise":
+                rows.close()
+                raise ValueError(f"client '{client}': {flaw}") from None
+            refused[client] = str(flaw)
+            continue
+        rows.append(delta)
+        taken.append(rest)  # the update itself lives in `rows` alone
+
+    def extras(name: str) -> Tensor | None:
+        values = [getattr(reply, name) for reply in taken]
+        return torch.stack(values) if values and values[0] is not None else None
+
+    return Updates(
+        [r.client for r in taken],
+        rows.matrix(),
+        [r.num_examples for r in taken],
+        extras("buffers"),
+        extras("counters"),
+        {
+            name: [r.metrics.get(name, math.nan) for r in taken]
+            for name in sorted({n for r in taken for n in r.metrics})
+        },
+        refused,
+        [r.domain or "" for r in taken] if any(r.domain for r in taken) else None,
+    )
+
+
+def _reply(given: Any) -> Reply:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise TypeError(f"its reply is a {type(given).__name__}: give a Reply, or (client, delta, num_examples)")
+    least, most = len(Reply._fields) - len(Reply._field_defaults), len(Reply._fields)
+    if not least <= len(given) <= most:
+        raise TypeError(f"its reply has {len(given)} parts: give a Reply, or {least} to {most} of {Reply._fields}")
+    return Reply(*given)
+
+
+def _read(reply: Reply) -> tuple[Tensor, Reply]:
+    """The reply's update, and the rest of it in plain types."""
+    delta = tensor_of(reply.delta, "its update")
+    if delta.ndim != 1:
+        raise ValueError(f"its update has shape {tuple(delta.shape)}, not one dimension")
+    if delta.dtype not in FLOATS:
+        raise ValueError(f"its update is {delta.dtype}; float32, float64, bfloat16 and float16 will do")
+    if not isinstance(reply.metrics, Mapping):
+        raise TypeError(f"its metrics are a {type(reply.metrics).__name__}, not a mapping of names to numbers")
+    rest = Reply(
+        client_id(reply.client),
+        torch.empty(0),
+        _number("num_examples", reply.num_examples),
+        _vector("buffers", reply.buffers),
+        _vector("counters", reply.counters),
+        {name: _number(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
+        _name("domain", reply.domain),
+    )
+    return delta, rest
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"its {name} = {value!r} is not a number") from None
+
+
+def _name(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"its {name} = {value!r} is not a name")
+    return value
+
+
+def _vector(name: str, value: Array | None) -> Tensor | None:
+    if value is None:
+        return None
+    vector = tensor_of(value, f"its {name}").clone()
+    if vector.ndim != 1:
+        raise ValueError(f"its {name} have shape {tuple(vector.shape)}, not one dimension")
+    if vector.is_complex() or vector.is_floating_point() != (name == "buffers"):
+        raise ValueError(f"its {name} are {vector.dtype}: {'floats' if name == 'buffers' else 'integers'} are needed")
+    return vector
+
+
+def _extras(reply: Reply) -> dict[str, Array | None]:
+    return {"buffers": reply.buffers, "counters": reply.counters}
+
+
+def _lengths(sizes: Sizes) -> dict[str, int]:
+    extras = {"buffers": sizes.buffers, "counters": sizes.counters}
+    return {"update": sizes.params} | {name: length for name, length in extras.items() if length}
+
+
+def _compare(found: dict[str, int], expected: dict[str, int]) -> None:
+    for name in sorted({*found, *expected}):
+        if found.get(name) != expected.get(name):
+            mine = f"have length {found[name]}" if name in found else "are missing"
+            theirs = f"length {expected[name]}" if name in expected else "none"
+            raise ValueError(f"its {name} {mine} where {theirs} is expected".replace("update have", "update has"))
+
+
+class _Rows:
+    """Rows of one length and dtype: a list while they fit the budget, a file from then on."""
+
+    def __init__(self, budget: int | None, folder: str | None, keep: bool) -> None:
+        self.budget, self.folder, self.keep = budget, folder, keep
+        self.held: list[Tensor] = []
+        self.file: IO[bytes] | None = None
+        self.count, self.length, self.dtype = 0, 0, torch.float32
+
+    def append(self, row: Tensor) -> None:
+        if self.count == 0:
+            self.length, self.dtype = row.shape[0], row.dtype
+        self.count += 1
+        if (
+            self.file is None
+            and self.budget is not None
+            and self.count * self.length * self.dtype.itemsize > self.budget
+        ):
+            # Unbuffered, so that a full disk shows where it can be told; the mapping outlives the file.
+            self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
+            for held in self.held:
+                self._write(held)
+            self.held.clear()
+        if self.file is None:
+            self.held.append(row.to(self.dtype, copy=not self.keep))
+        else:
+            self._write(row.to(self.dtype))
+
+    def matrix(self) -> Tensor:
+        if self.file is None:
+            whole = _one_matrix(self.held) if self.keep else None
+            if whole is not None:
+                return whole
+            device = self.held[0].device if self.held else None
+            made = torch.empty(self.count, self.length, dtype=self.dtype, device=device)
+            for i in range(self.count):
+                made[i] = self.held[i]
+                self.held[i] = made[i]  # frees the row, so that at most one exists twice
+            return made
+        try:
+            if self.length == 0:
+                return torch.empty(self.count, 0, dtype=self.dtype)
+            mapped = np.memmap(self.file, np.uint8, "r+", shape=(self.count, self.length * self.dtype.itemsize))
+            return torch.from_numpy(mapped).view(self.dtype)
+        finally:
+            self.file.close()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def _write(self, row: Tensor) -> None:
+        assert self.file is not None
+        try:
+            left = row.contiguous().cpu().view(torch.uint8).numpy().data
+            while len(left):
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            self.file.close()
+            raise OSError(
+                error.errno,
+                f"the updates beyond the memory budget of {self.budget} bytes could not be written to "
+                f"{self.folder or tempfile.gettempdir()} ({error.strerror}): give collect() a folder with "
+                f"room for {self.length * self.dtype.itemsize} bytes a client",
+            ) from error
+
+
+def _one_matrix(rows: Sequence[Tensor]) -> Tensor | None:
+    """The matrix whose consecutive rows these are, if they are."""
+    if not rows or not rows[0].numel():
+        return None
+    first, length, memory = rows[0], rows[0].shape[0], rows[0].untyped_storage().data_ptr()
+    step = rows[1].storage_offset() - first.storage_offset() if len(rows) > 1 else length
+    for i, row in enumerate(rows):
+        elsewhere = row.untyped_storage().data_ptr() != memory
+        if elsewhere or row.storage_offset() != first.storage_offset() + i * step or not row.is_contiguous():
+            return None
+    return first.as_strided((len(rows), length), (step, 1)) if length <= step < length + ALIGNED else None

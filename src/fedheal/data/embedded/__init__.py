@@ -1,0 +1,1 @@
+"""Four domains of digits that need no download."""

@@ -1,0 +1,1 @@
+"""Readers of the file formats in which image data sets are distributed."""

@@ -1,0 +1,51 @@
+"""MOON: Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021.
+
+`CE + mu * l_con` with `l_con = -log(e^{cos(z, z_g)/T} / (e^{cos(z, z_g)/T} + e^{cos(z, z_p)/T}))`: the representation z of a
+sample should be near that of the received global net and far from that of the client's own previous net (at the end of its
+last participation, before aggregation). Gradients flow through z only; both reference nets are frozen and in evaluation mode;
+there is no contrastive term until a previous net exists. The representation is the pooled feature vector (no projection
+head).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedheal.core.layout import Packed
+from fedheal.local.term import Arrays, Batch, Context, Term
+
+
+@dataclass(frozen=True)
+class Contrastive(Term):
+    """MOON. `mu=0` is FedAvg."""
+
+    mu: float = 5.0
+    temperature: float = 0.5
+    features: bool = True
+
+    def prepare(self, ctx: Context, start: Packed) -> Packed:
+        if self.mu and "params" in ctx.slot:
+            previous = Packed(ctx.slot["params"], ctx.slot["buffers"], ctx.received.counters)
+            ctx.scratch["global"], ctx.scratch["previous"] = (
+                ctx.net("global", ctx.received),
+                ctx.net("previous", previous),
+            )
+        return start
+
+    def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
+        if "previous" not in ctx.scratch:
+            return None
+        z = batch.features
+        assert z is not None
+        with torch.no_grad():
+            near, far = ctx.scratch["global"].features(batch.x), ctx.scratch["previous"].features(batch.x)
+        similar = torch.stack([functional.cosine_similarity(z, other) for other in (near, far)], dim=1)
+        first = torch.zeros(len(z), dtype=torch.int64, device=z.device)
+        return self.mu * functional.cross_entropy(similar / self.temperature, first)
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        return {"params": local.params, "buffers": local.buffers}, {}

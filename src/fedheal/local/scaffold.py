@@ -1,0 +1,79 @@
+"""SCAFFOLD: Karimireddy et al., ICML 2020.
+
+Each step uses `g - c_m + c`. After K steps, option II: `c_m+ = c_m - c + (W - w_m) / (eta A_K)`, where `A_K` accounts for
+momentum (K without it; the plain `K eta` would make c an order of magnitude too large at momentum 0.9); option I: `c_m+` is the
+gradient of the client's loss at W. The server moves by `eta_g` times the aggregated update, and `c` by the mean of the changes
+of `c_m` times the share of clients present. Parameters only; buffers are averaged.
+
+`fair_controls="p"`: `c = sum_m p_m c_m` over the clients seen so far, with the weights of the model's average; an absent client
+counts as it last did. With uniform controls, re-weighting the average alone does not change where SCAFFOLD converges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedheal.core.layout import Layout, Packed
+from fedheal.local.client_weights import PREFIX, brought, remembered, total
+from fedheal.local.fedprox import push
+from fedheal.local.term import Arrays, Context, ServerContext, Term
+
+
+@dataclass(frozen=True)
+class ControlVariates(Term):
+    """SCAFFOLD."""
+
+    option: int = 2
+    eta_g: float = 1.0
+    fair_controls: str = "uniform"
+    clip: float | None = None
+    sends: tuple[str, ...] = ("c",)
+
+    def init(self, layout: Layout) -> Arrays:
+        return {"c": torch.zeros(layout.sizes().params)}
+
+    def prepare(self, ctx: Context, start: Packed) -> Packed:
+        c, mine = self._controls(ctx)
+        ctx.scratch["correction"] = ctx.views(c - mine)
+        if self.option == 1:
+            ctx.scratch["gradient"] = ctx.gradient(ctx.received)
+        return start
+
+    def grad(self, ctx: Context) -> None:
+        push(ctx, ctx.scratch["correction"])
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        c, mine = self._controls(ctx)
+        moved = (ctx.received.params - local.params) / ctx.effective_step
+        new = ctx.scratch["gradient"] if self.option == 1 else mine - c + moved
+        return {"c": new}, {"change": new - mine}
+
+    def absorb(
+        self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
+    ) -> tuple[Packed, Arrays]:
+        model = aggregated
+        if self.eta_g != 1:
+            model = replace(model, params=before.params + self.eta_g * (aggregated.params - before.params))
+        if not messages:
+            return model, shared
+        if self.fair_controls == "p":
+            return model, _weighted(shared, ctx)
+        mean = torch.stack([message["change"] for message in messages]).mean(dim=0)
+        return model, {"c": shared["c"] + len(messages) / ctx.clients * mean}
+
+    def _controls(self, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        c = ctx.shared["c"].to(ctx.received.params)
+        return c, ctx.slot.get("c", torch.zeros_like(c))
+
+
+def _weighted(shared: Arrays, ctx: ServerContext) -> Arrays:
+    """`c = sum p_m c_m` over the clients seen so far, each with the weight it last had."""
+    last = remembered(shared) | brought(ctx)
+    everything = total(last)
+    c = torch.zeros_like(ctx.slots[ctx.updates.clients[0]]["c"])
+    for name, q in sorted(last.items()):  # as after a restore, so that sums keep their bits
+        c += float(q) / everything * ctx.slots[name.removeprefix(PREFIX)]["c"]
+    return {"c": c, **last}

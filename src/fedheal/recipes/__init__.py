@@ -1,6 +1,0 @@
-"""The paper's results as recipes: functions that say which experiments to run, and what the paper printed for each."""
-
-from fedheal.recipes.recipe import Entry, Options, Recipe, planned, suffix
-from fedheal.recipes.table import RECIPES
-
-__all__ = ["RECIPES", "Entry", "Options", "Recipe", "planned", "suffix"]

@@ -1,0 +1,1 @@
+"""One run: its description, its rounds, its folder."""

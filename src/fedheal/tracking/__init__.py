@@ -1,0 +1,1 @@
+"""Log runs to TensorBoard, MLflow or Weights & Biases."""

@@ -1,0 +1,98 @@
+"""Standing: weights before they are made shares of a cohort, so that one round's can be compared with another's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedheal import Layout, Updates
+from fedheal.aggregate import Aggregator, fedavg, fedheal, uniform
+from fedheal.aggregate.stage import stateless
+from fedheal.aggregate.weights import afl, qffl
+from fedheal.aggregate.whole import fedpw
+from fedheal.aggregate.whole.fedce import fedce
+
+LOSSES = {"a": 2.0, "b": 0.5, "c": 1.0}
+
+
+def updates(clients: str, losses: dict[str, float] | None = None) -> Updates:
+    """Every client moves along an axis of its own, as far as the others; they have 10, 20 and 30 examples."""
+    loss = [(losses or LOSSES)[c] for c in clients]
+    metrics = {"loss": loss, "train_loss": loss, "without_me": [0.5] * len(clients), "judged": [1] * len(clients)}
+    axes = np.eye(3)[["abc".index(c) for c in clients]]
+    return Updates(clients, axes, [10.0 * (1 + "abc".index(c)) for c in clients], metrics=metrics)
+
+
+def unnormalised_weights(aggregator: Aggregator, clients: str, losses: dict[str, float] | None = None) -> list[float]:
+    out = aggregator.apply(np.zeros(3), updates(clients, losses), aggregator.init(Layout.flat(3)))
+    assert torch.allclose(out.unnormalised_weights / out.unnormalised_weights.sum(), out.weights, rtol=1e-12)
+    return out.unnormalised_weights.tolist()
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "wanted"),
+    [
+        (fedavg(), {"a": 10, "b": 20, "c": 30}),
+        (uniform(), dict.fromkeys("abc", 1)),
+        (qffl(q=2.0), {"a": 4, "b": 0.25, "c": 1}),
+        (fedheal(fael=False), {"a": 10, "b": 20, "c": 30}),
+    ],
+    ids=["fedavg", "uniform", "qffl", "fphl"],
+)
+def test_who_else_comes_does_not_change_it(aggregator: Aggregator, wanted: dict[str, float]) -> None:
+    for cohort in ("abc", "ab", "c"):
+        assert unnormalised_weights(aggregator, cohort) == pytest.approx([wanted[c] for c in cohort], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "aggregator",
+    [afl(reset=True), fedheal(fphl=False, fael="exact-reg"), fedpw(), Aggregator(fedce())],
+    ids=["afl, reset", "exact", "fedpw", "fedce"],
+)
+def test_where_only_a_cohort_shares_an_equal_part_stands_for_one(aggregator: Aggregator) -> None:
+    for cohort in ("abc", "ab", "c"):
+        assert unnormalised_weights(aggregator, cohort, dict.fromkeys("abc", 1.0)) == pytest.approx([1] * len(cohort))
+
+
+@pytest.mark.parametrize("aggregator", [afl(), fedheal(fphl=False)], ids=["afl", "fael"])
+def test_where_all_clients_share_it_is_the_share_of_all(aggregator: Aggregator) -> None:
+    """Those who come redistribute what they hold and no more, so everyone's last standings always sum to 1."""
+    state, last = aggregator.init(Layout.flat(3)), {}
+    for cohort in ("abc", "ab", "c", "bc"):
+        out = aggregator.apply(np.zeros(3), updates(cohort), state)
+        last |= dict(zip(cohort, out.unnormalised_weights.tolist(), strict=True))
+        state = out.state
+        assert sum(last.values()) == pytest.approx(1)
+
+
+def test_losses_beyond_all_powers_can_still_be_added_up() -> None:
+    found = unnormalised_weights(qffl(q=50.0), "ab", {"a": 1e30, "b": 1e-30})
+    assert found == [1e200, pytest.approx(0, abs=1e-100)]
+    assert found[1] > 0
+
+
+def test_a_skipped_client_stands_for_nothing_and_an_empty_round_for_nobody() -> None:
+    aggregator = fedavg(on_bad_update="skip")
+    sent = updates("abc")
+    sent.deltas[1, 0] = torch.nan
+    assert aggregator.apply(np.zeros(3), sent, aggregator.init(Layout.flat(3))).unnormalised_weights.tolist() == [
+        10,
+        0,
+        30,
+    ]
+    sent.deltas.fill_(torch.nan)
+    assert aggregator.apply(np.zeros(3), sent, aggregator.init(Layout.flat(3))).unnormalised_weights.tolist() == [
+        0,
+        0,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("wrong", [[1.0], [1.0, -1.0, 0.0], [1.0, np.inf, 0.0]], ids=str)
+def test_a_stage_that_gives_nonsense_is_refused(wrong: list[float]) -> None:
+    aggregator = Aggregator(stateless(lambda draft: replace(draft, unnormalised_weights=np.array(wrong))))
+    with pytest.raises(ValueError, match="3 finite numbers, none negative, are needed"):
+        unnormalised_weights(aggregator, "abc")

@@ -1,0 +1,197 @@
+"""Comparisons: paired, resumable, with bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fedheal
+from fedheal.campaign.compare import plan, seeds_of
+from fedheal.campaign.pool import Job, run_all
+from fedheal.report.rows import BOUNDS, find, rows
+from fedheal.runs import folder as records
+from tiny_data import QUICK, quick
+
+TESTS = Path(__file__).parents[1]
+
+
+def ran(planned: list[Job], processes: int = 1) -> list[dict[str, object]]:
+    for _ in run_all(planned, processes):
+        pass
+    return [records.read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned]
+
+
+def test_methods_are_paired_by_seed(tmp_path):
+    """With tau and beta 0 FedHEAL is FedAvg: the same split, cohorts, batches and initial model must give the same numbers."""
+    planned = plan(["fedavg", "fedheal:tau=0,beta=0"], [0, 1], QUICK | {"participation": 0.6}, tmp_path)
+    one, twin, other, _ = ran(planned)
+    assert one["method"] == "fedavg"
+    assert twin["method"] == "fedavg+fedheal:tau=0.0,beta=0.0"
+    assert one["domains"] == twin["domains"]
+    assert one["clients"] == twin["clients"]
+    models = [records.load_tensors(job.folder / "model.safetensors") for job in planned]
+    assert all(models[0][name].equal(models[1][name]) for name in models[0])
+    assert not all(models[0][name].equal(models[2][name]) for name in models[0])
+    assert other["seed"] == 1
+
+
+def test_finished_runs_are_not_run_again(tmp_path):
+    planned = plan(["fedavg", "fedheal"], [0], QUICK, tmp_path)
+    ran(planned)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    ran(planned)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_finished_runs_of_other_experiments_are_not_taken_for_these(tmp_path):
+    ran(plan(["fedavg"], [0], QUICK, tmp_path))
+    with pytest.raises(ValueError, match=r"fedavg.* belongs to another experiment"):
+        ran(plan(["fedheal", "fedavg"], [0], QUICK | {"lr": 0.5}, tmp_path))
+    assert not list(tmp_path.glob("fedheal*"))  # it was seen before anything ran
+    freely = QUICK | {"save_seconds": 1.0}
+    assert [job.finished for job in plan(["fedavg"], [0], freely, tmp_path)] == [True]
+
+
+def test_an_error_in_one_run_stops_the_rest_and_keeps_what_is_done(tmp_path):
+    good, bad = quick(name="good"), quick(name="bad", lr=1e9)
+    planned = [Job(good, tmp_path / "good"), Job(bad, tmp_path / "bad")]
+    with pytest.raises(ValueError, match="NaN"):
+        ran(planned)
+    assert planned[0].finished
+    assert not planned[1].finished
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_and_started_again_it_gives_the_same_table(tmp_path):
+    words = [f"{key}={value}" for key, value in QUICK.items() if key not in ("data", "rounds")]
+    command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2"]
+    command += ["--jobs", "2", *words, "rounds=12", "save_seconds=0"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+
+    def compare(folder: str) -> list[str]:
+        return [*command, "--out", str(tmp_path / folder)]
+
+    whole = subprocess.run([*compare("whole"), "--json"], env=environment, capture_output=True, text=True, check=True)
+    process = subprocess.Popen(
+        compare("killed"), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "killed").glob("*/result.json")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*/result.json")}
+    assert finished
+    again = subprocess.run([*compare("killed"), "--json"], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(again.stdout)["rows"] == json.loads(whole.stdout)["rows"]
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(tmp_path):
+    one, two = (
+        [r["domains"] for r in ran(plan(["fedavg", "fedheal"], [0, 1], QUICK, tmp_path / str(n)), n)] for n in (1, 2)
+    )
+    assert one == two
+
+
+def test_bounds_are_rows_like_others(tmp_path):
+    planned = plan(["fedavg", *BOUNDS], [0], QUICK | {"rounds": 2}, tmp_path)
+    found = {row.method: row for row in rows(ran(planned))}
+    assert set(found) == {"fedavg", *BOUNDS}
+    summaries = find([tmp_path])
+    by_name = {Path(s["folder"]).name: s for s in summaries}
+    # standalone: each client's own model on its own domain, mean over the domain's clients
+    plain = [by_name[f"standalone-plain-{i}-seed0"]["domains"]["plain"] for i in range(2)]
+    assert found["standalone"].domains["plain"] == pytest.approx(sum(plain) / 2)
+    assert found["standalone"].domains["dark"] == by_name["standalone-dark-0-seed0"]["domains"]["dark"]
+    # leave one out: the domain's accuracy comes from the run without it
+    assert found["leave-one-domain-out"].domains["noisy"] == by_name["without-noisy-seed0"]["domains"]["noisy"]
+    assert set(by_name["without-noisy-seed0"]["trained"]) == {"plain-0", "plain-1", "dark-0"}
+    assert by_name["centralised-seed0"]["trained"] == {"pooled": ""}
+    # a bound whose runs are not all there is no row yet
+    some = [s for s in summaries if not s["folder"].endswith("without-noisy-seed0")]
+    assert "leave-one-domain-out" not in {row.method for row in rows(some)}
+    some = [s for s in summaries if not s["folder"].endswith("standalone-plain-1-seed0")]
+    assert "standalone" not in {row.method for row in rows(some)}
+
+
+def test_pooled_training_is_one_client_with_everything(tmp_path):
+    """One machine with all data and one epoch of plain SGD: the same as a federation of that one client."""
+    result = fedheal.run(quick(pool=True), tmp_path / "pooled")
+    assert result.summary["trained"] == {"pooled": ""}
+    assert result.history[0].weights == {"pooled": 1.0}
+    steps = -(-(2 * 24 + 2 * 16 + 13) // 8)
+    assert result.history[0].cohort == 1
+    assert steps == 12  # 93 examples in batches of 8
+    assert set(result.summary["clients"]) == {"plain-0", "plain-1", "noisy-0", "noisy-1", "dark-0"}
+
+
+@pytest.mark.parametrize(
+    ("methods", "seeds", "values", "words"),
+    [
+        ([], [0], {}, "at least one method"),
+        (["fedavg"], [], {}, "at least one seed"),
+        (["fedavg", "fedavg"], [0], {}, "the same"),
+        (["fedavg", "fedheal", "fedavg+fedheal"], [0], {}, "the same"),
+        (["fedavg"], [0], {"seed": 3}, "seed is what a comparison varies"),
+        (["fedavgg"], [0], {}, "did you mean 'fedavg'"),
+        (["centralized"], [0], {}, "did you mean 'centralised'"),
+        (["fedavg"], [0], {"rounds": -1}, "rounds = -1"),
+        (["fedavg", "fedce"], [0], {}, "method 'fedce' needs examples held out .*: give validation=0.2"),
+        (["fedavg", "ditto:feedback=true"], [0], {"server_lr": 0.5}, "ditto:feedback=true"),
+        (["fedavg", "fedbn"], [0], {"pool": True}, "method 'fedbn' keeps a part of the model with each client"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, methods, seeds, values, words):
+    with pytest.raises(ValueError, match=words):
+        plan(methods, seeds, QUICK | values, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "3-1", "1,1", "", "1-"])
+def test_seeds_that_make_no_sense_are_refused(text):
+    with pytest.raises(ValueError, match="seeds = "):
+        seeds_of(text)
+
+
+@pytest.mark.parametrize("text", ["10000000000", "3-9999999999999999999999", ",".join(map(str, range(10_001)))])
+def test_more_seeds_than_anybody_waits_for_are_refused(text):
+    with pytest.raises(ValueError, match="10,000 are the most"):
+        seeds_of(text)
+    assert seeds_of("10000") == list(range(10_000))
+
+
+def test_validation_examples_are_held_out_of_training():
+    from fedheal import data as datasets
+    from fedheal.simulate.experiment import build
+    from fedheal.simulate.runner import device_of
+
+    experiment = quick(validation=0.25)
+    federation = build(experiment, datasets.load(experiment.data), device_of("cpu"))
+    whole = build(quick(), datasets.load(experiment.data), device_of("cpu"))
+    for client, split in federation.local_training.examples.items():
+        held, everything = federation.validation[client], whole.local_training.examples[client]
+        assert len(split) + len(held) == len(everything)
+        assert len(held) == round(0.25 * len(everything))
+        both = [*split.images.flatten(1).tolist(), *held.images.flatten(1).tolist()]
+        assert sorted(both) == sorted(everything.images.flatten(1).tolist())
+    result = fedheal.run(experiment, progress=False)
+    assert set(result.summary["validation"]["domains"]) == {"plain", "noisy", "dark"}
+    assert fedheal.run(quick(), progress=False).summary["validation"] is None
+    with pytest.raises(ValueError, match="leaves 0 to validate"):
+        fedheal.run(quick(validation=0.001), progress=False)
+
+
+@pytest.mark.parametrize(("field", "value"), [("only", "dark"), ("without", "dark"), ("pool", True)])
+def test_what_bounds_vary_cannot_be_given_beside_them(tmp_path, field, value):
+    with pytest.raises(ValueError, match=f"{field} is what bounds vary"):
+        plan(["fedavg", "standalone"], [0], QUICK | {field: value}, tmp_path)
+    assert plan(["fedavg"], [0], QUICK | {field: value}, tmp_path)

@@ -1,0 +1,229 @@
+"""Many runs at once: each on its GPU, each once, and what becomes of the others when one fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fedheal.campaign import placement as places
+from fedheal.campaign import pool as schedule
+from fedheal.campaign.placement import FILLS, Demand, Gpu, Place
+from fedheal.campaign.pool import Job, at_a_time, run_all
+from fedheal.runs import folder as records
+from tiny_data import quick
+
+GIB = 2**30
+
+
+class Threads(ThreadPoolExecutor):
+    """Stands in for a pool of processes: a place's threads have its GPU in their names."""
+
+    _processes = None
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.slots, thread_name_prefix=f"gpu{place.gpu}")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(places, "number", lambda: 2)
+    monkeypatch.setattr(places, "gpus", lambda: (Gpu(0, 80 * GIB), Gpu(1, 80 * GIB)))
+    monkeypatch.setattr(places, "cores", lambda: 16)
+
+
+class Stage:
+    """What stands in for runs: where each was, and what it waits for before it ends."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.where: dict[str, str] = {}
+        self.ended: set[str] = set()
+        self.most = Counter[str]()  # at once on a GPU
+        self.waits: dict[str, Callable[[], bool]] = {}
+
+    def do(self, job: Job) -> None:
+        name, gpu = job.folder.name, threading.current_thread().name.partition("_")[0]
+        with self.lock:
+            assert name not in self.where, "started twice"
+            self.where[name] = gpu
+            here = [other for other, place in self.where.items() if place == gpu and other not in self.ended]
+            self.most[gpu] = max(self.most[gpu], len(here))
+        deadline = time.monotonic() + 30
+        while name in self.waits and not self.waits[name]() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        with self.lock:
+            self.ended.add(name)
+        if name == "bad":
+            raise ValueError("a bad run")
+
+
+@pytest.fixture
+def stage(monkeypatch, two_gpus):
+    made = Stage()
+    monkeypatch.setattr(schedule, "_pool", Threads)
+    monkeypatch.setattr(schedule, "_do", made.do)
+    monkeypatch.setattr(schedule, "_do_there", made.do)
+    return made
+
+
+def jobs(folder: Path, *names: str, **keys: object) -> list[Job]:
+    return [Job(quick(name=name, **{"device": "auto"} | keys), folder / name) for name in names]
+
+
+def test_whoever_is_free_takes_the_next_run(stage, tmp_path):
+    """Nine runs, one a GPU at a time: beside a long one the other GPU does all the rest."""
+    stage.waits["a"] = lambda: stage.ended == set("bcdefghi")
+    done = [job.folder.name for job in run_all(jobs(tmp_path, *"abcdefghi"), 2)]
+    assert sorted(done) == list("abcdefghi")
+    assert stage.where.pop("a") == "gpu0"
+    assert set(stage.where.values()) == {"gpu1"}
+    assert stage.most == {"gpu0": 1, "gpu1": 1}
+
+
+def test_small_runs_share_gpus_and_large_ones_do_not(stage, tmp_path, monkeypatch):
+    for name in "abcdefgh":
+        stage.waits[name] = lambda: len(stage.where) >= 8
+    list(run_all(jobs(tmp_path, *"abcdefgh", "more"), 0))
+    assert stage.most == {"gpu0": 4, "gpu1": 4}
+    stage.most.clear()
+    monkeypatch.setattr(places, "demand", lambda _: Demand(4 * GIB, FILLS))
+    for name in "ij":
+        stage.waits[name] = lambda: {"i", "j"} <= set(stage.where)
+    list(run_all(jobs(tmp_path, *"ijkl"), 0))
+    assert stage.most == {"gpu0": 1, "gpu1": 1}
+
+
+def test_after_an_error_nothing_new_starts(stage, tmp_path):
+    stage.waits["long"] = lambda: "bad" in stage.ended
+    stage.waits["bad"] = lambda: "long" in stage.where
+    with pytest.raises(ValueError, match="a bad run"):
+        list(run_all(jobs(tmp_path, "bad", "long", "never", "neither"), 2))
+    assert "bad" in stage.ended
+    assert "neither" not in stage.where  # one more may have begun if `long` was done first
+
+
+def test_whoever_stops_asking_stops_the_rest(stage, tmp_path):
+    asked = run_all(jobs(tmp_path, *"abcdefghi"), 2)
+    next(asked)
+    asked.close()
+    assert len(stage.where) == 2
+
+
+def test_one_at_a_time_is_in_this_process(stage, tmp_path, monkeypatch):
+    monkeypatch.setattr(schedule, "_pool", lambda place: pytest.fail("a process was started"))
+    list(run_all(jobs(tmp_path, *"ab"), 1))
+    list(run_all(jobs(tmp_path, "c"), 0))
+    monkeypatch.setattr(places, "number", lambda: 1)
+    monkeypatch.setattr(places, "demand", lambda _: Demand(4 * GIB, FILLS))
+    list(run_all(jobs(tmp_path, *"de"), 0))
+    assert set(stage.where) == set("abcde")
+    assert set(stage.where.values()) == {"MainThread"}
+
+
+def test_runs_on_different_devices_go_one_kind_after_the_other(stage, tmp_path):
+    stage.waits["a"] = lambda: "b" in stage.where
+    mixed = [
+        *jobs(tmp_path, "a", "b"),
+        *jobs(tmp_path, "c", "d", device="cpu"),
+        *jobs(tmp_path, "e", "f", device="cuda:1"),
+    ]
+    assert at_a_time(mixed, 0) == "2 at a time on 2 GPUs, then 2 at a time, then 2 at a time"
+    assert [job.folder.name in "ab" for job in run_all(mixed, 0)] == [True, True, False, False, False, False]
+    assert stage.where == {"a": "gpu0", "b": "gpu1", "c": "gpuNone", "d": "gpuNone", "e": "gpuNone", "f": "gpuNone"}
+
+
+def test_it_is_said_beforehand(two_gpus, tmp_path):
+    planned = jobs(tmp_path, *"abcdefghijkl")
+    assert at_a_time(planned, 0) == "8 at a time on 2 GPUs"
+    assert at_a_time(planned, 3) == "3 at a time on 2 GPUs"
+    assert at_a_time(planned[:1], 0) == "1 at a time on one GPU"
+    assert at_a_time(planned, 0, ray="auto") == "as tasks of a Ray cluster"
+    for job in planned:
+        job.folder.mkdir()
+        (job.folder / "experiment.toml").write_text(job.experiment.to_toml())
+        (job.folder / "result.json").write_text("{}")
+    assert at_a_time(planned, 0) == "all of them finished"
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "share"),
+    [
+        ({"device": "cpu"}, True, 0.0),
+        ({"device": "auto"}, False, 0.0),
+        ({"device": "auto"}, True, 0.25),
+        ({"device": "cuda"}, True, 0.25),
+        ({"device": "cuda", "model": "tiny_data:looking"}, True, 1.0),
+        ({"device": "cuda", "data": "digits", "model": "resnet10", "batch_size": 64}, True, 1.0),
+    ],
+    ids=str,
+)
+def test_on_a_cluster_small_runs_ask_for_a_part_of_a_gpu(keys, gpus, share):
+    assert schedule._resources(quick(threads=2, **keys), gpus) == {"num_cpus": 2, "num_gpus": share}
+
+
+def test_real_processes_see_one_gpu_each_and_give_what_this_one_gives(tmp_path, monkeypatch, two_gpus):
+    """The GPUs are made up, so that the runs end up on the CPU; what they see of the environment is real."""
+    told = tmp_path / "told"
+    monkeypatch.setenv("TINY_DATA_TOLD", str(told))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, GPU-made-up")
+    planned = jobs(tmp_path, *"abcd", data="tiny_data:told")
+    expected = records.read_json(next(run_all(jobs(tmp_path, "here", device="cpu"))).folder / "result.json")
+    assert {job.folder.name for job in run_all(planned, 2)} == set("abcd")
+    seen = [line.split(" ", 1) for line in told.read_text().splitlines()]
+    assert len(seen) == 4
+    assert str(os.getpid()) not in {process for process, _ in seen}
+    assert {where for _, where in seen} == {"7", "GPU-made-up"}
+    assert len({tuple(pair) for pair in seen}) == 2  # a process stays with its GPU
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7, GPU-made-up"
+    for job in planned:
+        found = records.read_json(job.folder / "result.json")
+        assert found["domains"] == expected["domains"]
+        assert found["device"] == expected["device"] == "cpu"
+
+
+def test_an_error_in_a_process_is_the_error_here(tmp_path):
+    planned = [*jobs(tmp_path, "bad", "worse", lr=1e9, device="cpu"), *jobs(tmp_path, "never", device="cpu")]
+    with pytest.raises(ValueError, match="its update holds NaN"):
+        list(run_all(planned, 2))
+    assert not any(job.finished for job in planned)
+    assert not planned[2].folder.exists()
+
+
+def test_a_folder_from_a_cluster_has_a_result_only_when_it_is_whole(tmp_path, monkeypatch):
+    def full(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    files = {"result.json": b"{}", "state/1.safetensors": b"x"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            schedule._unpack(files, tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    schedule._unpack(files, tmp_path)
+    assert (tmp_path / "result.json").read_bytes() == b"{}"
+
+
+def test_an_error_on_a_cluster_is_the_error_here(monkeypatch):
+    """Ray raises it as one of its own kind, whose text is the traceback there."""
+    import ray
+
+    cause = ValueError("model 'x' has no parameter to train")
+    there = ray.exceptions.RayTaskError("_do_elsewhere", "Traceback ...\n  File ...", cause).as_instanceof_cause()
+    lost = ray.exceptions.WorkerCrashedError()
+
+    def get(done: str) -> None:
+        raise {"failed": there, "lost": lost}[done]
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(ValueError, match=r"^model 'x' has no parameter to train$") as raised:
+        schedule._answer("failed")
+    assert raised.value is cause
+    with pytest.raises(ChildProcessError, match=r"a run on the Ray cluster was lost \(The worker died"):
+        schedule._answer("lost")

@@ -1,0 +1,327 @@
+"""A model becomes three vectors and comes back bit for bit, whatever its state_dict holds."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedheal import Layout, Packed
+from fedheal.core.layout import Sizes
+
+
+class Bag(nn.Module):
+    """A module that holds just these parameters and buffers."""
+
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+
+def param(values, dtype=torch.float32):
+    return nn.Parameter(values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype), False)
+
+
+def raw(values, width, dtype):
+    """A tensor from bit patterns."""
+    return torch.from_numpy(np.array(values, f"uint{width}").view(f"int{width}")).view(dtype)
+
+
+def bits(tensor):
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    return flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_same(made, given):
+    assert list(made) == list(given)
+    for name, tensor in given.items():
+        assert (made[name].dtype, made[name].shape) == (tensor.dtype, tensor.shape), name
+        assert bits(made[name]) == bits(tensor), name
+
+
+def assert_round_trip(module):
+    layout, given = Layout.of(module), module.state_dict()
+    packed = layout.pack(given)
+    assert packed.params.ndim == packed.buffers.ndim == packed.counters.ndim == 1
+    made = layout.unpack(packed)
+    assert_same(made, given)
+    target = copy.deepcopy(module)
+    for tensor in target.state_dict().values():
+        tensor.zero_()
+    target.load_state_dict(made, strict=True)
+    assert_same(target.state_dict(), given)
+
+
+def tied():
+    shared = param([[1.0, 2.0], [3.0, 4.0]])
+    return Bag(first=shared, between=param([5.0]), second=shared)
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.ModuleDict({"a": nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)), "b": nn.LSTM(2, 3)})
+        self.head = nn.Linear(3, 2, bias=False)
+        self.register_buffer("not_saved", torch.ones(2), persistent=False)
+
+
+class Extra(nn.Module):
+    """Keeps a tensor as extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.kept = param([1.0]), torch.tensor([0.5, -0.0])
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, float("inf"), -float("inf"), 3.4e38]
+MODULES = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
+    "batch norm without parameters": lambda: nn.BatchNorm1d(3, affine=False),
+    "nothing at all": nn.Module,
+    "nested": Nested,
+    "tied": tied,
+    "tied buffers": lambda: (lambda shared: Bag(a=shared, b=torch.ones(1), c=shared))(torch.tensor([1.0, 2.0])),
+    "two views of one storage": lambda: (lambda base: Bag(a=param(base[:2]), b=param(base[1:])))(torch.arange(3.0)),
+    "special numbers": lambda: Bag(w=param(SPECIAL), b=torch.tensor(SPECIAL)),
+    "bf16 beside fp32": lambda: Bag(w=param([0.1, -0.0, 1e-40], BF16), v=param(SPECIAL)),
+    "bf16 beside fp16": lambda: Bag(w=param([0.1, 3e38, 1e-40], BF16), v=param([6e-8, -0.0, 65504.0], F16)),
+    "fp16 alone": lambda: Bag(w=param([6e-8, -0.0, 65504.0, float("inf")], F16)),
+    "float8 beside fp32": lambda: Bag(w=param(torch.tensor([0.5, -0.0, 448]).to(torch.float8_e4m3fn)), v=param([0.1])),
+    "float64 buffer": lambda: Bag(w=param([1.0]), b=torch.tensor([1 / 3, 1e-320], dtype=F64)),
+    "float64 beside fp32": lambda: Bag(w=param([1 / 3], F64), v=param(SPECIAL), b=torch.tensor(SPECIAL, dtype=BF16)),
+    "complex parameter": lambda: Bag(w=param([[1 + 2j, -0.0j], [complex(0, float("inf")), 3]], torch.complex64)),
+    "complex behind an odd number of floats": lambda: Bag(w=param([1.0, 2, 3]), v=param([1 + 2j], torch.complex64)),
+    "complex buffers": lambda: Bag(
+        a=torch.tensor(1j), b=torch.ones(1), c=torch.tensor([1 / 3 + 1j], dtype=torch.complex128)
+    ),
+    "complex, transposed": lambda: Bag(w=param(torch.tensor([[1 + 2j, 3j], [4, 5 - 1j]]).T)),
+    "bool and integers": lambda: Bag(
+        a=torch.tensor([True, False]),
+        b=torch.tensor([-128, 127], dtype=torch.int8),
+        c=torch.tensor([[2**63 - 1], [-(2**63)]]),
+        d=torch.tensor(65535, dtype=torch.uint16),
+        e=torch.tensor([2**63 + 5], dtype=torch.uint64),
+        w=param([1, 2], torch.int32),
+    ),
+    "an empty parameter": lambda: Bag(a=param(torch.zeros(0, 3)), b=param([1.0])),
+    "two empty ones of different shapes": lambda: Bag(
+        a=param(torch.zeros(0, 3)), b=param(torch.zeros(2, 0)), c=param([1.0])
+    ),
+    "two empty ones of different dtypes": lambda: Bag(a=torch.zeros(0), b=torch.zeros(0, dtype=F64), c=torch.ones(1)),
+    "only empty ones": lambda: Bag(a=param(torch.zeros(0)), b=torch.zeros(0, 2), c=torch.zeros(0, dtype=torch.int64)),
+    "0-dim": lambda: Bag(a=param(1.5), b=torch.tensor(2.5), c=torch.tensor(3), d=torch.tensor(True)),
+    "not contiguous": lambda: Bag(
+        a=param(torch.arange(6.0).reshape(2, 3).T),
+        b=param(torch.arange(8.0)[::2]),
+        c=param(torch.arange(16.0).reshape(1, 2, 2, 4).to(memory_format=torch.channels_last)),
+    ),
+    "extra state that is a tensor": Extra,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_round_trip(name):
+    assert_round_trip(MODULES[name]())
+
+
+PAYLOADS = {  # quiet, signalling and negative NaNs with payloads
+    F32: [0x7FC00001, 0x7F800001, 0xFFC12345, 0x7FFFFFFF],
+    F16: [0x7E01, 0x7C01, 0xFE55, 0x7FFF],
+    BF16: [0x7FC1, 0x7F81, 0xFFD5, 0x7FFF],
+    F64: [0x7FF8000000000001, 0x7FF0000000000001, 0xFFF8DEADBEEF0000, 0x7FFFFFFFFFFFFFFF],
+}
+
+
+@pytest.mark.parametrize("dtype", PAYLOADS)
+def test_the_bits_of_nan_come_back(dtype):
+    values = raw(PAYLOADS[dtype], dtype.itemsize * 8, dtype)
+    assert_round_trip(Bag(w=param(values), b=values.clone()))
+
+
+def test_nan_stays_nan_in_a_mix_of_dtypes():
+    module = Bag(w=param([float("nan"), 1.0], BF16), v=param([2.0, float("nan")]), b=torch.tensor(1 / 3, dtype=F64))
+    layout = Layout.of(module)
+    made = layout.unpack(layout.pack(module.state_dict()))
+    assert made["w"].isnan().tolist() == [True, False]
+    assert made["v"].isnan().tolist() == [False, True]
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+pieces = st.tuples(
+    st.booleans(),  # a parameter?
+    st.sampled_from(FLOATS + INTEGERS),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.booleans(),  # transposed?
+    st.booleans(),  # tied to the piece before?
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(pieces, max_size=6), st.integers(0, 2**32 - 1))
+@example([(True, torch.float32, [3], False, False), (True, torch.complex64, [2], False, False)], 0)
+@example([(True, torch.float32, [0, 3], False, False), (True, torch.float32, [2, 0], False, False)], 0)
+def test_round_trip_of_random_modules(drawn, seed):
+    rng, tensors = np.random.default_rng(seed), {}
+    for i, (is_param, dtype, shape, transposed, tie) in enumerate(drawn):
+        if tie and i:
+            tensors[f"t{i}"] = tensors[f"t{i - 1}"]
+            continue
+        if dtype in INTEGERS:
+            tensor = torch.from_numpy(rng.integers(-(2**62), 2**62, shape)).to(dtype)
+        else:
+            special = rng.choice([0.0, -0.0, 1e-45, np.inf, -np.inf, 0.1], shape)
+            values = np.where(rng.random(shape) < 0.3, special, rng.normal(size=shape))
+            tensor = torch.from_numpy(np.asarray(values)).to(dtype)
+            tensor = torch.complex(tensor.real, -tensor.real) if dtype.is_complex else tensor
+        tensor = tensor.movedim(0, -1) if transposed and tensor.ndim > 1 else tensor
+        tensors[f"t{i}"] = nn.Parameter(tensor, requires_grad=False) if is_param else tensor
+    assert_round_trip(Bag(**tensors))
+
+
+def test_sizes_by_hand():
+    # Linear(2, 3): 6 + 3.  BatchNorm1d(3): weight 3, bias 3; running mean and variance 3 + 3; one counter.
+    layout = Layout.of(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    assert layout.sizes() == Sizes((("0.weight", 6), ("0.bias", 3), ("1.weight", 3), ("1.bias", 3)), 6, 1)
+    assert layout.sizes().params == 15
+
+
+def test_a_complex_number_counts_twice_and_a_tied_tensor_once():
+    shared = param([1 + 1j, 2, 3], torch.complex64)
+    layout = Layout.of(Bag(a=shared, b=param([1.0]), c=shared, d=torch.tensor(True)))
+    assert layout.sizes() == Sizes((("a", 6), ("b", 1)), 0, 1)
+
+
+def test_vectors_are_in_the_order_of_the_state_dict_whatever_the_order_given():
+    module = Bag(w=param([1.0, 2.0]), mean=torch.tensor([3.0]), v=param([[4.0], [5.0]]), seen=torch.tensor(6))
+    layout, given = Layout.of(module), module.state_dict()
+    for state_dict in (given, dict(reversed(given.items()))):
+        packed = layout.pack(state_dict)
+        assert packed.params.tolist() == [1, 2, 4, 5]
+        assert (packed.buffers.tolist(), packed.counters.tolist()) == ([3], [6])
+        assert (packed.params.dtype, packed.counters.dtype) == (torch.float32, torch.int64)
+
+
+def test_tied_names_share_memory_and_stay_tied_after_loading():
+    module = tied()
+    layout = Layout.of(module)
+    assert layout.sizes().params == 5
+    made = layout.unpack(layout.pack(module.state_dict()))
+    made["first"][0, 0] = 9.0
+    assert made["second"][0, 0] == 9.0
+    module.load_state_dict(made)
+    assert module.first is module.second
+    assert module.second.tolist() == [[9, 2], [3, 4]]
+
+
+def test_equal_modules_have_equal_layouts():
+    assert Layout.of(Nested()) == Layout.of(Nested())
+    assert Layout.of(nn.Linear(2, 3)) != Layout.of(nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), tied()]
+)
+def test_unpacked_and_packed_are_fresh_memory(module):
+    layout = Layout.of(module)
+    given = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    packed = layout.pack(module.state_dict())
+    assert not packed.params.requires_grad
+    made = layout.unpack(packed)
+    before = [t.clone() for t in (packed.params, packed.buffers, packed.counters)]
+    for tensor in made.values():
+        tensor.fill_(7)
+    assert all(torch.equal(a, b) for a, b in zip((packed.params, packed.buffers, packed.counters), before, strict=True))
+    packed.params.fill_(8)
+    assert all(bool((tensor == 7).all()) for tensor in made.values())
+    assert_same(module.state_dict(), given)
+
+
+TWO = Bag(w=param([[1.0, 2.0], [3.0, 4.0]]), seen=torch.tensor(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda d: d.pop("w"), "'w'"),
+        (lambda d: d.update(strange=torch.ones(1)), "'strange'"),
+        (lambda d: d.update(w=torch.ones(4)), r"'w'.*\(4,\).*\(2, 2\)"),
+        (lambda d: d.update(w=torch.ones(2, 2, dtype=F64)), "'w'.*float64.*float32"),
+        (lambda d: d.update(seen=torch.tensor(3.0)), "'seen'.*float32.*int64"),
+        (lambda d: d.update(w=np.ones((2, 2), np.float32)), "'w'"),
+        (lambda d: d.update(seen=3), "'seen'"),
+        (lambda d: d.update(w=None), "'w'"),
+    ],
+)
+def test_a_state_dict_of_another_model_is_refused_by_name(change, named):
+    given = dict(TWO.state_dict())
+    change(given)
+    with pytest.raises(ValueError, match=named):
+        Layout.of(TWO).pack(given)
+
+
+@pytest.mark.parametrize("other", ["another value", "the same memory transposed", "minus zero"])
+def test_tied_tensors_that_differ_are_refused(other):
+    layout, w = Layout.of(tied()), torch.tensor([[1.0, 2.0], [0.0, 4.0]])
+    second = {
+        "another value": w + 1,
+        "the same memory transposed": w.T,
+        "minus zero": w * torch.tensor([[1, 1], [-1.0, 1]]),
+    }
+    with pytest.raises(ValueError, match=r"'second'.*'first'|'first'.*'second'"):
+        layout.pack({"first": w, "between": torch.ones(1), "second": second[other]})
+    layout.pack({"first": w, "between": torch.ones(1), "second": w.clone()})
+
+
+def test_vectors_of_another_length_are_refused():
+    layout = Layout.of(TWO)
+    packed = layout.pack(TWO.state_dict())
+    for name, wrong in (
+        ("param", packed.params[:3]),
+        ("buffer", torch.ones(1)),
+        ("counter", packed.counters.reshape(1, 1)),
+    ):
+        changed = {"params": packed.params, "buffers": packed.buffers, "counters": packed.counters, f"{name}s": wrong}
+        with pytest.raises(ValueError, match=name):
+            layout.unpack(Packed(**changed))
+
+
+def test_extra_state_that_is_no_tensor_is_refused_by_name():
+    class Odd(Extra):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(TypeError, match=r"_extra_state.*dict"):
+        Layout.of(nn.Sequential(Odd()))
+
+
+def test_a_flat_layout_is_one_parameter_tensor():
+    layout = Layout.flat(3)
+    assert layout.sizes() == Sizes((("params", 3),), 0, 0)
+    packed = layout.pack({"params": torch.tensor([1.0, 2.0, 3.0])})
+    assert (len(packed.buffers), len(packed.counters)) == (0, 0)
+    assert layout.unpack(packed)["params"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_a_flat_layout_needs_a_positive_whole_size(size):
+    with pytest.raises((TypeError, ValueError), match=f"size.*{size}"):
+        Layout.flat(size)

@@ -1,0 +1,175 @@
+"""Who a reply comes from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedheal.flower import FairStrategy, FedHEAL, client
+from fedheal.runs import folder as records
+from flower.local_grid import LocalGrid
+from flower.sites import Sites
+from flower.test_bad_replies import error_of_the_superlink
+
+
+def renamed(reply: Message, name: str | None) -> list[Message]:
+    about = {k: v for k, v in reply.content["fedheal"].items() if k != "client"}
+    reply.content["fedheal"] = ConfigRecord(about | ({} if name is None else {"client": name}))
+    return [reply]
+
+
+def test_the_name_in_the_reply_is_the_clients_name():
+    strategy = Sites(rounds=1).run(lambda node, reply: renamed(reply, f"hospital {node}"))
+    assert sorted(strategy.history[0].weights) == [f"hospital {node}" for node in range(100, 105)]
+
+
+@pytest.mark.parametrize("where", ["config", "metrics"])
+def test_else_the_partition_id_that_a_reply_holds(where):
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if where == "config":
+            reply.content["mine"] = ConfigRecord({"partition-id": node - 100})
+        else:
+            reply.content["metrics"] = MetricRecord({**reply.content["metrics"], "partition-id": node - 100})
+        return renamed(reply, None)
+
+    strategy = Sites(rounds=1).run(spoil)
+    assert sorted(strategy.history[0].weights) == [f"partition-{i}" for i in range(5)]
+
+
+def test_else_the_node_id_with_one_warning_a_node(caplog):
+    with caplog.at_level(logging.WARNING, "flwr.fedheal"):
+        strategy = Sites(rounds=2).run(lambda node, reply: renamed(reply, None))
+    assert sorted(strategy.history[0].weights) == [f"node-{i}" for i in range(100, 105)]
+    assert caplog.text.count("gives no name") == 5
+
+
+def test_two_nodes_with_one_name_are_refused_with_both_ids():
+    sites = Sites(rounds=2)
+    same = lambda node, reply: renamed(reply, "clinic") if node in (101, 103) else [reply]  # noqa: E731
+    strategy = sites.run(same)
+    for record in strategy.history:
+        assert "nodes 101 and 103 both use this name" in record.report["skipped"]["clinic"]
+        assert sorted(record.weights) == sorted(sites.names[i] for i in (0, 2, 4))
+
+
+def test_a_name_moves_when_its_node_is_gone_or_silent():
+    sites = Sites(rounds=4)
+    strategy = sites.strategy(fraction_evaluate=0.0)
+    grid = sites.grid()
+    own = sites.names[4]
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        number = strategy._round.number
+        if number == 2 and node == 104:
+            grid.contexts[204] = grid.contexts[104]  # restarted under a new id; the old one is still listed
+        return [] if number == 3 and node == 104 else [reply]  # asked, and silent
+
+    grid.spoil = spoil
+    strategy.start(grid, sites.initial, num_rounds=4)
+    third, fourth = strategy.history[2], strategy.history[3]
+    assert third.weights[own] > 0  # node 204 speaks for it now
+    assert third.report["missing"] == [own]
+    assert "nodes 104 and 204 both use this name" in fourth.report["skipped"][own]  # both answer: nobody can tell
+    assert strategy.roll.names.get(204) == own
+    assert 104 not in strategy.roll.names  # the name has moved
+
+
+def test_runs_with_node_ids_of_their_own_leave_one_node_a_name(tmp_path):
+    sites = Sites(rounds=3)
+    for number, first in enumerate((100, 500, 900), 1):
+        strategy = sites.strategy(fraction_evaluate=0.0, roll_call=True, folder=tmp_path / "run", resume=number > 1)
+        strategy.start(sites.grid(first=first), sites.initial, num_rounds=number)
+        assert strategy.known.nodes == {str(first + i): name for i, name in enumerate(sites.names)}
+
+
+def test_an_error_of_the_old_node_does_not_speak_for_a_client_that_answers_from_its_new_one():
+    sites = Sites(method="scaffold", rounds=3)
+    strategy, grid, own = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        number = strategy._round.number
+        if number == 2 and node == 104:
+            grid.contexts[204] = grid.contexts[104]
+        return error_of_the_superlink(reply) if number == 3 and node == 104 else [reply]
+
+    grid.spoil = spoil
+    strategy.start(grid, sites.initial, num_rounds=3)
+    third = strategy.history[2]
+    assert third.weights[own] > 0
+    assert third.report["skipped"] == {}
+    assert third.report["missing"] == [own]  # the old node, under the name it had
+    assert strategy.known.accepted[own] == 3
+
+
+def half_named(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
+    """Training gives a name and a domain; what evaluation gives is up to the caller."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        i, number = context.node_config["partition-id"], message.content["config"]["server-round"]
+        step = torch.tensor([1.0, (-1.0) ** (number + i), 1.0 if number % (i + 2) else -1.0])
+        model = {"w": client.received(message)["w"] + step}
+        return client.reply(message, context, model, 10, name=f"site{i}", domain="rural" if i else "city")
+
+    app.evaluate()(evaluate)
+    return app
+
+
+def accuracy(context: Context) -> dict[str, float]:
+    return {"accuracy": 0.5 + 0.1 * context.node_config["partition-id"]}
+
+
+def unnamed(message: Message, context: Context) -> Message:
+    return Message(RecordDict({"metrics": MetricRecord({**accuracy(context), "num-examples": 10})}), reply_to=message)
+
+
+def with_partition(message: Message, context: Context) -> Message:
+    reply = unnamed(message, context)
+    reply.content["who"] = ConfigRecord({"partition-id": context.node_config["partition-id"]})
+    return reply
+
+
+def with_helper(message: Message, context: Context) -> Message:
+    i = context.node_config["partition-id"]
+    return client.judged(message, context, 10, accuracy(context), name=f"site{i}", domain="rural" if i else "city")
+
+
+@pytest.mark.parametrize("evaluate", [unnamed, with_partition, with_helper])
+def test_an_evaluation_that_says_less_keeps_the_name_the_domain_and_the_memory(evaluate, tmp_path):
+    def run(**settings: Any) -> FairStrategy:
+        strategy = FedHEAL(tau=0.6, placement="client", **settings)
+        grid = LocalGrid(half_named(evaluate), {7 + i: {"partition-id": i} for i in range(3)})
+        strategy.start(grid, ArrayRecord({"w": torch.zeros(3)}), num_rounds=6)
+        return strategy
+
+    judged, blind = run(folder=tmp_path / "run"), run(fraction_evaluate=0.0)
+    assert judged.roll.names == {7: "site0", 8: "site1", 9: "site2"}
+    assert min(judged.history[-1].report["kept"].values()) < 1  # the clients' sign counts are still there
+    assert torch.equal(judged.state.model.params, blind.state.model.params)
+    result = records.read_json(tmp_path / "run" / "result.json")
+    assert result["clients"] == pytest.approx({"site0": 50, "site1": 60, "site2": 70})
+    assert result["domains"] == pytest.approx({"city": 50, "rural": 65})
+    assert result["trained"] == {"site0": "city", "site1": "rural", "site2": "rural"}
+
+
+def test_history_belongs_to_the_name_whatever_the_node():
+    """A restart under new node ids changes nothing."""
+    sites = Sites(rounds=4)
+    whole = sites.run(fraction_evaluate=0.0)
+    strategy = sites.strategy(fraction_evaluate=0.0)
+    strategy._rounds = 4
+    arrays = strategy.begin(sites.initial)
+    old, new = sites.grid(), sites.grid(first=900)
+    for number in (1, 2, 3, 4):
+        grid = old if number < 3 else new
+        asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
+        strategy.aggregate_evaluate(number, ())
+    assert torch.equal(strategy.state.model.params, whole.state.model.params)

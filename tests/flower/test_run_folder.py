@@ -1,0 +1,129 @@
+"""A federation's run folder is shown like a simulation's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import fedheal
+from fedheal.cli import app
+from fedheal.flower import FedHEAL
+from fedheal.runs import folder as records
+from flower.sites import Sites
+
+
+def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
+    sites = Sites(method="fedheal", rounds=3)
+    strategy = sites.run(folder=tmp_path / "federation", data="tiny_data:load")
+    result = fedheal.run(sites.experiment, tmp_path / "simulation")
+    ours, theirs = (records.read_json(tmp_path / where / "result.json") for where in ("federation", "simulation"))
+    for key in ("method", "data", "seed", "rounds", "trained", "test_sizes", "only", "without", "pool"):
+        assert ours[key] == theirs[key]
+    assert ours["domains"] == pytest.approx(result.domains)
+    assert ours["clients"] == pytest.approx(theirs["clients"])
+    for key in ("avg", "std", "worst", "jain"):
+        assert ours[key] == pytest.approx(theirs[key])
+    assert theirs.keys() <= ours.keys()
+    assert ours["dropouts"] == ours["skipped"] == 0
+    final = load_file(tmp_path / "federation" / "model.safetensors")
+    assert all(torch.equal(final[k], v) for k, v in result.model.state_dict().items())
+    # The table in text needs nothing but the folder.
+    for where in ("federation", "simulation"):
+        shown = CliRunner().invoke(app, ["report", str(tmp_path / where)])
+        assert shown.exit_code == 0, shown.output
+        assert f"{result.worst:.2f}" in shown.output
+    assert tomllib.loads((tmp_path / "federation" / "federation.toml").read_text())["method"] == strategy.name
+
+
+def test_rounds_have_the_simulators_fields_and_who_was_missing(tmp_path, caplog):
+    sites = Sites(method="fedheal", rounds=2)
+    strategy = sites.strategy(folder=tmp_path / "run")
+    grid = sites.grid(lambda node, reply: [] if node == 101 and strategy._round.number == 2 else [reply])
+    with caplog.at_level(logging.INFO, "flwr.fedheal"):
+        strategy.start(grid, sites.initial, num_rounds=2)
+    first, second = records.read_rounds(tmp_path / "run")
+    simulated = fedheal.run(sites.experiment, tmp_path / "simulation")
+    assert first.keys() == records.read_rounds(tmp_path / "simulation")[0].keys() | {"client_domains"}
+    assert set(first["report"]) == set(simulated.history[0].report) | {"missing"}
+    assert (second["cohort"], second["replied"], second["report"]["missing"]) == (5, 4, [sites.names[1]])
+    summary = records.read_json(tmp_path / "run" / "result.json")
+    assert summary["dropouts"] == 1
+    worst = min(first["clients"], key=first["clients"].get)
+    assert f"worst served: '{worst}'" in caplog.text
+    assert summary["bytes_sent"] == 2 * 5 * sum(len(a.data) for a in sites.initial.values())
+
+
+def test_a_federation_under_way_is_diagnosed_by_domain(tmp_path):
+    sites = Sites(method="fedheal", rounds=3)
+    strategy = sites.strategy(folder=tmp_path / "run")
+
+    def spoil(node, reply):
+        if strategy._round.number == 3:
+            raise KeyboardInterrupt
+        failed = node == 101 and reply.metadata.message_type == "train"  # judged, though it never counts
+        return [] if failed else [reply]
+
+    with pytest.raises(KeyboardInterrupt):
+        strategy.start(sites.grid(spoil), sites.initial, num_rounds=3)
+    client_domains = {name: sites.federation.client_domains[name] for name in sites.names}
+    assert [record["client_domains"] for record in records.read_rounds(tmp_path / "run")] == [
+        client_domains,
+        client_domains,
+    ]
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--diagnose", "--by", "domain"])
+    assert shown.exit_code == 0, shown.output
+    assert all(domain in shown.output for domain in set(client_domains.values()))
+    again = sites.strategy(folder=tmp_path / "run", resume=True)
+    again.start(sites.grid(), sites.initial, num_rounds=3)
+    assert [record.client_domains for record in again.history] == [client_domains] * 3
+
+
+def test_without_accuracies_there_is_a_model_but_no_result(tmp_path, caplog):
+    Sites(rounds=1).run(folder=tmp_path / "run", fraction_evaluate=0.0)
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert "no client sent an 'accuracy'" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anyone_trains(tmp_path):
+    (tmp_path / "file").write_text("")
+    sites = Sites(rounds=1)
+    grid = sites.grid()
+    for folder, words in (
+        ("file", "file' is a file: give another folder"),
+        ("file/run", "run' cannot be made: .*file"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sites.strategy(folder=tmp_path / folder).start(grid, sites.initial, num_rounds=1)
+    assert grid.asked == []
+
+
+def test_federation_toml_has_what_the_strategy_was_given(tmp_path):
+    sites = Sites(rounds=1)
+    keys = {"roll_call": True, "clients": 7, "budget": 10**9, "tau": 0.6, "placement": "client", "min_replies": 2}
+    FedHEAL(folder=tmp_path / "run", **keys).start(sites.grid(), sites.initial, num_rounds=1)
+    told = tomllib.loads((tmp_path / "run" / "federation.toml").read_text())
+    assert {key: told[key] for key in keys if key != "placement"} | {"masked": told["masked"]} == {
+        **{key: value for key, value in keys.items() if key != "placement"},
+        "masked": True,
+    }
+
+
+def test_a_rounds_line_is_on_the_disk_before_the_state_that_counts_it(tmp_path, monkeypatch):
+    synced: list[str] = []
+
+    def fsync(opened: int) -> None:
+        same = (path for path in (tmp_path / "run").rglob("*") if os.path.samestat(os.fstat(opened), path.stat()))
+        path = next(same)
+        synced.append(f"{path.name} {len(path.read_bytes().splitlines())}" if path.suffix == ".jsonl" else path.name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Sites(rounds=2).run(folder=tmp_path / "run", fraction_evaluate=0.0)
+    order = [name for name in synced if not name.startswith(("federation", "model"))]
+    assert order == ["rounds.jsonl 1", "00000001.safetensors.tmp", "rounds.jsonl 2", "00000002.safetensors.tmp"]

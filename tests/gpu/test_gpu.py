@@ -1,0 +1,277 @@
+"""The same on a GPU: skipped where there is none."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedheal
+from fedheal import Layout, Updates, aggregate, methods
+from fedheal.aggregate import kernels
+from fedheal.aggregate.draft import Kept
+from fedheal.core.layout import matrix
+from fedheal.engine import serial, trainer
+from fedheal.engine.lanes import Lanes
+from fedheal.engine.precision import numerics
+from fedheal.local.term import Term
+from fedheal.simulate.experiment import build
+from fedheal.simulate.round import initial_state, run_round
+from needs import needs
+from tiny_data import load, quick
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    needs("gpu")
+
+
+SETTINGS = [{}, {"variant": "released"}, {"fael": "exact"}, {"fael": False}]
+SETTINGS += [{"soft": True}, {"soft": True, "forget": 0.1, "variant": "released"}, {"forget": 0.1, "per_domain": True}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["reference", "cuda"])
+def test_aggregation_gives_the_same_model_and_stays_on_the_device(settings, dtype, kernel):
+    finals = []
+    for device in ("cpu", "cuda"):
+        heal = aggregate.fedheal(kernel="reference" if device == "cpu" else kernel, **settings)
+        model, state = torch.zeros(3000, dtype=torch.float64, device=device), heal.init(Layout.flat(3000))
+        rng = np.random.default_rng(0)
+        for t in range(6):
+            here = [str(m) for m in range(5) if (m + t) % 4]
+            deltas = torch.from_numpy(rng.normal(size=(len(here), 3000))).to(device, dtype)
+            sent = Updates(here, deltas, [10] * len(here), domains=["ab"[int(m) % 2] for m in here])
+            out = heal.apply(model, sent, state, donate=bool(t % 2))
+            model, state = out.model, out.state
+        assert model.device.type == device
+        finals.append(model.cpu())
+    torch.testing.assert_close(finals[1], finals[0], rtol=0, atol=1e-12)
+
+
+def test_the_reducer_of_the_page_on_adding_a_method_runs_where_the_updates_are():
+    """The page itself runs on the CPU; its code is what people start from."""
+    page = (Path(__file__).parents[2] / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    examples = [example.source for example in doctest.DocTestParser().get_examples(page)]
+    names = {}
+    for source in examples[: 1 + next(i for i, source in enumerate(examples) if "def agreeing" in source)]:
+        exec(source, names)
+    gma = aggregate.Aggregator(aggregate.chain(), names["agreeing"](0.5))
+    deltas = torch.tensor([[1.0, 1, -1], [2, -1, -1], [3, 1, 0]], device="cuda")
+    sent = Updates(["a", "b", "c"], deltas, [1, 1, 2])
+    out = gma.apply(torch.zeros(3, device="cuda"), sent, gma.init(Layout.flat(3)))
+    assert out.model.tolist() == [2.25, 0.0, -0.5]
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_every_method_runs_and_resumes_on_a_gpu(name, tmp_path):
+    keys = {"method": name, "model": "tiny_data:featured", "participation": 0.6, "rounds": 3, "device": "cuda"}
+    if name in ("fedce", "fedga"):
+        keys["validation"] = 0.25
+    result = fedheal.run(quick(**keys), tmp_path / "run", progress=False)
+    assert result.summary["device"].startswith("cuda")
+    assert all(np.isfinite(record.train_loss) for record in result.history)
+    (tmp_path / "run" / "result.json").unlink()
+    again = fedheal.run(quick(**keys), tmp_path / "run", resume=True, progress=False)
+    assert again.domains == result.domains
+
+
+def test_a_round_in_which_nobody_replies_leaves_the_model_on_the_gpu():
+    result = fedheal.run(quick(rounds=12, dropout=0.9, device="cuda"), progress=False)
+    assert 0 in [record.replied for record in result.history], "no such round: take another seed"
+    assert len(result.history) == 12
+
+
+def test_two_gpu_runs_start_from_the_model_of_a_cpu_run():
+    one, two = (fedheal.run(quick(rounds=1, device=d), progress=False) for d in ("cpu", "cuda"))
+    assert one.history[0].train_loss == pytest.approx(two.history[0].train_loss, rel=1e-3)
+
+
+def test_the_kernel_is_chosen_by_where_the_updates_are():
+    assert kernels.choose("auto", torch.zeros(1, 1, device="cuda")).__name__.endswith(".cuda")
+    with pytest.raises(ValueError, match="on 'cuda"):
+        kernels.choose("cpu", torch.zeros(1, 1, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("width", [torch.uint8, torch.uint16, torch.uint32])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_cuda_kernel_has_the_bits_of_the_reference(dtype, width, sign, aligned):
+    from fedheal.aggregate.kernels import cuda, reference
+
+    def rows_of(made):
+        return matrix(*made.shape, made.dtype, made.device).copy_(made) if aligned else made
+
+    rng = np.random.default_rng(3)
+    tensors = [5000, 0, 1, 70000, 4096, 907]
+    size = sum(tensors)
+    rows, slots = np.array([2, 0, 5, 3]), np.array([4, 1, 0, 6])
+    deltas = rows_of(torch.from_numpy(rng.normal(size=(6, size))).to("cuda", dtype))
+    deltas[:, ::7] = 0
+    counts = rows_of(torch.from_numpy(rng.integers(0, 9, (8, size)).astype(str(width).split(".")[1])).cuda())
+    assert counts.is_contiguous() != aligned
+    counts[:, 100:200] = 4
+    deltas[:, 100:200] = -sign
+    low, high = np.array([9, 9, 9, 9]), np.array([3, 4, 4, 2])  # columns that nobody keeps
+    weights, params = np.array([0.1, 0.4, 0.2, 0.3]), torch.randn(size, device="cuda")
+    found = []
+    for kernel in (reference, cuda):
+        table = rows_of(counts.contiguous().clone())
+        measured = kernel.observe(deltas, rows, tensors, table, slots, low, high, sign)
+        kept = Kept(table, slots, low, high, sign)
+        found.append(
+            (
+                measured,
+                table,
+                kernel.average(params, deltas, rows, weights, kept),
+                kernel.measure(deltas, rows, tensors),
+            )
+        )
+    (one, counted, (mean, unkept), everything), (two, table, (other, number), whole) = found
+    assert torch.equal(counted.to(torch.int64), table.to(torch.int64))
+    assert torch.equal(mean, other)
+    assert unkept == number > 0
+    for a, b in ((one, two), (everything, whole)):
+        assert np.array_equal(a.kept, b.kept)
+        np.testing.assert_allclose(a.squares, b.squares, rtol=1e-12)
+
+
+def test_the_cuda_kernel_names_bad_rows_and_leaves_the_counts():
+    from fedheal.aggregate.kernels import cuda
+
+    deltas = torch.randn(4, 10000, device="cuda")
+    deltas[2, 9999], deltas[0, 17] = torch.nan, torch.inf
+    counts = torch.randint(0, 9, (4, 10000), dtype=torch.uint8, device="cuda")
+    before, three = counts.clone(), np.array([3, 3, 3, 3])
+    with pytest.raises(kernels.NonFinite) as found:
+        cuda.observe(deltas, np.arange(4), [4000, 6000], counts, np.arange(4), three, three, 1)
+    assert sorted(found.value.rows) == [0, 2]
+    assert torch.equal(counts, before)
+
+
+LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
+
+
+@pytest.mark.parametrize("method", LOCAL)
+@pytest.mark.parametrize("model", ["resnet10", "tiny_data:featured"])
+def test_lanes_equal_the_serial_engine_on_the_same_seeds(method, model):
+    """fp32, deterministic, the same memory format: after 12 steps of each client in each of two rounds."""
+    keys = {"epochs": 4, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
+    fed = build(quick(method=method, model=model, **keys), load(), torch.device("cuda"))
+    start = initial_state(fed)
+    with numerics("fp32", True, torch.device("cuda")):
+        sides = Lanes(fed.local_training, 3)
+        in_turn = lambda model, shared, tasks: (serial.train(fed.local_training, model, shared, t) for t in tasks)  # noqa: E731
+        finals = []
+        for train in (sides, in_turn):
+            state = start
+            for _ in range(2):
+                state, _ = run_round(fed, state, train, evaluate=False)
+            finals.append(state)
+            fed.local_training.module.load_state_dict(fed.local_training.layout.unpack(start.model))
+    assert sides.reason == ""
+    one, two = (state.model.params - start.model.params for state in finals)
+    assert float((one - two).norm() / two.norm()) < 1e-5
+    assert any(
+        isinstance(g, torch.cuda.CUDAGraph)
+        for lane in sides.lanes
+        for b in lane.books.values()
+        for g in b.graphs.values()
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_deterministic_runs_repeat_bit_for_bit(precision):
+    keys = {"model": "resnet10", "width": 16, "rounds": 3, "device": "cuda", "augment": "crop"}
+    runs = [
+        fedheal.run(quick(method="fedheal", precision=precision, deterministic=True, **keys), progress=False)
+        for _ in range(2)
+    ]
+    states = [run.model.state_dict() for run in runs]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert runs[0].summary["precision"] == precision
+    assert np.isfinite(runs[0].history[-1].train_loss)
+
+
+def test_dropout_in_lanes_draws_as_the_serial_engine_does():
+    fed = build(quick(model="tiny_data:dropping", rounds=2, epochs=4, device="cuda"), load(), torch.device("cuda"))
+    state, finals = initial_state(fed), []
+    with numerics("fp32", True, torch.device("cuda")):
+        for engine in ("lanes", "serial"):
+            with trainer(fed.local_training, engine) as train:
+                after, record = run_round(fed, state, train, evaluate=False)
+            finals.append((after.model.params, record.train_loss))
+    torch.testing.assert_close(finals[0][0], finals[1][0], rtol=1e-5, atol=1e-6)
+    assert finals[0][1] == pytest.approx(finals[1][1], rel=1e-5)
+
+
+def test_a_module_that_cannot_be_captured_is_trained_one_client_after_another(caplog):
+    fed = build(quick(model="tiny_data:looking", rounds=1, epochs=5, device="cuda"), load(), torch.device("cuda"))
+    sides = Lanes(fed.local_training, 2)
+    _, record = run_round(fed, initial_state(fed), sides, evaluate=False)
+    assert "captured" in sides.reason
+    assert np.isfinite(record.train_loss)
+    assert len([r for r in caplog.records if "one client after another" in r.message]) == 1
+
+
+class Looking(Term):
+    """A term that asks the device for a number at every step."""
+
+    def loss(self, batch, ctx):
+        return 0.5 * batch.ce if float(batch.ce.detach()) > 0 else None
+
+
+def test_so_is_a_term_that_cannot_be_captured(caplog):
+    fed = build(quick(epochs=5, device="cuda"), load(), torch.device("cuda"))
+    local_training = replace(fed.local_training, terms=(Looking(),))
+    tasks = [serial.Task(client, 1, ({},)) for client in fed.clients]
+    sides, model = Lanes(local_training, 2), initial_state(fed).model
+    with numerics("fp32", True, torch.device("cuda")):
+        found = list(sides(model, ({},), tasks))
+        expected = [serial.train(local_training, model, ({},), task) for task in tasks]
+    assert "captured" in sides.reason
+    assert len([r for r in caplog.records if "one client after another" in r.message]) == 1
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one.reply.delta, two.reply.delta)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64, 32, 32), (3, 16, 5, 7), (24, 512, 4, 4), (9, 64, 65, 59)])
+@pytest.mark.parametrize("shortcut", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+def test_fused_normalisation_equals_the_plain_one(dtype, shape, shortcut, relu):
+    from torch import nn
+
+    from fedheal.models import fused
+
+    assert fused._kernels("cuda") is not None
+    channels = shape[1]
+    norm, plain = nn.BatchNorm2d(channels).cuda(), nn.BatchNorm2d(channels).cuda()
+    torch.manual_seed(0)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    plain.load_state_dict(norm.state_dict())
+    given = [(2 * torch.randn(shape, device="cuda") + 3).to(dtype) for _ in range(3)]
+    one, two = ([t.clone().contiguous(memory_format=torch.channels_last).requires_grad_() for t in given] for _ in "ab")
+    found = fused.norm_relu(norm, one[0], one[1] if shortcut else None, relu)
+    expected = plain(two[0].float()) + (two[1].float() if shortcut else 0)
+    expected = expected.relu() if relu else expected
+    found.backward(given[2])
+    expected.backward(given[2].float())
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
+    torch.testing.assert_close(found.float(), expected, **close)
+    for a, b in zip(one[: 1 + shortcut], two, strict=False):
+        apart = (a.grad.float() - b.grad.float()).norm() / b.grad.float().norm()
+        assert float(apart) < (1e-4 if dtype == torch.float32 else 2e-2)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(norm.state_dict()[name], value, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(norm.weight.grad, plain.weight.grad, rtol=1e-2, atol=1.0)
+    assert fused.norm_relu(norm.eval(), one[0]).isfinite().all()

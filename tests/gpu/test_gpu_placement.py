@@ -1,0 +1,132 @@
+"""Several runs on one GPU, and one that has too little of it: skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import fedheal
+from fedheal import Layout
+from fedheal.campaign import placement as places
+from fedheal.campaign.gpu_estimate import CONTEXT, demand
+from fedheal.campaign.placement import Place
+from fedheal.campaign.pool import Job, at_a_time, run_all
+from fedheal.engine.memory import give_back
+from fedheal.runs import folder as records
+from fedheal.simulate.experiment import Experiment, build, domains_of
+from fedheal.simulate.round import initial_state
+from needs import needs
+from tiny_data import quick
+
+pytestmark = pytest.mark.gpu
+# Eight clients with a batch of 64 images each.
+EIGHT = {"data": "tiny_data:many", "clients_per_domain": 4, "samples_per_client": 64, "batch_size": 64, "steps": 6}
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    needs("gpu")
+
+
+@contextmanager
+def measured() -> Iterator[dict[str, int]]:
+    """Bytes that torch took from the GPU at most, from a clean start."""
+    found: dict[str, int] = {}
+    give_back()
+    torch.cuda.reset_peak_memory_stats()
+    yield found
+    torch.cuda.synchronize()
+    found["bytes"] = torch.cuda.max_memory_reserved()
+
+
+@contextmanager
+def limited(size: float) -> Iterator[None]:
+    """No more than so many bytes for this process."""
+    torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_memory_is_asked_for_without_taking_any():
+    found = places.gpus()
+    assert [gpu.index for gpu in found] == list(range(torch.cuda.device_count()))
+    assert all(0 < gpu.free <= torch.cuda.get_device_properties(gpu.index).total_memory for gpu in found)
+
+
+def test_runs_beside_each_other_give_what_they_give_one_after_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "number", lambda: 1)
+    keys = {"model": "tiny_data:featured", "device": "cuda", "deterministic": True, "precision": "fp32"}
+    names = [f"{method}-{seed}" for method in ("fedheal", "scaffold") for seed in (0, 1)]
+
+    def planned(where: str) -> list[Job]:
+        split = [(name, *name.split("-")) for name in names]
+        return [Job(quick(name=n, method=m, seed=int(seed), **keys), tmp_path / where / n) for n, m, seed in split]
+
+    assert places.places([job.experiment for job in planned("beside")], 4) == [Place(0, 4)]
+    assert at_a_time(planned("beside"), 4) == "4 at a time on one GPU"
+    assert {job.folder.name for job in run_all(planned("beside"), 4)} == set(names)
+    assert len(list(run_all(planned("after"), 1))) == len(names)
+    for one, two in zip(planned("beside"), planned("after"), strict=True):
+        a, b = (records.load_tensors(job.folder / "model.safetensors") for job in (one, two))
+        assert all(torch.equal(a[name], b[name]) for name in b)
+        found = [records.read_json(job.folder / "result.json") for job in (one, two)]
+        assert found[0]["domains"] == found[1]["domains"]
+        assert found[0]["device"] == found[1]["device"] == "cuda:0"
+
+
+@pytest.mark.parametrize(("model", "width", "apart"), [("tiny_data:broad", 1 << 15, 1e-3), ("resnet10", 32, 0.2)])
+def test_a_run_with_too_little_memory_halves_its_lanes_and_gives_the_same(model, width, apart, caplog):
+    """Limited to what one lane needs and a little of what seven more do.
+
+    cuDNN takes other algorithms for convolutions where it has no room for a workspace, hence the bound of the second.
+    """
+    keys: dict[str, Any] = EIGHT | {"model": model, "width": width, "rounds": 2, "deterministic": True}
+
+    def described(lanes: int) -> Experiment:
+        return quick(**keys, precision="fp32", device="cuda", lanes=lanes, method="fedavg")
+
+    def ran(lanes: int) -> torch.Tensor:
+        model = fedheal.run(described(lanes), progress=False).model
+        return Layout.of(model).pack(model.state_dict()).params.double().cpu()
+
+    with measured() as eight:
+        expected = ran(8)
+    with measured() as one:
+        ran(1)
+    caplog.clear()
+    with measured() as squeezed, limited(one["bytes"] + 0.25 * (eight["bytes"] - one["bytes"])):
+        found = ran(8)
+    said = [record.message for record in caplog.records if record.name == "fedheal"]
+    assert said
+    assert all(message.startswith("out of memory with") for message in said)
+    assert squeezed["bytes"] < eight["bytes"]
+    fed = build(described(1), domains_of(described(1)), torch.device("cuda"))
+    start = initial_state(fed).model.params.double().cpu()
+    assert float((found - expected).norm()) <= apart * float((expected - start).norm())
+
+
+@pytest.mark.parametrize("model", ["resnet10", "small_cnn"])
+def test_a_run_takes_less_than_was_estimated_and_not_far_less(model):
+    experiment = quick(**EIGHT, model=model, rounds=1, device="cuda")
+    with measured() as taken:
+        fedheal.run(experiment, progress=False)
+    estimated = demand(experiment).bytes - CONTEXT
+    assert taken["bytes"] < estimated + CONTEXT / 2  # workspaces are in it
+    if model == "resnet10":  # a small model is lost in workspaces
+        assert estimated < 8 * taken["bytes"]
+
+
+def test_the_rule_packs_small_runs_and_lets_the_papers_have_a_gpu_each(monkeypatch):
+    monkeypatch.setattr(places, "cores", lambda: 64)
+    cards = torch.cuda.device_count()
+    room = min(gpu.free for gpu in places.gpus())
+    small = places.places([Experiment(data="embedded", device="cuda")] * 20)
+    assert len(small) == cards
+    assert all(place.slots == 4 for place in small) or room < 12 << 30
+    assert places.places([Experiment(data="digits", device="cuda")] * 20) == [Place(i, 1) for i in range(cards)]

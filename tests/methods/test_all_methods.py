@@ -1,0 +1,42 @@
+"""Every name on the embedded digits: accuracies are finite and the training loss falls."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedheal import methods
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "methods.py"
+spec = importlib.util.spec_from_file_location("methods_benchmark", BENCHMARK)
+benchmark = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = benchmark  # its dataclasses look themselves up
+spec.loader.exec_module(benchmark)
+
+
+def test_there_are_the_fifty_six_combinations_and_seven_methods_of_their_own():
+    assert len([name for name in methods.names() if name not in methods.WHOLE]) == 7 * 8
+    assert set(methods.WHOLE) == {"fedfv", "ditto", "fedbn", "fpl", "fedce", "fedga", "fedpw"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", benchmark.NAMES)
+def test_it_learns(name):
+    found = benchmark.cost(name)
+    assert all(math.isfinite(loss) for loss in found.losses)
+    assert found.losses[-1] < found.losses[0] - 0.05
+    assert len(found.accuracy) == 4
+    assert all(0 <= accuracy <= 100 for accuracy in found.accuracy.values())

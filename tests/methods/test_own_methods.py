@@ -1,0 +1,267 @@
+"""Methods of one's own by import path: what a function may return, how it is named, run and refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fedheal
+from fedheal import methods
+from fedheal.aggregate import Aggregator, chain, reduce
+from fedheal.aggregate.registry import STAGES
+from fedheal.cli import app
+from fedheal.local.fedprox import Proximal
+from tiny_data import quick, words
+
+MINE = """
+from fedheal.aggregate import Aggregator, chain
+from fedheal.aggregate.presets import reducer
+from fedheal.aggregate.stage import Stage
+from fedheal.aggregate.stages import STAGES
+from fedheal.aggregate.state import Nothing
+from fedheal.local.proximal import Proximal
+from fedheal.methods import Local, get
+
+NUMBER = 3
+
+def even():
+    return STAGES["uniform"]()
+
+def pull(mu: float = 0.1):
+    return Proximal(mu)
+
+def fixed():
+    return Proximal(0.1)
+
+def average(fair: bool = False, variant: str = "paper"):
+    return Aggregator(STAGES["uniform"]() if fair else chain(), reducer(variant))
+
+def whole(mu: float = 0.01, times: int = 1):
+    return get("fedprox+fedheal", mu=mu * times)
+
+def plain(k: int = 1):
+    if k > 2:
+        raise ValueError(f"k = {k}: use 1 or 2")
+    return Local()
+
+def needing(mu):
+    return Proximal(mu)
+
+def many(*mus):
+    return Proximal(mus[0])
+
+def unsayable(names: str = "a,b"):
+    return Local()
+
+def number():
+    return NUMBER
+
+def broken(k: int = 2):
+    return {}[k]
+
+def returning(what: str = "word"):
+    # A reducer that makes something else of a round than a model and a report.
+    made = {
+        "word": lambda draft: "hello",
+        "tensor": lambda draft: (draft.model.params, {}),
+        "unsayable": lambda draft: (draft.model, {"inner": {"key": {1, 2}}}),
+    }
+    return Aggregator(chain(), lambda draft, weights: made[what](draft))
+
+def lost():
+    return Stage(lambda layout: Nothing(), lambda draft, state: draft)
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test's own copy: modules stay imported."""
+    (tmp_path / "mine_of_tests.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine_of_tests", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def own(text: str) -> str:
+    return text.replace("mine:", "mine_of_tests:")
+
+
+def trained(name: str, **keys: Any) -> bytes:
+    result = fedheal.run(quick(method=own(name), participation=0.8, **keys), progress=False)
+    return torch.cat([value.flatten() for value in result.model.state_dict().values()]).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("mine:even", "fedavg+uniform"),
+        ("scaffold+mine:even", "scaffold+uniform"),
+        ("fphl+mine:even", "fphl+uniform"),
+        ("mine:pull", "fedprox:mu=0.1"),
+        ("mine:pull:mu=0.5+fedheal:tau=0.4", "fedprox:mu=0.5+fedheal:tau=0.4"),
+        ("mine:pull+mine:even", "fedprox:mu=0.1+uniform"),
+        ("mine:average", "fedavg"),
+        ("mine:average:fair=true", "uniform"),
+        ("mine:whole:mu=0.2,times=3", "fedprox:mu=0.6+fedheal"),
+        ("mine:plain", "fedavg"),
+    ],
+)
+def test_a_part_of_ones_own_does_what_the_table_s_does_to_the_bit(name: str, same: str) -> None:
+    assert trained(name) == trained(same)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "short", "spelled"),
+    [
+        ("mine:even", {}, "fedavg+mine:even", "fedavg+mine:even"),
+        ("mine:pull", {}, "mine:pull", "mine:pull:mu=0.1"),
+        ("mine:pull:mu=0.1", {}, "mine:pull", "mine:pull:mu=0.1"),
+        ("mine:pull", {"mu": 0.5}, "mine:pull:mu=0.5", "mine:pull:mu=0.5"),
+        ("mine:average:fair=true", {}, "mine:average:fair=true", "mine:average:fair=true,variant=paper"),
+        ("mine:whole", {"times": "3"}, "mine:whole:times=3", "mine:whole:mu=0.01,times=3"),
+    ],
+)
+def test_it_has_one_name_like_any_other(name: str, keys: dict[str, Any], short: str, spelled: str) -> None:
+    found = methods.get(own(name), **keys)
+    assert (found.name, found.spelled) == (own(short), own(spelled))
+    assert methods.get(found.spelled).name == methods.get(found.name).name == found.name
+
+
+def test_values_are_what_the_function_returned() -> None:
+    found = methods.get(own("mine:pull:mu=0.5+mine:even"))
+    assert found.local == (Proximal(0.5),)
+    assert found.aggregator.stage.gives == STAGES["uniform"]().gives
+    assert methods.parameters(own("mine:whole")) == {"mu": 0.01, "times": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mine:needing", "give its parameter 'mu' a default"),
+        ("mine:many", "give its parameter 'mus' a default"),
+        ("mine:unsayable", "give its parameter 'names' a default"),
+        ("mine:number", "returned a int, not a Stage"),
+        ("mine:NUMBER", "has no function 'NUMBER'"),
+        ("mine:absent", "has no function 'absent'"),
+        ("mine:broken", "ended with KeyError: 2"),
+        ("mine:plain:k=3", "k = 3: use 1 or 2"),
+        ("mine:plain:k=1.5", "k = 1.5: a whole number is needed"),
+        ("mine:whole:time=1", "no parameter 'time'.*did you mean 'times'"),
+        ("mine:pull:mu", "should be key=value"),
+        ("mine:average+uniform", "is a method of its own and takes no stage"),
+        ("fedprox+mine:pull", "is not a stage"),
+        ("mine:even+uniform", "two of these stages give weights"),
+        ("no_such_module_here:method", "cannot be imported: ModuleNotFoundError"),
+        ("fedpro:mu", "cannot be imported"),
+        ("fedpro:mu=1", "no method part 'fedpro'.*did you mean 'fedprox'"),
+    ],
+)
+def test_what_is_wrong_with_one_is_a_sentence(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as error:
+        methods.get(own(name))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mine:returning:what=word", "a reducer returned a str; a Packed and a Mapping are needed"),
+        ("mine:returning:what=tensor", "a reducer returned a Tensor and a dict; a Packed and a Mapping are needed"),
+        ("mine:lost", "a stage returned a Draft; a Draft and a State are needed"),
+        (
+            "mine:returning:what=unsayable",
+            r"round 1 cannot be recorded: report.inner.key is \{1, 2\}, and JSON has no words for that",
+        ),
+    ],
+)
+def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
+    tmp_path: Path, name: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        fedheal.run(quick(method=own(name)), tmp_path / "one", progress=False)
+    assert fedheal.records.read_rounds(tmp_path / "one") == []
+    (tmp_path / "one" / "rounds.jsonl").write_text('{"round": 1, "coh')  # as a kill within the first line leaves it
+    fedheal.run(quick(), tmp_path / "one", progress=False)  # another experiment: the first has left nothing
+    assert fedheal.Experiment.read(tmp_path / "one" / "experiment.toml").identity == quick().identity
+    assert [record["round"] for record in fedheal.records.read_rounds(tmp_path / "one")] == [1, 2, 3]
+
+
+def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:
+    fedheal.run(quick(method=own("mine:pull:mu=0.5+fedheal")), tmp_path / "one", progress=False)
+    again = fedheal.Experiment.read(tmp_path / "one" / "experiment.toml")
+    assert again.method_name == own("mine:pull:mu=0.5+fedheal")
+    assert again.identity == quick(method=own("mine:pull+fedheal"), mu=0.5).identity
+
+
+def scaled(factor: float) -> Any:
+    def reducer(draft: Any, weights: Any) -> Any:
+        model, told = reduce.mean(draft, weights)
+        return type(model)(model.params * factor, model.buffers, model.counters), told
+
+    return reducer
+
+
+@pytest.mark.parametrize("rounds", [1, 3], ids=["under way", "finished"])
+@pytest.mark.parametrize(
+    ("mu", "factor", "warns"), [(0.1, 1.0, False), (0.2, 1.0, True), (0.1, 0.5, True)], ids=["same", "term", "closure"]
+)
+def test_a_folder_says_when_a_method_of_the_same_name_has_visibly_changed(
+    mu: float, factor: float, warns: bool, rounds: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stopped(fedheal.Callback):
+        def round(self, record: Any) -> None:
+            if record.round == rounds < 3:
+                raise KeyboardInterrupt
+
+    def experiment(mu: float, factor: float) -> fedheal.Experiment:
+        method = fedheal.Method((Proximal(mu),), Aggregator(chain(), scaled(factor)), "mine")
+        return quick(method=method, rounds=3)
+
+    try:
+        fedheal.run(experiment(0.1, 1.0), tmp_path / "run", callbacks=[Stopped()], progress=False)
+    except KeyboardInterrupt:
+        assert rounds < 3
+    assert (tmp_path / "run" / "result.json").exists() == (rounds == 3)
+    fedheal.run(experiment(mu, factor), tmp_path / "run", resume=True, progress=False)
+    assert ("was begun with another method of this name" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("held", [0.1, 0.2])
+def test_so_does_one_by_import_path_whose_code_has_changed(
+    held: float, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fedheal.run(quick(method=own("mine:fixed"), rounds=1), tmp_path / "run", progress=False)
+    assert "own" in first.summary
+    module = sys.modules[own("mine:fixed").partition(":")[0]]
+    monkeypatch.setattr(module, "fixed", lambda: Proximal(held))
+    fedheal.run(quick(method=own("mine:fixed"), rounds=1), tmp_path / "run", resume=True, progress=False)
+    assert ("was begun with another method of this name" in caplog.text) == (held != 0.1)
+
+
+def test_a_method_that_a_name_says_needs_no_second_look(tmp_path: Path) -> None:
+    result = fedheal.run(quick(method="fedprox", rounds=1), tmp_path / "run", progress=False)
+    assert "own" not in result.summary
+
+
+@pytest.mark.slow
+def test_it_is_compared_from_the_command_line_by_processes_of_their_own() -> None:
+    line = ["compare", "fedavg", own("mine:even"), own("mine:pull:mu=0.5"), "--out", "runs", "--jobs", "2"]
+    given = words("rounds=1")
+    data = next(word for word in given if word.startswith("data="))
+    line += ["--seeds", "1", "--data", data.removeprefix("data="), *(word for word in given if word != data)]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.output
+    assert own("fedavg+mine:even") in done.output
+    names = {folder.name for folder in Path("runs").iterdir() if folder.is_dir()}
+    assert {"mine_of_tests_pull_mu=0.5-tiny_data_load-seed0", "fedavg+mine_of_tests_even-tiny_data_load-seed0"} <= names
+
+
+def test_the_command_that_explains_methods_takes_it() -> None:
+    done = CliRunner().invoke(app, ["methods", own("mine:whole")])
+    assert done.exit_code == 0, done.output
+    assert "times" in done.output

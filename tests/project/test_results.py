@@ -1,0 +1,553 @@
+"""The results that are kept: their page is current, and the tool that makes it runs, stops, collects and counts right."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+import fedheal
+from fedheal import Experiment
+from fedheal.core.metrics import fairness
+from fedheal.reproduce import RECIPES
+from fedheal.runs.folder import read_json, read_rounds
+from tiny_data import QUICK
+
+ROOT = Path(__file__).parents[2]
+DATA = "tiny_data:load"
+RECIPE = RECIPES["headline"]
+SLOW = {"lr": 0.003}  # or all rows would be perfect
+
+
+@pytest.fixture
+def results(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("results")
+
+
+@pytest.fixture
+def table(results) -> ModuleType:
+    return importlib.import_module("results_table")
+
+
+@pytest.fixture
+def tool(results, monkeypatch, tmp_path):
+    """The tool with a plan of tiny data, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(results, "PLAN", {DATA: {key: value for key, value in QUICK.items() if key != "data"} | SLOW})
+
+    def call(*words):
+        return results.main([*words])
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    """A run of the plan of tiny data, to be copied."""
+    folder = tmp_path_factory.mktemp("finished") / "fedavg-tiny_data_load-seed0"
+    fedheal.run(Experiment(**QUICK | SLOW, method="fedavg"), folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def kept(tool, finished, tmp_path):
+    """The tool, and a run among its results."""
+    shutil.copytree(finished, tmp_path / "runs" / "results" / finished.name)
+    assert tool("collect") == 0
+    return tool, tmp_path / "results" / "tiny_data.load" / finished.name
+
+
+def run(tool, *words):
+    return tool("run", "--data", DATA, "--device", "cpu", *words)
+
+
+def clock(monkeypatch, results):
+    """A second passes between any two looks at it."""
+    ticks = itertools.count()
+    monkeypatch.setattr(results, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+
+
+def of(method, under):
+    (folder,) = (path.parent for path in under.rglob("result.json") if read_json(path)["method"] == method)
+    return folder
+
+
+def test_the_page_is_current(results, table):
+    written = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+    assert written == table.page(RECIPE, results.parts(ROOT / "results")), "run: make results"
+
+
+@pytest.mark.parametrize(
+    ("page", "data"),
+    [("README.md", "digits"), ("docs/findings.md", "digits"), ("docs/findings.md", "office-caltech")],
+)
+def test_what_is_said_elsewhere_is_what_was_found(page, data):
+    """Tables of rows with every domain, AVG and STD; a row that was run but is not said fails too."""
+    runs = [read_json(path) for path in sorted((ROOT / "results" / data).rglob("result.json"))]
+    found = {
+        f"{entry.label}, seed {run['seed']}" if run["seed"] else entry.label: [
+            f"{value:.2f}" for value in [*run["domains"].values(), run["avg"], run["std"]]
+        ]
+        for entry in RECIPE.entries(data)
+        for run in runs
+        if Experiment(method=entry.method, data=data).method_name == run["method"]
+    }
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    (width,) = {len(numbers) for numbers in found.values()}  # tells one data set's tables from another's
+    assert {label: numbers for label, *numbers in rows if label in found and len(numbers) == width} == found
+
+
+def test_only_light_files_are_kept():
+    kept = [path for path in (ROOT / "results").rglob("*") if path.is_file()]
+    runs = [path for path in kept if path.parent.name != "second-version"]
+    assert {path.name for path in runs} <= {"README.md", "experiment.toml", "rounds.jsonl", "result.json"}
+    assert all(path.suffix == ".json" for path in set(kept) - set(runs))
+    assert all(path.stat().st_size < 1_500_000 for path in kept)
+
+
+def test_running_needs_nothing_that_only_pages_and_commands_need(tmp_path):
+    code = (
+        "import sys\n"
+        "for name in ('jinja2', 'plotly', 'matplotlib', 'typer', 'click', 'playwright'): sys.modules[name] = None\n"
+        f"sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
+        "import results, results_table\n"
+        "print(len(results.RECIPE.entries('digits')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "11", done.stderr
+
+
+def test_a_run_stops_in_time_and_goes_on_to_the_same_result(tool, results, monkeypatch, capsys, tmp_path):
+    with monkeypatch.context() as patch:
+        clock(patch, results)
+        # The clock reads 0 for the deadline, 1 before the row, 2 at its start, 3 and 4 after rounds; a round takes 1.
+        assert run(tool, "--rows", "fedavg,uniform weights", "--seconds", "4.5") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out == ["FedAvg: starts", "open: FedAvg (at round 2 of 3), uniform weights"]
+    assert run(tool, "--rows", "fedavg,uniform weights") == 0
+    out = capsys.readouterr().out
+    assert "FedAvg: goes on after round 2" in out
+    assert "nothing is open: all 2 runs are finished" in out
+    assert run(tool, "--rows", "fedavg", "--runs", "whole") == 0
+    stopped, whole = of("fedavg", tmp_path / "runs"), of("fedavg", tmp_path / "whole")
+    assert [r["domains"] for r in read_rounds(stopped)] == [r["domains"] for r in read_rounds(whole)]
+    assert read_json(stopped / "result.json")["avg"] == read_json(whole / "result.json")["avg"]
+
+
+def test_what_is_finished_is_not_run_again_and_no_row_starts_without_time(tool, capsys, tmp_path):
+    run(tool, "--rows", "fedavg")
+    before = (of("fedavg", tmp_path) / "result.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert run(tool, "--rows", "fedavg,*released*", "--seconds", "1e-9") == 0
+    assert capsys.readouterr().out == "open: FedHEAL (released)\n"
+    assert (of("fedavg", tmp_path) / "result.json").stat().st_mtime_ns == before
+
+
+def test_a_run_says_how_it_goes(tool, results, monkeypatch, capsys):
+    monkeypatch.setattr(results, "SAID_EVERY", 2)
+    run(tool, "rounds=5", "--rows", "fedavg", "--seeds", "1,2")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in lines if "round " in line and "/" in line] == [
+        f"FedAvg, seed {seed}: round {number}/5" for seed in (1, 2) for number in (2, 4)
+    ]
+    (line, _) = (line for line in lines if "finished  " in line)
+    for word in ("plain ", "noisy ", "dark ", "AVG ", "STD ", "s a round"):
+        assert word in line
+
+
+def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, results, monkeypatch, capsys):
+    real = results.fedheal.run
+
+    def failing(experiment, out, **keys):
+        if experiment.method_name == "fedavg":
+            out.mkdir(parents=True)
+            (out / "rounds.jsonl").write_text('{"round": 1}\n')
+            raise ValueError("the update of client 'x' is not finite")
+        return real(experiment, out, **keys)
+
+    monkeypatch.setattr(results.fedheal, "run", failing)
+    assert run(tool, "--rows", "fedavg,uniform weights") == 1
+    out = capsys.readouterr().out
+    assert "FedAvg: ended by an error: the update of client 'x' is not finite" in out
+    assert "uniform weights: finished" in out
+    assert out.splitlines()[-1] == "open: FedAvg (at round 1 of 3)"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--data", "digitz"], "data = digitz: there is no plan for it; use one of tiny_data:load"),
+        (
+            ["run", "--data", DATA, "--device", "cpu", "--rows", "fedavgg"],
+            "rows = fedavgg: no row is called so; the rows are 'FedAvg' (fedavg), ",
+        ),
+        (["run", "--data", DATA, "--device", "cpu", "--seconds", "0"], "seconds = 0: use a positive number"),
+        (["run", "--data", DATA, "--device", "cpu", "--seconds", "nan"], "seconds = nan: use a positive number"),
+        (["run", "--data", DATA, "--device", "cpu", "--seeds", "many"], "seeds = many: use a number of seeds"),
+        (["run", "--data", DATA, "--device", "cpu", "--rounds", "0"], "rounds = 0"),
+        (["run", "--data", DATA, "--rounds", "0", "rounds=2"], "'rounds' is given twice: rounds=0 and rounds=2"),
+        (["run", "--data", DATA, "--device", "cpu", "device=cpu"], "'device' is given twice"),
+        (["run", "--data", DATA, "--device", "cpu", "bogus=1"], "bogus"),
+        (["run", "--data", DATA, "--device", "cpu", "seed=1"], "seed is what a recipe sets"),
+        (["run", "--data", DATA, "--device", "nowhere"], "device = 'nowhere' cannot be used here"),
+        (["collect", "--runs", "nowhere"], "nowhere does not exist"),
+        (["table", "--results", "nowhere"], "results = nowhere: there is no such folder"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(tool, capsys, tmp_path, words, said):
+    assert tool(*words) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["table", "rounds=3"], ["run", "--data", DATA, "--bogus"], []])
+def test_words_that_mean_nothing_are_refused(tool, capsys, words):
+    with pytest.raises(SystemExit) as end:
+        tool(*words)
+    assert end.value.code == 2
+
+
+def test_collecting_takes_what_is_light_and_leaves_what_is_there(tool, capsys, tmp_path):
+    run(tool, "--rows", "fedavg")
+    run(tool, "epochs=2", "--rows", "uniform weights")
+    capsys.readouterr()
+    assert tool("collect") == 0
+    out = capsys.readouterr().out
+    assert "left, since it departs from the plan in epochs" in out
+    taken = tmp_path / "results" / "tiny_data.load" / "fedavg-tiny_data_load-seed0"
+    assert sorted(path.name for path in taken.iterdir()) == ["experiment.toml", "result.json", "rounds.jsonl"]
+    assert list(taken.parent.iterdir()) == [taken]
+    first = (taken / "rounds.jsonl").read_text() + "\n"
+    (taken / "rounds.jsonl").write_text(first)
+    tool("collect")
+    assert "is there already\n" in capsys.readouterr().out
+    assert (taken / "rounds.jsonl").read_text() == first
+    (taken / "result.json").write_text(json.dumps(read_json(taken / "result.json") | {"seconds": {}}))
+    tool("collect")
+    assert "from another run: remove it to take this one" in capsys.readouterr().out
+    assert read_json(taken / "result.json")["seconds"] == {}
+
+
+def edited(name, change):
+    """Damage: a file of a kept run, its text changed (or the file removed, where nothing is given back)."""
+
+    def edit(folder):
+        text = change((folder / name).read_text())
+        (folder / name).unlink() if text is None else (folder / name).write_text(text)
+
+    return edit
+
+
+def said_otherwise(**keys):
+    """`result.json` with other values, without those that are None."""
+
+    def change(text):
+        return json.dumps({key: value for key, value in (json.loads(text) | keys).items() if value is not None})
+
+    return edited("result.json", change)
+
+
+def scored_otherwise(text):
+    *lines, last = text.splitlines()
+    record = json.loads(last)
+    return "\n".join([*lines, json.dumps(record | {"domains": record["domains"] | {"plain": 1.25}})])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (edited("rounds.jsonl", lambda text: None), "rounds.jsonl is missing"),
+        (edited("rounds.jsonl", lambda text: ""), "rounds.jsonl: it holds 0 rounds, but experiment.toml says 3"),
+        (edited("rounds.jsonl", lambda text: text + "gar"), "rounds.jsonl: line 4 is no record of round 4"),
+        (edited("rounds.jsonl", lambda text: text[:-9]), "rounds.jsonl: line 3 is no record of round 3"),
+        (edited("rounds.jsonl", lambda text: text.split("\n", 1)[1]), "rounds.jsonl: line 1 is no record of round 1"),
+        (edited("rounds.jsonl", lambda text: text.replace("plain", "plane")), "rounds.jsonl: line 1 has not the acc"),
+        (
+            edited("rounds.jsonl", lambda text: text.replace('"seconds"', '"minutes"')),
+            "rounds.jsonl: line 1 has no sec",
+        ),
+        (edited("rounds.jsonl", scored_otherwise), "but the last rounds of rounds.jsonl give"),
+        (edited("result.json", lambda text: None), "result.json is missing"),
+        (edited("result.json", lambda text: "{}"), "result.json: there is no method"),
+        (edited("result.json", lambda text: "[]"), "result.json does not hold a JSON object"),
+        (edited("result.json", lambda text: text[: len(text) // 2]), "result.json is not JSON: "),
+        (said_otherwise(hardware=None), "result.json: there is no hardware"),
+        (said_otherwise(versions="1"), "result.json: versions = '1' is of the wrong kind"),
+        (said_otherwise(domains={"plain": "good"}), "result.json: domains = {'plain': 'good'} are no accuracies"),
+        (
+            said_otherwise(domains={"plain": 1.0, "noisy": 99.999, "dark": 1.0}),
+            "result.json: plain = 1.0, but the last",
+        ),
+        (said_otherwise(avg=99.999), "result.json: avg = 99.999, but the last rounds of rounds.jsonl give"),
+        (said_otherwise(std=float("nan")), "result.json: std = nan, but the last rounds of rounds.jsonl give"),
+        (said_otherwise(averaged=2), "result.json: averaged = 2, but rounds.jsonl has 3 evaluated rounds"),
+        (said_otherwise(seed=1), "result.json: seed = 1, but experiment.toml says 0"),
+        (said_otherwise(method="fedprox"), "result.json: method = fedprox, but experiment.toml says fedavg"),
+        (said_otherwise(rounds=200), "result.json: rounds = 200, but experiment.toml says 3"),
+        (edited("experiment.toml", lambda text: None), "experiment.toml cannot be read"),
+        (edited("experiment.toml", lambda text: text + "bogus = 1"), "experiment.toml: "),
+        (
+            lambda folder: shutil.copytree(folder, folder.with_name("copy")),
+            "copy: its run belongs into a folder called",
+        ),
+    ],
+)
+def test_a_damaged_result_is_named_and_the_page_stays_as_it_was(kept, capsys, tmp_path, damage, said):
+    tool, folder = kept
+    page = (tmp_path / "results" / "README.md").read_text()
+    damage(folder)
+    capsys.readouterr()
+    assert tool("table") == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert str(Path("results/tiny_data.load")) in err
+    assert err.count("\n") == 1
+    assert (tmp_path / "results" / "README.md").read_text() == page
+
+
+def test_what_was_left_of_a_copy_is_no_run(kept, tmp_path):
+    tool, folder = kept
+    page = (tmp_path / "results" / "README.md").read_text()
+    shutil.copytree(folder, folder.with_name(folder.name + ".tmp"))
+    assert tool("table") == 0
+    assert (tmp_path / "results" / "README.md").read_text() == page
+
+
+def test_a_copy_that_fails_leaves_nothing(tool, results, finished, monkeypatch, capsys, tmp_path):
+    shutil.copytree(finished, tmp_path / "runs" / "results" / finished.name)
+
+    def full(source, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(results.shutil, "copyfile", full)
+    assert tool("collect") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list((tmp_path / "results").rglob("*")) == [tmp_path / "results" / "tiny_data.load"]
+
+
+def test_the_full_run_takes_the_place_of_a_shorter_one_and_not_the_other_way_round(tool, finished, capsys, tmp_path):
+    run(tool, "--rows", "fedavg", "--rounds", "2", "--runs", "short")
+    shutil.copytree(finished, tmp_path / "full" / finished.name)
+    target = tmp_path / "results" / "tiny_data.load" / finished.name
+    for words, said in (
+        (["--runs", "short"], f"{finished.name}: taken\n"),
+        (["--runs", "full"], f"{finished.name}: taken, with 3 rounds in place of 2\n"),
+        (["--runs", "short"], f"left, since it has 2 rounds, and {target.relative_to(tmp_path)} has 3\n"),
+        (["--runs", "full"], f"{finished.name}: is there already\n"),
+    ):
+        capsys.readouterr()
+        assert tool("collect", *words) == 0
+        assert said in capsys.readouterr().out
+    assert list(target.parent.iterdir()) == [target]
+    assert (target / "rounds.jsonl").read_bytes() == (finished / "rounds.jsonl").read_bytes()
+
+
+def test_a_replacement_that_fails_leaves_what_was_there(tool, results, finished, monkeypatch, tmp_path):
+    run(tool, "--rows", "fedavg", "--rounds", "2", "--runs", "short")
+    tool("collect", "--runs", "short")
+    target = tmp_path / "results" / "tiny_data.load" / finished.name
+    real = Path.replace
+
+    def failing(path, goal):
+        if path.name == f"{finished.name}.tmp":
+            raise OSError(5, "Input/output error", str(path))
+        return real(path, goal)
+
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        results.take(finished, Experiment.read(finished / "experiment.toml"), target)
+    assert list(target.parent.iterdir()) == [target]
+    assert Experiment.read(target / "experiment.toml").rounds == 2
+
+
+def test_a_damaged_run_is_not_taken(tool, finished, capsys, tmp_path):
+    folder = tmp_path / "runs" / "results" / finished.name
+    shutil.copytree(finished, folder)
+    (folder / "rounds.jsonl").unlink()
+    assert tool("collect") == 0
+    assert "left, since" in (out := capsys.readouterr().out)
+    assert "rounds.jsonl is missing" in out
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["README.md"]
+
+
+def test_where_data_lay_is_not_kept(tool, tmp_path):
+    run(tool, "--rows", "fedavg", "data_root=somewhere")
+    tool("collect")
+    assert 'data_root = "somewhere"' in (of("fedavg", tmp_path / "runs") / "experiment.toml").read_text()
+    kept = of("fedavg", tmp_path / "results") / "experiment.toml"
+    assert "somewhere" not in kept.read_text()
+    assert (
+        Experiment.read(kept).identity == Experiment.read(of("fedavg", tmp_path / "runs") / "experiment.toml").identity
+    )
+
+
+def lines_of(page, words):
+    """The first table at or below these words: cells by row."""
+    below = page[page.index(words) :].splitlines()
+    rest = itertools.dropwhile(lambda line: not line.startswith("|"), below)
+    rows = [line.strip("| ").split(" | ") for line in itertools.takewhile(lambda line: line.startswith("|"), rest)]
+    return {label: cells for label, *cells in rows[2:]}
+
+
+def test_the_numbers_of_the_page_are_those_of_the_runs(tool, tmp_path):
+    run(tool, "--rows", "fedavg,uniform weights,fedavg+fedheal")
+    tool("collect")
+    page = (tmp_path / "results" / "README.md").read_text()
+    plain = read_json(of("fedavg", tmp_path / "results") / "result.json")
+    even = read_json(of("fedavg+uniform", tmp_path / "results") / "result.json")
+    row = next(line for line in page.splitlines() if line.startswith("| [FedAvg](tiny_data.load/"))
+    for value in (*plain["domains"].values(), plain["avg"], plain["std"], plain["worst"]):
+        assert f" {value:.2f} |" in row
+    assert f"| {sum(plain['seconds'].values()) / 3:.2f} |" in row
+    assert row.endswith(f"| 3 | fp32 | {plain['hardware']} |")
+    apart = [even["domains"][d] - plain["domains"][d] for d in plain["domains"]]
+    apart += [even[key] - plain[key] for key in ("avg", "std", "worst")]
+    assert lines_of(page, "| less FedAvg ")["uniform weights"] == [*(f"{x:+.2f}" for x in apart), "1"]
+    assert any(apart)
+    assert lines_of(page, "| less uniform weights ")["FedAvg"] == [*(f"{0.0 - x:+.2f}" for x in apart), "1"]
+    records = read_rounds(of("fedavg", tmp_path / "results"))
+    moved = np.std([r["fairness"]["avg"] for r in records], ddof=1)
+    noise = lines_of(page, "### How much the last rounds move")["FedAvg"]
+    assert noise[4] == f"{moved:.2f}"  # after the seed and three domains
+    assert noise[-1] == "3"
+    left = page.partition("### Open")[2]
+    assert f"- AFL: `python tools/results.py run --data {DATA} --rows AFL`" in left
+    assert "FedHEAL" not in left
+
+
+def test_runs_with_other_settings_are_not_subtracted(tool, tmp_path):
+    run(tool, "--rows", "fedavg")
+    run(tool, "--rows", "uniform weights", "--rounds", "4")
+    tool("collect")
+    page = (tmp_path / "results" / "README.md").read_text()
+    assert "less FedAvg" not in page
+    run(tool, "--rows", "fedavg+fedheal")
+    tool("collect")
+    page = (tmp_path / "results" / "README.md").read_text()
+    assert set(lines_of(page, "| less FedAvg ")) >= {"FedHEAL (paper)"}
+    assert "nothing is subtracted: uniform weights, 4 rounds (beside FedAvg), FedAvg (beside uniform weights)," in page
+
+
+def test_more_seeds_are_paired(tool, tmp_path):
+    run(tool, "--rows", "fedavg,uniform weights", "--seeds", "2")
+    run(tool, "--rows", "fedavg+fedheal")
+    tool("collect")
+    page = (tmp_path / "results" / "README.md").read_text()
+    assert lines_of(page, "| less FedAvg ")["uniform weights"][-1] == "2"
+    assert lines_of(page, "| less FedAvg ")["FedHEAL (paper)"][-1] == "1"
+    assert "1 to 2 seeds, ± standard deviation over them" in page
+
+
+def forged(folder, data, method, domains, rounds, seconds=()):
+    """A run that never was, with these accuracies."""
+    experiment = Experiment(data=data, method=method, rounds=rounds)
+    path = folder / experiment.folder_name
+    path.mkdir(parents=True)
+    (path / "experiment.toml").write_text(experiment.to_toml())
+    record = {"domains": domains, "fairness": fairness(domains)}
+    seconds = seconds or [1.0] * rounds
+    records = [record | {"round": i, "seconds": {"train": s - 0.5, "evaluate": 0.5}} for i, s in enumerate(seconds, 1)]
+    (path / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    summary = {
+        "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": min(5, rounds),
+        "domains": domains, "clients": {}, "trained": {}, "test_sizes": dict.fromkeys(domains, 100),
+        **fairness(domains), "pool": False, "only": [], "without": [], "precision": "bf16", "hardware": "a GPU",
+        "data_fingerprint": "x", "versions": {"fedheal": "1"}, "data_notes": [],
+    }  # fmt: skip
+    (path / "result.json").write_text(json.dumps(summary))
+
+
+def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside(table, tmp_path):
+    near = {"mnist": 91.6 - 5.1, "usps": 91.6 + 3.1, "svhn": 81.6 - 2.9, "syn_standin": 50.0}
+    forged(tmp_path, "digits", "fedavg", near, 200)
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    assert page.count("| syn_standin (stand-in for syn) |") == 6  # in all tables but that of differences
+    assert "syn_standin is a stand-in for syn: its column is no result on syn" in page
+    assert "| difference | **-5.1** | **+3.1** | -2.9 | +27.0 |" in page
+    assert "| difference to the nearest, by column | -5.1 | +2.6 | -2.1 | +27.0 |" in page
+    assert "further from its first line than 5 on mnist, 3 on usps, 3 on svhn (points)" in page
+    assert "counts as a bug, in either of the two, until it is explained" in page
+    assert "Flagged: FedAvg on mnist (-5.1), FedAvg on usps (+3.1)." in page
+    assert "| FedAvg | ours | 86.50 | 94.70 | 78.70 | 50.00 |  | " in page
+    assert "|  | paper | 89.84 | 93.25 | 79.54 |  | 41.35 | 76.00 | 23.82 |  |" in page
+
+
+def test_fewer_rounds_are_said_and_not_held_against_an_independent_version(table, tmp_path):
+    forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}, 20)
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    assert "Not the protocol's 200 rounds: FedAvg (20)." in page
+    assert "### Beside an independent" not in page
+
+
+def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(table, tmp_path):
+    accuracy = {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}
+    forged(tmp_path, "digits", "fedavg", accuracy, 20)
+    forged(tmp_path, "digits", "fedavg+fedheal:variant=released", accuracy, 200)
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    beside = page.partition("### Beside the paper")[2].partition("###")[0]
+    assert "| FedAvg, 20 rounds | ours | 50.00 |" in beside
+    assert [line.split(" | ")[1] for line in beside.splitlines() if line.startswith("|  | ")][1:] == [
+        "paper",
+        "difference",
+    ]
+    assert (
+        "Not the protocol's 200 rounds, so that the paper's numbers do not stand beside: FedAvg, 20 rounds." in beside
+    )
+    assert "against FedAvg" not in beside  # what is claimed of rows is not held against a part of one
+    left = page.partition("### Open")[2]
+    assert "- FedAvg (so far with 20 rounds): `python tools/results.py run --data digits --rows FedAvg`" in left
+    assert "FedHEAL (released)" not in left
+
+
+def test_what_is_quoted_is_said_at_the_head(table, tmp_path):
+    forged(tmp_path, "digits", "fedavg+uniform", {"mnist": 90.0, "usps": 90.0, "svhn": 80.0, "syn_standin": 30.0}, 200)
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    head, _, below = page.partition("## digits")
+    assert "numbers and those of an independent implementation are quoted" in head
+    assert "Everything else is computed from what is in the folders." in head
+    assert "its own split and first model, so that some of a difference comes from that alone" in below
+    assert "Flagged: nothing." in below
+    assert "difference to the nearest" not in below  # it has one seed of this row
+
+
+def test_seconds_are_of_all_phases_as_mean_and_median_over_rounds(table, tmp_path):
+    forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 60.0}, 3, seconds=(5.0, 1.0, 1.5))
+    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    assert "| 2.50 | 1.50 | 3 | bf16 | a GPU |" in page
+    assert "the first round of a process compiles what the others use" in page
+
+
+def test_a_run_that_is_no_row_is_refused_by_name(table, tmp_path):
+    forged(tmp_path, "digits", "fedprox", {"mnist": 50.0}, 20)
+    with pytest.raises(ValueError, match="no row of the plan is fedprox; the rows are fedavg, fedavg"):
+        table.page(RECIPE, [("digits", tmp_path, 200)])
+
+
+def test_where_a_result_might_have_ended_is_said(table):
+    judged = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 0.0]
+    run = SimpleNamespace(
+        label="FedAvg",
+        experiment=SimpleNamespace(seed=0),
+        records=[{"domains": {"a": value, "b": 90.0}} for value in judged] + [{"domains": None}],
+        summary={"domains": {"a": 36.0, "b": 90.0}},
+    )
+    said = "\n\n".join(table._noise([run], "digits"))
+    reach = lines_of(said, "in it.")["FedAvg"]  # means of five in a row: 30, 40, 36
+    assert reach == ["0", "30.0 to 40.0", "90.0 to 90.0", "60.0 to 65.0", "35.4 to 42.4", "30.0 to 40.0", "7"]
+    assert "Lowest and highest mean of 5 rounds in a row" in said
+    longer = lines_of(said, "might have ended.")["FedAvg"]  # the mean of all seven is 30
+    assert longer == ["0", "30.00", "90.00", "60.00", "42.43", "30.00", "7"]
+    few = SimpleNamespace(**vars(run) | {"records": run.records[:5]})
+    assert "Lowest" not in "\n\n".join(table._noise([few], "digits"))

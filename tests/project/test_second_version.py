@@ -1,0 +1,250 @@
+"""The second version: it reads, trains and judges as the protocol says, and agrees with the package where both are exact."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+import layouts
+from fedheal import data
+from fedheal.models import build
+from fedheal.reproduce import RECIPES
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("--device", "cpu", "--width", "16", "--epochs", "1", "--rounds", "2")
+
+
+@pytest.fixture
+def second(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    module = importlib.import_module("second_version")
+    monkeypatch.setattr(module, "SIZES", {"mnist": 8, "usps": 2, "svhn": 8, "syn_standin": 3})
+    return module
+
+
+@pytest.fixture
+def prepared(second, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDHEAL_CACHE", str(tmp_path / "cache"))
+    layouts.digits(tmp_path / "data")
+    assert second.main(["prepare", "data", "second.npz"]) == 0
+    return tmp_path / "second.npz"
+
+
+def run(second, prepared, *words):
+    assert second.main(["run", str(prepared), "--out", "out", *QUICK, *words]) == 0
+    (path,) = Path("out").iterdir()
+    record = json.loads(path.read_text())
+    path.unlink()
+    return record
+
+
+def test_it_shares_no_code_with_the_package():
+    text = (ROOT / "tools" / "second_version.py").read_text(encoding="utf-8")
+    assert "import fedheal" not in text
+    assert "from fedheal" not in text
+
+
+def planes(images):
+    """As the package keeps them: three planes, in numbers that can be subtracted."""
+    planes = np.repeat(images[:, None], 3, axis=1) if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    return planes.astype(np.int64)
+
+
+def test_both_read_the_same_pixels_and_labels(prepared):
+    held = np.load(prepared)
+    for domain in data.load("digits", data.Wanted(str(prepared.parent / "data"))).domains:
+        nearly = 1 if domain.name == "usps" else 0  # reals, of which one version rounds and the other cuts
+        test, drawn = planes(held[f"{domain.name}_test_x"]), planes(held[f"{domain.name}_x"])
+        assert np.abs(test - domain.test.images.numpy()).max() <= nearly
+        assert np.array_equal(held[f"{domain.name}_test_y"], domain.test.labels.numpy())
+        apart = np.abs(drawn[:, None] - domain.train.images.numpy()[None].astype(np.int64)).max(axis=(2, 3, 4))
+        assert apart.min(axis=1).max() <= nearly
+        assert len(set(apart.argmin(axis=1))) == len(drawn)  # no image twice
+        assert np.array_equal(held[f"{domain.name}_y"], domain.train.labels.numpy()[apart.argmin(axis=1)])
+
+
+def test_both_have_the_same_network(second):
+    ours, theirs = build("resnet10", 10), second.Network(64)
+    assert sum(p.numel() for p in theirs.parameters()) == 4_903_242
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            other.copy_(mine)
+    images = torch.rand(4, 3, 32, 32)
+    for mode in (True, False):  # batch statistics, then the running ones that they left
+        ours.train(mode)
+        theirs.train(mode)
+        torch.testing.assert_close(ours(images), theirs(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_is_that_of_torch(second):
+    """Momentum and weight decay as torch.optim.SGD has them, with the same gradients."""
+    torch.manual_seed(0)
+    trainer = second.Trainer(16, "cpu")
+    twin = second.Network(16)
+    twin.load_state_dict(trainer.network.state_dict())
+    optimiser = torch.optim.SGD(twin.parameters(), second.LR, second.MOMENTUM, weight_decay=second.DECAY)
+    x, y = torch.rand(6, 3, 32, 32), torch.arange(6)
+    for _ in range(3):
+        trainer.step(x, y)
+        optimiser.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = twin(x)
+        torch.nn.functional.cross_entropy(logits.float(), y).backward()
+        optimiser.step()
+    for mine, other in zip(trainer.params, twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+
+
+def test_shifts_are_within_four_pixels_with_black_around(second):
+    x = torch.full((64, 3, 32, 32), 255, dtype=torch.uint8)
+    (batch,) = (inputs for inputs, _ in second._batches(x, torch.arange(64), 1, torch.Generator().manual_seed(0)))
+    black = (batch - second._scaled(torch.zeros(1, 3, 1, 1, dtype=torch.uint8))).abs().amax(dim=1) < 1e-6
+    rows, columns = black.all(dim=2).sum(dim=1), black.all(dim=1).sum(dim=1)
+    assert set(rows.tolist()) == set(columns.tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_a_record_has_the_accuracies_of_every_round(second, prepared):
+    record = run(second, prepared, "--weights", "uniform")
+    assert (record["weights"], record["seed"], record["split"], record["width"]) == ("uniform", 0, 7, 16)
+    assert [[*line] for line in record["rounds"]] == [["mnist", "usps", "svhn", "syn_standin"]] * 2
+
+
+def test_a_run_is_repeatable_and_seeds_and_weights_matter(second, prepared, monkeypatch):
+    monkeypatch.setattr(second, "_accuracy", lambda trainer, x, y: float(sum(v.abs().sum() for v in trainer.floats)))
+    wanted = [("uniform", "0"), ("uniform", "0"), ("uniform", "1"), ("size", "0")]
+    first, again, *others = [run(second, prepared, "--weights", w, "--seed", seed)["rounds"] for w, seed in wanted]
+    assert first == again
+    assert first[0] != first[1]
+    assert first not in others
+    assert others[0] != others[1]
+
+
+def test_the_average_is_by_weights(second, prepared, monkeypatch):
+    """Where client k's training ends at the constant k, the model is the weighted mean of the constants."""
+    ends: list[float] = []
+
+    def to_a_constant(trainer, x, y):
+        ends.append(float(len(ends)))
+        for value in trainer.floats:
+            value.fill_(ends[-1])
+
+    seen = {}
+    monkeypatch.setattr(second.Trainer, "step", to_a_constant)
+    monkeypatch.setattr(
+        second, "_accuracy", lambda trainer, x, y: seen.setdefault("mean", float(trainer.floats[0].mean()))
+    )
+    run(second, prepared, "--weights", "size", "--rounds", "1")
+    sizes = np.repeat([8, 2, 8, 3], 5)
+    assert seen.pop("mean") == pytest.approx((sizes * np.arange(20)).sum() / sizes.sum())
+    ends.clear()
+    run(second, prepared, "--weights", "uniform", "--rounds", "1")
+    assert seen["mean"] == pytest.approx(9.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["prepare", "nowhere", "x.npz"], "No such file or directory (nowhere/digits/mnist/"),
+        (["run", "nowhere.npz"], "No such file or directory (nowhere.npz)"),
+        (["run", "junk.npz"], "junk.npz is not what prepare makes"),
+        (["run", "other.npz"], "other.npz is not what prepare makes: it has no mnist_test_x"),
+        (["run", "second.npz", "--rounds", "0"], "rounds = 0: use 1 or more"),
+        (["run", "second.npz", "--seconds", "0"], "seconds = 0: use a positive number"),
+        (
+            ["run", "second.npz", "--out", "there"],
+            "size-seed0.json is there already: remove it, or name another folder",
+        ),
+        (["run", "empty.npz"], "empty.npz is not what prepare makes"),
+        (["run", "few.npz"], "few.npz is not what prepare makes: usps has not 10 images and labels"),
+        (["prepare", "data", "nowhere/x.npz"], "nowhere/x.npz: there is no folder nowhere"),
+        (["prepare", "cut", "x.npz"], "mnist: its files cannot be read (EOFError: "),
+    ],
+)
+def test_bad_input_is_one_sentence(second, prepared, capsys, words, said):
+    Path("junk.npz").write_text("junk")
+    np.savez("other.npz", split=7)
+    Path("empty.npz").touch()
+    held = dict(np.load(prepared))
+    np.savez("few.npz", **held | {"usps_x": held["usps_x"][:3]})
+    Path("there").mkdir()
+    Path("there/size-seed0.json").write_text("{}")
+    shutil.copytree("data", "cut")
+    images = Path("cut/digits/mnist/train-images-idx3-ubyte.gz")
+    images.write_bytes(images.read_bytes()[:-200])
+    capsys.readouterr()
+    assert second.main(words + (["--device", "cpu"] if words[0] == "run" else [])) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_too_few_images_are_refused(second, prepared, monkeypatch, capsys):
+    monkeypatch.setattr(second, "SIZES", second.SIZES | {"usps": 600})
+    assert second.main(["prepare", "data", "x.npz"]) == 2
+    assert "usps: 30 training images, but the clients need 3000" in capsys.readouterr().err
+    assert not Path("x.npz").exists()
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    (tmp_path / "second-version").mkdir()
+    return importlib.import_module("results_second")
+
+
+def record(**keys):
+    rounds = [{"mnist": float(number)} for number in range(1, 26)]
+    whole = {"weights": "size", "seed": 0, "split": 7, "width": 64, "epochs": 10, "hardware": "GPU", "rounds": rounds}
+    return whole | keys
+
+
+def test_its_rounds_stand_beside_as_many_of_ours(kept, tmp_path):
+    (tmp_path / "second-version" / "size-seed0.json").write_text(json.dumps(record()))
+    (tmp_path / "second-version" / "uniform-seed0.json").write_text(json.dumps(record(weights="uniform")))
+    entries = {entry.label: entry for entry in RECIPES["headline"].entries("digits")}
+
+    class Ours:
+        entry, full, experiment = entries["FedAvg"], True, type("", (), {"seed": 3})
+        records = tuple({"domains": {"mnist": 2.0 * number}} for number in range(1, 201))
+
+    seconds = kept.read_all(tmp_path)
+    assert [second.row for second in seconds] == ["FedAvg", "uniform weights"]
+    assert kept.lines(seconds, [Ours()], ["mnist"]) == [
+        ["FedAvg", "20", "second version, seed 0", "18.0"],
+        ["", "", "ours, seed 3", "36.0"],
+        ["", "", "second version less the mean of ours", "-18.0"],
+        ["FedAvg", "25", "second version, seed 0", "23.0"],
+        ["", "", "ours, seed 3", "46.0"],
+        ["", "", "second version less the mean of ours", "-23.0"],
+        ["uniform weights", "20", "second version, seed 0", "18.0"],
+        ["uniform weights", "25", "second version, seed 0", "23.0"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"weights": "half"}, "weights = half: use one of size, uniform"),
+        ({"seed": "0"}, "seed = '0' is of the wrong kind"),
+        ({"split": True}, "split = True is of the wrong kind"),
+        ({"width": 4}, "width = 4, but the protocol has 64"),
+        ({"epochs": 1}, "epochs = 1, but the protocol has 10"),
+        ({"rounds": [{"mnist": 1.0}] * 4}, "rounds are not 5 or more accuracies"),
+        ({"rounds": [{"mnist": 1.0}] * 5 + [{"usps": 1.0}]}, "rounds are not 5 or more accuracies"),
+        ({"rounds": [{"mnist": "x"}] * 5}, "rounds are not 5 or more accuracies"),
+    ],
+)
+def test_a_record_that_is_none_is_named(kept, tmp_path, keys, said):
+    path = tmp_path / "second-version" / "size-seed0.json"
+    path.write_text(json.dumps(record(**keys)))
+    with pytest.raises(ValueError, match=r"size-seed0\.json") as error:
+        kept.read_all(tmp_path)
+    assert said in str(error.value)

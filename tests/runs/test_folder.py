@@ -1,0 +1,469 @@
+"""Files of a run folder appear whole or not at all, and a damaged state is told from a whole one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fedheal
+from fedheal.runs import folder as records
+from fedheal.simulate.runner import Result
+from tiny_data import quick
+
+ARRAYS = {
+    "model.params": torch.tensor([1.0, -2.5, 3.0]),
+    "model.counters": torch.tensor([7, 8]),
+    "flags": torch.tensor([True, False]),
+    "empty": torch.empty(0),
+    "scalar": torch.tensor(2.0, dtype=torch.float64),
+    "counts": torch.arange(6, dtype=torch.uint8).reshape(2, 3),
+}
+DESCRIBED = {"round": 3, "seed": 0, "sent": 12345, "received": 678, "aggregator": {"kind": "nothing", "clients": ["a"]}}
+
+
+def saved(folder: Path, number: int = 3) -> Path:
+    records.save_state(folder, number, ARRAYS, DESCRIBED, "me")
+    return folder / "state" / f"{number:08d}.safetensors"
+
+
+def bits(result: Result) -> list[bytes]:
+    return [value.numpy().tobytes() for value in result.model.state_dict().values()]
+
+
+def go(folder: Path, resume: bool = True, **keys: Any) -> Result:
+    return fedheal.run(quick(save_seconds=0, rounds=4, **keys), folder, resume=resume, progress=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with the states of rounds 3 and 4."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    go(folder, resume=False)
+    return folder
+
+
+@pytest.fixture
+def stopped(finished: Path, tmp_path: Path) -> Path:
+    """The same, as if killed right after the state of round 4 was saved."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    for name in ("result.json", "model.safetensors"):
+        (folder / name).unlink()
+    return folder
+
+
+def model(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def newest(folder: Path) -> Path:
+    return records.states(folder)[0]
+
+
+# Whole or not at all
+
+
+def test_text_replaces_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    records.write_text(path, "old")
+    records.write_text(path, "nëw\n")
+    assert path.read_bytes() == "nëw\n".encode()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    records.write_text(path, "old")
+
+    def broken(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records.os, "fsync", broken)
+    with pytest.raises(OSError, match="No space left"):
+        records.write_text(path, "new")
+    with pytest.raises(OSError, match="No space left"):
+        records.save_tensors(tmp_path / "b.safetensors", {"x": torch.ones(2)})
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_bytes_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    fsync, replace = records.os.fsync, Path.replace
+    monkeypatch.setattr(records.os, "fsync", lambda d: (order.append("fsync"), fsync(d))[1])
+    monkeypatch.setattr(Path, "replace", lambda p, to: (order.append("replace"), replace(p, to))[1])
+    records.write_text(tmp_path / "a.txt", "text")
+    saved(tmp_path)
+    assert order[:2] == ["fsync", "replace"]
+    assert order.index("fsync", 2) < order.index("replace", 2)
+
+
+def test_tensors_come_back_and_tied_ones_too(tmp_path: Path) -> None:
+    weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    records.save_tensors(tmp_path / "m", {"a": weight, "b": weight, "c": weight.t()})
+    found = records.load_tensors(tmp_path / "m")
+    assert torch.equal(found["a"], weight)
+    assert torch.equal(found["b"], weight)
+    assert torch.equal(found["c"], weight.t())
+
+
+# States
+
+
+def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    arrays, described = records.load_state(saved(tmp_path), "me")
+    assert described == DESCRIBED
+    assert arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert arrays[name].dtype == array.dtype
+        assert torch.equal(arrays[name], array), name
+
+
+def test_the_newest_two_states_are_kept_and_left_overs_cleared(tmp_path: Path) -> None:
+    for number in (1, 2, 9, 10, 100):
+        saved(tmp_path, number)
+        (tmp_path / "state" / "00000050.safetensors.tmp").write_bytes(b"half")
+    assert [path.stem for path in records.states(tmp_path)] == ["00000100", "00000010"]
+    saved(tmp_path, 101)
+    assert sorted(p.name for p in (tmp_path / "state").iterdir()) == [
+        "00000100.safetensors",
+        "00000101.safetensors",
+    ]
+
+
+def test_there_are_no_states_before_the_first(tmp_path: Path) -> None:
+    assert records.states(tmp_path) == []
+
+
+def test_a_state_of_another_experiment_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(records.BadState, match=r"00000003\.safetensors belongs to another experiment"):
+        records.load_state(saved(tmp_path), "you")
+
+
+@pytest.mark.parametrize(
+    "metadata", [None, {"fedheal": "[]"}, {"fedheal": "null"}, {"fedheal": '{"format": "x-9"}'}, {}]
+)
+def test_a_file_of_another_format_is_refused(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(2)}, path, metadata)
+    with pytest.raises(records.BadState, match="not a state of this version"):
+        records.load_state(path, "me")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", b"junk" * 100, b"\xff" * 64, (2**40).to_bytes(8, "little") + b"{}"])
+def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(records.BadState, match=r"x\.safetensors is damaged"):
+        records.load_state(path, "me")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(records.BadState, match="damaged"):
+        records.load_state(tmp_path / "none.safetensors", "me")
+
+
+def test_a_state_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(records.BadState):
+            records.load_state(path, "me")
+    path.write_bytes(whole)
+    records.load_state(path, "me")
+
+
+def test_a_state_with_any_byte_changed_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    whole = path.read_bytes()
+    chance = random.Random(0)
+    accepted = []
+    for at in range(len(whole)):
+        for flip in {1, 1 << chance.randrange(1, 8)}:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
+            try:
+                arrays, described = records.load_state(path, "me")
+            except records.BadState:
+                continue
+            same = described == DESCRIBED and all(torch.equal(arrays[k], ARRAYS[k]) for k in ARRAYS)
+            if not same or arrays.keys() != ARRAYS.keys():
+                accepted.append((at, flip, whole[max(0, at - 12) : at + 12]))
+    assert accepted == []
+
+
+# Rounds
+
+
+def test_rounds_come_back_line_by_line(tmp_path: Path) -> None:
+    given = [{"round": i, "weights": {"ä-0": 0.1 + 0.2}, "loss": None} for i in (1, 2, 3)]
+    for record in given:
+        records.append_round(tmp_path, record)
+    assert records.read_rounds(tmp_path) == given
+
+
+def test_no_rounds_yet(tmp_path: Path) -> None:
+    assert records.read_rounds(tmp_path) == []
+    records.cut_rounds(tmp_path, 0)
+    assert records.read_rounds(tmp_path) == []
+
+
+def test_numbers_that_json_has_not_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        records.append_round(tmp_path, {"round": 1, "loss": float("nan")})
+    assert records.read_rounds(tmp_path) == []
+
+
+def test_a_torn_last_line_is_left_out_wherever_it_is_torn(tmp_path: Path) -> None:
+    whole = [{"round": 1, "a": "é"}, {"round": 2, "a": {"b": [1, 2]}}]
+    torn = json.dumps({"round": 3, "name": "déjà"}, ensure_ascii=False).encode()
+    for length in range(len(torn)):
+        text = "".join(json.dumps(record) + "\n" for record in whole).encode() + torn[:length]
+        (tmp_path / "rounds.jsonl").write_bytes(text)
+        assert records.read_rounds(tmp_path) == whole, length
+        records.cut_rounds(tmp_path, 2)
+        assert records.read_rounds(tmp_path) == whole
+        records.append_round(tmp_path, {"round": 3})
+        assert [r["round"] for r in records.read_rounds(tmp_path)] == [1, 2, 3]
+
+
+def test_a_last_line_without_its_end_of_line_does_not_swallow_the_next(tmp_path: Path) -> None:
+    (tmp_path / "rounds.jsonl").write_text('{"round": 1}\n{"round": 2}')
+    records.cut_rounds(tmp_path, 2)
+    records.append_round(tmp_path, {"round": 3})
+    assert [r["round"] for r in records.read_rounds(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("there", [[], [1], [2, 3], [1, 3], [1, 2, 2, 3], [2, 1, 3]])
+def test_missing_rounds_are_noticed(tmp_path: Path, there: list[int]) -> None:
+    for number in there:
+        records.append_round(tmp_path, {"round": number})
+    before = (tmp_path / "rounds.jsonl").read_bytes() if there else b""
+    with pytest.raises(records.BadState, match=r"rounds\.jsonl lacks records of rounds"):
+        records.cut_rounds(tmp_path, 3)
+    assert ((tmp_path / "rounds.jsonl").read_bytes() if there else b"") == before
+
+
+def test_cutting_keeps_the_first_rounds(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        records.append_round(tmp_path, {"round": number, "x": number / 3})
+    records.cut_rounds(tmp_path, 2)
+    assert records.read_rounds(tmp_path) == [{"round": 1, "x": 1 / 3}, {"round": 2, "x": 2 / 3}]
+
+
+def test_a_json_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"r\.json does not hold a JSON object"):
+        records.read_json(tmp_path / "r.json")
+
+
+# A run that meets damaged files
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flipped(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[-5] ^= 4
+    path.write_bytes(bytes(whole))
+
+
+def other_round(path: Path) -> None:
+    """A later round than it is, by one flipped bit in its description."""
+    whole = path.read_bytes()
+    at = re.search(rb'\\"round\\": ', whole)
+    assert at is not None
+    path.write_bytes(whole[: at.end()] + bytes([whole[at.end()] ^ 1]) + whole[at.end() + 1 :])
+
+
+def other_kind(path: Path) -> None:
+    """A description that cannot be read, though the tensors are whole."""
+    whole = path.read_bytes()
+    kind = rb"\"kind\": \"server\""
+    assert kind in whole
+    path.write_bytes(whole.replace(kind, kind.replace(b"server", b"cerver")))
+
+
+def foreign(path: Path) -> None:
+    arrays, described = records.load_state(path, quick(rounds=4).identity)
+    folder = path.parents[2] / "foreign"
+    folder.mkdir(exist_ok=True)
+    records.save_state(folder, int(path.stem), arrays, described, "another experiment's")
+    shutil.copy(newest(folder), path)
+
+
+DAMAGES = [empty, half, flipped, other_round, other_kind, foreign]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_state_gives_way_to_the_one_before(
+    finished: Path, stopped: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(newest(stopped))
+    result = go(stopped)
+    assert [record.round for record in result.history] == [1, 2, 3, 4]
+    assert model(stopped) == model(finished)
+    assert [r["round"] for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_two_damaged_states_are_a_sentence_and_nothing_is_lost(stopped: Path, damage: Callable[[Path], None]) -> None:
+    for path in records.states(stopped):
+        damage(path)
+    before = {p.name: p.read_bytes() for p in stopped.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match=f"no state in {re.escape(str(stopped))} can be used") as error:
+        go(stopped)
+    assert "00000004.safetensors" in str(error.value)
+    assert "00000003.safetensors" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert {p.name: p.read_bytes() for p in stopped.rglob("*") if p.is_file()} == before
+
+
+def test_a_state_with_too_few_rounds_gives_way_to_the_one_before(finished: Path, stopped: Path) -> None:
+    lines = (stopped / "rounds.jsonl").read_text().splitlines(keepends=True)
+    (stopped / "rounds.jsonl").write_text("".join(lines[:3]) + lines[3][:30])
+    go(stopped)
+    assert model(stopped) == model(finished)
+    assert [r["round"] for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
+
+
+def test_rounds_that_are_all_gone_are_a_sentence(stopped: Path) -> None:
+    (stopped / "rounds.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"rounds\.jsonl lacks records of rounds"):
+        go(stopped)
+
+
+def test_a_run_without_any_state_starts_again(finished: Path, stopped: Path) -> None:
+    shutil.rmtree(stopped / "state")
+    go(stopped)
+    assert model(stopped) == model(finished)
+    assert [r["round"] for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
+
+
+def test_leftover_temporary_files_change_nothing(finished: Path, stopped: Path) -> None:
+    for name in ("rounds.jsonl", "model.safetensors", "result.json", "experiment.toml", "state/00000004.safetensors"):
+        (stopped / f"{name}.tmp").write_bytes(b"half of somethi")
+    (stopped / "state" / "00000009.safetensors.tmp").write_bytes(b"")
+    go(stopped)
+    assert model(stopped) == model(finished)
+
+
+def test_resuming_a_finished_run_changes_no_file(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    result = go(folder)
+    assert [record.round for record in result.history] == [1, 2, 3, 4]
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_finished_run_keeps_its_rounds_when_its_states_are_gone(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    shutil.rmtree(folder / "state")
+    result = go(folder)
+    assert [record.round for record in result.history] == [1, 2, 3, 4]
+    assert (folder / "rounds.jsonl").read_bytes() == (finished / "rounds.jsonl").read_bytes()
+
+
+def test_a_finished_run_with_damaged_states_is_still_finished(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    for path in records.states(folder):
+        empty(path)
+    assert bits(go(folder)) == bits(go(finished))
+
+
+def test_a_run_killed_before_its_description_was_written_can_be_resumed(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "experiment.toml.tmp").write_text('name = ""\nmeth')
+    go(folder)
+    assert model(folder) == model(finished)
+
+
+class Intruder(fedheal.Callback):
+    """Starts the same run in the same folder while it goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+
+    def round(self, record: Any) -> None:
+        with pytest.raises(ValueError, match="is in use by another run") as refused:
+            fedheal.run(quick(rounds=2), self.folder, resume=True)
+        self.said.append(str(refused.value))
+
+
+def test_two_runs_cannot_be_in_one_folder(tmp_path):
+    alone = fedheal.run(quick(rounds=2), tmp_path / "alone")
+    intruder = Intruder(tmp_path / "run")
+    disturbed = fedheal.run(quick(rounds=2), tmp_path / "run", callbacks=[intruder])
+    assert len(intruder.said) == 2
+    assert str(tmp_path / "run") in intruder.said[0]
+    assert bits(disturbed) == bits(alone)
+    assert [record["round"] for record in records.read_rounds(tmp_path / "run")] == [1, 2]
+    fedheal.run(quick(rounds=2), tmp_path / "run", resume=True)  # the lock went with the run
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+    def unable(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unable)
+    assert fedheal.run(quick(rounds=1), tmp_path / "run").summary["rounds"] == 1
+
+
+# A result
+
+
+def test_every_field_of_a_result_has_its_kind(finished: Path) -> None:
+    """Or a field added to results would be the one that nobody checks."""
+    always = records.RESULT.keys() - {"own"}  # that of a method of one's own, which this is not
+    assert records.read_json(finished / "result.json").keys() == always
+    assert records.read_result(finished, records.fields(*always))["rounds"] == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"avg": "x"}, "avg = 'x' is of the wrong kind"),
+        ({"std": True}, "std = True is of the wrong kind"),
+        ({"seed": False}, "seed = False is of the wrong kind"),
+        ({"pool": 0}, "pool = 0 is of the wrong kind"),
+        ({"seconds": []}, "seconds = [] is of the wrong kind"),
+        ({"validation": list(range(10**6))}, "validation = [0, 1, 2, 3, 4, 5, ...] is of the wrong kind"),
+    ],
+)
+def test_a_result_of_the_wrong_kind_is_named_even_if_nobody_needs_it(
+    finished: Path, tmp_path: Path, said: dict[str, Any], sentence: str
+) -> None:
+    whole = records.read_json(finished / "result.json")
+    (tmp_path / "result.json").write_text(json.dumps(whole | said))
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'result.json'}: {sentence}") + "$"):
+        records.read_result(tmp_path, {})
+
+
+def test_a_result_of_another_version_may_have_more_and_less(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"rounds": 3, "avg": 80, "validation": null, "mood": "good"}')
+    assert records.read_result(tmp_path, records.fields("rounds"))["avg"] == 80
+    with pytest.raises(ValueError, match=r"result\.json: there is no seed$"):
+        records.read_result(tmp_path, records.fields("rounds", "seed"))
+    with pytest.raises(ValueError, match=r"nowhere/result\.json is missing$"):
+        records.read_result(tmp_path / "nowhere", {})

@@ -1,0 +1,356 @@
+"""One description of a run: what it accepts, what it refuses and how, and that it says everything a run needs."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from pydantic import ValidationError
+
+import fedheal
+from fedheal import methods
+from fedheal.runs.schema import FREE
+from fedheal.simulate.experiment import Experiment, override
+from tiny_data import QUICK, quick
+
+
+def bits(module: Any) -> dict[str, bytes]:
+    return {name: value.numpy().tobytes() for name, value in module.state_dict().items()}
+
+
+def again(experiment: Experiment) -> Experiment:
+    return Experiment.of(tomllib.loads(experiment.to_toml()))
+
+
+EXPERIMENTS: list[dict[str, Any]] = [
+    {},
+    {"method": "fedavg"},
+    {"tau": 0.4, "beta": 0.1 + 0.2},
+    {"method": "fphl+fael"},
+    {"method": "fael-exact", "ridge": 1e-9},
+    {"method": "fael-exact", "ridge": 1e20},
+    {"method": "fedheal", "tau": 0},
+    {"method": "fedheal", "tau": 1},
+    {"method": "fedheal", "beta": 0},
+    {"method": "fedheal", "fael": False},
+    {"method": "fedheal", "fphl": False, "fael": "exact-reg"},
+    {"method": "fedheal:variant=released", "tau": 0.5},
+    {"data": "tiny_data:load", "model": "tiny_data:linear", "width": 3, "steps": 7, "clients_per_domain": 2},
+    {"name": 'a "quoted" näme\n\\', "seed": 2**63 - 1},
+    {"participation": 1e-9, "dropout": 0.999, "lr": 1e-300, "save_seconds": 0, "server_lr": 1 / 3},
+    {"server_optimizer": "adam", "server_momentum": 0.9, "augment": "crop-flip", "on_bad_update": "skip", "threads": 2},
+]
+
+
+@pytest.mark.parametrize("keys", EXPERIMENTS, ids=str)
+def test_out_as_toml_and_in_again_is_the_same_experiment(keys: dict[str, Any]) -> None:
+    experiment = Experiment(**keys)
+    assert again(experiment) == experiment
+    assert again(experiment).identity == experiment.identity
+    assert again(experiment).to_toml() == experiment.to_toml()
+
+
+def test_adam_on_the_server_has_a_rate_and_momentum_of_its_own_which_the_file_says() -> None:
+    assert (Experiment().server_lr, Experiment().server_momentum) == (1.0, 0.0)
+    adam = Experiment(server_optimizer="adam")
+    assert (adam.server_lr, adam.server_momentum) == (0.01, 0.9)
+    assert "server_lr = 0.01\nserver_momentum = 0.9\n" in adam.to_toml()
+    said = Experiment(server_optimizer="adam", server_lr=1, server_momentum=0)
+    assert (said.server_lr, said.server_momentum) == (1.0, 0.0)
+    assert (again(said).server_lr, again(said).server_momentum) == (1.0, 0.0)
+
+
+def test_adam_on_the_server_learns_with_what_it_comes_with() -> None:
+    """Steps of up to 10 in every entry, as with a rate of 1 and no momentum, made the loss hundreds."""
+    keys: dict[str, Any] = {"method": "fedavg", "rounds": 6, "epochs": 1, "samples_per_client": 40, "lr": 0.01}
+    experiment = Experiment(**keys, model="small_cnn", server_optimizer="adam", device="cpu", eval_every=6)
+    losses = [record.train_loss for record in fedheal.run(experiment, progress=False).history]
+    assert max(losses) < 1.5 * losses[0]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_every_method_goes_out_and_in(name: str) -> None:
+    experiment = Experiment(method=name)
+    assert again(experiment) == experiment
+    assert again(experiment).method_name == name
+
+
+def test_a_method_given_as_a_value_is_the_same_experiment_as_its_name() -> None:
+    method = methods.get("fedheal", tau=0.4)
+    experiment = Experiment(method=method)
+    assert experiment.identity == Experiment(method="fedheal", tau=0.4).identity
+    assert again(experiment).identity == experiment.identity
+
+
+def test_a_runs_description_reproduces_it_bit_for_bit(tmp_path: Path) -> None:
+    experiment = quick(method="fedheal:variant=released", tau=0.4, steps=3, participation=0.6, augment="crop", seed=9)
+    one = fedheal.run(experiment, tmp_path / "one", progress=False)
+    two = fedheal.run(Experiment.read(tmp_path / "one" / "experiment.toml"), progress=False)
+    assert bits(one.model) == bits(two.model)
+    assert one.domains == two.domains
+
+
+def test_the_description_is_complete(tmp_path: Path) -> None:
+    """So that a later version with other defaults would run the same."""
+    said = {
+        "width": 4,
+        "steps": 2,
+        "clients_per_domain": 1,
+        "data_root": "x",
+        "image_size": 32,
+        "dirichlet": 0.5,
+        "lanes": 3,
+    }
+    text = tomllib.loads(Experiment(**said, samples_per_client=9).to_toml())
+    other = tomllib.loads(Experiment(**said, fraction=0.1).to_toml())  # instead of samples_per_client
+    assert text.keys() | other.keys() == Experiment.model_fields.keys()
+    assert text.keys() ^ other.keys() == {"samples_per_client", "fraction"}
+    for word in ("tau=0.3", "beta=0.4", "variant=paper", "fphl=true", "fael=momentum"):
+        assert word in text["method"]
+
+
+# Where values come from
+
+
+def test_the_data_sets_protocol_applies_only_where_nothing_is_said() -> None:
+    plain = Experiment()
+    assert (plain.model, plain.rounds, plain.epochs, plain.batch_size, plain.lr) == ("small_cnn", 20, 2, 32, 0.01)
+    said = Experiment(data="embedded", model="resnet10", rounds=200, lr=0.001)
+    assert (said.model, said.rounds, said.lr) == ("resnet10", 200, 0.001)
+    assert (said.epochs, said.batch_size) == (2, 32)
+
+
+def test_data_of_your_own_have_no_protocol() -> None:
+    own = Experiment(data="tiny_data:load")
+    assert (own.model, own.rounds, own.epochs, own.batch_size, own.lr) == ("resnet10", 200, 10, 64, 0.001)
+
+
+def test_words_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "e.toml"
+    path.write_text(tomli_w.dumps({"rounds": 7, "seed": 3, "tau": 0.2, "data": "tiny_data:load"}))
+    experiment = Experiment.read(path, ["rounds=9", "tau=0.4", "lr=1e-2"])
+    assert (experiment.rounds, experiment.seed, experiment.lr) == (9, 3, 0.01)
+    assert experiment.method_name == "fedavg+fedheal:tau=0.4"
+
+
+def test_words_change_the_method_of_a_runs_own_description(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(Experiment(method="fedheal").to_toml())
+    assert Experiment.read(tmp_path / "e.toml", ["method=fedavg"]).method_name == "fedavg"
+
+
+def test_words_win_over_the_parameters_in_a_files_method(tmp_path: Path) -> None:
+    """Also over those that a run wrote there itself; all others stay as they are, those of the data's protocol too."""
+    path = tmp_path / "e.toml"
+    written = Experiment(method="fedprox:mu=0.5+fedheal:tau=0.2,beta=0.7", data="digits")
+    path.write_text(written.to_toml())
+    read = Experiment.read(path, ["tau=0.5"])
+    assert read == Experiment(method="fedprox:mu=0.5+fedheal:tau=0.5,beta=0.7", data="digits")
+    assert Experiment.read(path, ["mu=0.1", "tau=0.5"]).method_name == "fedprox:mu=0.1+fedheal:tau=0.5,beta=0.7"
+    assert Experiment.read(path) == written
+    path.write_text('method = "fedheal"\ntau = 0.2\nmomentum = 0.5\n')
+    read = Experiment.read(path, ["method=fedheal:tau=0.5"])
+    assert (read.method_name, read.momentum) == ("fedavg+fedheal:tau=0.5", 0.5)
+    with pytest.raises(ValueError, match=r"tau = 0\.5 contradicts"):
+        Experiment.read(path, ["method=fedheal:tau=0.3", "tau=0.5"])
+    path.write_text('method = "fedheal:tau=0.2"\n')
+    with pytest.raises(ValueError, match=r"unknown field 'taw' \(did you mean 'tau'\?\)"):
+        Experiment.read(path, ["taw=0.5"])
+
+
+def test_the_methods_parameters_travel() -> None:
+    assert Experiment(method="fedheal", tau=0.4, beta=0.1).method_name == "fedavg+fedheal:tau=0.4,beta=0.1"
+    assert Experiment(method="uniform+fphl", tau=0.9).method_name == "fedavg+uniform+fphl:tau=0.9"
+    assert Experiment(tau=0.3).identity == Experiment().identity == Experiment(method="fedheal:tau=0.3").identity
+    assert Experiment(tau=0.31).identity != Experiment().identity
+
+
+@pytest.mark.parametrize(
+    ("word", "pair"),
+    [
+        ("tau=0.3", ("tau", 0.3)),
+        ("tau=.3", ("tau", ".3")),
+        ("name=3", ("name", "3")),
+        ("width=3", ("width", 3)),
+        ('name="3"', ("name", "3")),
+        ("fphl=false", ("fphl", False)),
+        ("method=fedprox:mu=0.1", ("method", "fedprox:mu=0.1")),
+        ("name=", ("name", "")),
+        ("x=[1, 2]", ("x", [1, 2])),
+    ],
+)
+def test_words_are_read_as_toml_or_else_as_text(word: str, pair: tuple[str, Any]) -> None:
+    assert override(word) == pair
+
+
+def test_a_fraction_may_be_written_without_its_zero() -> None:
+    assert Experiment.read(overrides=["tau=.4", "lr=.5"]).identity == Experiment(tau=0.4, lr=0.5).identity
+
+
+@pytest.mark.parametrize("word", ["rounds", "=3", "", "a-b=3", "3=a", "a b=3", "-x=1"])
+def test_what_is_no_word_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match="should be key=value"):
+        override(word)
+
+
+# What it refuses
+
+
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    ({"rounds": 0}, ["rounds", "0", "1"]),
+    ({"rounds": -1}, ["rounds", "-1"]),
+    ({"rounds": 2.5}, ["rounds", "2.5", "integer"]),
+    ({"rounds": "many"}, ["rounds", "many", "integer"]),
+    ({"rounds": True}, ["rounds", "True"]),
+    ({"rounds": None}, ["rounds", "None"]),
+    ({"rounds": [3]}, ["rounds", "[3]"]),
+    ({"seed": -1}, ["seed", "-1"]),
+    ({"seed": 2**63}, ["seed", str(2**63)]),
+    ({"participation": 0}, ["participation", "0"]),
+    ({"participation": 1.1}, ["participation", "1.1"]),
+    ({"participation": float("nan")}, ["participation", "nan"]),
+    ({"dropout": 1}, ["dropout", "1"]),
+    ({"dropout": -0.1}, ["dropout", "-0.1"]),
+    ({"lr": 0}, ["lr", "0"]),
+    ({"lr": float("inf")}, ["lr", "inf"]),
+    ({"lr": float("nan")}, ["lr", "nan"]),
+    ({"lr": True}, ["lr", "True"]),
+    ({"lr": "fast"}, ["lr", "fast", "number"]),
+    ({"momentum": 1}, ["momentum", "1"]),
+    ({"weight_decay": -1e-9}, ["weight_decay", "-1e-09"]),
+    ({"weight_decay": float("inf")}, ["weight_decay", "inf"]),
+    ({"batch_size": 0}, ["batch_size", "0"]),
+    ({"epochs": 0}, ["epochs", "0"]),
+    ({"steps": 0}, ["steps", "0"]),
+    ({"width": 0}, ["width", "0"]),
+    ({"clients_per_domain": 0}, ["clients_per_domain", "0"]),
+    ({"samples_per_client": -3}, ["samples_per_client", "-3"]),
+    ({"augment": "mixup"}, ["augment", "mixup", "crop"]),
+    ({"server_optimizer": "lion"}, ["server_optimizer", "lion", "adam"]),
+    ({"server_lr": 0}, ["server_lr", "0"]),
+    ({"server_lr": float("inf")}, ["server_lr", "inf"]),
+    ({"server_momentum": 1}, ["server_momentum", "1"]),
+    ({"eval_every": 0}, ["eval_every", "0"]),
+    ({"on_bad_update": "ignore"}, ["on_bad_update", "ignore", "skip"]),
+    ({"threads": 0}, ["threads", "0"]),
+    ({"workers": 0}, ["workers", "0"]),
+    ({"save_seconds": -1}, ["save_seconds", "-1"]),
+    ({"save_seconds": float("nan")}, ["save_seconds", "nan"]),
+    ({"name": 3}, ["name", "3", "string"]),
+    ({"data": 3}, ["data", "3"]),
+    ({"data": {"x": 1}}, ["data"]),
+    ({"model": None}, ["model", "None"]),
+    ({"device": 3}, ["device", "3"]),
+    ({"method": 3}, ["method", "3"]),
+    ({"method": None}, ["method", "None"]),
+    ({"method": {"name": "fedheal"}}, ["method"]),
+    ({"method": "fedhael"}, ["fedhael", "did you mean 'fedheal'"]),
+    ({"taw": 0.3}, ["taw", "did you mean 'tau'"]),
+    ({"round": 3}, ["round", "did you mean 'rounds'"]),
+    ({"bogus": 3}, ["bogus", "tau", "beta"]),
+    ({"tau": 1.5}, ["tau", "1.5"]),
+    ({"tau": None}, ["tau", "None"]),
+    ({"tau": [0.3]}, ["tau", "0.3"]),
+    ({"tau": True}, ["tau", "True"]),
+    ({"variant": "mine"}, ["variant", "mine", "paper"]),
+    ({"fphl": 1}, ["fphl", "1"]),
+    ({"fael": "x"}, ["fael", "x", "momentum"]),
+    ({"method": "fedavg", "tau": 0.3}, ["tau", "fedavg"]),
+    ({"method": "fedheal:tau=0.2", "tau": 0.3}, ["tau", "0.2", "0.3"]),
+    ({"method": methods.get("fedheal"), "tau": 0.3}, ["tau"]),
+]
+
+
+@pytest.mark.parametrize(("keys", "said"), WRONG, ids=[f"{i} {' '.join(keys)}" for i, (keys, _) in enumerate(WRONG)])
+def test_what_is_wrong_is_one_sentence_with_field_and_value(keys: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (looked at below)
+        Experiment(**keys)
+    sentence = str(error.value)
+    assert not isinstance(error.value, ValidationError)
+    assert "\n" not in sentence
+    for word in said:
+        assert word in sentence, sentence
+
+
+def test_a_value_of_several_lines_is_still_one_sentence() -> None:
+    with pytest.raises(ValueError, match="rounds") as error:
+        Experiment(rounds="a\nb")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"rounds = ", b"\xff\xfe", b'name = "\xe9"', b"a = 1\na = 2\n"])
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.toml is not TOML"):
+        Experiment.read(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.toml cannot be read: No such file"):
+        Experiment.read(tmp_path / "none.toml")
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        Experiment.read(tmp_path)
+
+
+def test_a_key_given_twice_is_refused_with_both_values() -> None:
+    with pytest.raises(ValueError, match=r"^'tau' is given twice: tau=0\.3 and tau=0\.4$"):
+        Experiment.read(None, ["tau=0.3", "rounds=3", "tau=0.4"])
+
+
+# A value
+
+
+def test_an_experiment_cannot_be_changed() -> None:
+    experiment = quick()
+    with pytest.raises(ValidationError, match="frozen"):
+        experiment.rounds = 4  # type: ignore[misc]
+    assert experiment.rounds == QUICK["rounds"]
+
+
+def test_equal_descriptions_are_equal() -> None:
+    assert quick() == quick()
+    assert quick() != quick(seed=1)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{k: v} for k, v in {"name": "x", "workers": 2, "save_seconds": 1.0, "data_root": "y", "lanes": 3}.items()],
+    ids=lambda k: next(iter(k)),
+)
+def test_what_does_not_change_a_result_does_not_change_the_identity(keys: dict[str, Any]) -> None:
+    assert keys.keys() <= FREE
+    assert quick(**keys).identity == quick().identity
+
+
+@pytest.mark.parametrize("field", sorted(Experiment.model_fields.keys() - FREE - {"device"}))
+def test_everything_else_changes_the_identity(field: str) -> None:
+    other: dict[str, Any] = {
+        "method": "fedavg", "data": "embedded", "model": "resnet18", "augment": "flip", "server_optimizer": "adam",
+        "on_bad_update": "skip", "classes": "union", "fraction": 0.5, "image_size": 64, "engine": "serial", "precision": "fp32",
+    }  # fmt: skip
+    now = getattr(quick(), field)
+    by_type: dict[type, Any] = {bool: not now, float: 0.123, tuple: ("plain",), int: 11, type(None): 2}
+    value = other[field] if field in other else by_type[type(now)]
+    assert quick(**{field: value}).identity != quick().identity
+
+
+def test_a_run_may_be_resumed_with_other_workers_and_saving(tmp_path: Path) -> None:
+    fedheal.run(quick(), tmp_path / "run", progress=False)
+    fedheal.run(quick(save_seconds=5, name="other"), tmp_path / "run", resume=True, progress=False)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/../../b", "/etc", "a\nb", "x" * 10])
+def test_a_folder_name_is_one_name(name: str) -> None:
+    folder = quick(name=name).folder_name
+    assert Path(folder).name == folder
+    assert folder not in ("", ".", "..")
+    assert "\n" not in folder
+
+
+def test_names_of_folders_tell_experiments_apart() -> None:
+    keys = [{"tau": 0.4}, {"tau": 0.5}, {"seed": 1}, {"method": "fedavg"}, {"method": "fedavg+uniform"}, {}]
+    assert len({quick(**k).folder_name for k in keys}) == len(keys)

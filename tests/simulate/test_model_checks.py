@@ -1,0 +1,112 @@
+"""A model that cannot be trained on the data is refused with a sentence, before there is a folder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedheal
+from fedheal.simulate import experiment
+from tiny_data import Unpooled, load, quick, uneven
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "said"),
+    [
+        ("narrow", {}, r"model 'tiny_data:narrow' tells 2 classes apart, and the data have 3"),
+        ("lazy", {}, r"model 'tiny_data:lazy' has layers whose sizes are not said \(lazy ones\)"),
+        ("frozen", {}, "model 'tiny_data:frozen' has no parameter to train"),
+        ("empty", {}, "model 'tiny_data:empty' has no parameter to train"),
+        ("broad", {}, r"model 'tiny_data:broad' does not fit images of shape \(3, 8, 8\)"),
+        ("Odd", {}, r"model 'tiny_data:Odd' gives a tuple for one image, not a tensor of shape \(1, 3\)"),
+        ("Secretive", {}, "model 'tiny_data:Secretive' cannot be averaged: .*extra_state.*is a dict"),
+        (
+            "Auxiliary",
+            {},
+            r"model 'tiny_data:Auxiliary' gives a tuple for 2 images in training, not a tensor of shape \(2, 3\)",
+        ),
+        (
+            "Unpooled",
+            {"method": "fedproto"},
+            r"model 'tiny_data:Unpooled' does not fit images of shape \(3, 8, 8\) in training \(mat1 and mat2 shapes",
+        ),
+        (
+            "Pooling",
+            {"method": "moon"},
+            r"`features` of model 'tiny_data:Pooling' give \(2, 4, 3, 3\) for 2 images, not a tensor of shape \(2, size\)",
+        ),
+        (
+            "Detached",
+            {},
+            r"model 'tiny_data:Detached' does not fit .* in training \(element 0 of tensors does not require",
+        ),
+        ("Viewing", {}, r"model 'tiny_data:Viewing' does not fit .* in training \(view size is not compatible"),
+        (
+            "normed_flat",
+            {"batch_size": 1},
+            "the last batch of client .* is a single image: another batch_size would help",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_first(tmp_path, model, keys, said):
+    with pytest.raises(ValueError, match=said):
+        fedheal.run(quick(model=f"tiny_data:{model}", **keys), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_of_several_sizes_are_no_obstacle_to_a_model_that_takes_them():
+    run = fedheal.run(quick(data="tiny_data:uneven", model="resnet10", width=2, rounds=1))
+    assert set(run.domains) == {"plain", "noisy", "dark"}
+    # Side by side in lanes, which a GPU is for, they would have to be one size.
+    gpu, train = torch.device("cuda"), {domain.name: domain.train for domain in uneven().domains}
+    with pytest.raises(ValueError, match=r"dark 16 x 16\), which only engine=serial takes"):
+        experiment._check_sizes(quick(data="tiny_data:uneven"), train, gpu)
+    experiment._check_sizes(quick(data="tiny_data:uneven", engine="serial"), train, gpu)
+    experiment._check_sizes(quick(), {"plain": train["plain"], "noisy": train["noisy"]}, gpu)
+
+
+def test_sizes_of_images_that_nobody_trains_with_do_not_matter():
+    run = fedheal.run(quick(data="tiny_data:uneven", model="resnet10", width=2, rounds=1, pool=True, without=("dark",)))
+    assert set(run.domains) == {"plain", "noisy", "dark"}
+
+
+def test_a_model_whose_batches_are_large_enough_is_not_refused(tmp_path):
+    run = fedheal.run(quick(model="tiny_data:normed_flat", rounds=1, batch_size=8), tmp_path / "run")
+    assert run.summary["rounds"] == 1
+
+
+def test_a_single_image_that_no_step_reaches_is_no_obstacle():
+    assert fedheal.run(quick(model="tiny_data:normed_flat", rounds=1, batch_size=4, steps=3)).summary["rounds"] == 1
+
+
+@pytest.mark.parametrize("model", ["Unpooled", "Pooling"])
+def test_features_that_no_term_looks_at_may_be_anything(model):
+    assert fedheal.run(quick(model=f"tiny_data:{model}", rounds=1)).summary["rounds"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_that_cannot_be_copied_is_not_refused_for_that():
+    assert fedheal.run(quick(model="tiny_data:normalised_weights", rounds=1)).summary["rounds"] == 1
+
+
+def test_trying_a_model_leaves_no_trace():
+    """Single images are tried too: one of 13 is left over."""
+    before = torch.random.get_rng_state()
+    module = experiment.build(
+        quick(model="tiny_data:normed", batch_size=4), load(), torch.device("cpu")
+    ).local_training.module
+    experiment.build(quick(model="tiny_data:dropping", batch_size=4), load(), torch.device("cpu"))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    made = experiment.module_of(quick(model="tiny_data:normed"), 3)
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    assert module.training
+
+
+def test_a_gpu_without_memory_is_not_taken_for_a_model_that_does_not_fit(monkeypatch):
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Unpooled, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        fedheal.run(quick(model="tiny_data:Unpooled", rounds=1))

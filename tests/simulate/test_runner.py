@@ -1,0 +1,265 @@
+"""A run in its folder: what it goes on from, what it refuses, and what an error leaves."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fedheal
+from fedheal import Method
+from fedheal.core.metrics import fairness
+from fedheal.local.fedprox import Proximal
+from fedheal.methods import get
+from fedheal.runs import folder as records
+from fedheal.runs.schema import RoundRecord
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.runner import Result, device_of
+from tiny_data import load, quick
+
+
+def run(**keys: Any) -> Result:
+    return fedheal.run(quick(**keys), progress=False)
+
+
+def bits(module: torch.nn.Module) -> dict[str, bytes]:
+    return {name: value.numpy().tobytes() for name, value in module.state_dict().items()}
+
+
+def test_a_method_of_ones_own_can_be_resumed_and_loaded(tmp_path):
+    own = Method((Proximal(0.5),), get("fedavg").aggregator, "mine")
+    whole = fedheal.run(quick(method=own, rounds=3))
+    with pytest.raises(KeyboardInterrupt):
+        fedheal.run(quick(method=own, rounds=3), tmp_path / "run", callbacks=[StopAt(2)])
+    resumed = fedheal.run(quick(method=own, rounds=3), tmp_path / "run", resume=True)
+    assert [record.round for record in resumed.history] == [1, 2, 3]
+    loaded = fedheal.load(tmp_path / "run").state_dict()
+    assert all(value.equal(loaded[name]) for name, value in whole.model.state_dict().items())
+    with pytest.raises(ValueError, match="belongs to another experiment"):
+        fedheal.run(quick(method=own, rounds=4), tmp_path / "run", resume=True)
+
+
+def test_a_changed_method_needs_a_name_of_its_own():
+    changed = replace(get("fedprox"), local=(Proximal(5.0),))
+    with pytest.raises(ValueError, match="method 'fedprox' is another one here: give yours a name of its own"):
+        quick(method=changed)
+    assert quick(method=replace(changed, name="strong")).method_name == "strong"
+    assert quick(method=get("fedprox", mu=0.5)).identity == quick(method="fedprox", mu=0.5).identity
+
+
+class StopAt(fedheal.Callback):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def round(self, record: RoundRecord) -> None:
+        if record.round == self.number:
+            raise KeyboardInterrupt
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        fedheal.run(quick(), tmp_path / "run", callbacks=[StopAt(2)])
+    given = load()
+    first = given.domains[0]
+    images = first.test.images.clone()
+    images[0, 0, 0, 0] ^= 1
+    other = replace(first, test=replace(first.test, images=images))
+    monkeypatch.setattr("tiny_data.load", lambda: replace(given, domains=(other, *given.domains[1:])))
+    with pytest.raises(ValueError, match=r"the data of .*run have changed since it was begun"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+    monkeypatch.undo()
+    assert len(fedheal.run(quick(), tmp_path / "run", resume=True).history) == 3
+
+
+class Unable(fedheal.Callback):
+    def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None:
+        raise ValueError("the tracker does not answer")
+
+
+def test_what_stopped_before_its_first_round_is_not_in_the_way(tmp_path):
+    with pytest.raises(ValueError, match="does not answer"):
+        fedheal.run(quick(), tmp_path / "run", callbacks=[Unable()])
+    fedheal.run(quick(), tmp_path / "run")
+    with pytest.raises(ValueError, match="holds this experiment already"):
+        fedheal.run(quick(), tmp_path / "run")
+
+
+def test_however_often_it_stopped_there(tmp_path):
+    for _ in range(3):
+        with pytest.raises(ValueError, match="does not answer"):
+            fedheal.run(quick(), tmp_path / "run", callbacks=[Unable()])
+    assert bits(fedheal.run(quick(), tmp_path / "run").model) == bits(run().model)
+
+
+def test_other_classes_are_other_data(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        fedheal.run(quick(), tmp_path / "run", callbacks=[StopAt(2)])
+    given = load()
+    monkeypatch.setattr("tiny_data.load", lambda: replace(given, classes=(*given.classes, "another")))
+    with pytest.raises(ValueError, match=r"the data of .*run have changed since it was begun"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+
+
+class Broken(fedheal.Callback):
+    def round(self, record: RoundRecord) -> None:
+        if record.round == 2:
+            raise RuntimeError("something else")
+
+
+def test_an_error_between_rounds_loses_none(tmp_path):
+    with pytest.raises(RuntimeError, match="something else"):
+        fedheal.run(quick(), tmp_path / "run", callbacks=[Broken()])
+    assert [path.name for path in records.states(tmp_path / "run")] == ["00000002.safetensors"]
+    assert bits(fedheal.run(quick(), tmp_path / "run", resume=True).model) == bits(run().model)
+
+
+class KillWorkers(fedheal.Callback):
+    """As the system does that runs out of memory."""
+
+    def round(self, record: RoundRecord) -> None:
+        if record.round == 2:
+            for process in multiprocessing.active_children():
+                process.kill()
+                process.join()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_a_sentence_and_loses_no_round(tmp_path):
+    with pytest.raises(ChildProcessError, match="was ended from outside"):
+        fedheal.run(quick(workers=2), tmp_path / "run", callbacks=[KillWorkers()])
+    assert [path.name for path in records.states(tmp_path / "run")] == ["00000002.safetensors"]
+    assert bits(fedheal.run(quick(workers=2), tmp_path / "run", resume=True).model) == bits(run().model)
+
+
+def test_fairness_over_clients_is_that_of_their_mean_accuracies():
+    summary = run(rounds=4).summary
+    assert summary["client_fairness"] == fairness(summary["clients"])
+
+
+def test_a_model_that_stays_with_clients_cannot_be_pooled():
+    with pytest.raises(
+        ValueError, match="method 'fedbn' keeps a part of the model with each client: pool=true leaves none"
+    ):
+        run(method="fedbn", pool=True, model="tiny_data:normed")
+
+
+@pytest.mark.parametrize("name", ["2024-01-01", "5", "true-ish"])
+def test_a_name_may_look_like_something_else(name):
+    assert Experiment.read(None, [f"name={name}"]).folder_name == name
+
+
+def test_a_finished_run_is_read_where_nothing_may_be_written(tmp_path, monkeypatch):
+    done = fedheal.run(quick(), tmp_path / "run")
+    (tmp_path / "run" / records.LOCK).unlink()
+    monkeypatch.setattr(records, "lock", None)
+    assert bits(fedheal.run(quick(), tmp_path / "run", resume=True).model) == bits(done.model)
+    assert not (tmp_path / "run" / records.LOCK).exists()
+    with pytest.raises(ValueError, match="belongs to another experiment"):
+        fedheal.run(quick(lr=0.5), tmp_path / "run")
+    assert not (tmp_path / "run" / records.LOCK).exists()
+
+
+def test_damaged_files_of_a_finished_run_are_named(tmp_path):
+    fedheal.run(quick(), tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").write_bytes(b"too short")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        fedheal.load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+    (tmp_path / "run" / "result.json").write_text("garbage")
+    with pytest.raises(ValueError, match=r"result\.json is not JSON"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+    (tmp_path / "run" / "result.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"result\.json does not hold a JSON object"):
+        fedheal.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"round": 3}', r"missing \d required positional arguments: 'cohort'"),
+        ('{"round": 3, "cohort": 1, "mood": "good"}', "unexpected keyword argument 'mood'"),
+    ],
+)
+def test_rounds_that_no_run_writes_are_named(tmp_path, lines, said):
+    fedheal.run(quick(), tmp_path / "run")
+    with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
+        file.write(lines + "\n")
+    with pytest.raises(ValueError, match=rf"rounds\.jsonl is not what a run writes there \(.*{said}"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(("key", "value"), [("classes", None), ("avg", "high"), ("domains", [])])
+def test_a_result_that_lacks_something_is_named(tmp_path, key, value):
+    fedheal.run(quick(), tmp_path / "run")
+    path = tmp_path / "run" / "result.json"
+    summary = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({k: v for k, v in summary.items() if k != key} | ({} if value is None else {key: value}))
+    )
+    said = f"there is no {key}" if value is None else f"{key} = .* is of the wrong kind"
+    with pytest.raises(ValueError, match=rf"result\.json: {said}"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+    if key == "classes":
+        with pytest.raises(ValueError, match=rf"result\.json: {said}"):
+            fedheal.load(tmp_path / "run")
+
+
+def test_a_model_that_has_changed_since_is_a_sentence(tmp_path):
+    fedheal.run(quick(model="tiny_data:normed", width=4), tmp_path / "run")
+    path = tmp_path / "run" / "experiment.toml"
+    path.write_text(path.read_text().replace("width = 4", "width = 5"))
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors does not fit model 'tiny_data:normed', which .* \(size mismatch"
+    ):
+        fedheal.load(tmp_path / "run")
+
+
+def test_a_folder_that_another_run_took_meanwhile_is_refused(tmp_path, monkeypatch):
+    """It had the lock when this one looked at the folder, and was done when this one got it."""
+    alone = records.alone
+
+    def late(folder):
+        monkeypatch.undo()
+        fedheal.run(quick(lr=0.001), folder, progress=False)
+        return alone(folder)
+
+    monkeypatch.setattr(records, "alone", late)
+    with pytest.raises(ValueError, match="belongs to another experiment"):
+        fedheal.run(quick(seed=7), tmp_path / "run", resume=True)
+
+
+def test_the_folder_of_a_method_that_only_another_program_knows_is_refused(tmp_path):
+    own = Method((Proximal(0.5),), get("fedavg").aggregator, "mine")
+    fedheal.run(quick(method=own), tmp_path / "run")
+    with pytest.raises(ValueError, match="run belongs to another experiment: give another name"):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("data", ["embedded", "tiny_data:load"])
+def test_images_that_come_as_they_are_have_no_other_size(data):
+    with pytest.raises(ValueError, match=r"image_size = 16: the images of '.*' come as they are"):
+        run(data=data, image_size=16)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "usable"),
+    [
+        (0, "auto or cpu (cuda and cuda:N need a GPU that torch can use, and here is none)"),
+        (1, "auto, cpu, cuda or cuda:0"),
+        (4, "auto, cpu, cuda or cuda:0 to cuda:3"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_answered_with_those_that_can(monkeypatch, gpus, usable):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=re.escape(f"device = 'tpu' cannot be used here: use {usable}") + "$"):
+        device_of("tpu")
+    with pytest.raises(ValueError, match=r"device = 'cuda:99' cannot be used here \(.+\): use auto"):  # and why
+        device_of("cuda:99")

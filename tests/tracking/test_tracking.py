@@ -1,0 +1,509 @@
+"""Every writer against its real library, offline: what was written is read back and compared with the records."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedheal.core.metrics import fairness
+from fedheal.runs.schema import RoundRecord
+from fedheal.simulate.round import Callback
+from fedheal.simulate.runner import run
+from fedheal.tracking import base as track
+from fedheal.tracking.base import EVERY, MLflow, TensorBoard, Tracker, Wandb, numbers, result_numbers, tracker
+from tiny_data import quick
+
+# SQLAlchemy 2.1 warns of a loader strategy that MLflow's models use.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+LIBRARIES = ("tensorboard", "mlflow", "wandb")
+EXPERIMENT: dict[str, Any] = {"name": "", "method": "fedavg", "data": "tiny", "seed": 3, "rounds": 5, "lr": 0.1}
+RESULT: dict[str, Any] = {
+    "method": "fedavg",
+    "avg": 55.5,
+    "domains": {"plain": 61.0, "dark": 50.0},
+    "classes": ["a", "b"],
+    "versions": {"python": "3"},
+}
+Rounds = dict[int, dict[str, float]]  # round -> its numbers
+
+
+def needs_library(name: str) -> pytest.MarkDecorator:
+    """Without the library a test is skipped, but not where `FEDHEAL_TEST_ALL` says that all must run."""
+    missing = find_spec(name) is None and not os.environ.get("FEDHEAL_TEST_ALL")
+    return pytest.mark.skipif(missing, reason=f"{name} is not installed")
+
+
+each = pytest.mark.parametrize("name", [pytest.param(name, marks=needs_library(name)) for name in LIBRARIES])
+
+
+# --- records, and writing them
+
+
+def record(number: int) -> RoundRecord:
+    """Odd rounds are evaluated. No library would take the second client's name as it is."""
+    weights = {"plain-0": 0.25 + number / 100, "dark/é?": 0.75 - number / 100}
+    kept = {"plain-0": 0.5, "dark/é?": 1 / number}
+    seconds = {"train": 1.5 * number, "aggregate": 0.25, "evaluate": 0.125}
+    plain = RoundRecord(number, 2, 2, weights, 1 / number, {"kept": kept}, seconds)
+    if number % 2 == 0:
+        return plain
+    domains, clients = {"plain": 60.0 + number, "dark": 40.0 - number}, {"plain-0": 61.0, "dark/é?": 30.0}
+    return replace(
+        plain, domains=domains, clients=clients, fairness=fairness(domains), client_fairness=fairness(clients)
+    )
+
+
+def records(last: int, first: int = 1) -> list[RoundRecord]:
+    return [record(number) for number in range(first, last + 1)]
+
+
+def drive(callback: Callback, done: Sequence[RoundRecord], new: Sequence[RoundRecord], end: bool = True) -> None:
+    """What a run does; without an end it is one that fails."""
+    callback.started(EXPERIMENT, done)
+    for one in new:
+        callback.round(one)
+    if end:
+        callback.finished(RESULT)
+
+
+# --- reading back
+
+
+def read_tensorboard(folder: Path, ended: bool = True) -> Rounds:
+    found: Rounds = {}
+    events = _events(folder)
+    for tag in events.Tags()["scalars"]:
+        for event in events.Scalars(tag):
+            row = found.setdefault(event.step, {})
+            assert tag not in row, f"{tag} stands twice at step {event.step}"
+            row[tag] = event.value
+    return found
+
+
+def _events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (only,) = {path.parent for path in folder.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(only), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def read_mlflow(folder: Path, ended: bool = True) -> Rounds:
+    client, only = _mlflow_run(folder)
+    assert only.info.status == ("FINISHED" if ended else "RUNNING")
+    found: Rounds = {}
+    for name in only.data.metrics:
+        for point in client.get_metric_history(only.info.run_id, name):
+            row = found.setdefault(point.step, {})
+            assert name not in row, f"{name} stands twice at step {point.step}"
+            row[name] = point.value
+    return found
+
+
+def _mlflow_run(folder: Path) -> tuple[Any, Any]:
+    from mlflow import MlflowClient
+
+    (database,) = folder.rglob("mlflow.db")
+    client = MlflowClient(tracking_uri=f"sqlite:///{database}")
+    (only,) = client.search_runs([client.get_experiment_by_name("fedheal").experiment_id])
+    return client, only
+
+
+def read_wandb(folder: Path, ended: bool = True) -> Rounds:
+    found: Rounds = {}
+    for one in _wandb_records(folder, ended):
+        if one.HasField("history"):
+            row = _items(one.history.item)
+            step = int(row.pop("_step"))
+            assert step not in found, f"step {step} stands twice"
+            found[step] = {name: value for name, value in row.items() if not name.startswith("_")}
+    return found
+
+
+def _items(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def _wandb_records(folder: Path, ended: bool = True) -> list[Any]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.rglob("run-*.wandb")
+    for _ in range(500):  # the service ends the file a moment after the run's end
+        found = [Record.FromString(frame) for frame in _frames(file.read_bytes())]
+        if not ended or any(one.HasField("exit") for one in found):
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"{file} has no end")
+
+
+def _frames(log: bytes) -> Iterator[bytes]:
+    """A LevelDB log after seven bytes of its own: blocks of 32 KiB, in which a record may be cut into parts."""
+    at, whole = 7, b""
+    while at + 7 <= len(log):
+        if 0x8000 - at % 0x8000 < 7:
+            at += 0x8000 - at % 0x8000
+            continue
+        length, kind = struct.unpack_from("<HB", log, at + 4)
+        whole += log[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # all of it, or its last part
+            yield whole
+            whole = b""
+
+
+READERS: dict[str, Callable[..., Rounds]] = {
+    "tensorboard": read_tensorboard,
+    "mlflow": read_mlflow,
+    "wandb": read_wandb,
+}
+
+
+def same(found: Mapping[int, Mapping[str, float]], expected: Sequence[RoundRecord]) -> None:
+    """Exactly these rounds and numbers, in single precision (TensorBoard's), the result aside."""
+    rounds = {
+        step: {key: value for key, value in row.items() if not key.startswith("result/")} for step, row in found.items()
+    }
+    assert rounds == {one.round: pytest.approx(numbers(one), rel=1e-6) for one in expected}
+
+
+# --- surroundings
+
+
+def forbid_network(tell: Callable[[str], object]) -> None:
+    """Only this machine may be talked to (W&B's own service listens on a local socket); to look up a name is a try."""
+    connect, look_up = socket.socket.connect, socket.getaddrinfo
+    here = ("127.0.0.1", "::1", "localhost")
+
+    def watched_connect(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in here:
+            tell(f"connect to {address}")
+            raise OSError("this is offline")
+        connect(self, address)
+
+    def watched_look_up(host: Any, *rest: Any, **more: Any) -> Any:
+        if host not in (*here, None):
+            tell(f"look up {host}")
+            raise OSError("this is offline")
+        return look_up(host, *rest, **more)
+
+    socket.getaddrinfo = watched_look_up
+    socket.socket.connect = watched_connect
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(socket, "getaddrinfo", socket.getaddrinfo)  # to be put back
+    monkeypatch.setattr(socket.socket, "connect", socket.socket.connect)
+    tried: list[str] = []
+    forbid_network(tried.append)
+    yield
+    assert tried == []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _service_ends() -> Iterator[None]:
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database without a run. Tables take MLflow seconds to make, so a writer makes them once, and tests get a copy."""
+    folder = tmp_path_factory.mktemp("fresh") / "mlflow"
+    drive(MLflow(folder), [], records(1))
+    same(read_mlflow(folder), records(1))
+    client, only = _mlflow_run(folder)
+    client.delete_run(only.info.run_id)
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def mlflow_place(database: Path, tmp_path: Path) -> Path:
+    (tmp_path / "mlflow").mkdir()
+    shutil.copy(database, tmp_path / "mlflow")
+    return tmp_path
+
+
+@pytest.fixture
+def place(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder for the writer of that name."""
+    if name == "mlflow":
+        request.getfixturevalue("mlflow_place")
+    return tmp_path
+
+
+def open_files(folder: Path) -> list[str]:
+    """What this process holds open there."""
+    links = [Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd")]
+    return [
+        str(link.readlink()) for link in links if link.is_symlink() and str(link.readlink()).startswith(str(folder))
+    ]
+
+
+# --- tests
+
+
+def test_numbers_of_an_evaluated_round() -> None:
+    found = numbers(record(3))
+    assert found["accuracy/plain"] == 63.0
+    assert found["fairness/avg"] == 50.0
+    assert found["fairness/worst"] == found["accuracy/dark"] == 37.0
+    assert found["client_fairness/gap"] == 31.0
+    assert found["kept/mean"] == pytest.approx((0.5 + 1 / 3) / 2)
+    assert [name for name in found if name.startswith("weight/")] == ["weight/plain-0", "weight/dark_2f_é_3f_"]
+    assert list(found)[-1] == EVERY
+
+
+def test_numbers_leave_out_what_is_not_there() -> None:
+    assert numbers(RoundRecord(1, 2, 0, {}, None, {}, {})) == {"clients/asked": 2.0, EVERY: 0.0}
+
+
+@each
+def test_reads_back(name: str, place: Path) -> None:
+    drive(tracker(name, place), [], records(5))
+    found = READERS[name](place)
+    same(found, records(5))
+    if name != "wandb":  # which has a place of its own for it
+        assert {key: value for key, value in found[5].items() if key.startswith("result/")} == result_numbers(RESULT)
+    assert open_files(place) == []
+
+
+@needs_library("tensorboard")
+def test_tensorboard_holds_experiment_and_result(tmp_path: Path) -> None:
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    drive(TensorBoard(tmp_path), [], records(1))
+    found = _events(tmp_path)
+    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    start = HParamsPluginData.FromString(content).session_start_info
+    assert {key: value.number_value or value.string_value for key, value in start.hparams.items()} == EXPERIMENT
+    assert "_hparams_/session_end_info" in found.summary_metadata
+    for title, expected in (("experiment", EXPERIMENT), ("result", RESULT)):
+        (text,) = found.Tensors(f"{title}/text_summary")
+        assert json.loads(text.tensor_proto.string_val[0]) == expected
+
+
+@needs_library("mlflow")
+def test_mlflow_holds_experiment_and_result(mlflow_place: Path) -> None:
+    drive(tracker("mlflow", mlflow_place), [], records(1))
+    _, found = _mlflow_run(mlflow_place)
+    assert found.data.params == {key: str(value) for key, value in EXPERIMENT.items()}
+    assert found.data.metrics["result/domains/dark"] == 50.0
+    assert found.data.tags["fedheal.python"] == "3"
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "fedavg-tiny-seed3")
+    assert list(mlflow_place.rglob("*.unfinished")) == []
+
+
+@needs_library("wandb")
+def test_wandb_holds_experiment_and_result(tmp_path: Path) -> None:
+    drive(Wandb("project", tmp_path), [], records(1))
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    for one in _wandb_records(tmp_path):
+        if one.HasField("run"):
+            assert (one.run.project, one.run.display_name) == ("project", "fedavg-tiny-seed3")
+            config |= _items(one.run.config.update)
+        if one.HasField("summary"):
+            summary |= _items(one.summary.update)
+    assert {key: config[key] for key in EXPERIMENT} == EXPERIMENT
+    assert {key: summary[key] for key in result_numbers(RESULT)} == result_numbers(RESULT)
+    assert summary["result/method"] == "fedavg"
+
+
+@each
+def test_resume_goes_on_in_the_same_run(name: str, place: Path) -> None:
+    """Round 4 was written, the last state is that of round 2: rounds 3 and 4 come again, under another name."""
+    drive(tracker(name, place), [], records(4), end=False)
+    again = tracker(name, place)
+    again.started(EXPERIMENT | {"name": "renamed", "workers": 4}, records(2))
+    for one in records(5, first=3):
+        again.round(one)
+    again.finished(RESULT)
+    same(READERS[name](place), records(5))
+
+
+@each
+def test_resume_before_the_first_state(name: str, place: Path) -> None:
+    drive(tracker(name, place), [], records(2), end=False)
+    drive(tracker(name, place), [], records(3))
+    same(READERS[name](place), records(3))
+
+
+@each
+def test_a_writer_that_joins_late_fills_in_the_rounds_done(name: str, place: Path) -> None:
+    drive(tracker(name, place), records(3), records(4, first=4))
+    same(READERS[name](place), records(4))
+
+
+@each
+def test_the_same_writer_again_after_a_failed_run(name: str, place: Path) -> None:
+    writer = tracker(name, place)
+    drive(writer, [], records(2), end=False)
+    drive(writer, records(2), records(3, first=3))
+    same(READERS[name](place), records(3))
+
+
+@needs_library("wandb")
+def test_a_synced_offline_run_is_left_alone(tmp_path: Path) -> None:
+    drive(Wandb("project", tmp_path), [], records(2), end=False)
+    (first,) = tmp_path.glob("wandb/offline-run-*")
+    (first / "run.wandb.synced").touch()
+    drive(Wandb("project", tmp_path), records(2), records(3, first=3))
+    assert first.exists()
+    assert len({path.name.rsplit("-", 1)[1] for path in tmp_path.glob("wandb/offline-run-*")}) == 2
+
+
+@needs_library("mlflow")
+def test_mlflow_by_uri(mlflow_place: Path) -> None:
+    spec = f"mlflow:sqlite:///{mlflow_place / 'mlflow' / 'mlflow.db'}"
+    drive(tracker(spec, mlflow_place / "out"), [], records(2), end=False)
+    drive(tracker(spec, mlflow_place / "out"), records(2), records(3, first=3))
+    same(read_mlflow(mlflow_place), records(3))
+
+
+@needs_library("mlflow")
+def test_mlflow_makes_a_new_run_where_the_old_one_is_gone(mlflow_place: Path) -> None:
+    drive(tracker("mlflow", mlflow_place), [], records(2), end=False)
+    client, only = _mlflow_run(mlflow_place)
+    client.delete_run(only.info.run_id)
+    drive(tracker("mlflow", mlflow_place), records(2), records(3, first=3))
+    same(read_mlflow(mlflow_place), records(3))
+
+
+@needs_library("mlflow")
+def test_mlflow_takes_many_clients(mlflow_place: Path) -> None:
+    many = replace(record(1), weights={f"c{i}": i / 2500 for i in range(2500)})
+    drive(tracker("mlflow", mlflow_place), [], [many])
+    assert _mlflow_run(mlflow_place)[1].data.metrics == numbers(many) | result_numbers(RESULT)
+
+
+@needs_library("mlflow")
+def test_a_run_that_fails_is_marked_so(mlflow_place: Path) -> None:
+    with MLflow(mlflow_place / "mlflow") as writer:
+        drive(writer, [], records(1), end=False)
+    assert _mlflow_run(mlflow_place)[1].info.status == "FAILED"
+
+
+@each
+def test_a_run_of_an_experiment(name: str, place: Path) -> None:
+    """In the run's own folder, which must be empty until the run begins."""
+    out = place / "out"
+    spec = f"mlflow:sqlite:///{place / 'mlflow' / 'mlflow.db'}" if name == "mlflow" else name
+    result = run(quick(rounds=2), out, callbacks=[tracker(spec, out)])
+    same(READERS[name](place), result.history)
+
+
+@each
+def test_what_fails_later_is_a_warning(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = tracker(name, place)
+    drive(writer, [], records(1), end=False)
+
+    def full(self: Tracker, step: int, values: Mapping[str, float]) -> None:
+        raise OSError("no space left\non the device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(writer), "_log", full)
+        with pytest.warns(RuntimeWarning, match=f"^{name} no longer records this run: no space left$"):
+            writer.round(record(2))
+        writer.round(record(3))  # says nothing more
+        writer.finished(RESULT)
+    assert open_files(place) == []
+    drive(tracker(name, place), records(3), records(4, first=4))
+    same(READERS[name](place), records(4))
+
+
+@pytest.mark.parametrize("name", [pytest.param("tensorboard", marks=needs_library("tensorboard"))])
+def test_what_cannot_be_opened_is_an_error(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("not a folder")
+    with pytest.raises(ValueError, match=f"^{name} cannot record this run: "):
+        tracker(name, tmp_path).started(EXPERIMENT, [])
+
+
+@needs_library("mlflow")
+def test_a_uri_that_mlflow_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^mlflow cannot record this run: .*nowhere"):
+        tracker("mlflow:nowhere://x", tmp_path).started(EXPERIMENT, [])
+
+
+@each
+def test_missing_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("torch.utils.tensorboard", "tensorboard", "mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf"{name}.*: pip install 'fedheal\[track\]'$"):
+        tracker(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("tensorbord", "unknown tracker 'tensorbord' (did you mean 'tensorboard'?); the trackers are: tensorboard, ml"),
+        ("", "unknown tracker ''; the trackers are: "),
+        ("wandb:there", "tracker 'wandb:there': only mlflow takes a place after the colon"),
+        ("mlflow:", "tracker 'mlflow:': only mlflow takes a place after the colon"),
+    ],
+)
+def test_a_tracker_that_is_none(spec: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}"):
+        tracker(spec, tmp_path)
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from fedheal.track import tracker
+assert not {"tensorboard", "mlflow", "wandb"} & set(sys.modules), "imported too early"
+from test_track import EXPERIMENT, forbid_network, records
+forbid_network(lambda tried: print(tried, flush=True))
+writers = [tracker(name, Path(sys.argv[1])) for name in ("tensorboard", "mlflow", "wandb")]
+for writer in writers:
+    writer.started(EXPERIMENT, [])
+for record in records(3):
+    for writer in writers:
+        writer.round(record)
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+@needs_library("tensorboard")
+@needs_library("mlflow")
+@needs_library("wandb")
+def test_a_killed_process_loses_nothing(mlflow_place: Path) -> None:
+    """In a process of its own, where the libraries cannot know that this is a test: they turn telemetry off in one."""
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key != "CI" and not key.startswith(("PYTEST_", "GITHUB_", "MLFLOW_", "WANDB_"))
+    }
+    paths = [str(Path(track.__file__).parents[2]), str(Path(__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(mlflow_place)],
+        env=clean | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (-9, ""), done.stderr
+    for name, read in READERS.items():
+        folder = mlflow_place / name
+        same(read(folder, ended=False), records(3))
+        drive(tracker(name, mlflow_place), records(2), records(4, first=3))
+        same(read(folder), records(4))
