@@ -22,9 +22,9 @@ import fedheal
 import results_kept
 from fedheal.campaign.compare import seeds_of
 from fedheal.campaign.pool import Job
-from fedheal.report.rows import find
-from fedheal.reproduce import RECIPES, Options, planned
-from fedheal.reproduce.plans import Planned
+from fedheal.report.rows import find_results
+from fedheal.reproduce import RECIPES, Options, plan_recipe
+from fedheal.reproduce.plans import RecipePlan
 from fedheal.runs.folder import read_rounds, write_text
 from fedheal.runs.schema import FREE, RoundRecord
 from fedheal.simulate.experiment import Experiment, overridden
@@ -82,7 +82,7 @@ def run(asked: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def plan(asked: argparse.Namespace) -> Planned:
+def plan(asked: argparse.Namespace) -> RecipePlan:
     """The rows that were asked for, all validated."""
     if asked.data not in PLAN:
         raise ValueError(f"data = {asked.data}: there is no plan for it; use one of {', '.join(PLAN)}")
@@ -91,7 +91,7 @@ def plan(asked: argparse.Namespace) -> Planned:
     if str(values["device"]).startswith("cuda"):
         values = {"precision": "bf16"} | values
     patterns = [word.strip() for word in asked.rows.split(",") if word.strip()]
-    (part,) = planned(RECIPE, Options(seeds_of(asked.seeds), patterns, [asked.data], values), asked.runs)
+    (part,) = plan_recipe(RECIPE, Options(seeds_of(asked.seeds), patterns, [asked.data], values), asked.runs)
     return part
 
 
@@ -123,7 +123,7 @@ def reached(job: Job) -> str:
 
 def collect(asked: argparse.Namespace) -> int:
     """Take the light files of finished runs into the results, leaving what is there."""
-    found = [Path(summary["folder"]) for summary in find([asked.runs])]
+    found = [Path(summary["folder"]) for summary in find_results([asked.runs])]
     for folder in found:
         try:
             experiment, *_ = results_kept.read(folder)
@@ -166,7 +166,9 @@ def strange(experiment: Experiment) -> str:
     """Why a run is none of the plan's; empty if it is one."""
     if experiment.data not in PLAN:
         return f"there is no plan for {experiment.data}"
-    if experiment.method_name not in {method_name(e.method, experiment.data) for e in RECIPE.entries(experiment.data)}:
+    if experiment.method_name not in {
+        method_name(e.method, experiment.data) for e in RECIPE.list_rows(experiment.data)
+    }:
         return f"{experiment.method_name} is no row of the plan"
     ours = Experiment.of(PLAN[experiment.data] | {"data": experiment.data, "method": experiment.method}).to_dict()
     theirs = experiment.to_dict()

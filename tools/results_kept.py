@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from fedheal.core.metrics import LAST, fairness, last_mean
-from fedheal.report.rows import EVENNESS, NUMBER, numbers, read_result
-from fedheal.report.rows import NEEDED as REPORTED
-from fedheal.reproduce.plans import Entry
+from fedheal.report.rows import FAIRNESS_COLUMNS, NUMBER, REPORT_FIELDS, load_summary, maps_to_numbers
+from fedheal.reproduce.plans import RecipeRow
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment
 
 PARTIAL = ".tmp"  # ends the name of a folder that was never finished
 TOLERANCE = 1e-6  # points: sums may be taken in another order, and nothing else
 NEEDED: Mapping[str, type | tuple[type, ...]] = {
-    **REPORTED,
+    **REPORT_FIELDS,
     "averaged": int,
-    **dict.fromkeys(EVENNESS.values(), NUMBER),
+    **dict.fromkeys(FAIRNESS_COLUMNS.values(), NUMBER),
     "precision": str,
     "hardware": str,
     "data_fingerprint": str,
@@ -36,7 +35,7 @@ NEEDED: Mapping[str, type | tuple[type, ...]] = {
 class Run:
     """One finished run of a row. `usual`: the plan's number of rounds."""
 
-    entry: Entry
+    entry: RecipeRow
     folder: Path
     experiment: Experiment
     summary: Mapping[str, Any]
@@ -55,7 +54,7 @@ class Run:
     @property
     def numbers(self) -> dict[str, float]:
         """Accuracy per domain, then AVG, STD and worst."""
-        return dict(self.summary["domains"]) | {name: self.summary[key] for name, key in EVENNESS.items()}
+        return dict(self.summary["domains"]) | {name: self.summary[key] for name, key in FAIRNESS_COLUMNS.items()}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -65,7 +64,7 @@ class Run:
         return fixed | {"data_fingerprint": self.summary["data_fingerprint"]}
 
 
-def found(entries: Sequence[Entry], data: str, folder: Path, usual: int) -> list[Run]:
+def found(entries: Sequence[RecipeRow], data: str, folder: Path, usual: int) -> list[Run]:
     """The runs in a folder, in the order of the rows and their seeds. One that is no row's is refused."""
     names = [Experiment.of({"method": entry.method, "data": data}).method_name for entry in entries]
     runs = []
@@ -89,7 +88,7 @@ def read(folder: Path) -> tuple[Experiment, dict[str, Any], list[dict[str, Any]]
     """A finished run: its description, its result and its rounds, which must agree with each other."""
     experiment = described(folder)
     path = folder / "result.json"
-    summary = read_result(folder, NEEDED)
+    summary = load_summary(folder, NEEDED)
     said = {"method": experiment.method_name, "data": experiment.data, "seed": experiment.seed}
     for key, value in (said | {"rounds": experiment.rounds}).items():
         if summary[key] != value:
@@ -101,8 +100,8 @@ def read(folder: Path) -> tuple[Experiment, dict[str, Any], list[dict[str, Any]]
         raise ValueError(f"{path}: averaged = {averaged}, but rounds.jsonl has {len(judged)} evaluated rounds")
     accuracy = last_mean(judged, summary["averaged"])
     evenness = fairness(accuracy)
-    kept = summary["domains"] | {key: summary[key] for key in EVENNESS.values()}
-    for key, value in (accuracy | {key: evenness[key] for key in EVENNESS.values()}).items():
+    kept = summary["domains"] | {key: summary[key] for key in FAIRNESS_COLUMNS.values()}
+    for key, value in (accuracy | {key: evenness[key] for key in FAIRNESS_COLUMNS.values()}).items():
         if not abs(kept[key] - value) <= TOLERANCE:  # which a NaN is not either
             raise ValueError(f"{path}: {key} = {kept[key]}, but the last rounds of rounds.jsonl give {value}")
     return experiment, summary, records
@@ -137,9 +136,9 @@ def _record(path: Path, line: str, number: int, domains: set[str]) -> dict[str, 
         record = None
     if not isinstance(record, dict) or record.get("round") != number:
         raise ValueError(f"{path}: line {number} is no record of round {number}")
-    if not numbers(record.get("seconds")):
+    if not maps_to_numbers(record.get("seconds")):
         raise ValueError(f"{path}: line {number} has no seconds")
     judged = record.get("domains")
-    if "domains" not in record or (judged is not None and not (numbers(judged) and set(judged) == domains)):
+    if "domains" not in record or (judged is not None and not (maps_to_numbers(judged) and set(judged) == domains)):
         raise ValueError(f"{path}: line {number} has not the accuracies of {', '.join(sorted(domains))}")
     return record

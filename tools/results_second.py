@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fedheal.core.metrics import LAST, last_mean
-from fedheal.report.rows import numbers
+from fedheal.report.rows import maps_to_numbers
 from fedheal.runs.folder import read_json, wrong_kind
 from results_kept import Run
 
@@ -55,7 +55,7 @@ def _read(path: Path) -> Second:
         if record[key] != value:
             raise ValueError(f"{path}: {key} = {record[key]}, but the protocol has {value}")
     judged = record["rounds"]
-    if len(judged) < LAST or not all(numbers(line) and set(line) == set(judged[0]) for line in judged):
+    if len(judged) < LAST or not all(maps_to_numbers(line) and set(line) == set(judged[0]) for line in judged):
         raise ValueError(f"{path}: rounds are not {LAST} or more accuracies by domain")
     return Second(ROWS[record["weights"]], record["seed"], record["hardware"], judged)
 

@@ -12,10 +12,10 @@ import numpy as np
 from fedheal.campaign.pool import Job
 from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.data import DESCRIPTIONS
-from fedheal.report.rows import EVENNESS
-from fedheal.report.tables import over_rounds
-from fedheal.reproduce import paper_comparison as beside
-from fedheal.reproduce.plans import Entry, Planned, Recipe
+from fedheal.report.rows import FAIRNESS_COLUMNS
+from fedheal.report.tables import describe_averaging
+from fedheal.reproduce.paper_comparison import compare_with_paper, count_claims
+from fedheal.reproduce.plans import Recipe, RecipePlan, RecipeRow
 from results_kept import Run, found
 from results_second import DATA as SECOND_DATA
 from results_second import SOURCE as SECOND_SOURCE
@@ -61,7 +61,7 @@ def page(recipe: Recipe, sets: Iterable[tuple[str, Path, int]]) -> str:
 
 
 def _about(recipe: Recipe, data: str, folder: Path, usual: int) -> list[str]:
-    entries = recipe.entries(data)
+    entries = recipe.list_rows(data)
     runs = found(entries, data, folder, usual)
     parts = []
     if runs:
@@ -95,7 +95,7 @@ def _numbers(runs: Sequence[Run], data: str) -> list[str]:
                 str(run.summary["hardware"]),
             ]
         )
-    averaged = over_rounds(frozenset(int(run.summary["averaged"]) for run in runs))
+    averaged = describe_averaging(frozenset(int(run.summary["averaged"]) for run in runs))
     said = [
         f"Accuracy in percent, {averaged}; STD is over domains (ddof = 1), worst is the worst domain. Seconds are those of "
         "training, aggregation and evaluation, mean and median over all rounds; the first round of a process compiles what the "
@@ -116,9 +116,9 @@ def _paper(recipe: Recipe, data: str, runs: Sequence[Run]) -> list[str]:
             entry = replace(entry, label=label, published=(), misprint=((), ""))
             other.append(label)
         rows.append((entry, [Job(run.experiment, run.folder) for run in group]))
-    table = beside.beside(recipe, Planned(data, rows))
-    head, *lines = beside.cells(table)
-    said = [*table.notes, *beside.claims(recipe, table)]
+    table = compare_with_paper(recipe, RecipePlan(data, rows))
+    head, *lines = table.to_lines()
+    said = [*table.notes, *count_claims(recipe, table)]
     if other:
         said.append(
             f"Not the protocol's {runs[0].usual} rounds, so that the paper's numbers do not stand beside: "
@@ -157,7 +157,7 @@ def _differences(runs: Sequence[Run], data: str) -> list[str]:
 
 def _with_evenness(domains: Mapping[str, float]) -> dict[str, float]:
     evenness = fairness(domains)
-    return dict(domains) | {column: evenness[key] for column, key in EVENNESS.items()}
+    return dict(domains) | {column: evenness[key] for column, key in FAIRNESS_COLUMNS.items()}
 
 
 def _noise(runs: Sequence[Run], data: str) -> list[str]:
@@ -232,7 +232,7 @@ def _second(runs: Sequence[Run], data: str, results: Path) -> list[str]:
     seconds = read_all(results) if data == SECOND_DATA else []
     if not seconds:
         return []
-    columns = [domain for domain in columns_of(runs) if domain not in EVENNESS]
+    columns = [domain for domain in columns_of(runs) if domain not in FAIRNESS_COLUMNS]
     machines = ", ".join(dict.fromkeys(second.hardware for second in seconds))
     said = f"{SECOND_SOURCE}bf16, {machines}. Accuracy in percent, mean of the {LAST} rounds up to the one named."
     head = ["row", "after round", "", *heads(columns, data)]
@@ -251,7 +251,7 @@ def _machines(runs: Sequence[Run]) -> list[str]:
     return ["### What it ran on", bullets([*lines, f"The data of all runs are {same}, by their fingerprints."])]
 
 
-def _open(entries: Sequence[Entry], runs: Sequence[Run], data: str) -> list[str]:
+def _open(entries: Sequence[RecipeRow], runs: Sequence[Run], data: str) -> list[str]:
     done = {run.entry for run in runs if run.full}
     left = [entry for entry in entries if entry not in done]
     if not left:
@@ -277,7 +277,7 @@ def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def columns_of(runs: Sequence[Run]) -> list[str]:
-    return [*dict.fromkeys(domain for run in runs for domain in run.summary["domains"]), *EVENNESS]
+    return [*dict.fromkeys(domain for run in runs for domain in run.summary["domains"]), *FAIRNESS_COLUMNS]
 
 
 def heads(columns: Iterable[str], data: str) -> list[str]:

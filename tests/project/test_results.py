@@ -97,7 +97,7 @@ def test_what_is_said_elsewhere_is_what_was_found(page, data):
         f"{entry.label}, seed {run['seed']}" if run["seed"] else entry.label: [
             f"{value:.2f}" for value in [*run["domains"].values(), run["avg"], run["std"]]
         ]
-        for entry in RECIPE.entries(data)
+        for entry in RECIPE.list_rows(data)
         for run in runs
         if Experiment(method=entry.method, data=data).method_name == run["method"]
     }
@@ -121,7 +121,7 @@ def test_running_needs_nothing_that_only_pages_and_commands_need(tmp_path):
         "for name in ('jinja2', 'plotly', 'matplotlib', 'typer', 'click', 'playwright'): sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
         "import results, results_table\n"
-        "print(len(results.RECIPE.entries('digits')))\n"
+        "print(len(results.RECIPE.list_rows('digits')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "11", done.stderr
@@ -189,7 +189,7 @@ def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, resul
         (["run", "--data", "digitz"], "data = digitz: there is no plan for it; use one of tiny_data:load"),
         (
             ["run", "--data", DATA, "--device", "cpu", "--rows", "fedavgg"],
-            "rows = fedavgg: no row is called so; the rows are 'FedAvg' (fedavg), ",
+            "rows = fedavgg: no row has this label or method; the rows are 'FedAvg' (fedavg), ",
         ),
         (["run", "--data", DATA, "--device", "cpu", "--seconds", "0"], "seconds = 0: use a positive number"),
         (["run", "--data", DATA, "--device", "cpu", "--seconds", "nan"], "seconds = nan: use a positive number"),
@@ -198,7 +198,7 @@ def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, resul
         (["run", "--data", DATA, "--rounds", "0", "rounds=2"], "'rounds' is given twice: rounds=0 and rounds=2"),
         (["run", "--data", DATA, "--device", "cpu", "device=cpu"], "'device' is given twice"),
         (["run", "--data", DATA, "--device", "cpu", "bogus=1"], "bogus"),
-        (["run", "--data", DATA, "--device", "cpu", "seed=1"], "seed is what a recipe sets"),
+        (["run", "--data", DATA, "--device", "cpu", "seed=1"], "seed is set by the recipe"),
         (["run", "--data", DATA, "--device", "nowhere"], "device = 'nowhere' cannot be used here"),
         (["collect", "--runs", "nowhere"], "nowhere does not exist"),
         (["table", "--results", "nowhere"], "results = nowhere: there is no such folder"),

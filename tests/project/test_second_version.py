@@ -209,7 +209,7 @@ def record(**keys):
 def test_its_rounds_stand_beside_as_many_of_ours(kept, tmp_path):
     (tmp_path / "second-version" / "size-seed0.json").write_text(json.dumps(record()))
     (tmp_path / "second-version" / "uniform-seed0.json").write_text(json.dumps(record(weights="uniform")))
-    entries = {entry.label: entry for entry in RECIPES["headline"].entries("digits")}
+    entries = {entry.label: entry for entry in RECIPES["headline"].list_rows("digits")}
 
     class Ours:
         entry, full, experiment = entries["FedAvg"], True, type("", (), {"seed": 3})

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from fedheal.report.html_page import page
-from made_up import found, run_folder
+from fedheal.report.html_page import render_page
+from made_up import load_rows, run_folder
 from needs import needs
 
 PLOTS = ("domains", "scatter", "measure", "curves", "weights", "layers", "consistency", "seconds")
@@ -35,7 +35,7 @@ def opened(browser, tmp_path):
 
     def open_(rows, width=1280, theme="light"):
         file = tmp_path / "report.html"
-        file.write_text(page(rows), encoding="utf-8")
+        file.write_text(render_page(rows), encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
         contexts.append(context)
         tab = context.new_page()
@@ -65,7 +65,7 @@ def traces(tab, plot):
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_figure_is_drawn_and_nothing_overflows(opened, few, width, theme):
-    tab = opened(found(few), width, theme)
+    tab = opened(load_rows(few), width, theme)
     scroll(tab)
     for plot in PLOTS:
         assert traces(tab, plot), plot
@@ -84,7 +84,7 @@ def test_on_a_phone_every_name_is_there_and_runs_into_no_other(opened, tmp_path,
              "scaffold+qffl", "moon+afl", "fedavg+fedheal without=svhn"]  # fmt: skip
     for method in names:
         run_folder(tmp_path / method.replace(":", "_"), method, rounds=3)
-    tab = opened(found(tmp_path), 390)
+    tab = opened(load_rows(tmp_path), 390)
     scroll(tab)
     tab.click(f"button[value={shape}]")
     for plot in ("domains", "seconds"):
@@ -104,21 +104,21 @@ def test_bounds_alone_leave_figures_empty_without_an_error(opened, tmp_path):
     folder = run_folder(tmp_path / "pooled", "fedavg")
     summary = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(summary | {"pool": True}))
-    tab = opened(found(tmp_path))
+    tab = opened(load_rows(tmp_path))
     scroll(tab)
     assert tab.inner_text("[data-plot=curves]") == "Not recorded by these runs."
     assert traces(tab, "domains")
 
 
 def test_figures_wait_until_they_are_in_view(opened, few):
-    tab = opened(found(few))
+    tab = opened(load_rows(few))
     assert tab.query_selector("[data-plot=seconds].js-plotly-plot") is None
     scroll(tab)
     assert tab.query_selector("[data-plot=seconds].js-plotly-plot")
 
 
 def test_choices_change_figures(opened, few):
-    tab = opened(found(few))
+    tab = opened(load_rows(few))
     scroll(tab)
     assert {kind for kind, _ in traces(tab, "domains")} == {"bar"}
     tab.click("button[value=dots]")
@@ -129,13 +129,13 @@ def test_choices_change_figures(opened, few):
     assert tab.evaluate(label) == "STD, points"
     assert tab.query_selector("[data-plot=layers].js-plotly-plot")
     tab.select_option("select[data-choice=method]", "fedavg")
-    assert "masks nothing" in tab.inner_text("[data-plot=layers]")
+    assert "does not mask updates" in tab.inner_text("[data-plot=layers]")
     tab.select_option("select[data-choice=method]", "fedavg+fedheal")
     assert traces(tab, "layers") == [["heatmap", ""]]
 
 
 def test_the_theme_can_be_switched(opened, few):
-    tab = opened(found(few))
+    tab = opened(load_rows(few))
     scroll(tab)
     colour = "document.querySelector('[data-plot=curves]').data.at(-1).line.color"
     before, ground = tab.evaluate(colour), tab.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -147,7 +147,7 @@ def test_the_theme_can_be_switched(opened, few):
 
 
 def test_tables_sort_by_any_column_and_back(opened, few):
-    tab = opened(found(few))
+    tab = opened(load_rows(few))
 
     def column(number):
         cells = tab.query_selector_all(f"table.sortable tbody td:nth-child({number})")
@@ -167,7 +167,7 @@ def test_tables_sort_by_any_column_and_back(opened, few):
 
 
 def test_tables_can_be_copied(opened, few):
-    tab = opened(found(few))
+    tab = opened(load_rows(few))
     tab.click("text=Copy LaTeX")
     tab.wait_for_selector("text=Copied")
     tab.evaluate("document.body.insertAdjacentHTML('beforeend', '<textarea id=here></textarea>')")
@@ -177,7 +177,7 @@ def test_tables_can_be_copied(opened, few):
 
 
 def test_on_paper_everything_is_drawn_in_light(opened, few):
-    tab = opened(found(few), theme="dark")
+    tab = opened(load_rows(few), theme="dark")
     tab.emulate_media(media="print", color_scheme="dark")
     assert len(tab.pdf()) > 50_000
     tab.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -187,7 +187,7 @@ def test_on_paper_everything_is_drawn_in_light(opened, few):
 
 @pytest.mark.slow
 def test_56_runs_of_200_rounds_open_quickly(opened, table1):
-    rows = found(table1)
+    rows = load_rows(table1)
     began = time.monotonic()
     tab = opened(rows)
     assert (

@@ -48,7 +48,7 @@ def test_the_tables_agree_where_they_repeat_each_other():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("data", ["digits", "office-caltech", SMOKE_DATA, "mine:load"])
 def test_every_recipe_has_uniform_weights_and_methods_that_exist(recipe, data):
-    entries = RECIPES[recipe].entries(data)
+    entries = RECIPES[recipe].list_rows(data)
     assert any("uniform" in entry.method for entry in entries)
     labels = [entry.label for entry in entries]
     assert len(set(labels)) == len(labels)
@@ -61,7 +61,7 @@ def test_every_recipe_has_uniform_weights_and_methods_that_exist(recipe, data):
 
 
 def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_it_has_them():
-    digits = {entry.method: entry.published for entry in RECIPES["headline"].entries("digits")}
+    digits = {entry.method: entry.published for entry in RECIPES["headline"].list_rows("digits")}
     assert list(digits) == [
         "fedavg", "fedavg+uniform", "fedavg+fedheal:variant=released", "fedavg+fedheal", "fedavg+fael", "fedavg+fphl",
         "fedavg+fael-exact", "fedavg+afl", "fedavg+qffl", "fedfv:tau=1", "ditto",
@@ -71,7 +71,7 @@ def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_i
     assert digits["fedavg+fphl"] == paper.ABLATION["digits"]["fedavg+fphl"]
     assert digits["ditto"] == paper.TABLE2["digits"]["ditto"]
     assert [method for method, numbers in digits.items() if not numbers] == ["fedavg+uniform", "fedavg+fael-exact"]
-    office = [entry.method for entry in RECIPES["headline"].entries("office-caltech")]
+    office = [entry.method for entry in RECIPES["headline"].list_rows("office-caltech")]
     assert office == [
         "fedavg", "fedavg+uniform", "fedavg+fedheal:tau=0.4,variant=released", "fedavg+fedheal:tau=0.4",
         "fedavg+fedheal:tau=0.4,per_step=true",
@@ -79,7 +79,7 @@ def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_i
 
 
 def test_table1_is_seven_by_five_and_the_office_tau_is_the_papers():
-    entries = RECIPES["table1"].entries("office-caltech")
+    entries = RECIPES["table1"].list_rows("office-caltech")
     assert len(entries) == 35
     assert sum(bool(entry.published) for entry in entries) == 28
     assert {e.method for e in entries if "fedheal" in e.method} == {

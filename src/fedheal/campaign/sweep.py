@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.campaign.pool import Job
-from fedheal.report.rows import NEEDED, numbers, read_result
+from fedheal.report.rows import REPORT_FIELDS, load_summary, maps_to_numbers
 from fedheal.runs.folder import fields
 from fedheal.simulate.experiment import PER_DOMAIN, Experiment, override
 
@@ -144,9 +144,9 @@ def _check_trials(trials: int) -> None:
 
 def _result(folder: Path) -> dict[str, Any]:
     """What a run found, on both kinds of data."""
-    found = read_result(folder, {**NEEDED, **fields(*METRICS), "validation": dict})
+    found = load_summary(folder, {**REPORT_FIELDS, **fields(*METRICS), "validation": dict})
     own = found["validation"]
-    if not METRICS.keys() <= own.keys() or not numbers({name: own[name] for name in METRICS}):
+    if not METRICS.keys() <= own.keys() or not maps_to_numbers({name: own[name] for name in METRICS}):
         raise ValueError(f"{folder / 'result.json'}: validation = {own!r} lacks some of {', '.join(METRICS)}")
     return found
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedheal.campaign.pool import Job
-from fedheal.report.rows import NEEDED, read_result
+from fedheal.report.rows import REPORT_FIELDS, load_summary
 from fedheal.runs.folder import fields, read_rounds
 
-SHOWN = {**NEEDED, **fields("avg", "std", "worst", "seconds")}
+SHOWN = {**REPORT_FIELDS, **fields("avg", "std", "worst", "seconds")}
 
 
 class Board:
@@ -36,7 +36,7 @@ class Board:
     def ended(self, job: Job) -> None:
         """A run is finished, or was before."""
         if not self.console.is_terminal:
-            found = read_result(job.folder, SHOWN)
+            found = load_summary(job.folder, SHOWN)
             self.console.print(
                 f"{job.folder.name}: AVG {found['avg']:.2f} STD {found['std']:.2f} worst {found['worst']:.2f} "
                 f"({sum(found['seconds'].values()):.0f} s)",
