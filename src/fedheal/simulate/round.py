@@ -95,7 +95,16 @@ def run_round(
     losses = updates.metrics.get("train_loss", torch.empty(0, dtype=torch.float64))
     loss = float(losses[losses.isfinite()].mean()) if bool(losses.isfinite().any()) else None
     weights = dict(zip(updates.clients, out.weights.tolist(), strict=True))
-    return after, RoundRecord(number, len(cohort), len(present), weights, loss, out.report, clock.seconds, **judged)
+    return after, RoundRecord(
+        round=number,
+        cohort=len(cohort),
+        replied=len(present),
+        weights=weights,
+        train_loss=loss,
+        report=dict(out.report),
+        seconds=clock.seconds,
+        **judged,
+    )
 
 
 def _stepped(federation: Federation, state: RunState, out: Aggregated) -> tuple[Packed, State]:

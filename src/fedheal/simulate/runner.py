@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,15 @@ from torch import Tensor, nn
 
 from fedheal import methods
 from fedheal.aggregate.masks.directions import spread
-from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.core.state import RunState, restored_state
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine import check_engine, trainer
 from fedheal.engine.precision import numerics, precision_of
 from fedheal.runs import folder as records
 from fedheal.runs.folder import read_toml
+from fedheal.runs.lock import hold_lock
 from fedheal.runs.schema import RoundRecord
+from fedheal.runs.summary import summarise_run
 from fedheal.simulate.experiment import Experiment, build, domains_of, module_of
 from fedheal.simulate.interrupts import Interrupts
 from fedheal.simulate.outline import outline
@@ -40,7 +40,7 @@ log = logging.getLogger("fedheal")
 Kept = tuple[dict[str, Tensor], dict[str, Any]]  # a saved state
 Used = Mapping[str, Any]  # what tells the data that a run uses from others
 # What is read of a result again.
-NEEDED = records.fields("method", "domains", "averaged", "classes", "avg", "std", "worst")
+NEEDED = ("method", "domains", "averaged", "classes", "avg", "std", "worst")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def run(
         if folder is not None:
             _make(folder, experiment)
             if not (folder / "result.json").exists():  # a finished run is only read
-                stack.enter_context(records.alone(folder))
+                stack.enter_context(hold_lock(folder))
             kept, history = _open(folder, experiment, resume, used)
             if (folder / "result.json").exists():
                 return _finished(folder, history, own)
@@ -108,7 +108,7 @@ def run(
                 state = after
                 history.append(record)
                 if folder is not None:
-                    records.append_round(folder, asdict(record))
+                    records.append_round(folder, record)
                 interrupts.release()
                 saver.due(state)
                 for callback in watchers:
@@ -124,7 +124,7 @@ def run(
         result = _result(experiment, history, state, federation, domains, used, own)
         if folder is not None:
             records.save_tensors(folder / "model.safetensors", module.state_dict())
-            records.write_text(folder / "result.json", json.dumps(result.summary, indent=2, allow_nan=False) + "\n")
+            records.write_result(folder, result.summary)
         for callback in watchers:
             callback.finished(result.summary)
     return result
@@ -144,7 +144,9 @@ class _Saver:
     def save(self, state: RunState) -> None:
         if self.folder is not None and state.round > self.round:
             arrays, described = state.to_arrays()
-            records.save_state(self.folder, state.round, arrays, {**described, **self.told}, self.experiment.identity)
+            records.save_checkpoint(
+                self.folder, state.round, arrays, {**described, **self.told}, self.experiment.identity
+            )
             self.round, self.at = state.round, time.monotonic()
 
 
@@ -156,7 +158,7 @@ def load(folder: str | Path) -> nn.Module:
             raise ValueError(f"{path} holds no finished run: there is no {name}")
     # Whichever method trained it: one of somebody's own has only its name there.
     experiment = Experiment.of(read_toml(path / "experiment.toml") | {"method": "fedavg"})
-    module = module_of(experiment, len(records.read_result(path, records.fields("classes"))["classes"]))
+    module = module_of(experiment, len(records.read_result(path, ["classes"])["classes"]))
     values = records.load_tensors(path / "model.safetensors")
     try:
         module.load_state_dict(values)
@@ -188,7 +190,7 @@ def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tup
     if not resume:
         raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
     if (folder / "result.json").exists():
-        return None, _history(folder)
+        return None, records.read_rounds(folder)
     return _resumed(folder, experiment, used)
 
 
@@ -228,29 +230,21 @@ def _warn_of_change(folder: Path, before: Any, now: Mapping[str, Any]) -> None:
 
 def _resumed(folder: Path, experiment: Experiment, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
     troubles: list[str] = []
-    for path in records.states(folder):
+    for path in records.list_checkpoints(folder):
         try:
-            arrays, described = records.load_state(path, experiment.identity)
+            arrays, described = records.load_checkpoint(path, experiment.identity)
             if described["used"] != used:
                 raise ValueError(f"the data of {folder} have changed since it was begun: remove it, or restore them")
-            records.cut_rounds(folder, described["round"])
+            records.truncate_rounds(folder, described["round"])
             for trouble in troubles:
                 log.warning("%s; going on from %s", trouble, path.name)
-            return (arrays, described), _history(folder)
-        except records.BadState as trouble:
+            return (arrays, described), records.read_rounds(folder)
+        except records.CheckpointError as trouble:
             troubles.append(str(trouble))
     if troubles:
         raise ValueError(f"no state in {folder} can be used: {'; '.join(troubles)}")
-    records.cut_rounds(folder, 0)
+    records.truncate_rounds(folder, 0)
     return None, []
-
-
-def _history(folder: Path) -> list[RoundRecord]:
-    try:
-        return [RoundRecord(**record) for record in records.read_rounds(folder)]
-    except TypeError as error:
-        reason = str(error).removeprefix("RoundRecord.__init__() ")
-        raise ValueError(f"{folder / 'rounds.jsonl'} is not what a run writes there ({reason})") from error
 
 
 def _result(
@@ -262,55 +256,41 @@ def _result(
     used: Used,
     own: Mapping[str, Any],
 ) -> Result:
-    judged = [record for record in history if record.domains is not None]
-    accuracy = last_mean([record.domains or {} for record in judged])
-    clients = last_mean([record.clients or {} for record in judged])
-    evenness = fairness(accuracy)
-    phases = ("train", "aggregate", "evaluate")
-    trained = {client: federation.client_domains.get(client, "") for client in federation.clients}
-    summary = {
-        "method": experiment.method_name,
-        "data": experiment.data,
-        "seed": experiment.seed,
-        "rounds": experiment.rounds,
-        "averaged": min(LAST, len(judged)),  # rounds that the accuracies are means of
-        "domains": accuracy,
-        **evenness,
-        "clients": clients,
-        "client_fairness": fairness(clients) if clients else {},
-        "validation": _validation(judged),
-        "trained": trained,
-        **{key: value for key, value in experiment.to_dict().items() if key in ("only", "without", "pool")},
-        "classes": list(domains.classes),
-        "test_sizes": {d.name: len(d.test) for d in domains.domains},
-        "device": str(state.model.params.device),
-        "hardware": hardware_of(state.model.params.device),
-        "precision": federation.local_training.precision,
-        "threads": experiment.threads,
-        "data_fingerprint": fingerprint(domains),
-        "used_fingerprint": used["fingerprint"],
-        "data_notes": list(domains.notes),
-        "bytes_sent": state.sent,
-        "bytes_received": state.received,
-        "consistency": spread(state.aggregator),
-        "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
-        "versions": _versions(),
+    described = experiment.to_dict()
+    summary = summarise_run(
+        history,
+        method=experiment.method_name,
+        data=experiment.data,
+        seed=experiment.seed,
+        rounds=experiment.rounds,
+        trained={client: federation.client_domains.get(client, "") for client in federation.clients},
+        only=list(described["only"]),
+        without=list(described["without"]),
+        pool=described["pool"],
+        classes=list(domains.classes),
+        test_sizes={d.name: len(d.test) for d in domains.domains},
+        device=str(state.model.params.device),
+        hardware=hardware_of(state.model.params.device),
+        precision=federation.local_training.precision,
+        threads=experiment.threads,
+        data_fingerprint=fingerprint(domains),
+        used_fingerprint=used["fingerprint"],
+        data_notes=list(domains.notes),
+        bytes_sent=state.sent,
+        bytes_received=state.received,
+        consistency=spread(state.aggregator),
+        versions=_versions(),
         **own,
-    }
-    return Result(
-        accuracy,
-        evenness["avg"],
-        evenness["std"],
-        evenness["worst"],
-        tuple(history),
-        federation.local_training.module,
-        summary,
     )
-
-
-def _validation(judged: list[RoundRecord]) -> dict[str, Any] | None:
-    accuracy = last_mean([record.validation for record in judged if record.validation])
-    return {"domains": accuracy, **fairness(accuracy)} if accuracy else None
+    return Result(
+        domains=summary["domains"],
+        avg=summary["avg"],
+        std=summary["std"],
+        worst=summary["worst"],
+        history=tuple(history),
+        model=federation.local_training.module,
+        summary=summary,
+    )
 
 
 def _finished(folder: Path, history: list[RoundRecord], own: Mapping[str, Any]) -> Result:
