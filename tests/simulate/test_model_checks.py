@@ -97,7 +97,7 @@ def test_trying_a_model_leaves_no_trace():
     ).local_training.module
     build.build_federation(quick(model="tiny_data:dropping", batch_size=4), load(), torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), before)
-    made = experiment.build_module(quick(model="tiny_data:normed"), 3)
+    made = build.build_module(quick(model="tiny_data:normed"), 3)
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
     assert module.training
