@@ -328,7 +328,7 @@ def test_two_damaged_states_are_a_sentence_and_nothing_is_lost(stopped: Path, da
     for path in records.list_checkpoints(stopped):
         damage(path)
     before = {p.name: p.read_bytes() for p in stopped.rglob("*") if p.is_file()}
-    with pytest.raises(ValueError, match=f"no state in {re.escape(str(stopped))} can be used") as error:
+    with pytest.raises(ValueError, match=f"no checkpoint in {re.escape(str(stopped))} can be used") as error:
         go(stopped)
     assert "00000004.safetensors" in str(error.value)
     assert "00000003.safetensors" in str(error.value)
