@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from fedheal.campaign.pool import Job
-from fedheal.report.rows import REPORT_FIELDS, load_summary, maps_to_numbers
-from fedheal.runs.folder import fields
-from fedheal.simulate.experiment import PER_DOMAIN, Experiment, override
+from fedheal.report.rows import load_summary
+from fedheal.simulate.experiment import PER_DOMAIN, Experiment, parse_override
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
 MOST = 10_000  # values of a field, points of a grid that are all tried, and trials
@@ -144,11 +143,10 @@ def _check_trials(trials: int) -> None:
 
 def _result(folder: Path) -> dict[str, Any]:
     """What a run found, on both kinds of data."""
-    found = load_summary(folder, {**REPORT_FIELDS, **fields(*METRICS), "validation": dict})
-    own = found["validation"]
-    if not METRICS.keys() <= own.keys() or not maps_to_numbers({name: own[name] for name in METRICS}):
-        raise ValueError(f"{folder / 'result.json'}: validation = {own!r} lacks some of {', '.join(METRICS)}")
-    return found
+    summary = load_summary(folder, [*METRICS, "validation", *(f"validation.{name}" for name in METRICS)])
+    if summary["validation"] is None:
+        raise ValueError(f"{folder / 'result.json'}: there is no accuracy on validation data")
+    return summary
 
 
 def _all(search: Search, points: Sequence[Point], run: Runner) -> list[Trial]:
@@ -172,14 +170,14 @@ def space_of(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, Any]
     space: dict[str, list[Any]] = {}
     fixed: dict[str, Any] = {}
     for word in words:
-        key, value = override(word)
+        key, value = parse_override(word)
         text = word.partition("=")[2]
         if key in space or key in fixed:
             raise ValueError(f"'{key}' is given twice")
         if re.fullmatch(r"[-+.\deE]+:[-+.\deE]+:[-+.\deE]+", text):
             space[key] = _range(word, text)
         elif "," in text and value == text and not _one_value(key, text):
-            space[key] = [override(f"{key}={part.strip()}")[1] for part in text.split(",")]
+            space[key] = [parse_override(f"{key}={part.strip()}")[1] for part in text.split(",")]
             if len(set(map(str, space[key]))) < len(space[key]):
                 raise ValueError(f"'{word}' has a value twice")
         else:

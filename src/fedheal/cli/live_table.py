@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedheal.campaign.pool import Job
-from fedheal.report.rows import REPORT_FIELDS, load_summary
-from fedheal.runs.folder import fields, read_rounds
+from fedheal.report.rows import load_summary
+from fedheal.runs.folder import read_rounds
 
-SHOWN = {**REPORT_FIELDS, **fields("avg", "std", "worst", "seconds")}
+SHOWN = ("avg", "std", "worst", "seconds")
 
 
 class Board:
@@ -50,7 +50,7 @@ class Board:
         table = Table("run", "rounds", "AVG", "STD", "worst")
         for job in self.jobs:
             done = read_rounds(job.folder)
-            judged = [record["fairness"] for record in done if record.get("fairness")]
+            judged = [record.fairness for record in done if record.fairness]
             numbers = [f"{judged[-1][name]:.1f}" for name in ("avg", "std", "worst")] if judged else ["", "", ""]
             table.add_row(Text(job.folder.name), f"{len(done)}/{job.experiment.rounds}", *numbers)
         return table

@@ -25,6 +25,7 @@ from fedheal.report.figures import PAGE, label_rounds
 from fedheal.report.rounds import read_complete_rounds
 from fedheal.report.series import Floats, mean_ignoring_nan
 from fedheal.runs.folder import read_result
+from fedheal.runs.schema import RoundRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,7 +101,7 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     records = read_complete_rounds(folder)
     if not records:
         raise ValueError(f"{folder} holds no rounds: name a run folder with a rounds.jsonl")
-    summary = read_result(folder, {}) if (folder / "result.json").is_file() else {}
+    summary = read_result(folder) if (folder / "result.json").is_file() else {}
     client_domains = _find_client_domains(records, summary)
     if by is None:
         by = "domain" if len(set(client_domains.values())) > 1 else "client"
@@ -109,38 +110,37 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     if by == "domain" and not client_domains:
         raise ValueError(f"{folder} does not say which domain a client belongs to: use client")
     key = f"{by}s"  # of the accuracies in a record
-    groups: dict[str, list[str]] = {name: [] for record in reversed(records) for name in record.get(key) or {}}
+    groups: dict[str, list[str]] = {name: [] for record in reversed(records) for name in getattr(record, key) or {}}
     for client in sorted(_list_clients(records) | client_domains.keys()):
         groups.setdefault(client_domains.get(client, "?") if by == "domain" else client, []).append(client)
     return Diagnosis(
         by,
-        np.array([record["round"] for record in records], np.float64),
+        np.array([record.round for record in records], np.float64),
         tuple(_build_unit(name, clients, records, key) for name, clients in groups.items()),
     )
 
 
-def _list_clients(records: Sequence[Mapping[str, Any]]) -> set[str]:
+def _list_clients(records: Sequence[RoundRecord]) -> set[str]:
     """Return all clients that took part in or were evaluated after any round."""
-    return {client for record in records for key in ("weights", "clients") for client in record.get(key) or {}}
+    return {client for record in records for client in (*record.weights, *(record.clients or {}))}
 
 
-def _find_client_domains(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, str]:
+def _find_client_domains(records: Sequence[RoundRecord], summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the clients' domains from the rounds and the result, which has the last word."""
     stated: dict[str, Any] = {}
     for record in records:
-        stated |= record.get("client_domains") or {}
+        stated |= record.client_domains or {}
     stated |= summary.get("trained", {})
     client_domains = {client: str(domain) for client, domain in stated.items() if domain}
     # A simulation names clients after their domains, and does not record the domains of those that did not train.
-    domains = next((set(record["domains"]) for record in reversed(records) if record.get("domains")), set())
+    domains = next((set(record.domains) for record in reversed(records) if record.domains), set())
     others = _list_clients(records) - stated.keys()
     from_names = {client: client.rpartition("-")[0] for client in others if client.rpartition("-")[0] in domains}
     return client_domains | from_names if len(from_names) == len(others) else client_domains
 
 
-def _build_unit(name: str, clients: Sequence[str], records: Sequence[Mapping[str, Any]], key: str) -> Unit:
-    weights = [record.get("weights") or {} for record in records]
-    reports = [record.get("report") or {} for record in records]
+def _build_unit(name: str, clients: Sequence[str], records: Sequence[RoundRecord], key: str) -> Unit:
+    weights = [record.weights for record in records]
     present = np.array([sum(client in by_client for client in clients) for by_client in weights])
     everyone = np.array([max(len(by_client), 1) for by_client in weights])
 
@@ -155,11 +155,11 @@ def _build_unit(name: str, clients: Sequence[str], records: Sequence[Mapping[str
     return Unit(
         name=name,
         clients=len(clients),
-        accuracy=np.array([(record.get(key) or {}).get(name, np.nan) for record in records], np.float64),
+        accuracy=np.array([(getattr(record, key) or {}).get(name, np.nan) for record in records], np.float64),
         weight=combine(weights, np.sum),
         equal_share=np.where(present > 0, present / everyone, np.nan),
-        kept=combine([report.get("kept") or {} for report in reports], np.mean),
-        distance=combine([report.get("distance") or {} for report in reports], np.mean),
+        kept=combine([record.report.get("kept") or {} for record in records], np.mean),
+        distance=combine([record.report.get("distance") or {} for record in records], np.mean),
         rounds_present=int((present > 0).sum()),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.core.metrics import fairness
-from fedheal.runs import folder as records
+from fedheal.runs.folder import read_result, read_toml
 from fedheal.runs.schema import FREE
 
 BOUNDS = {
@@ -52,9 +52,9 @@ class Row:
         return float(self.fairness[FAIRNESS_COLUMNS[column]] if column in FAIRNESS_COLUMNS else self.domains[column])
 
 
-NUMBER = records.NUMBER
-REPORT_FIELDS = records.fields(
-    "method", "data", "seed", "rounds", "domains", "clients", "trained", "test_sizes", "only", "without", "pool"
+REPORT_FIELDS = frozenset(
+    {"method", "data", "seed", "rounds", "domains", "clients", "trained", "test_sizes", "only", "without", "pool"}
+    | {f"validation.{name}" for name in FAIRNESS_COLUMNS.values()}
 )
 
 
@@ -69,47 +69,9 @@ def find_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return [load_summary(folder) for folder in folders]
 
 
-def load_summary(folder: Path, needed: Mapping[str, records.Kind] = REPORT_FIELDS) -> dict[str, Any]:
-    """Return the result of a finished run, with its `folder`. Raise ValueError if a report cannot be made of it."""
-    path = folder / "result.json"
-    summary = records.read_result(folder, needed)
-    if not summary["domains"] or not maps_to_numbers(summary["domains"]):
-        raise ValueError(f"{path}: domains = {summary['domains']!r} are no accuracies")
-    if not maps_to_numbers(summary["test_sizes"]) or summary["test_sizes"].keys() != summary["domains"].keys():
-        raise ValueError(f"{path}: test_sizes = {summary['test_sizes']!r} are not those of its domains")
-    for key, fits in INSIDE.items():
-        if summary.get(key) is not None and not fits(summary[key]):
-            raise records.wrong_kind(path, key, summary[key])
-    validation = summary.get("validation")
-    names = FAIRNESS_COLUMNS.values()
-    if validation is not None and not maps_to_numbers({key: validation.get(key) for key in names}):
-        raise ValueError(f"{path}: validation = {validation!r} lacks some of {', '.join(names)}")
-    return summary | {"folder": str(folder)}
-
-
-def maps_to_numbers(value: object) -> bool:
-    """Return whether a value is a dictionary of numbers."""
-    return isinstance(value, dict) and all(isinstance(number, NUMBER) for number in value.values())
-
-
-def _are_strings(value: Iterable[object]) -> bool:
-    return all(isinstance(word, str) for word in value)
-
-
-def _are_histograms(value: Mapping[str, object]) -> bool:
-    """Return whether every value is a list of numbers, all of one length."""
-    lists = [x for x in value.values() if isinstance(x, list) and all(isinstance(n, NUMBER) for n in x)]
-    return len(lists) == len(value) and len(set(map(len, lists))) <= 1
-
-
-INSIDE: Mapping[str, Callable[[Any], bool]] = {
-    "trained": lambda client_domains: _are_strings(client_domains.values()),
-    "only": _are_strings,
-    "without": _are_strings,
-    "data_notes": _are_strings,
-    "consistency": _are_histograms,
-    "seconds": maps_to_numbers,
-}
+def load_summary(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the result of a finished run, with its `folder`. Raise ValueError if it lacks what a report needs."""
+    return read_result(folder, {*REPORT_FIELDS, *required}) | {"folder": str(folder)}
 
 
 def collect_data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -148,7 +110,7 @@ def read_settings(summary: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     folder = Path(str(summary.get("folder", "")))
     for name, is_complete in (("experiment.toml", True), ("federation.toml", False)):
         if (folder / name).is_file():
-            return records.read_toml(folder / name), is_complete
+            return read_toml(folder / name), is_complete
     return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}, False
 
 

@@ -14,9 +14,10 @@ from fedheal.core.metrics import fairness
 from fedheal.report.comparability import list_methods
 from fedheal.report.rounds import read_complete_rounds
 from fedheal.report.rows import FAIRNESS_COLUMNS, Row
+from fedheal.runs.schema import RoundRecord
 
 Floats = NDArray[np.float64]
-Rounds = Sequence[Mapping[str, Any]]  # of one run
+Rounds = Sequence[RoundRecord]  # of one run
 PHASES = ("train", "aggregate", "evaluate")
 
 
@@ -53,13 +54,13 @@ def _build_method_series(method: str, rows: Sequence[Row]) -> Series:
     domains = list(rows[0].domains)
     client_domains = [dict(summary.get("trained", {})) for summary in summaries]
     all_rounds = _select_common_rounds(runs)
-    evaluated = _select_common_rounds([[record for record in run if record.get("domains")] for run in runs])
+    evaluated = _select_common_rounds([[record for record in run if record.domains] for run in runs])
 
     return Series(
         method=method,
-        rounds=np.array([record["round"] for record in evaluated[0]], np.float64),
+        rounds=np.array([record.round for record in evaluated[0]], np.float64),
         curves=_build_curves(evaluated, domains) if evaluated[0] else {},
-        all_rounds=np.array([record["round"] for record in all_rounds[0]], np.float64),
+        all_rounds=np.array([record.round for record in all_rounds[0]], np.float64),
         weights=_sum_weights(all_rounds, client_domains, domains),
         kept_by_tensor=_collect_kept_by_tensor(all_rounds),
         consistency=_average_consistency(summaries, client_domains, domains),
@@ -72,15 +73,15 @@ def _build_method_series(method: str, rows: Sequence[Row]) -> Series:
 
 def _select_common_rounds(runs: Sequence[Rounds]) -> list[Rounds]:
     """Return, for each run, the rounds that all runs have: a mean over seeds is of the same round."""
-    common = set.intersection(*({record["round"] for record in run} for run in runs))
-    return [[record for record in run if record["round"] in common] for run in runs]
+    common = set.intersection(*({record.round for record in run} for run in runs))
+    return [[record for record in run if record.round in common] for run in runs]
 
 
 def _build_curves(runs: Sequence[Rounds], domains: Sequence[str]) -> dict[str, Band]:
     # In a federation not every domain is evaluated in every round.
-    accuracy = np.array([[[record["domains"].get(d, np.nan) for d in domains] for record in run] for run in runs])
+    accuracy = np.array([[[(record.domains or {}).get(d, np.nan) for d in domains] for record in run] for run in runs])
     curves = {domain: _build_band(accuracy[:, :, i]) for i, domain in enumerate(domains)}
-    metrics = [[fairness(record["domains"]) for record in run] for run in runs]
+    metrics = [[fairness(record.domains or {}) for record in run] for run in runs]
     for column, key in FAIRNESS_COLUMNS.items():
         curves[column] = _build_band(np.array([[values[key] for values in run] for run in metrics]))
     return curves
@@ -98,9 +99,8 @@ def _sum_weights(
     for r, (run, domain_of) in enumerate(zip(runs, client_domains, strict=True)):
         for t, record in enumerate(run):
             groups: dict[str, list[float]] = {}
-            for client, weight in (record.get("weights") or {}).items():
-                if weight is not None:
-                    groups.setdefault(domain_of.get(client, ""), []).append(float(weight))
+            for client, weight in record.weights.items():
+                groups.setdefault(domain_of.get(client, ""), []).append(weight)
             for i, domain in enumerate(domains):
                 if domain in groups:
                     sums[i, r, t] = np.sum(groups[domain])
@@ -108,7 +108,7 @@ def _sum_weights(
 
 
 def _collect_kept_by_tensor(runs: Sequence[Rounds]) -> dict[str, Floats]:
-    kept = [[(record.get("report") or {}).get("kept_by_tensor") or {} for record in run] for run in runs]
+    kept = [[record.report.get("kept_by_tensor") or {} for record in run] for run in runs]
     names = dict.fromkeys(name for run in kept for record in run for name in record)
     return {
         name: mean_ignoring_nan(np.array([[record.get(name, np.nan) for record in run] for run in kept], np.float64))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedheal.report import palette
 from fedheal.report.figures import PAGE
-from fedheal.runs.folder import read_json, read_rounds
+from fedheal.runs.folder import read_result, read_rounds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,12 +48,12 @@ class Window:
 
 def read_windows(folder: Path) -> list[Window]:
     """Return the windows that a run reported: the first block, the long one, the last block."""
-    reports = [(record["round"], record["report"].get("directions") or {}) for record in read_rounds(folder)]
+    reports = [(record.round, record.report.get("directions") or {}) for record in read_rounds(folder)]
     blocks = [(number, report["block"]) for number, report in reports if "block" in report]
     longs = [(number, report["long"]) for number, report in reports if "long" in report]
     if not blocks or not longs:
         raise ValueError(f"{folder} has too few rounds for its windows")
-    summary = read_json(folder / "result.json")
+    summary = read_result(folder, ["domains", "trained"])
     order = list(summary["domains"])  # so that colours are those of the domains in other figures
     clients = sorted(summary["trained"], key=lambda client: order.index(summary["trained"][client]))
     length, last = blocks[0][0], blocks[-1][0]
