@@ -23,17 +23,23 @@ def options(**keys):
     return Options(**{"data": ["tiny_data:load"], "values": TINY, "seeds": (0,)} | keys)
 
 
-def ran(result, out, **keys):
-    parts = plan_recipe(RECIPES[result], options(**keys), out)
-    for part in parts:
-        for job in part.jobs:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder that all recipes share, so that no run is done twice."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def run_recipe(result, out, **keys):
+    plans = plan_recipe(RECIPES[result], options(**keys), out)
+    for plan in plans:
+        for job in plan.jobs:
             run(job.experiment, job.folder, resume=True, progress=False)
-    return parts
+    return plans
 
 
-def test_ablation_from_plan_to_page(tmp_path):
-    parts = ran("ablation", tmp_path, seeds=(0, 1))
-    made = write_outputs("ablation", RECIPES["ablation"], parts, tmp_path / "ablation")
+def test_ablation_from_plan_to_page(runs, tmp_path):
+    plans = run_recipe("ablation", runs, seeds=(0, 1))
+    made = write_outputs("ablation", RECIPES["ablation"], plans, tmp_path / "ablation")
     (text,) = made.texts
     for label in ("neither (FedAvg)", "FPHL + FAEL (FedHEAL)", "uniform weights", "FPHL + uniform weights"):
         assert label in text
@@ -48,32 +54,32 @@ def test_ablation_from_plan_to_page(tmp_path):
     assert "FPHL + FAEL (FedHEAL)" in shown
 
 
-def test_results_share_runs_and_finished_ones_are_not_run_again(tmp_path, monkeypatch):
-    parts = ran("ablation", tmp_path)
-    other = plan_recipe(RECIPES["table2"], options(), tmp_path)
-    shared = {job.folder for job in parts[0].jobs} & {job.folder for job in other[0].jobs}
+def test_results_share_runs_and_finished_ones_are_not_run_again(runs, monkeypatch):
+    plans = run_recipe("ablation", runs)
+    other = plan_recipe(RECIPES["table2"], options(), runs)
+    shared = {job.folder for job in plans[0].jobs} & {job.folder for job in other[0].jobs}
     assert len(shared) == 2  # FedHEAL and uniform weights
     monkeypatch.setattr("fedheal.campaign.pool._do", lambda job: pytest.fail(f"{job.folder} was run again"))
-    assert len(list(run_all(parts[0].jobs))) == 6
+    assert len(list(run_all(plans[0].jobs))) == 6
 
 
 def test_rows_that_are_the_same_by_definition_are_one_run(tmp_path):
-    (part,) = plan_recipe(RECIPES["table1"], options(), tmp_path)
-    assert len(part.rows) == 35
-    assert len(part.jobs) == 33  # SCAFFOLD and FedDyn weigh equally anyway
+    (plan,) = plan_recipe(RECIPES["table1"], options(), tmp_path)
+    assert len(plan.rows) == 35
+    assert len(plan.jobs) == 33  # SCAFFOLD and FedDyn weigh equally anyway
 
 
 def test_smoke_is_on_embedded_data_beside_the_papers_digits(tmp_path):
-    (part,) = plan_recipe(RECIPES["table1"], Options(smoke=True), tmp_path)
-    experiment = part.jobs[0].experiment
+    (plan,) = plan_recipe(RECIPES["table1"], Options(smoke=True), tmp_path)
+    experiment = plan.jobs[0].experiment
     assert (experiment.data, experiment.model, experiment.rounds, experiment.epochs) == ("embedded", "small_cnn", 5, 1)
-    assert part.rows[0][0].published[4:] == (76.00, 23.82)
+    assert plan.rows[0][0].published[4:] == (76.00, 23.82)
 
 
 def test_rows_by_label_method_or_pattern(tmp_path):
     def methods(*patterns):
-        (part,) = plan_recipe(RECIPES["table1"], options(rows=patterns), tmp_path)
-        return [entry.method for entry, _ in part.rows]
+        (plan,) = plan_recipe(RECIPES["table1"], options(rows=patterns), tmp_path)
+        return [row.method for row, _ in plan.rows]
 
     assert methods("fedavg", "MOON + AFL") == ["fedavg", "moon+afl"]
     assert methods("fedprox*") == ["fedprox", "fedprox+uniform", "fedprox+afl", "fedprox+qffl", "fedprox+fedheal"]
@@ -85,10 +91,10 @@ def test_rows_by_label_method_or_pattern(tmp_path):
 
 
 def test_a_row_need_not_be_on_every_data_set(tmp_path):
-    (part,) = plan_recipe(RECIPES["headline"], Options(rows=["AFL"]), tmp_path)
-    assert (part.data, [entry.label for entry, _ in part.rows]) == ("digits", ["AFL"])
+    (plan,) = plan_recipe(RECIPES["headline"], Options(rows=["AFL"]), tmp_path)
+    assert (plan.data, [row.label for row, _ in plan.rows]) == ("digits", ["AFL"])
     both = plan_recipe(RECIPES["headline"], Options(rows=["AFL", "FedAvg"]), tmp_path)
-    assert {part.data: len(part.rows) for part in both} == {"digits": 2, "office-caltech": 1}
+    assert {plan.data: len(plan.rows) for plan in both} == {"digits": 2, "office-caltech": 1}
     with pytest.raises(
         ValueError, match=r"rows = AFL: no row has this label or method; the rows are .* on office-caltech$"
     ):
@@ -124,27 +130,27 @@ def test_what_changes_no_result_names_no_folder(tmp_path):
     assert [job.folder for job in here.jobs] == [job.folder for job in there.jobs]
 
 
-def test_headline_from_plan_to_claims(tmp_path):
+def test_headline_from_plan_to_claims(runs, tmp_path):
     rows = ("fedavg", "uniform weights", "fedavg+fedheal")
-    parts = ran("headline", tmp_path, rows=rows)
-    made = write_outputs("headline", RECIPES["headline"], parts, tmp_path / "headline")
+    plans = run_recipe("headline", runs, rows=rows)
+    made = write_outputs("headline", RECIPES["headline"], plans, tmp_path / "headline")
     (text,) = made.texts
     for variant in ("released", "paper"):
         assert f"FedHEAL ({variant}) against FedAvg and uniform weights: AVG higher in" in text
 
 
-def test_rows_with_different_numbers_of_seeds_say_so(tmp_path):
+def test_rows_with_different_numbers_of_seeds_say_so(runs):
     (few,), (many,) = (
-        ran("ablation", tmp_path, rows=[row], seeds=s) for row, s in (("fedavg", (0,)), ("FAEL", (0, 1)))
+        run_recipe("ablation", runs, rows=[row], seeds=s) for row, s in (("fedavg", (0,)), ("FAEL", (0, 1)))
     )
     both = RecipePlan(few.data, [*few.rows, *many.rows])
     assert "1 to 2 seeds, ± standard deviation over them" in compare_with_paper(RECIPES["ablation"], both).to_text()
 
 
-def test_consistency_has_windows_clients_and_layers(tmp_path):
-    parts = ran("consistency", tmp_path, values=TINY | {"rounds": 6})
-    assert parts[0].jobs[0].experiment.clients_per_domain == 1
-    made = write_outputs("consistency", RECIPES["consistency"], parts, tmp_path / "consistency")
+def test_consistency_has_windows_clients_and_layers(runs, tmp_path):
+    plans = run_recipe("consistency", runs, values=TINY | {"rounds": 6})
+    assert plans[0].jobs[0].experiment.clients_per_domain == 1
+    made = write_outputs("consistency", RECIPES["consistency"], plans, tmp_path / "consistency")
     text = "\n".join(made.texts)
     for words in ("first 3 rounds", "first 6 rounds", "rounds 4 to 6", "plain-0", "dark-0", "all layers"):
         assert words in text
@@ -157,9 +163,9 @@ def test_consistency_has_windows_clients_and_layers(tmp_path):
 
 
 @pytest.mark.parametrize(("result", "rows"), [("beta", ("beta*", "uniform weights")), ("convergence", ("fedavg*",))])
-def test_results_that_are_figures_are_drawn(tmp_path, result, rows):
-    parts = ran(result, tmp_path, rows=rows)
-    made = write_outputs(result, RECIPES[result], parts, tmp_path / result)
+def test_results_that_are_figures_are_drawn(runs, tmp_path, result, rows):
+    plans = run_recipe(result, runs, rows=rows)
+    made = write_outputs(result, RECIPES[result], plans, tmp_path / result)
     assert [path.suffix for path in made.files] == [".png", ".md", ".json"]
     assert made.files[0].stat().st_size > 5000
     # The paper's numbers are of other data, also where it prints no more than AVG and STD.
