@@ -56,7 +56,7 @@ def test_every_recipe_has_uniform_weights_and_methods_that_exist(recipe, data):
         assert methods.get(row.method)
         assert len(row.published) in (0, 2, 6)
         assert not (row.published and data == "mine:load")
-    for claim in RECIPES[recipe].claims():
+    for claim in RECIPES[recipe].list_claims():
         assert {label for pair in claim.pairs for label in pair} <= set(labels)
 
 
