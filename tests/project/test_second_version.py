@@ -106,8 +106,8 @@ def test_a_step_is_that_of_torch(second):
 
 def test_shifts_are_within_four_pixels_with_black_around(second):
     x = torch.full((64, 3, 32, 32), 255, dtype=torch.uint8)
-    (batch,) = (inputs for inputs, _ in second._batches(x, torch.arange(64), 1, torch.Generator().manual_seed(0)))
-    black = (batch - second._scaled(torch.zeros(1, 3, 1, 1, dtype=torch.uint8))).abs().amax(dim=1) < 1e-6
+    (batch,) = (inputs for inputs, _ in second._make_batches(x, torch.arange(64), 1, torch.Generator().manual_seed(0)))
+    black = (batch - second._scale(torch.zeros(1, 3, 1, 1, dtype=torch.uint8))).abs().amax(dim=1) < 1e-6
     rows, columns = black.all(dim=2).sum(dim=1), black.all(dim=1).sum(dim=1)
     assert set(rows.tolist()) == set(columns.tolist()) == {0, 1, 2, 3, 4}
 
@@ -121,7 +121,7 @@ def test_a_record_has_the_accuracies_of_every_round(second, prepared):
 
 @pytest.mark.slow
 def test_a_run_is_repeatable_and_seeds_and_weights_matter(second, prepared, monkeypatch):
-    monkeypatch.setattr(second, "_accuracy", lambda trainer, x, y: float(sum(v.abs().sum() for v in trainer.floats)))
+    monkeypatch.setattr(second, "_evaluate", lambda trainer, x, y: float(sum(v.abs().sum() for v in trainer.floats)))
     wanted = [("uniform", "0"), ("uniform", "0"), ("uniform", "1"), ("size", "0")]
     first, again, *others = [run(second, prepared, "--weights", w, "--seed", seed)["rounds"] for w, seed in wanted]
     assert first == again
@@ -142,7 +142,7 @@ def test_the_average_is_by_weights(second, prepared, monkeypatch):
     seen = {}
     monkeypatch.setattr(second.Trainer, "step", to_a_constant)
     monkeypatch.setattr(
-        second, "_accuracy", lambda trainer, x, y: seen.setdefault("mean", float(trainer.floats[0].mean()))
+        second, "_evaluate", lambda trainer, x, y: seen.setdefault("mean", float(trainer.floats[0].mean()))
     )
     run(second, prepared, "--weights", "size", "--rounds", "1")
     sizes = np.repeat([8, 2, 8, 3], 5)
