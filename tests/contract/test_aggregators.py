@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load, save
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import Aggregator, Stage, chain, fedavg, fedheal, uniform
+from fedheal.aggregate import Aggregator, Stage, afl, chain, fedavg, fedfv, fedheal, fedpw, qffl, uniform
 from fedheal.aggregate.registry import STAGES
-from fedheal.aggregate.weights import afl, qffl
-from fedheal.aggregate.whole import fedfv, fedpw
 from fedheal.core.state import State
 
 AGGREGATORS = {

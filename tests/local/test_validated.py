@@ -12,8 +12,8 @@ import torch
 import fedheal
 from fedheal import Updates
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.whole.fedce import cosines_to_others, fedce
-from fedheal.aggregate.whole.fedga import fedga
+from fedheal.aggregate.whole.fedce import cosines_to_others, fedce_stage
+from fedheal.aggregate.whole.fedga import fedga_stage
 from fedheal.core.layout import Layout
 from fedheal.engine import serial
 from fedheal.local.validated import Gaps, LeaveOneOut
@@ -57,7 +57,7 @@ def test_fedga_by_hand_more_weight_to_whom_averaging_hurts_most() -> None:
 
     1/2 + 0.05 * 1 = 0.55 and 1/2 + 0.05 * 0.5 = 0.525, over 1.075.
     """
-    weights = Rounds(Aggregator(fedga(0.2)))
+    weights = Rounds(Aggregator(fedga_stage(0.2)))
     assert weights("ab", **told([9.0, 1.0], [1.0, 1.0], 0.0)) == pytest.approx([0.5, 0.5])
     second = weights("ab", **told([1.5, 1.25], [1.0, 1.0], 0.5))
     assert second == pytest.approx([0.55 / 1.075, 0.525 / 1.075], rel=1e-9)
@@ -67,7 +67,7 @@ def test_fedga_by_hand_more_weight_to_whom_averaging_hurts_most() -> None:
 
 def test_fedga_takes_from_whom_averaging_helps_and_goes_on_from_there() -> None:
     """Gaps -0.5 and 0.25 at s = 0.2: 0.5 - 0.1 and 0.5 + 0.05, over 0.95. Then equal gaps of 1: both + 0.1, over 1.2."""
-    weights = Rounds(Aggregator(fedga(0.2)))
+    weights = Rounds(Aggregator(fedga_stage(0.2)))
     weights("ab", **told([1.0, 1.0], [1.0, 1.0], 0.0))
     second = weights("ab", **told([0.5, 1.25], [2.0, 3.0], 0.0))
     assert second == pytest.approx([0.4 / 0.95, 0.55 / 0.95], rel=1e-9)
@@ -85,17 +85,17 @@ def test_fedgas_first_step_is_s0() -> None:
 
 
 def test_fedga_without_gaps_or_step_stays() -> None:
-    weights = Rounds(Aggregator(fedga(0.2)))
+    weights = Rounds(Aggregator(fedga_stage(0.2)))
     weights("ab", **told([1.0, 1.0], [1.0, 2.0], 0.0))
     assert weights("ab", **told([1.0, 2.0], [1.0, 1.0], 0.5)) == [0.5, 0.5]
-    still = Rounds(Aggregator(fedga(0.0)))
+    still = Rounds(Aggregator(fedga_stage(0.0)))
     still("ab", **told([1.0, 1.0], [1.0, 1.0], 0.0))
     assert still("ab", **told([9.0, 1.0], [1.0, 1.0], 0.5)) == [0.5, 0.5]
 
 
 def test_fedga_with_absent_clients_and_a_newcomer() -> None:
     """b keeps its half of the weight while a is alone; c then joins with a third, the others make room."""
-    weights = Rounds(Aggregator(fedga(0.2)))
+    weights = Rounds(Aggregator(fedga_stage(0.2)))
     weights("ab", **told([1.0, 1.0], [1.0, 1.0], 0.0))
     assert weights("a", **told([5.0], [1.0], 0.1)) == [1.0]
     assert weights("abc", **told([1.0, 1.0, 7.0], [1.0, 1.0, 1.0], 0.2)) == pytest.approx([1 / 3] * 3)
@@ -104,7 +104,7 @@ def test_fedga_with_absent_clients_and_a_newcomer() -> None:
 @pytest.mark.parametrize("clients", ["a", "ab"])
 def test_fedga_keeps_its_weights_where_a_step_would_leave_none(clients: str) -> None:
     """s0 = 1: 1/K - 1/K for everyone."""
-    weights, k = Rounds(Aggregator(fedga(1.0))), len(clients)
+    weights, k = Rounds(Aggregator(fedga_stage(1.0))), len(clients)
     weights(clients, **told([1.0] * k, [1.0] * k, 0.0))
     assert weights(clients, **told([0.5] * k, [1.0] * k, 0.0)) == [1 / k] * k
 
@@ -114,7 +114,7 @@ def test_fedga_compares_only_models_that_follow_each_other() -> None:
 
     Then gaps of 0.5, 0.2 and -0.5 at s/K = 0.2/3: 1/3 + (1, 0.4, -1) 0.2/3, over 1 + 0.08/3.
     """
-    weights = Rounds(Aggregator(fedga(0.2)))
+    weights = Rounds(Aggregator(fedga_stage(0.2)))
     weights("ac", **told([1.0, 1.0], [1.0, 9.0], 0.0))
     weights("a", **told([1.5], [1.0], 0.0))
     assert weights("abc", **told([1.5, 7.0, 1.0], [1.0, 1.0, 1.0], 0.0)) == pytest.approx([1 / 3] * 3)
@@ -126,7 +126,7 @@ def test_fedga_compares_only_models_that_follow_each_other() -> None:
 
 def test_fedga_does_not_take_weight_from_who_is_seldom_there() -> None:
     """Equal clients whose loss falls all the time, four of them there one time in ten and the others three in five."""
-    rng, weights = np.random.default_rng(0), Rounds(Aggregator(fedga(0.2)))
+    rng, weights = np.random.default_rng(0), Rounds(Aggregator(fedga_stage(0.2)))
     for t in range(1, 201):
         here = "".join(c for i, c in enumerate("abcdefghijklmnopqrst") if rng.random() < (0.1 if i < 4 else 0.6))
         level = 2.3 * np.exp(-t / 60)
@@ -237,7 +237,7 @@ def test_fedce_by_hand() -> None:
 
     The new weights are those of this round's average.
     """
-    weights = Rounds(Aggregator(fedce("times")), 2)
+    weights = Rounds(Aggregator(fedce_stage("times")), 2)
     found = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
     assert found == pytest.approx([0.5 / 1.001, 0.5 / 1.001, 0.001 / 1.001], rel=1e-9)
     assert weights.model.tolist() == pytest.approx([0.501 / 1.001, 0.501 / 1.001], rel=1e-9)
@@ -249,7 +249,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
     With the weights of round 1, (500, 500, 1)/1001: the others' sums are (1, 501), (501, 1), (500, 500), all over 1001.
     """
     for mode in ("times", "plus"):
-        weights = Rounds(Aggregator(fedce(mode)), 2)
+        weights = Rounds(Aggregator(fedce_stage(mode)), 2)
         first = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
         if mode == "times":
             e = np.array(first)
@@ -271,7 +271,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
 
 def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
     """Equal directions; the model without a does well on its data, the one without b does not."""
-    weights = Rounds(Aggregator(fedce()), 2)
+    weights = Rounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     assert weights("ab", orthogonal, without_me=[0.0, 0.0], judged=[0, 0]) == pytest.approx([0.5, 0.5])
     found = weights("ab", orthogonal, without_me=[0.8, 0.0], judged=[1, 1])
@@ -288,7 +288,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
         return cosines_to_others(gram, e)
 
     monkeypatch.setattr("fedheal.aggregate.whole.fedce.cosines_to_others", noted)
-    weights = Rounds(Aggregator(fedce()), 8)
+    weights = Rounds(Aggregator(fedce_stage()), 8)
     axes = dict(zip("abcdefgh", np.eye(8).tolist(), strict=True))
     for cohort in ("abcde", "f", "abfgh", "gf"):
         found = weights(cohort, [axes[c] for c in cohort], without_me=[0.0] * len(cohort), judged=[0] * len(cohort))
@@ -298,7 +298,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
 
 def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
     """0.6 and 1 over 1.6 among two are 0.75 and 1.25 of a half. Alone, a has an equal part of one, all of it; b keeps its."""
-    weights = Rounds(Aggregator(fedce()), 2)
+    weights = Rounds(Aggregator(fedce_stage()), 2)
     for without_me, judged in (([0.0, 0.0], [0, 0]), ([0.8, 0.0], [1, 1])):
         weights("ab", [[1.0, 0.0], [0.0, 1.0]], without_me=without_me, judged=judged)
     assert weights.state.stage.e.tolist() == pytest.approx([0.75, 1.25])
@@ -308,7 +308,7 @@ def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
 
 def test_fedce_with_everyone_there_takes_the_first_rounds_accuracy_for_nothing() -> None:
     """In round t an accuracy of 0.8 in every round but the first is 0.8 (t-1)/t on average, as in the original."""
-    weights = Rounds(Aggregator(fedce()), 2)
+    weights = Rounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     for t in range(1, 6):
         found = weights("ab", orthogonal, without_me=[0.8 * (t > 1), 0.0], judged=[t - 1, t - 1])
@@ -318,7 +318,7 @@ def test_fedce_with_everyone_there_takes_the_first_rounds_accuracy_for_nothing()
 
 def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
     """0.8 and 0.4 are known, so c, a newcomer, counts with 0.6: in round 2, 1 - (0.4, 0.2, 0.3) over 2.1."""
-    weights = Rounds(Aggregator(fedce()), 3)
+    weights = Rounds(Aggregator(fedce_stage()), 3)
     axes = np.eye(3).tolist()
     weights("ab", axes[:2], without_me=[0.0, 0.0], judged=[0, 0])
     found = weights("abc", axes, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 0])
@@ -327,7 +327,7 @@ def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
 
 def test_fedce_gives_equal_clients_equal_weights_however_seldom_they_come() -> None:
     """Four of them come one time in ten, the others four in five; without any of them the others are right in 4 of 5."""
-    rng, weights, term = np.random.default_rng(0), Rounds(Aggregator(fedce()), 20), LeaveOneOut()
+    rng, weights, term = np.random.default_rng(0), Rounds(Aggregator(fedce_stage()), 20), LeaveOneOut()
     names, axes, slots, shared = "abcdefghijklmnopqrst", np.eye(20).tolist(), {}, {}
     for number in range(1, 61):
         here = [c for i, c in enumerate(names) if rng.random() < (0.1 if i < 4 else 0.8)]

@@ -13,11 +13,11 @@ import torch
 import fedheal
 from fedheal import aggregate, methods
 from fedheal.aggregate.registry import STAGES
-from fedheal.aggregate.weights import exact as equidistant
-from fedheal.aggregate.whole.fedce import fedce
-from fedheal.aggregate.whole.fedfv import conflict_free
-from fedheal.aggregate.whole.fedga import fedga
-from fedheal.aggregate.whole.fedpw import parameter_wise
+from fedheal.aggregate.weights.exact import exact_weights
+from fedheal.aggregate.whole.fedce import fedce_stage
+from fedheal.aggregate.whole.fedfv import fedfv_stage
+from fedheal.aggregate.whole.fedga import fedga_stage
+from fedheal.aggregate.whole.fedpw import fedpw_stage
 from fedheal.local.feddyn import Dynamic
 from fedheal.local.fedprox import Proximal
 from fedheal.local.moon import Contrastive
@@ -280,11 +280,11 @@ def defaults(part: Callable[..., Any]) -> dict[str, Any]:
         (STAGES["afl"], aggregate.afl),
         (STAGES["qffl"], aggregate.qffl),
         (STAGES["fedheal"], aggregate.fedheal),
-        (STAGES["fael-exact"], equidistant.exact),
-        (methods.fedfv, aggregate.fedfv, conflict_free),
-        (methods.fedpw, aggregate.fedpw, parameter_wise),
-        (methods.fedce, fedce),
-        (methods.fedga, fedga),
+        (STAGES["fael-exact"], exact_weights),
+        (methods.fedfv, aggregate.fedfv, fedfv_stage),
+        (methods.fedpw, aggregate.fedpw, fedpw_stage),
+        (methods.fedce, fedce_stage),
+        (methods.fedga, fedga_stage),
     ],
     ids=lambda parts: parts[0].__name__,
 )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from fedheal.aggregate import reduce
 from fedheal.aggregate import registry as stages
-from fedheal.aggregate.stage import Aggregator, Reducer, chain
-from fedheal.aggregate.whole.fedfv import conflict_free
-from fedheal.aggregate.whole.fedpw import parameter_wise
+from fedheal.aggregate.aggregator import Aggregator, Reducer
+from fedheal.aggregate.stage import chain
+from fedheal.aggregate.weights.afl import afl_weights
+from fedheal.aggregate.weights.qffl import qffl_weights
+from fedheal.aggregate.weights.uniform import uniform_weights
+from fedheal.aggregate.whole.fedfv import fedfv_stage
+from fedheal.aggregate.whole.fedpw import fedpw_stage
 
 
 def fedavg(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
@@ -16,7 +20,7 @@ def fedavg(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
 
 def uniform(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
     """The plain mean over clients."""
-    return Aggregator(stages.uniform(), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(uniform_weights(), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def afl(
@@ -37,22 +41,22 @@ def afl(
     >>> [round(w, 4) for w in out.weights.tolist()]  # 1/2 + 0.1 and 1/2 + 0.2, less 0.15 each
     [0.45, 0.55]
     """
-    return Aggregator(stages.afl(gamma, floor, reset), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(afl_weights(gamma, floor, reset), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def qffl(q: float = 1.0, mode: str = "reweight", *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
     """q-FFL (Li et al. 2020): weights in proportion to `loss^q`; see `aggregate/weights/qffl.py` for the modes."""
-    return Aggregator(stages.qffl(q, mode), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(qffl_weights(q, mode), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def fedfv(alpha: float = 0.1, tau: int = 1, *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
     """FedFV (Wang et al. 2021): conflicts between updates are projected away; see `aggregate/whole/fedfv.py`."""
-    return Aggregator(conflict_free(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(fedfv_stage(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def fedpw(beta: float = 0.3, rho: float = 0.3, *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
     """FedPW (Guan et al. 2025): small entries dropped, agreement stressed, weights by loss and alignment."""
-    return Aggregator(parameter_wise(beta, rho), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(fedpw_stage(beta, rho), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def fedheal(
@@ -93,4 +97,4 @@ def fedheal(
 
 def reducer(variant: str) -> Reducer:
     """The released code moves buffers and counters like parameters; the paper speaks of parameters alone."""
-    return reduce.mean_of_everything if variant == "released" else reduce.mean
+    return reduce.mean_as_released if variant == "released" else reduce.mean

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from fedheal.aggregate.masks.consistency import consistency
-from fedheal.aggregate.masks.directions import directions
-from fedheal.aggregate.masks.forgetting import forgetting
-from fedheal.aggregate.masks.soft import soft as softened
+from fedheal.aggregate.masks.consistency import consistency_mask
+from fedheal.aggregate.masks.forgetting import forgetting_mask
+from fedheal.aggregate.masks.sign_agreement import sign_agreement_report
+from fedheal.aggregate.masks.soft import soft_mask
 from fedheal.aggregate.stage import Stage, chain
-from fedheal.aggregate.weights.afl import afl
-from fedheal.aggregate.weights.distance import by_client, cumulative, momentum
-from fedheal.aggregate.weights.exact import exact
-from fedheal.aggregate.weights.per_domain import by_domain
-from fedheal.aggregate.weights.qffl import qffl
-from fedheal.aggregate.weights.uniform import uniform
+from fedheal.aggregate.weights.afl import afl_weights
+from fedheal.aggregate.weights.distance import cumulative_rule, distance_weights, momentum_rule
+from fedheal.aggregate.weights.exact import exact_weights
+from fedheal.aggregate.weights.per_domain import per_domain_weights
+from fedheal.aggregate.weights.qffl import qffl_weights
+from fedheal.aggregate.weights.uniform import uniform_weights
 from fedheal.core.checks import check_among, check_part, check_positive, check_share, check_switch
 from fedheal.core.parameter import Parameter
 
@@ -23,15 +23,11 @@ __all__ = [
     "REPORTING",
     "STAGES",
     "Stage",
-    "afl",
     "chain",
-    "directions",
     "fael",
     "fael_exact",
     "fedheal",
     "fphl",
-    "qffl",
-    "uniform",
 ]
 
 VARIANTS = ("paper", "released")
@@ -64,8 +60,8 @@ def fphl(tau: Tau = 0.3, variant: Variant = "paper", soft: Soft = False, forget:
     if variant == "paper" and tau == 0 and not soft:
         return chain()
     if forget > 0:
-        return forgetting(forget, tau, variant, soft)
-    return softened(tau, variant) if soft else consistency(tau, variant)
+        return forgetting_mask(forget, tau, variant, soft)
+    return soft_mask(tau, variant) if soft else consistency_mask(tau, variant)
 
 
 def fael(
@@ -81,8 +77,8 @@ def fael(
     check_variant(variant)
     if variant == "paper" and beta == 0:
         return chain()
-    rule = (cumulative if variant == "released" else momentum)(beta, per_step)
-    return by_domain(rule) if per_domain else by_client(rule)
+    rule = (cumulative_rule if variant == "released" else momentum_rule)(beta, per_step)
+    return per_domain_weights(rule) if per_domain else distance_weights(rule)
 
 
 def fael_exact(
@@ -95,7 +91,7 @@ def fael_exact(
     if towards not in ("examples", "uniform"):
         raise ValueError(f"towards = {towards!r}: use 'examples' or 'uniform'")
     check_share("floor", floor)
-    return exact(ridge, towards, floor)
+    return exact_weights(ridge, towards, floor)
 
 
 def fedheal(
@@ -140,14 +136,14 @@ def fedheal(
 
 
 STAGES: dict[str, Callable[..., Stage]] = {
-    "uniform": uniform,
-    "afl": afl,
-    "qffl": qffl,
+    "uniform": uniform_weights,
+    "afl": afl_weights,
+    "qffl": qffl_weights,
     "fedheal": fedheal,
     "fphl": fphl,
     "fael": fael,
     "fael-exact": fael_exact,
-    "directions": directions,
+    "directions": sign_agreement_report,
 }
 
 

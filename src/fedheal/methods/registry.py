@@ -16,8 +16,8 @@ from fedheal.aggregate import Aggregator, chain, presets
 from fedheal.aggregate.presets import reducer
 from fedheal.aggregate.registry import REPORTING, STAGES
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.whole import fedce as contribution
-from fedheal.aggregate.whole import fedga as adjustment
+from fedheal.aggregate.whole.fedce import fedce_stage
+from fedheal.aggregate.whole.fedga import fedga_stage
 from fedheal.core.checks import check_not_negative, check_positive, check_switch
 from fedheal.core.errors import suggestion
 from fedheal.core.parameter import Parameter, described
@@ -196,14 +196,14 @@ def fedga(
     s0: Annotated[float, Parameter("first step of the weights; it falls linearly", "Zhang et al. 2023")] = 0.2,
 ) -> Local:
     """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data."""
-    return Local((Gaps(),), aggregator=Aggregator(adjustment.fedga(s0)))
+    return Local((Gaps(),), aggregator=Aggregator(fedga_stage(s0)))
 
 
 def fedce(
     mode: Annotated[str, Parameter("times or plus: how both contributions combine", "Jiang et al. 2023")] = "times",
 ) -> Local:
     """Jiang et al. 2023: weight by estimated contribution. Needs validation data."""
-    return Local((LeaveOneOut(),), aggregator=Aggregator(contribution.fedce(mode)))
+    return Local((LeaveOneOut(),), aggregator=Aggregator(fedce_stage(mode)))
 
 
 def fedfv(
