@@ -84,8 +84,8 @@ def descended(gram, reference, ridge, floor, steps=4000):
 
 
 @pytest.mark.parametrize("setting", ["exact", "exact-reg"])
-@pytest.mark.parametrize("k", [2, 3, 5, 9, 20])
-@pytest.mark.parametrize("length", [1, 2, 40])
+@pytest.mark.parametrize("k", [2, 5, 20])
+@pytest.mark.parametrize("length", [1, 40])
 def test_against_a_long_projected_gradient_run(k, length, setting):
     rng = np.random.default_rng([k, length])
     gram, reference, ridge, floor = problem(rng.normal(size=(k, length)) * rng.uniform(0.5, 2, (k, 1)), setting)
