@@ -85,7 +85,7 @@ def sign_agreement_report(
 
 
 def _count_by_tensor(up: Tensor, n: int, sizes: Sizes) -> dict[str, list[int]]:
-    parts = up.split(sizes.lengths)
+    parts = torch.split(up, sizes.lengths)
     return {name: count_agreeing(part, n).tolist() for (name, _), part in zip(sizes.tensors, parts, strict=True)}
 
 
