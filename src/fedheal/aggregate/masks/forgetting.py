@@ -1,9 +1,9 @@
-"""Sign counts that fade: a client's old rounds say less about what is consistent now. An extension of FPHL.
+"""Sign counts that fade, so that a client's old rounds count less. An extension of FPHL.
 
-With each of its participations a client's counts, and the number of rounds they are a share of, keep a share `1 - gamma` of
-what they were before this round is added: `pos = (1-gamma) pos + [D >= 0]`, `n = (1-gamma) n + 1`. So n tends to `1/gamma`,
-about as many rounds as are remembered. Time passes only while a client takes part: one that is away forgets nothing, and
-one that joins late starts as anyone does. `gamma=0` would be FPHL's own counts, which `consistency.py` keeps exactly.
+In each round that a client takes part in, its counts and their number of rounds shrink by `1 - gamma` before the round is
+added: `pos = (1-gamma) pos + [D >= 0]`, `n = (1-gamma) n + 1`. So n tends to `1/gamma`, about as many rounds as are
+remembered. An absent client forgets nothing, and a late joiner starts like any other. `gamma=0` would be FPHL's own counts,
+which `consistency.py` keeps exactly.
 
 The counts are float32, four bytes an entry instead of one, so equality with tau cannot be exact: a consistency within 2e-5
 of tau counts as equal to it, which `paper` keeps and `released`, whose history excludes this round, does not.

@@ -1,11 +1,11 @@
 """Soft masks: an entry counts by how consistent it is, instead of fully or not at all. An extension of FPHL.
 
-With `c` the consistency of an entry's update (`consistency.py`), FPHL counts it for 1 where `c >= tau`, else for 0; here it
-counts for `c` where `c >= tau`, else for 0, so that `tau=0` leaves nothing out and weighs everything. The soft mask takes the
-place of the hard one wherever that stands: the mean is `sum u c D / sum u c`, the distance that FAEL follows is `|c D|^2`, and
-the Gram matrix of the exact objective that of `c D`. Where every history is of one mind, `c` is 1 and nothing changes.
+With `c` the consistency of an entry's update (`consistency.py`), FPHL counts it for 1 where `c >= tau`, else for 0. Here it
+counts for `c` where `c >= tau`, else for 0, so `tau=0` leaves nothing out and weighs everything. The soft mask replaces the
+hard one everywhere: the mean is `sum u c D / sum u c`, FAEL's distance is `|c D|^2`, and the exact objective uses the Gram
+matrix of `c D`. Where an entry has always had the same sign, `c` is 1 and nothing changes.
 
-It is a stage around FPHL's own, whose counts, exact thresholds and report it keeps.
+The stage wraps FPHL's own and keeps its counts, exact thresholds and report.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """FAEL between domains, where it is known which domain a client belongs to. An extension.
 
-A domain with many clients has many voices in FAEL's rule, one with a single client has one. Here the rule of `distance.py` is
-applied to domains: a domain's distance is the mean over its clients in the cohort, weight moves between domains, and what a
-domain holds is shared among its clients in the cohort in proportion to this round's examples. With one client a domain that
-is FAEL itself.
+In FAEL's rule a domain with many clients counts many times. Here the rule of `distance.py` is applied to domains instead: a
+domain's distance is the mean over its clients in the cohort, and its weight is shared among them in proportion to this
+round's examples. With one client per domain that is FAEL itself.
 
-Who is there. A domain takes part in a round when one of its clients does, and counts in full by those who came; domains of
-which nobody came keep their weight and momentum, also for good. A client that joins brings its share of the examples of all
-clients ever seen to its domain, and everyone else makes room, as in FAEL; in the released rule a domain starts at 1 when its
-first client comes. A client belongs to the domain that it named first, as it has the examples that it had first.
+Absent clients: a domain takes part in a round if one of its clients does, with its full weight. A domain without a client in
+the cohort keeps its weight and momentum. A newcomer brings its share of the examples of all clients ever seen to its domain,
+and the other domains shrink, as in FAEL; in the released rule a domain starts at 1 with its first client. A client's domain
+and number of examples are those it named first.
 """
 
 from __future__ import annotations

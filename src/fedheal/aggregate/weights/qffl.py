@@ -13,8 +13,8 @@ client's own training data; 1e-10 is added to it.
 - `mode="qfedavg"`: shrunk with the paper's `L = 1/lr`. Its single step is small enough for that; after many local steps
   the shrinkage all but stops training (a factor of 0.01 at lr 0.001, |D| 0.3, F 1 and q 1), which is why it is not the default.
 
-Deviations: the paper samples clients in proportion to their examples and adds them up evenly; here whoever comes counts
-evenly. Clients that differ in `reach` enter the shrinkage with their own L; the weights stay `F^q`.
+Deviations: the paper samples clients in proportion to their examples and adds them up evenly; here all clients of a
+cohort count evenly. Clients that differ in `reach` enter the shrinkage with their own L; the weights stay `F^q`.
 With FPHL the weights go into its masked mean and `|D_m|^2` is that of the kept entries. Buffers are not shrunk.
 """
 

@@ -6,10 +6,10 @@ it, averaged over its rounds by the client itself (`local/validated.py`), with 0
 normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged with the new e.
 
 Deviations, for clients that were absent; with everyone there it is the original. Means are over a client's own rounds, those of
-the accuracy over the rounds in which it could be told, and who has none yet takes the mean of the cohort. The 0 of the first
-round counts for all alike, as one of as many rounds as anyone was there: for each by itself, it would weigh most for who was
-seldom there, and give it more weight. Weights are shares of the cohort; between rounds `e` is kept times the cohort's size, so
-that 1 is an equal part among any number, and where a newcomer starts.
+the accuracy over the rounds in which it was measured; a client without any takes the mean of the cohort. The 0 of the first
+round counts for all alike, as one of the most rounds that any client took part in: per client, it would count most for those
+that come seldom, and give them more weight. Weights are shares of the cohort; between rounds `e` is kept times the cohort's
+size, so that 1 is an equal part of any cohort, and where a newcomer starts.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Weights `a` start equal. A client whose validation loss rose most when its model
 acts in the round after, with the step of its own round. Public re-implementations have the sign reversed for accuracies.
 
 Deviations, for clients that were absent. A cohort redistributes only the weight it holds, and a newcomer starts with an equal
-share. The loss of a model sent long ago is no measure: the global model has gone on since, and the gap would be that of the
-whole time away. So a gap counts for who was in the last cohort; for the others in this one the mean of those gaps stands in.
+share. The loss of a model sent long ago is no measure, since the global model has changed since. So a gap counts for clients
+of the last cohort; the others in this one take the mean of those gaps.
 """
 
 from __future__ import annotations
