@@ -95,10 +95,10 @@ CASES = {
     "a wrong dtype": (arrays(put("head.bias", Array(np.zeros(3, np.int32)))), "int32"),
     "complex numbers": (arrays(put("head.bias", Array(np.zeros(3, np.complex64)))), "complex64"),
     "a complex buffer": (arrays(put("body.1.running_var", Array(np.zeros(4, np.complex128)))), "complex128"),
-    "text for numbers": (arrays(put("head.bias", Array("float32", (3,), "numpy.ndarray", b"hello"))), "no array"),
-    "too few bytes": (arrays(lambda r: put("head.bias", _cut(r["head.bias"]))(r)), "no array"),
+    "text for numbers": (arrays(put("head.bias", Array("float32", (3,), "numpy.ndarray", b"hello"))), "not an array"),
+    "too few bytes": (arrays(lambda r: put("head.bias", _cut(r["head.bias"]))(r)), "not an array"),
     "another serialisation": (arrays(put("head.bias", Array("float32", (3,), "pickle", b""))), "pickle"),
-    "an archive": (archive, "no array"),
+    "an archive": (archive, "not an array"),
     "Python objects": (object_array, "objects"),
     "a missing array": (arrays(lambda record: record.pop("head.bias")), "lacks"),
     "an unknown array": (arrays(put("more", Array(np.zeros(1)))), "unknown"),
@@ -110,7 +110,7 @@ CASES = {
     "a list of examples": (metric("num-examples", [1.0, 2.0]), "num-examples"),
     "an old round": (about(round=1), "answers round 1"),
     "an old message": (replayed, "not sent in this round"),
-    "twice": (lambda reply: [reply, reply], "answers 2 times"),
+    "twice": (lambda reply: [reply, reply], "replied 2 times"),
 }
 
 
@@ -175,7 +175,7 @@ def test_a_client_that_did_not_count_forgets_that_round(number):
         sites = Sites(method="scaffold")
         grid, strategy = sites.grid(), sites.strategy(fraction_evaluate=0.0)
         strategy.begin(sites.initial)
-        strategy._rounds = 3
+        strategy._num_rounds = 3
         for now in (1, 2, 3):
             messages = strategy.configure_train(now, strategy._sent, ConfigRecord(), grid)
             if now == number and not asked:
@@ -244,8 +244,8 @@ def test_one_client_without_the_metric_is_left_out():
 @pytest.mark.parametrize(
     ("spoilt", "words"),
     [
-        (metric("accuracy", 7.0), r"^accuracy = 7\.0$"),
-        (metric("num-examples", 0), "^num-examples = 0; a positive number"),
+        (metric("accuracy", 7.0), r"^accuracy = 7\.0: use a number from 0 to 1$"),
+        (metric("num-examples", 0), "^num-examples = 0 must be positive"),
         (metric("num-examples", [3.0]), "^it sends no metric 'num-examples' that is a number$"),
         (without_metrics, "^it sends no metric 'num-examples' that is a number$"),
         (error, "^its node reports an error: RuntimeError: out of memory$"),
@@ -286,6 +286,6 @@ def test_an_unsound_initial_model_is_refused_before_anyone_trains():
     sites = Sites(rounds=1)
     grid = sites.grid()
     bad = ArrayRecord({**sites.initial, "head.bias": Array(np.full(3, math.nan, np.float32))})
-    with pytest.raises(ValueError, match="holds NaN or infinity: start from a sound one"):
+    with pytest.raises(ValueError, match="holds NaN or infinity: start from a finite one"):
         sites.strategy().start(grid, bad, num_rounds=1)
     assert grid.asked == []

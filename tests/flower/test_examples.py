@@ -41,7 +41,7 @@ def served(monkeypatch):
 def test_masks_on_the_sites_take_the_methods_parameters(served):
     strategy = served(method="fedheal:tau=0.7,beta=0.1", placement="client")
     assert strategy.name == "fedavg+fedheal:tau=0.7,beta=0.1 (on clients)"
-    assert (strategy.tau, strategy.admission.masked) == (0.7, True)
+    assert (strategy.settings.tau, strategy.requirements.masked) == (0.7, True)
     assert served(method="fedheal:tau=0.7", placement="server").name == "fedavg+fedheal:tau=0.7"
 
 

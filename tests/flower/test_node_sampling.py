@@ -21,7 +21,7 @@ from flower.sites import Sites
 def test_too_few_nodes_end_the_run_after_the_stated_wait():
     sites = Sites()
     began = time.monotonic()
-    with pytest.raises(NotEnoughNodes, match=r"5 of the 6 nodes .* wait_seconds = 0.5"):
+    with pytest.raises(NotEnoughNodes, match=r"only 5 of the 6 nodes .* wait_seconds = 0.5"):
         sites.run(min_available_nodes=6, wait_seconds=0.5)
     assert 0.5 <= time.monotonic() - began < 5
 
@@ -30,7 +30,7 @@ def test_too_few_nodes_end_the_run_with_what_is_left_of_it(tmp_path):
     sites, few = Sites(), {"min_available_nodes": 6, "wait_seconds": 0.0}
     with pytest.raises(NotEnoughNodes, match=r"wait_seconds = 0; without a folder nothing is saved$"):
         sites.run(**few)
-    with pytest.raises(NotEnoughNodes, match=r"; finished rounds are saved, and resume=True goes on from them$"):
+    with pytest.raises(NotEnoughNodes, match=r"; finished rounds are saved; resume=True continues from them$"):
         sites.run(**few, folder=tmp_path / "run")
     strategy = sites.strategy(**few, folder=tmp_path / "looped")
     with pytest.raises(NotEnoughNodes, match=r"; finished rounds are saved$"):  # Flower's own loop cannot be resumed
@@ -135,7 +135,7 @@ def test_masks_on_clients_are_for_methods_without_a_mask_or_a_mean_of_their_own(
 
 
 def test_methods_that_need_more_than_a_federation_gives_are_refused():
-    for method, words in (("scaffold:fair_controls=p", "fair_controls = 'p'"), ("fedce", "fedce tells every client")):
+    for method, words in (("scaffold:fair_controls=p", "fair_controls = 'p'"), ("fedce", "fedce sends each client")):
         with pytest.raises(ValueError, match=words):
             Sites(method="fedavg").strategy().__class__(method)
 

@@ -30,7 +30,7 @@ def app(mods: list[Any], helped: bool) -> ClientApp:
 
     @made.train()
     def train(message: Message, context: Context) -> Message:
-        model = {"w": client.received(message)["w"] + torch.tensor(STEPS[context.node_config["partition-id"]])}
+        model = {"w": client.read_model(message)["w"] + torch.tensor(STEPS[context.node_config["partition-id"]])}
         if helped:
             return client.reply(message, context, model, 10)
         metrics = MetricRecord({"num-examples": 10})
@@ -38,7 +38,7 @@ def app(mods: list[Any], helped: bool) -> ClientApp:
 
     @made.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        return client.judged(message, context, 10, {"accuracy": 0.5})
+        return client.reply_evaluation(message, context, 10, {"accuracy": 0.5})
 
     return made
 

@@ -17,8 +17,8 @@ from fedheal import methods
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.cli import app
 from fedheal.flower import FairStrategy, FedHEAL, Uniform
-from fedheal.flower.client_state import lost, memory_of, recalled
-from fedheal.flower.run_folder import Folder
+from fedheal.flower.client_state import describe_missing_state, load_before_round, open_store
+from fedheal.flower.run_folder import RunFolder
 from fedheal.runs import folder as records
 from flower.sites import Sites
 
@@ -88,11 +88,11 @@ def test_a_second_federation_starts_with_clients_that_remember_nothing_of_the_fi
 
 def test_a_federation_that_finds_anothers_memory_of_a_round_that_counted_says_so(tmp_path, caplog):
     for federation, number in (("first", 3), ("second", 3)):
-        memory = memory_of(Context(1, 2, {}, RecordDict(), {}), "clinic", tmp_path, federation)
-        assert recalled(memory, number + 1, number) == ({}, {})
+        memory = open_store(Context(1, 2, {}, RecordDict(), {}), "clinic", tmp_path, federation)
+        assert load_before_round(memory, number + 1, number) == ({}, {})
         memory.save(number, {"n": torch.tensor([number])}, {})
-    assert "belongs to another experiment: this client goes on without" in caplog.text
-    assert recalled(memory, 4, 3)[0]["n"].item() == 3
+    assert "belongs to another experiment: this client continues without" in caplog.text
+    assert load_before_round(memory, 4, 3)[0]["n"].item() == 3
 
 
 def test_a_site_whose_memory_is_damaged_goes_on_without(tmp_path, caplog):
@@ -110,7 +110,7 @@ def test_a_site_whose_memory_is_damaged_goes_on_without(tmp_path, caplog):
 
     strategy.start(sites.grid(spoil), sites.initial, num_rounds=4)
     assert [record.report["skipped"] for record in strategy.history] == [{}] * 4
-    assert caplog.text.count("goes on without what it remembered") == 1
+    assert caplog.text.count("continues without its saved state") == 1
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):
@@ -175,7 +175,7 @@ def test_flowers_own_loop_leaves_no_result_of_fewer_rounds_where_it_is_killed(tm
 
     arrays = round_of(1, sites.initial)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
-    monkeypatch.setattr(Folder, "conclude", killed)
+    monkeypatch.setattr(RunFolder, "write_result", killed)
     with pytest.raises(Killed):
         round_of(2, arrays)
     assert len(records.read_rounds(tmp_path / "run")) == 2
@@ -216,8 +216,8 @@ def test_where_the_server_goes_back_its_sites_do_too(method, tmp_path, caplog):
     records.states(tmp_path / "run")[0].write_bytes(b"")
     strategy = sites.strategy(folder=tmp_path / "run", resume=True)
     strategy.start(sites.grid(first=500), sites.initial, num_rounds=5)
-    assert "going on from 00000002.safetensors" in caplog.text
-    assert "finds nothing of round" not in caplog.text
+    assert "resuming from 00000002.safetensors" in caplog.text
+    assert "has no saved state of round" not in caplog.text
     assert torch.equal(strategy.state.model.params, Sites(method=method, rounds=5).run().state.model.params)
 
 
@@ -227,15 +227,15 @@ def test_a_site_that_has_lost_its_memory_says_so_where_its_method_has_one(method
     killed_in(sites, 3, "train", folder=tmp_path / "run")
     shutil.rmtree(tmp_path / "sites", ignore_errors=True)
     sites.run(folder=tmp_path / "run", resume=True)
-    said = caplog.text.count("finds nothing of round 2, its last that counted: it goes on with nothing")
+    said = caplog.text.count("has no saved state of round 2, its last accepted one: it continues without")
     assert said == (5 if method == "scaffold" else 0)
 
 
 def test_a_site_with_an_old_copy_of_its_memory_says_of_which_round(tmp_path):
-    memory = memory_of(Context(1, 2, {}, RecordDict(), {}), "clinic", tmp_path)
+    memory = open_store(Context(1, 2, {}, RecordDict(), {}), "clinic", tmp_path)
     memory.save(2, {"n": torch.tensor([2])}, {})
-    assert lost(memory, "clinic", 2) is None
-    assert "goes on with what it remembers of round 2" in lost(memory, "clinic", 4)
+    assert describe_missing_state(memory, "clinic", 2) is None
+    assert "continues with that of round 2" in describe_missing_state(memory, "clinic", 4)
 
 
 def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
@@ -292,10 +292,10 @@ def test_neither_masks_nor_names_change_on_the_way(tmp_path):
 def test_what_cannot_be_gone_on_with_is_said(tmp_path):
     sites = Sites(rounds=1)
     sites.run(folder=tmp_path / "run")
-    with pytest.raises(ValueError, match="holds a federation already: resume=True goes on with it"):
+    with pytest.raises(ValueError, match="already holds a federation: set resume=True to continue it"):
         sites.run(folder=tmp_path / "run")
     described = (tmp_path / "run" / "federation.toml").read_text()
-    with pytest.raises(ValueError, match=r"with method = 'fedavg\+fedheal', not 'fedavg': go on as it began"):
+    with pytest.raises(ValueError, match=r"with method = 'fedavg\+fedheal', not 'fedavg': restore that setting"):
         Sites(method="fedavg").run(folder=tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "federation.toml").read_text() == described
     (tmp_path / "mine").mkdir()

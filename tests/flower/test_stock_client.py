@@ -68,7 +68,7 @@ def helped(dtype: torch.dtype = torch.float32) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         partition, number = context.node_config["partition-id"], message.content["config"]["server-round"]
         own = module().to(dtype)
-        own.load_state_dict(client.received(message))
+        own.load_state_dict(client.read_model(message))
         net, loss = fitted(own.state_dict(), partition, number)
         return client.reply(message, context, net.to(dtype).state_dict(), EXAMPLES[partition], {"loss": loss})
 

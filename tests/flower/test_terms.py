@@ -13,7 +13,7 @@ import torch
 from flwr.app import Array, Message
 
 from fedheal import methods
-from fedheal.flower.terms import spelled
+from fedheal.flower.messages import describe_terms
 from fedheal.local.term import Term
 from flower.sites import Sites
 from flower.test_bad_replies import ABSENT, BAD, about, run
@@ -175,9 +175,9 @@ class Shrinking(Term):
 def test_words_of_terms_are_the_same_in_every_process():
     for name in LOCAL:
         terms = methods.get(name).local
-        assert spelled(terms) == [repr(term) for term in terms]
-    (word,) = spelled([Shrinking(0.5, math.sqrt)])
+        assert describe_terms(terms) == [repr(term) for term in terms]
+    (word,) = describe_terms([Shrinking(0.5, math.sqrt)])
     assert word == "Shrinking(mu=0.5, by=sqrt)"
-    first, second = (spelled([Shrinking(0.5, lambda x: x)]) for _ in range(2))
+    first, second = (describe_terms([Shrinking(0.5, lambda x: x)]) for _ in range(2))
     assert first == second
     assert " at 0x" not in first[0]

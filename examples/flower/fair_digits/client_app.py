@@ -14,7 +14,9 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     here = federation(experiment(context, int(context.node_config["num-partitions"])))
     name = site(int(context.node_config["partition-id"]))
-    return client.train(message, context, here.bench, name, domain=here.client_domains[name], folder=_folder(context))
+    return client.train(
+        message, context, here.local_training, name, domain=here.client_domains[name], folder=_folder(context)
+    )
 
 
 @app.evaluate()
@@ -26,7 +28,7 @@ def evaluate(message: Message, context: Context) -> Message:
     residents = sorted(resident for resident, home in here.client_domains.items() if home == domain)
     share = slice(residents.index(name), None, len(residents))
     test = Split(here.tests[domain].images[share], here.tests[domain].labels[share])
-    return client.evaluate(message, context, here.bench, test, name, domain=domain, folder=_folder(context))
+    return client.evaluate(message, context, here.local_training, test, name, domain=domain, folder=_folder(context))
 
 
 def _folder(context: Context) -> str | None:

@@ -40,7 +40,7 @@ def main(grid: Grid, context: Context) -> None:
 def summary(strategy: FairStrategy, size: int) -> dict[str, object]:
     assert strategy.state is not None
     arrays, described = strategy.state.aggregator.to_arrays()
-    seen, last = len(strategy.known.accepted), strategy.history[-1]
+    seen, last = len(strategy.federation.accepted), strategy.history[-1]
     kept = last.report.get("kept", {})  # of no client where a round had no usable reply
     return {
         "rounds": len(strategy.history),
