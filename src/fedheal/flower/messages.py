@@ -15,7 +15,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -55,7 +55,7 @@ class RoundInstructions:
     needs: Sequence[str] = ()  # metrics that the aggregation needs
     federation: str = ""  # id of the federation, drawn at its start
     tau: float | None = None  # threshold for clients that mask their own update
-    accepted: str | None = None  # see `encode_accepted_rounds`
+    accepted: str | None = None  # JSON: digest of a client's name -> its last accepted round
 
     @classmethod
     def from_message(cls, message: Message) -> RoundInstructions:
@@ -72,22 +72,21 @@ class RoundInstructions:
         values = asdict(self) | {"needs": list(self.needs)}
         return {f"{INSTRUCTIONS}{key}": value for key, value in values.items() if value is not None}
 
+    def with_accepted_rounds(self, accepted: Mapping[str, int]) -> RoundInstructions:
+        """Add clients' last accepted rounds, under digests: a client finds its own and learns no other name.
+
+        >>> instructions = RoundInstructions(federation="f").with_accepted_rounds({"clinic": 3})
+        >>> instructions.get_accepted_round("clinic"), instructions.get_accepted_round("hospital")
+        (3, 0)
+        """
+        digests = {_digest_name(client, self.federation): number for client, number in accepted.items()}
+        return replace(self, accepted=json.dumps(digests))
+
     def get_accepted_round(self, client: str) -> int | None:
         """Return the client's last accepted round, 0 if there is none, or None if the server does not say."""
         if self.accepted is None:
             return None
         return int(json.loads(self.accepted).get(_digest_name(client, self.federation), 0))
-
-
-def encode_accepted_rounds(rounds: Mapping[str, int], federation: str) -> str:
-    """Encode each client's last accepted round, so that a client finds its own and learns no other name.
-
-    >>> sent = encode_accepted_rounds({"clinic": 3}, "f")
-    >>> received = RoundInstructions(federation="f", accepted=sent)
-    >>> received.get_accepted_round("clinic"), received.get_accepted_round("hospital")
-    (3, 0)
-    """
-    return json.dumps({_digest_name(client, federation): number for client, number in rounds.items()})
 
 
 def _digest_name(client: str, federation: str) -> str:

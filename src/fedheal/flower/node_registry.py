@@ -95,12 +95,12 @@ class NodeRegistry:
         domain = info.get("domain")
         if not (isinstance(domain, str) and domain):
             domain = client_domains.get(client, client)
-        reply_round, problem = info.get("round", round_number), None
+        reply_round, stale = info.get("round", round_number), None
         if requests.node_by_message and message.metadata.reply_to_message_id not in requests.node_by_message:
-            problem = "it answers a message that was not sent in this round"
+            stale = "it answers a message that was not sent in this round"
         elif reply_round != round_number:
-            problem = f"it answers round {reply_round}, this is round {round_number}"
-        return ReceivedReply(message, node, client, domain=domain, is_named=is_named, problem=problem)
+            stale = f"it answers round {reply_round}, this is round {round_number}"
+        return ReceivedReply(message, node, client, domain=domain, is_named=is_named, problem=stale)
 
     def remember(self, replies: Iterable[ReceivedReply]) -> None:
         """Remember the names of valid replies."""

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from torch import nn
+
 from fedheal import methods
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.server_optimizer import Server, check_plain
 from fedheal.core.checks import check_among, check_count, check_share, check_switch
+from fedheal.core.layout import Layout
 from fedheal.flower.masking import check_client_placement
+from fedheal.flower.messages import check_dtypes
 from fedheal.local.scaffold import ControlVariates
 from fedheal.local.term import Term
 from fedheal.local.validated import LeaveOneOut
@@ -66,6 +70,16 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
         if term.needs_plain_server:
             check_plain(server, term.needs_plain_server)
     return resolved
+
+
+def resolve_layout(model: nn.Module | Layout | None) -> Layout | None:
+    """Return the layout of a module. Raise ValueError if Flower's arrays cannot hold it."""
+    if not isinstance(model, nn.Module | Layout | None):
+        raise ValueError(f"model = {model!r}: use the module or its Layout, or leave it out")
+    layout = Layout.of(model) if isinstance(model, nn.Module) else model
+    if layout is not None:
+        check_dtypes(layout)
+    return layout
 
 
 def check_terms(terms: Sequence[Term]) -> None:

@@ -31,10 +31,8 @@ from fedheal.flower.masking import make_masked_mean
 from fedheal.flower.messages import (
     SHARED,
     RoundInstructions,
-    check_dtypes,
     count_bytes,
     describe_terms,
-    encode_accepted_rounds,
     infer_layout,
     model_to_record,
     record_to_model,
@@ -45,7 +43,7 @@ from fedheal.flower.node_sampling import SamplingPolicy, sample_nodes
 from fedheal.flower.replies import RejectedReply, ReplyRequirements, average_metrics, read_evaluate_reply
 from fedheal.flower.round_log import FederationState, OpenRound, describe_round
 from fedheal.flower.run_folder import RunFolder
-from fedheal.flower.settings import RoundSettings, check_at_least, resolve_method, select_settings
+from fedheal.flower.settings import RoundSettings, check_at_least, resolve_layout, resolve_method, select_settings
 from fedheal.methods import Method
 from fedheal.methods.server_step import ClientTerms, ServerStep, apply_server_step
 from fedheal.runs.schema import RoundRecord
@@ -150,9 +148,19 @@ class FairStrategy(Strategy):
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or average_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or average_metrics
         self.folder = None if folder is None else RunFolder(Path(folder), resume)
-        self.layout = _resolve_layout(model)
+        self.layout = resolve_layout(model)
         self._num_rounds, self._timeout = 0, 3600.0
         self._reset()
+
+    def _reset(self) -> None:
+        """Forget all rounds."""
+        self.state: RunState | None = None
+        self.history: list[RoundRecord] = []
+        self.federation = FederationState()
+        self.registry = NodeRegistry()
+        self._round: OpenRound | None = None
+        self._cohort_builder: CohortBuilder | None = None
+        self._sent: ArrayRecord | None = None
 
     # The methods that Flower calls, in this order.
 
@@ -346,16 +354,6 @@ class FairStrategy(Strategy):
 
     # The parts of these methods.
 
-    def _reset(self) -> None:
-        """Forget all rounds."""
-        self.state: RunState | None = None
-        self.history: list[RoundRecord] = []
-        self.federation = FederationState()
-        self.registry = NodeRegistry()
-        self._round: OpenRound | None = None
-        self._cohort_builder: CohortBuilder | None = None
-        self._sent: ArrayRecord | None = None
-
     @property
     def _state(self) -> RunState:
         if self.state is None:
@@ -411,22 +409,19 @@ class FairStrategy(Strategy):
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
     ) -> list[Message]:
         """Make one message a node: the records, and the config with the round and the instructions for our clients."""
-        accepted, federation = self.federation.accepted, self.federation.federation
         instructions = RoundInstructions(
             round=number,
             rounds=self._num_rounds,
             needs=self.requirements.needs,
-            federation=federation,
+            federation=self.federation.federation,
             tau=self.settings.tau if self.settings.clients_mask else None,
-            accepted=encode_accepted_rounds(accepted, federation),  # for a node without a name, which may be any client
         )
-        messages = []
+        accepted, messages = self.federation.accepted, []
+        for_unknown = instructions.with_accepted_rounds(accepted)  # a node without a name may be any client
         for node in nodes:
-            # A client is told its last accepted round: it undoes later ones.
-            client, own = self.registry.names.get(node), instructions
-            if client is not None:
-                own_round = {client: accepted[client]} if client in accepted else {}
-                own = replace(instructions, accepted=encode_accepted_rounds(own_round, federation))
+            client, own = self.registry.names.get(node), for_unknown
+            if client is not None:  # it is told its last accepted round, and discards what it saved in later ones
+                own = instructions.with_accepted_rounds({client: accepted[client]} if client in accepted else {})
             full_config = ConfigRecord({**config, "server-round": number, **own.to_config()})
             content = RecordDict({**records, self.configrecord_key: full_config})
             messages.append(Message(content, dst_node_id=node, message_type=kind, group_id=str(number)))
@@ -497,15 +492,6 @@ class FairStrategy(Strategy):
         values = {"method": self.name, "algorithm": self.method.spelled or self.method.name, "rounds": self._num_rounds}
         values |= settings | asdict(self.sampling) | asdict(self.requirements) | {"server": asdict(self.server)}
         return {key: value for key, value in values.items() if value is not None}
-
-
-def _resolve_layout(model: nn.Module | Layout | None) -> Layout | None:
-    if not isinstance(model, nn.Module | Layout | None):
-        raise ValueError(f"model = {model!r}: use the module or its Layout, or leave it out")
-    layout = Layout.of(model) if isinstance(model, nn.Module) else model
-    if layout is not None:
-        check_dtypes(layout)
-    return layout
 
 
 def _store(metrics_by_round: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
