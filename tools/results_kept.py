@@ -12,24 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from fedheal.core.metrics import LAST, fairness, last_mean
-from fedheal.report.rows import EVENNESS, NUMBER, numbers, read_result
-from fedheal.report.rows import NEEDED as REPORTED
+from fedheal.report.rows import EVENNESS, load_summary
 from fedheal.reproduce.plans import Entry
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment
 
 PARTIAL = ".tmp"  # ends the name of a folder that was never finished
 TOLERANCE = 1e-6  # points: sums may be taken in another order, and nothing else
-NEEDED: Mapping[str, type | tuple[type, ...]] = {
-    **REPORTED,
-    "averaged": int,
-    **dict.fromkeys(EVENNESS.values(), NUMBER),
-    "precision": str,
-    "hardware": str,
-    "data_fingerprint": str,
-    "data_notes": list,
-    "versions": dict,
-}
+NEEDED = ("averaged", *EVENNESS.values(), "precision", "hardware", "data_fingerprint", "data_notes", "versions")
 
 
 @dataclass(frozen=True)
@@ -89,7 +79,7 @@ def read(folder: Path) -> tuple[Experiment, dict[str, Any], list[dict[str, Any]]
     """A finished run: its description, its result and its rounds, which must agree with each other."""
     experiment = described(folder)
     path = folder / "result.json"
-    summary = read_result(folder, NEEDED)
+    summary = load_summary(folder, NEEDED)
     said = {"method": experiment.method_name, "data": experiment.data, "seed": experiment.seed}
     for key, value in (said | {"rounds": experiment.rounds}).items():
         if summary[key] != value:
@@ -137,9 +127,13 @@ def _record(path: Path, line: str, number: int, domains: set[str]) -> dict[str, 
         record = None
     if not isinstance(record, dict) or record.get("round") != number:
         raise ValueError(f"{path}: line {number} is no record of round {number}")
-    if not numbers(record.get("seconds")):
+    if not _numbers(record.get("seconds")):
         raise ValueError(f"{path}: line {number} has no seconds")
     judged = record.get("domains")
-    if "domains" not in record or (judged is not None and not (numbers(judged) and set(judged) == domains)):
+    if "domains" not in record or (judged is not None and not (_numbers(judged) and set(judged) == domains)):
         raise ValueError(f"{path}: line {number} has not the accuracies of {', '.join(sorted(domains))}")
     return record
+
+
+def _numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(number, (int, float)) for number in value.values())

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from fedheal.core.metrics import LAST, last_mean
-from fedheal.report.rows import numbers
-from fedheal.runs.folder import read_json, wrong_kind
-from results_kept import Run
+from fedheal.runs.folder import read_json
+from results_kept import Run, _numbers
 
 FOLDER = "second-version"
 DATA = "digits"  # its only protocol
@@ -47,7 +46,7 @@ def _read(path: Path) -> Second:
         if key not in record:
             raise ValueError(f"{path}: there is no {key}")
         if type(record[key]) is not kind:
-            raise wrong_kind(path, key, record[key])
+            raise ValueError(f"{path}: {key} = {record[key]!r} is of the wrong kind")
     if record["weights"] not in ROWS:
         raise ValueError(f"{path}: weights = {record['weights']}: use one of {', '.join(ROWS)}")
     protocol = {"width": 64, "epochs": 10}
@@ -55,7 +54,7 @@ def _read(path: Path) -> Second:
         if record[key] != value:
             raise ValueError(f"{path}: {key} = {record[key]}, but the protocol has {value}")
     judged = record["rounds"]
-    if len(judged) < LAST or not all(numbers(line) and set(line) == set(judged[0]) for line in judged):
+    if len(judged) < LAST or not all(_numbers(line) and set(line) == set(judged[0]) for line in judged):
         raise ValueError(f"{path}: rounds are not {LAST} or more accuracies by domain")
     return Second(ROWS[record["weights"]], record["seed"], record["hardware"], judged)
 

@@ -140,7 +140,7 @@ def test_a_run_stops_in_time_and_goes_on_to_the_same_result(tool, results, monke
     assert "nothing is open: all 2 runs are finished" in out
     assert run(tool, "--rows", "fedavg", "--runs", "whole") == 0
     stopped, whole = of("fedavg", tmp_path / "runs"), of("fedavg", tmp_path / "whole")
-    assert [r["domains"] for r in read_rounds(stopped)] == [r["domains"] for r in read_rounds(whole)]
+    assert [r.domains for r in read_rounds(stopped)] == [r.domains for r in read_rounds(whole)]
     assert read_json(stopped / "result.json")["avg"] == read_json(whole / "result.json")["avg"]
 
 
@@ -418,7 +418,7 @@ def test_the_numbers_of_the_page_are_those_of_the_runs(tool, tmp_path):
     assert any(apart)
     assert lines_of(page, "| less uniform weights ")["FedAvg"] == [*(f"{0.0 - x:+.2f}" for x in apart), "1"]
     records = read_rounds(of("fedavg", tmp_path / "results"))
-    moved = np.std([r["fairness"]["avg"] for r in records], ddof=1)
+    moved = np.std([r.fairness["avg"] for r in records], ddof=1)
     noise = lines_of(page, "### How much the last rounds move")["FedAvg"]
     assert noise[4] == f"{moved:.2f}"  # after the seed and three domains
     assert noise[-1] == "3"

@@ -27,7 +27,7 @@ SavedState = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class ClientStore(Protocol):
-    """Arrays and JSON by round; `load` raises `files.BadState` if they cannot be used."""
+    """Arrays and JSON by round; `load` raises `files.CheckpointError` if they cannot be used."""
 
     accepted_rounds_kept: int
 
@@ -54,7 +54,7 @@ class ContextStore:
     def load(self, number: int) -> SavedState:
         about = self.state.config_records[f"fedheal.about.{number}"]
         if about["owner"] != self.owner:
-            raise files.BadState(f"this node's state of round {number} belongs to another federation")
+            raise files.CheckpointError(f"this node's state of round {number} belongs to another federation")
         arrays = record_to_tensors(self.state.array_records[f"fedheal.memory.{number}"])
         return arrays, json.loads(str(about["json"]))
 
@@ -70,20 +70,20 @@ class ContextStore:
 class FolderStore:
     """In a folder: a checked, atomically written file a round."""
 
-    accepted_rounds_kept = files.KEPT  # as many as the server keeps checkpoints
+    accepted_rounds_kept = files.CHECKPOINTS_KEPT  # as many as the server keeps checkpoints
 
     def __init__(self, folder: Path, owner: str) -> None:
         self.folder, self.owner = folder, owner
 
     def rounds(self) -> list[int]:
-        return sorted(int(path.stem) for path in files.states(self.folder) if path.stem.isdigit())
+        return sorted(int(path.stem) for path in files.list_checkpoints(self.folder) if path.stem.isdigit())
 
     def load(self, number: int) -> SavedState:
-        return files.load_state(self._path(number), self.owner)
+        return files.load_checkpoint(self._path(number), self.owner)
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        files.save_state(self.folder, number, arrays, described, self.owner, self.accepted_rounds_kept + 1)
+        files.save_checkpoint(self.folder, number, arrays, described, self.owner, self.accepted_rounds_kept + 1)
 
     def drop(self, number: int) -> None:
         self._path(number).unlink(missing_ok=True)
@@ -119,7 +119,7 @@ def load_newest(store: ClientStore, last: int) -> SavedState:
     for number in [r for r in store.rounds() if r <= last][-1:]:
         try:
             return store.load(number)
-        except files.BadState as error:
+        except files.CheckpointError as error:
             log.warning("%s: this client continues without its saved state", error)
             store.drop(number)
     return {}, {}

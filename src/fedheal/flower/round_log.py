@@ -15,8 +15,8 @@ from fedheal.core.metrics import fairness
 from fedheal.flower.cohort import Cohort
 from fedheal.flower.node_registry import OpenRequests, ReceivedReply
 from fedheal.flower.replies import EvaluateReply
-from fedheal.flower.run_folder import FederatedRound
 from fedheal.methods.server_step import StepOutcome, mean_train_loss
+from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -79,10 +79,10 @@ class OpenRound:
         federation.accepted |= dict.fromkeys(accepted, self.number)
         federation.client_domains |= {reply.client: reply.domain for reply in received if reply.client in accepted}
 
-    def to_record(self, client_domains: Mapping[str, str]) -> FederatedRound:
+    def to_record(self, client_domains: Mapping[str, str]) -> RoundRecord:
         """Return the round's record. `client_domains`: of all clients; those of this round's are recorded."""
         clients = {*self.weights, *(evaluation.client for evaluation in self.evaluations)}
-        return FederatedRound(
+        return RoundRecord(
             round=self.number,
             cohort=len(self.requests.nodes),
             replied=self.replied,
@@ -116,7 +116,7 @@ def _summarise_evaluations(evaluations: Sequence[EvaluateReply]) -> dict[str, An
     }
 
 
-def describe_round(record: FederatedRound) -> str:
+def describe_round(record: RoundRecord) -> str:
     """Describe a round in one line, with the name of the worst served client."""
     line = f"{record.replied} of {record.cohort} nodes replied, {len(record.report['skipped'])} skipped"
     line += "" if record.train_loss is None else f", training loss {record.train_loss:.3f}"

@@ -13,25 +13,26 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import flwr
 import tomli_w
 import torch
+from filelock import BaseFileLock
 
 from fedheal.aggregate.masks.directions import spread
 from fedheal.core.layout import Layout
-from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.core.state import RunState, restored_state
 from fedheal.runs import folder as files
+from fedheal.runs.lock import acquire_lock
 from fedheal.runs.resume import drop_result, load_newest_checkpoint
 from fedheal.runs.schema import RoundRecord
+from fedheal.runs.summary import summarise_run
 from fedheal.version import __version__
 
 log = logging.getLogger("flwr.fedheal")
@@ -39,14 +40,7 @@ log = logging.getLogger("flwr.fedheal")
 # Settings that the later rounds of a folder must share with the earlier ones; so must the model's shapes.
 DECISIVE_SETTINGS = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
 
-_locks: dict[Path, int] = {}  # held by this process
-
-
-@dataclass(frozen=True)
-class FederatedRound(RoundRecord):
-    """A simulation's record, and the domains of its clients."""
-
-    client_domains: Mapping[str, str] = field(default_factory=dict)
+_locks: dict[Path, BaseFileLock] = {}  # held by this process
 
 
 @dataclass(frozen=True)
@@ -109,30 +103,30 @@ class RunFolder:
         if checkpoint is None:
             return None
         arrays, described = checkpoint
-        history: list[RoundRecord] = [FederatedRound(**record) for record in files.read_rounds(self.path)]
-        return ResumedRun(restored_state(arrays, described, torch.device("cpu")), described["flower"], history)
+        state = restored_state(arrays, described, torch.device("cpu"))
+        return ResumedRun(state, described["flower"], files.read_rounds(self.path))
 
     def count_rounds(self) -> int:
         """Return how many rounds the folder holds."""
-        return max((int(path.stem) for path in files.states(self.path) if path.stem.isdigit()), default=0)
+        return max((int(path.stem) for path in files.list_checkpoints(self.path) if path.stem.isdigit()), default=0)
 
     def _lock(self) -> None:
         """Keep other processes out, such as a ServerApp that was thought dead. An earlier lock of this process is replaced."""
         self.release()
-        _locks[self.path.resolve()] = files.lock(self.path)
+        _locks[self.path.resolve()] = acquire_lock(self.path)
 
     def release(self) -> None:
         """Let other processes use the folder."""
         lock = _locks.pop(self.path.resolve(), None)
         if lock is not None:
-            os.close(lock)
+            lock.release()
 
     def save_round(self, state: RunState, record: RoundRecord, federation: Mapping[str, Any]) -> None:
         """Write a round's line, then the checkpoint: a crash in between costs that round, no more."""
         drop_result(self.path)
-        files.append_round(self.path, asdict(record))
+        files.append_round(self.path, record)
         arrays, described = state.to_arrays()
-        files.save_state(self.path, state.round, arrays, described | {"flower": dict(federation)}, self.owner)
+        files.save_checkpoint(self.path, state.round, arrays, described | {"flower": dict(federation)}, self.owner)
 
     def write_result(
         self,
@@ -146,7 +140,7 @@ class RunFolder:
         files.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
         if any(record.domains for record in history):
             summary = _summarise(self.settings, state, history, client_domains, test_examples)
-            files.write_text(self.path / "result.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+            files.write_result(self.path, summary)
 
 
 def _summarise(
@@ -157,49 +151,37 @@ def _summarise(
     test_examples: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return what `result.json` holds: a simulation's fields, drop-outs and skipped clients."""
-    evaluated = [record for record in history if record.domains]
-    accuracy = _last([record.domains or {} for record in evaluated])
-    clients = _last([record.clients or {} for record in evaluated])
-    return {
+    test_sizes = dict.fromkeys(sorted({domain for record in history for domain in record.domains or {}}), 0.0)
+    for client, num_examples in test_examples.items():
+        if client_domains.get(client) in test_sizes:
+            test_sizes[client_domains[client]] += num_examples
+    return summarise_run(
+        history,
+        sort_names=True,
         **{key: settings[key] for key in ("method", "algorithm", "data", "seed")},
-        "rounds": state.round,
-        "averaged": min(LAST, len(evaluated)),
-        "domains": accuracy,
-        **fairness(accuracy),
-        "clients": clients,
-        "client_fairness": fairness(clients) if clients else {},
-        "validation": None,
-        "trained": dict(sorted(client_domains.items())),
-        "only": [],
-        "without": [],
-        "pool": False,
-        "classes": [],
-        "test_sizes": {
-            d: round(sum(n for c, n in test_examples.items() if client_domains.get(c) == d)) for d in accuracy
-        },
-        "dropouts": sum(record.cohort - record.replied for record in history),
-        "skipped": sum(len(record.report.get("skipped", {})) for record in history),
-        "device": "clients'",
-        "hardware": "clients'",
-        "precision": "fp32",
-        "threads": torch.get_num_threads(),
-        "data_fingerprint": "",
-        "used_fingerprint": "",
-        "data_notes": [],
-        "consistency": spread(state.aggregator),
-        "bytes_sent": state.sent,
-        "bytes_received": state.received,
-        "seconds": {phase: sum(r.seconds[phase] for r in history) for phase in ("train", "aggregate", "evaluate")},
-        "versions": {
+        rounds=state.round,
+        trained=dict(sorted(client_domains.items())),
+        only=[],
+        without=[],
+        pool=False,
+        classes=[],
+        test_sizes={domain: round(size) for domain, size in test_sizes.items()},
+        dropouts=sum(record.cohort - record.replied for record in history),
+        skipped=sum(len(record.report.get("skipped", {})) for record in history),
+        device="clients'",
+        hardware="clients'",
+        precision="fp32",
+        threads=torch.get_num_threads(),
+        data_fingerprint="",
+        used_fingerprint="",
+        data_notes=[],
+        consistency=spread(state.aggregator),
+        bytes_sent=state.sent,
+        bytes_received=state.received,
+        versions={
             "fedheal": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "flwr": flwr.__version__,
         },
-    }
-
-
-def _last(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Per unit, the mean over the last rounds in which it was evaluated: clients come and go."""
-    units = sorted({unit for accuracy in rounds for unit in accuracy})
-    return {unit: last_mean([{unit: a[unit]} for a in rounds if unit in a])[unit] for unit in units}
+    )
