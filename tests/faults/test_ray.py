@@ -31,7 +31,7 @@ PORT = 6391
 
 @contextmanager
 def cluster(inside: list[str], folder: Path) -> Iterator[str]:
-    """A head node of its own, ended with all its children by the process group."""
+    """A head node of its own, run_command with all its children by the process group."""
     command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={PORT}"]
     command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2"]
     command += [f"--temp-dir={folder}"]
@@ -52,8 +52,8 @@ def cluster(inside: list[str], folder: Path) -> Iterator[str]:
                 head.wait()
 
 
-def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """What a command printed and how it ended, however that was."""
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """What a command printed and how it run_command, however that was."""
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=240)
 
 
@@ -61,14 +61,14 @@ def test_runs_on_a_cluster_are_those_of_this_machine(tmp_path, tmp_path_factory)
     needs("root", "netns")
     words = [f"{key}={value}" for key, value in QUICK.items() if key != "data"]
     command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2"]
-    here = ended([*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
+    here = run_command([*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
     assert here.returncode == 0, here.stderr
     # Ray's sockets need short paths.
     sockets = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"
     sockets.mkdir()
     with loopback() as inside, cluster(inside, sockets) as address:
-        there = ended([*inside, *command, *words, "--ray", address, "--json", "--out", str(tmp_path / "there")])
-        wrong = ended([*inside, *command, *words, "width=4", "--ray", address, "--out", str(tmp_path / "wrong")])
+        there = run_command([*inside, *command, *words, "--ray", address, "--json", "--out", str(tmp_path / "there")])
+        wrong = run_command([*inside, *command, *words, "width=4", "--ray", address, "--out", str(tmp_path / "wrong")])
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
     said = wrong.stderr.splitlines()[-1]  # after what Ray has to say on its connection
@@ -80,11 +80,11 @@ def test_runs_on_a_cluster_are_those_of_this_machine(tmp_path, tmp_path_factory)
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
 
 
-def test_no_cluster_is_a_sentence(tmp_path):
+def test_a_missing_cluster_is_a_one_line_error(tmp_path):
     needs("root", "netns")
     command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "--seeds", "1", "--ray", "127.0.0.1:1"]
     with loopback() as inside:
-        done = ended([*inside, *command, "--out", str(tmp_path / "out")])
+        done = run_command([*inside, *command, "--out", str(tmp_path / "out")])
     assert done.returncode == 2
     assert "no Ray cluster answers at '127.0.0.1:1'" in done.stderr
     assert "Traceback" not in done.stderr

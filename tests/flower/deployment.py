@@ -76,7 +76,7 @@ class Deployment:
         words = ["flower-superlink", *self.link_words, "--host", "127.0.0.1", "--port", "8000"]
         words += ["--database", str(self.folder / "state.db"), "--disable-runtime-dependency-installation"]
         link = self.link = self.start("link", words)
-        until(lambda: link.poll() is not None or listens(link.pid, 8000), 90, lambda: self.log("link"))
+        wait_for(lambda: link.poll() is not None or listens(link.pid, 8000), 90, lambda: self.log("link"))
         assert link.poll() is None, self.log("link")
 
     def start_node(self, number: int, key: int | None = None) -> None:
@@ -115,7 +115,7 @@ def listens(pid: int, port: int) -> bool:
     return any(line.split()[1] == f"0100007F:{port:04X}" and line.split()[3] == "0A" for line in lines)
 
 
-def until(what: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
+def wait_for(what: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
     """Wait for something to be true, and return it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

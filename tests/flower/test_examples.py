@@ -1,4 +1,4 @@
-"""What the ready apps make of their settings, and Flower of the guide's, without its engine."""
+"""The example apps and the guide's configuration, without Flower's engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_unknown_placement_is_refused(served):
         served(method="fedheal", placement="clients")
 
 
-def test_a_method_that_validates_is_told_to_hold_examples_out(served):
+def test_a_method_that_validates_needs_held_out_examples(served):
     with pytest.raises(
         ValueError, match=r"method = '.*fedga' needs examples held out at each site: set validation = 0.2"
     ):
@@ -81,7 +81,7 @@ def test_a_method_that_validates_trains_with_examples_held_out(served):
 
 
 @pytest.mark.parametrize("silent", [1, 2])
-def test_a_summary_of_very_many_clients_outlives_rounds_without_a_reply(silent, monkeypatch, tmp_path):
+def test_the_summary_of_many_clients_handles_rounds_without_replies(silent, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(FOLDER.parent / "many_clients"))
     from many_clients import client_app, server_app
 
@@ -103,6 +103,24 @@ def test_a_summary_of_very_many_clients_outlives_rounds_without_a_reply(silent, 
     assert (found["rounds"], found["clients seen"]) == (2, 2 * (silent - 1))
     assert found["kept entries in the last round"] is None
     assert (found["numbers kept per client"] is None) == (silent == 1)
+
+
+def test_masks_on_many_clients_cost_the_server_four_numbers_each(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "many_clients"))
+    from many_clients import client_app, server_app
+
+    config = {"num-server-rounds": 8, "fraction": 0.1, "tau": 0.6, "summary": str(tmp_path / "summary.json")}
+    grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i} for i in range(150)})
+    server_app.app(grid, Context(1, 1, {}, RecordDict(), config))
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["clients"], found["rounds"], found["asked a round"], found["no reply"]) == (150, 8, 15, 0)
+    assert found["clients seen"] > 50
+    assert found["numbers kept per client"] == 4
+    assert found["bytes kept"] < found["bytes of sign counts on a server"] / 100
+    assert (
+        0.5 < found["kept entries in the last round"] < 1
+    )  # a client that returns drops what disagrees with its history
+    assert found["training loss"][1] < found["training loss"][0] / 2
 
 
 def test_the_guides_connection_is_one_that_flower_takes():

@@ -1,4 +1,4 @@
-"""Models in messages, there and back; and what a client remembers."""
+"""Models, masks and term messages as Flower records, and back."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import io
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, RecordDict
+from flwr.app import Array, ArrayRecord
 from torch import nn
 
 from fedheal import Layout
 from fedheal.core.layout import Entry
 from fedheal.flower import FairStrategy, messages
-from fedheal.flower.client import get_client_name
-from fedheal.flower.client_state import ContextStore, FolderStore, load_before_round, open_store
 
 DTYPES = ["float32", "float64", "float16", "int64", "uint8", "bool", "complex64"]
 
@@ -80,7 +78,7 @@ def archive() -> bytes:
     return file.getvalue()
 
 
-def headed(text: str, version: int = 1) -> bytes:
+def make_npy_bytes(text: str, version: int = 1) -> bytes:
     """An array of numpy's format with this for a header."""
     length = len(text).to_bytes(2 if version == 1 else 4, "little")
     return b"\x93NUMPY" + bytes([version, 0]) + length + text.encode("latin1") + bytes(12)
@@ -92,18 +90,20 @@ NO_ARRAYS = {
     "a broken archive": b"PK\x03\x04" + b"x" * 200,
     "a version to come": b"\x93NUMPY\x09\x00aa",
     "a header cut short": b"\x93NUMPY\x01\x00",
-    "a header that is too deep to parse": headed("-" * 9000 + "1"),
-    "one of version 2 too": headed("-" * 9000 + "1", 2),
-    "a truth value as size": headed("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 3), }"),
-    "more numbers than bytes": headed("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,), }"),
-    "memory that nobody has": headed("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999,), }", 2),
-    "a dtype of nothing": headed("{'descr': {'names': 1}, 'fortran_order': False, 'shape': (3,), }"),
-    "a list as key": headed("{[]: 1}"),
+    "a header that is too deep to parse": make_npy_bytes("-" * 9000 + "1"),
+    "one of version 2 too": make_npy_bytes("-" * 9000 + "1", 2),
+    "a truth value as size": make_npy_bytes("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 3), }"),
+    "more numbers than bytes": make_npy_bytes(
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,), }"
+    ),
+    "memory that nobody has": make_npy_bytes("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999,), }", 2),
+    "a dtype of nothing": make_npy_bytes("{'descr': {'names': 1}, 'fortran_order': False, 'shape': (3,), }"),
+    "a list as key": make_npy_bytes("{[]: 1}"),
 }
 
 
 @pytest.mark.parametrize("case", NO_ARRAYS)
-def test_bytes_that_are_no_array_are_said_to_be_none(case):
+def test_bytes_that_are_not_an_array_are_rejected(case):
     array = Array("float32", (3,), "numpy.ndarray", NO_ARRAYS[case])
     with pytest.raises(ValueError, match=r"its bytes are not an array \(.+\)"):
         messages.view_array(array)
@@ -136,7 +136,7 @@ def test_models_of_any_dtypes_come_back_bit_for_bit(dtypes):
     assert all(torch.equal(back[name], tensor) for name, tensor in net.state_dict().items())
 
 
-def test_without_parameters_there_is_nothing_to_learn():
+def test_a_model_without_float_parameters_is_rejected():
     with pytest.raises(ValueError, match="hold no float parameters"):
         messages.infer_layout(ArrayRecord({"n": Array(np.zeros(2, np.int64))}))
     with pytest.raises(ValueError, match="complex"):
@@ -148,49 +148,3 @@ def test_masks_travel_as_bits():
     assert torch.equal(torch.from_numpy(messages.record_to_mask(messages.mask_to_record(mask), 37)).bool(), mask)
     with pytest.raises(ValueError, match="41 entries need 6 bytes"):
         messages.record_to_mask(messages.mask_to_record(mask), 41)
-
-
-def test_a_nodes_name():
-    def context(**config):
-        return Context(1, 2, config, RecordDict(), {})
-
-    assert get_client_name(context(name="clinic")) == "clinic"
-    assert get_client_name(context(**{"partition-id": 4})) == "partition-4"
-    with pytest.raises(ValueError, match="neither 'name' nor 'partition-id'"):
-        get_client_name(context())
-
-
-@pytest.fixture(params=["context", "folder"])
-def memory(request, tmp_path):
-    return (
-        ContextStore(Context(1, 2, {}, RecordDict(), {}), "a")
-        if request.param == "context"
-        else FolderStore(tmp_path / "a", "a")
-    )
-
-
-def test_what_did_not_count_is_forgotten(memory):
-    def remember(number):
-        memory.save(number, {"n": torch.tensor([number])}, {"about": number})
-
-    assert load_before_round(memory, 1, None) == ({}, {})
-    remember(1)
-    assert load_before_round(memory, 2, 1) == ({"n": torch.tensor([1])}, {"about": 1})
-    remember(2)
-    remember(3)
-    assert memory.rounds() == [1, 2, 3]
-    arrays, described = load_before_round(memory, 4, 2)  # round 3 never counted
-    assert (arrays["n"].item(), described["about"]) == (2, 2)
-    assert memory.rounds() == [1, 2][-memory.accepted_rounds_kept :]
-    remember(4)
-    assert load_before_round(memory, 4, None)[1] == {"about": 2}  # round 4 is done again
-    assert load_before_round(memory, 3, 0) == ({}, {})  # nothing ever counted
-
-
-def test_clients_of_one_folder_do_not_meet(tmp_path):
-    context = Context(1, 2, {}, RecordDict(), {})
-    names = ["a/b", "a_b", "..", "é"]
-    for i, name in enumerate(names):
-        open_store(context, name, tmp_path).save(1, {"n": torch.tensor([i])}, {})
-    assert [open_store(context, name, tmp_path).load(1)[0]["n"].item() for name in names] == [0, 1, 2, 3]
-    assert {p.parent for p in tmp_path.iterdir()} == {tmp_path}

@@ -18,40 +18,40 @@ from flower.sites import Sites
 from flower.test_bad_replies import error_of_the_superlink
 
 
-def renamed(reply: Message, name: str | None) -> list[Message]:
+def rename_client(reply: Message, name: str | None) -> list[Message]:
     about = {k: v for k, v in reply.content["fedheal"].items() if k != "client"}
     reply.content["fedheal"] = ConfigRecord(about | ({} if name is None else {"client": name}))
     return [reply]
 
 
 def test_the_name_in_the_reply_is_the_clients_name():
-    strategy = Sites(rounds=1).run(lambda node, reply: renamed(reply, f"hospital {node}"))
+    strategy = Sites(rounds=1).run(lambda node, reply: rename_client(reply, f"hospital {node}"))
     assert sorted(strategy.history[0].weights) == [f"hospital {node}" for node in range(100, 105)]
 
 
 @pytest.mark.parametrize("where", ["config", "metrics"])
-def test_else_the_partition_id_that_a_reply_holds(where):
+def test_otherwise_the_partition_id_is_the_name(where):
     def spoil(node: int, reply: Message) -> list[Message]:
         if where == "config":
             reply.content["mine"] = ConfigRecord({"partition-id": node - 100})
         else:
             reply.content["metrics"] = MetricRecord({**reply.content["metrics"], "partition-id": node - 100})
-        return renamed(reply, None)
+        return rename_client(reply, None)
 
     strategy = Sites(rounds=1).run(spoil)
     assert sorted(strategy.history[0].weights) == [f"partition-{i}" for i in range(5)]
 
 
-def test_else_the_node_id_with_one_warning_a_node(caplog):
+def test_otherwise_the_node_id_is_the_name_with_one_warning_a_node(caplog):
     with caplog.at_level(logging.WARNING, "flwr.fedheal"):
-        strategy = Sites(rounds=2).run(lambda node, reply: renamed(reply, None))
+        strategy = Sites(rounds=2).run(lambda node, reply: rename_client(reply, None))
     assert sorted(strategy.history[0].weights) == [f"node-{i}" for i in range(100, 105)]
     assert caplog.text.count("sends no client name") == 5
 
 
 def test_two_nodes_with_one_name_are_refused_with_both_ids():
     sites = Sites(rounds=2)
-    same = lambda node, reply: renamed(reply, "clinic") if node in (101, 103) else [reply]  # noqa: E731
+    same = lambda node, reply: rename_client(reply, "clinic") if node in (101, 103) else [reply]  # noqa: E731
     strategy = sites.run(same)
     for record in strategy.history:
         assert "nodes 101 and 103 both use this name" in record.report["skipped"]["clinic"]
@@ -80,7 +80,7 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
     assert 104 not in strategy.registry.names  # the name has moved
 
 
-def test_runs_with_node_ids_of_their_own_leave_one_node_a_name(tmp_path):
+def test_a_name_keeps_one_node_when_node_ids_change(tmp_path):
     sites = Sites(rounds=3)
     for number, first in enumerate((100, 500, 900), 1):
         strategy = sites.strategy(fraction_evaluate=0.0, roll_call=True, folder=tmp_path / "run", resume=number > 1)
@@ -88,7 +88,7 @@ def test_runs_with_node_ids_of_their_own_leave_one_node_a_name(tmp_path):
         assert strategy.federation.nodes == {str(first + i): name for i, name in enumerate(sites.names)}
 
 
-def test_an_error_of_the_old_node_does_not_speak_for_a_client_that_answers_from_its_new_one():
+def test_an_error_of_the_old_node_does_not_skip_a_client_that_replies_from_a_new_one():
     sites = Sites(method="scaffold", rounds=3)
     strategy, grid, own = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
 
@@ -107,7 +107,7 @@ def test_an_error_of_the_old_node_does_not_speak_for_a_client_that_answers_from_
     assert strategy.federation.accepted[own] == 3
 
 
-def half_named(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
+def make_half_named_app(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
     """Training gives a name and a domain; what evaluation gives is up to the caller."""
     app = ClientApp()
 
@@ -144,10 +144,10 @@ def with_helper(message: Message, context: Context) -> Message:
 
 
 @pytest.mark.parametrize("evaluate", [unnamed, with_partition, with_helper])
-def test_an_evaluation_that_says_less_keeps_the_name_the_domain_and_the_memory(evaluate, tmp_path):
+def test_an_evaluation_without_a_name_keeps_the_known_name_domain_and_state(evaluate, tmp_path):
     def run(**settings: Any) -> FairStrategy:
         strategy = FedHEAL(tau=0.6, placement="client", **settings)
-        grid = LocalGrid(half_named(evaluate), {7 + i: {"partition-id": i} for i in range(3)})
+        grid = LocalGrid(make_half_named_app(evaluate), {7 + i: {"partition-id": i} for i in range(3)})
         strategy.start(grid, ArrayRecord({"w": torch.zeros(3)}), num_rounds=6)
         return strategy
 
