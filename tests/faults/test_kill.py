@@ -1,4 +1,4 @@
-"""A run that is killed at any moment and resumed ends with the bits of one that was never stopped."""
+"""A run that is killed at any moment and resumed ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS)}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """A run folder's contents but for the time it took."""
+    """Return a run folder's contents without the seconds."""
     rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     result = json.loads((folder / "result.json").read_text())
     for record in (*rounds, result):
@@ -193,8 +193,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
     return condition()
 
 
-def running(word: str) -> list[str]:
-    """The processes whose environment has this word."""
+def list_processes(word: str) -> list[str]:
+    """Return the processes whose environment has this word."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -225,7 +225,7 @@ def test_stopped_parallel_runs_save_their_state_and_leave_no_process(how: signal
         else:
             process.send_signal(how)
         _, said = process.communicate(timeout=60)
-        assert wait_until(lambda: not running(mark), 30), running(mark)
+        assert wait_until(lambda: not list_processes(mark), 30), list_processes(mark)
         if how == signal.SIGKILL:
             return
         assert process.returncode == 130

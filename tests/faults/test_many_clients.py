@@ -1,4 +1,4 @@
-"""A thousand clients: what the server remembers grows with the clients seen, a byte a parameter, and then no more."""
+"""A thousand clients: the server's state grows by a byte a parameter for each new client, and then no more."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def measure_memory(**keys: Any) -> tuple[list[dict[str, int]], int]:
 
 @pytest.mark.slow
 def test_memory_grows_by_a_byte_a_parameter_for_each_new_client() -> None:
-    """Ten of a thousand a round. Four bytes a parameter, or keeping the updates, would be found out."""
+    """Ten of a thousand a round. Four bytes a parameter, or stored updates, would fail."""
     rounds, parameters = measure_memory(width=512, participation=0.01, rounds=130, eval_every=1000)
     assert {r["cohort"] for r in rounds} == {10}
     start, end = rounds[9], rounds[-1]

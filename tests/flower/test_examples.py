@@ -65,14 +65,14 @@ def test_a_method_that_validates_needs_held_out_examples(served):
 
 def test_a_method_that_validates_trains_with_examples_held_out(served):
     from fair_digits import client_app
-    from fair_digits.task import experiment
+    from fair_digits.task import describe_experiment
 
     keys = {"method": "fedga", "validation": 0.2, "steps": 1, "num-server-rounds": 1}
     strategy = served(**keys)
     grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i, "num-partitions": 2} for i in range(2)})
     for context in grid.contexts.values():
         context.run_config = CONFIG | keys
-    initial = build_module(experiment(grid.contexts[7], 2), classes=10).state_dict()
+    initial = build_module(describe_experiment(grid.contexts[7], 2), classes=10).state_dict()
     strategy.folder = None
     START(strategy, grid, ArrayRecord(initial), num_rounds=1)
     (record,) = strategy.history
