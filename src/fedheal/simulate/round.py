@@ -13,7 +13,7 @@ import torch
 from fedheal.core.clock import Clock
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
-from fedheal.core.updates import Reply, Updates
+from fedheal.core.updates import Collector
 from fedheal.engine.serial import Task
 from fedheal.engine.workers import Trainer
 from fedheal.methods.server_step import ClientTerms, apply_server_step, mean_train_loss
@@ -67,16 +67,15 @@ def run_round(
     cohort = sample_cohort(federation, state.seed, number)
     present = [client for client in cohort if not drops_out(federation, state.seed, number, client)]
     tasks = [Task(client, number, tuple(term.slots.get(client, {}) for term in state.terms)) for client in present]
-    replies: list[Reply] = []
+    collector = Collector(layout=federation.local_training.layout, keep=True)
     client_terms: dict[str, ClientTerms] = {}
     for result in train(state.model, tuple(term.shared for term in state.terms), tasks):
         client = str(result.reply.client)
         domain = federation.client_domains.get(client, client)  # a client without a domain is a domain of its own
-        replies.append(result.reply._replace(domain=domain))
+        collector.add(result.reply._replace(domain=domain))
         client_terms[client] = ClientTerms(messages=result.messages, slots=result.slots)
     before_server_step()
-    updates = Updates.collect(replies, layout=federation.local_training.layout, keep=True)
-    del replies  # the updates hold the only copy of the rows now
+    updates = collector.finish()
     clock.end_phase("train")
     sent, received = measure_traffic(federation, state, cohort, client_terms)
     outcome = apply_server_step(federation.server_step, state, updates, client_terms, len(federation.clients))
