@@ -71,7 +71,7 @@ def test_memory_grows_by_a_byte_a_parameter_for_each_new_client() -> None:
 
 @pytest.mark.slow
 def test_memory_is_flat_once_everybody_has_been_seen() -> None:
-    rounds, parameters = measure_memory(width=128, participation=1.0, rounds=9, eval_every=1000)
+    rounds, parameters = measure_memory(width=128, participation=1.0, rounds=7, eval_every=1000)
     assert all(r["seen"] == 1000 for r in rounds)
     memory = [r["memory"] for r in rounds[2:]]
     # One more byte a parameter and client each round would be at least twice this; the allocator's own moods are half of it.

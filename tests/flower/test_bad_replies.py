@@ -209,6 +209,24 @@ def test_everyone_bad_leaves_the_model_as_it_was():
     assert [len(record.report["skipped"]) for record in strategy.history] == [5, 5]
 
 
+def test_a_server_step_that_overflows_leaves_the_model_and_says_why():
+    """FedDyn adds its history to the mean: 2e38 + 2e38 is beyond float32, though each client's model is finite."""
+    sites = Sites(method="feddyn", rounds=2)
+    strategy, far = sites.strategy(fraction_evaluate=0.0), arrays(put("head.bias", Array(np.full(3, 2e38, np.float32))))
+    models = []
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        models.append(strategy.state.model.params.clone())
+        return far(reply) if strategy._round.number == 1 else [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=2)
+    first, second = strategy.history
+    assert "makes the global model infinite" in first.report["unmoved"]
+    assert torch.equal(models[0], models[-1])  # of round 1 and of round 2
+    assert "unmoved" not in second.report
+    assert not torch.equal(strategy.state.model.params, models[0])
+
+
 def test_too_few_replies_leave_the_model_as_it_was():
     strategy, _ = run(ABSENT, min_replies=5)
     assert [any(record.weights.values()) for record in strategy.history] == [True, False, True]

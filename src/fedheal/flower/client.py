@@ -24,10 +24,12 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.layout import Layout, Packed
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.serial import LocalTraining, Task
+from fedheal.flower import messages
 from fedheal.flower.client_state import (
     ClientStore,
     SavedState,
@@ -37,26 +39,13 @@ from fedheal.flower.client_state import (
     open_store,
 )
 from fedheal.flower.masking import mask_client_model
-from fedheal.flower.messages import (
-    CLIENT_INFO,
-    MASK,
-    SHARED,
-    TERM_MESSAGES,
-    RoundInstructions,
-    describe_terms,
-    infer_layout,
-    mask_to_record,
-    match_bfloat16,
-    model_to_record,
-    record_to_model,
-    record_to_tensors,
-    record_to_terms,
-    split_by_term,
-    tensors_to_record,
-    terms_to_record,
-)
+from fedheal.flower.messages import CLIENT_INFO, RoundInstructions
 
 log = logging.getLogger("flwr.fedheal")
+
+__getattr__ = warn_of_renames(
+    __name__, {"judged": "reply_evaluation", "name_of": "get_client_name", "received": "read_model"}
+)
 
 
 def get_client_name(context: Context) -> str:
@@ -78,7 +67,7 @@ def get_client_name(context: Context) -> str:
 
 def read_model(message: Message, key: str = "arrays") -> dict[str, Tensor]:
     """Return the model that the server sent, as a `state_dict`."""
-    return record_to_tensors(message.content.array_records[key])
+    return messages.record_to_tensors(message.content.array_records[key])
 
 
 def introduce(message: Message, context: Context, name: str | None = None, domain: str | None = None) -> Message:
@@ -126,12 +115,12 @@ def reply(
     if instructions.tau is not None:
         session = _ClientSession.open(context, name, folder, instructions)
         received = message.content.array_records[key]
-        layout = layout or infer_layout(received)
-        packed = layout.pack(match_bfloat16(layout, local))
-        masked = session.mask(content, layout, record_to_model(layout, received), packed)
+        layout = layout or messages.infer_layout(received)
+        packed = layout.pack(messages.match_bfloat16(layout, local))
+        masked = session.mask(content, layout, messages.record_to_model(layout, received), packed)
         local = layout.unpack(masked)
         session.save()
-    content[key] = tensors_to_record(local)
+    content[key] = messages.tensors_to_record(local)
     return Message(content, reply_to=message)
 
 
@@ -192,8 +181,8 @@ def train(
     instructions = RoundInstructions.from_message(message)
     session = _ClientSession.open(context, client, folder, instructions)
     num_terms = len(local_training.terms)
-    shared = record_to_terms(message.content.array_records.get(SHARED), num_terms)
-    model = record_to_model(local_training.layout, message.content.array_records[key])
+    shared = messages.record_to_terms(message.content.array_records.get(messages.SHARED), num_terms)
+    model = messages.record_to_model(local_training.layout, message.content.array_records[key])
     local_training = replace(
         local_training,
         rounds=instructions.rounds or local_training.rounds,
@@ -211,12 +200,12 @@ def train(
     if instructions.tau is not None:
         local = session.mask(content, local_training.layout, model, local)
     if local_training.terms:
-        content.config_records[CLIENT_INFO]["terms"] = describe_terms(local_training.terms)
+        content.config_records[CLIENT_INFO]["terms"] = messages.describe_terms(local_training.terms)
     if any(result.messages):
-        content[TERM_MESSAGES] = terms_to_record(result.messages)
+        content[messages.TERM_MESSAGES] = messages.terms_to_record(result.messages)
     if session.arrays:
         session.save()
-    content[key] = model_to_record(local_training.layout, local)
+    content[key] = messages.model_to_record(local_training.layout, local)
     return Message(content, reply_to=message)
 
 
@@ -247,7 +236,7 @@ def evaluate(
         The reply.
     """
     client = client or get_client_name(context)
-    model = record_to_model(local_training.layout, message.content.array_records[key])
+    model = messages.record_to_model(local_training.layout, message.content.array_records[key])
     instructions = RoundInstructions.from_message(message)
     accepted = instructions.get_accepted_round(client)
     store = open_store(context, client, folder, instructions.federation)
@@ -287,7 +276,7 @@ class _ClientSession:
         masked, kept, (signs, described) = mask_client_model(
             layout, received, local, float(self.instructions.tau), *self.loaded
         )
-        content[MASK] = mask_to_record(kept)
+        content[messages.MASK] = messages.mask_to_record(kept)
         self.arrays |= signs
         self.described |= described
         return masked
@@ -310,4 +299,4 @@ def _make_content(
 
 def _read_slots(saved: SavedState, num_terms: int) -> tuple[dict[str, Tensor], ...]:
     slots = {key.removeprefix("slots."): tensor for key, tensor in saved[0].items() if key.startswith("slots.")}
-    return split_by_term(slots, num_terms)
+    return messages.split_by_term(slots, num_terms)

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import RunState
@@ -53,7 +52,7 @@ class CohortBuilder:
         self, layout: Layout, requirements: ReplyRequirements, terms: Sequence[Term] = (), budget: int | None = None
     ) -> None:
         self.layout, self.requirements, self.terms, self.budget = layout, requirements, terms, budget
-        self._matrix: NDArray[Any] = np.empty((0, 0), np.float32)
+        self._matrix = torch.empty(0, 0)
 
     def build(self, received: Iterable[ReceivedReply], state: RunState, known_digests: Mapping[str, str]) -> Cohort:
         """Build the cohort. `known_digests`: of each client's last usable messages."""
@@ -92,50 +91,37 @@ class CohortBuilder:
         return missing
 
     def _collect_updates(self, replies: Mapping[str, TrainReply], model: Packed, skipped: dict[str, str]) -> Updates:
+        """Write the updates into the matrix, or through one row into a file if they exceed the budget."""
         wide = Packed(widen_bfloat16(model.params), widen_bfloat16(model.buffers), model.counters)
-        size, dtype = self.layout.sizes().params, wide.params.numpy().dtype
+        size, dtype = self.layout.sizes().params, wide.params.dtype
         exceeds_budget = self.budget is not None and len(replies) * size * dtype.itemsize > self.budget
-        rows = 1 if exceeds_budget else len(replies)
-        if len(self._matrix) < rows or self._matrix.shape[1] != size or self._matrix.dtype != dtype:
-            self._matrix = np.empty((rows, size), dtype)
-        if exceeds_budget:  # one after another through one row, which `collect` writes to a file
-            single = (self._make_update(reply, wide, self._matrix[0], skipped) for reply in replies.values())
-            narrow = (_match_dtypes(model, update) for update in single if update is not None)
-            return Updates.collect(narrow, self.budget, on_bad_update="skip", layout=self.layout)
-        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy releases the GIL
-            made = list(
-                pool.map(
-                    lambda reply, row: self._make_update(reply, wide, row, skipped), replies.values(), self._matrix
-                )
-            )
-        updates = [update for update in made if update is not None]
-        valid_rows = [row for row, update in enumerate(made) if update is not None]
-        deltas = self._matrix[: len(made)] if len(updates) == len(made) else self._matrix[valid_rows]
-        metrics = sorted({name for update in updates for name in update.metrics})
-        return Updates(
-            [update.client for update in updates],
-            torch.from_numpy(deltas).to(model.params.dtype),
-            [update.num_examples for update in updates],
-            _stack_rows([update.buffers for update in updates], model.buffers.dtype),
-            _stack_rows([update.counters for update in updates], model.counters.dtype),
-            {name: [update.metrics.get(name, float("nan")) for update in updates] for name in metrics},
-            domains=[str(update.domain) for update in updates],
-        )
+        num_rows = 1 if exceeds_budget else len(replies)
+        if len(self._matrix) < num_rows or self._matrix.shape[1] != size or self._matrix.dtype != dtype:
+            self._matrix = torch.empty(num_rows, size, dtype=dtype)
 
-    def _make_update(
-        self, reply: TrainReply, model: Packed, row: NDArray[Any], skipped: dict[str, str]
-    ) -> Reply | None:
+        def make_update(reply: TrainReply, row: Tensor) -> Reply | None:
+            return self._make_update(reply, wide, row, skipped)
+
+        if exceeds_budget:
+            updates = (make_update(reply, self._matrix[0]) for reply in replies.values())
+            return self._collect(updates, model, self.budget, keep=False)
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy releases the GIL
+            return self._collect(pool.map(make_update, replies.values(), self._matrix), model, None, keep=True)
+
+    def _collect(self, updates: Iterable[Reply | None], model: Packed, budget: int | None, keep: bool) -> Updates:
+        narrow = (_match_dtypes(model, update) for update in updates if update is not None)
+        return Updates.collect(narrow, budget, on_bad_update="skip", layout=self.layout, keep=keep)
+
+    def _make_update(self, reply: TrainReply, model: Packed, row: Tensor, skipped: dict[str, str]) -> Reply | None:
         """Write a client's update into its row; return None if its norm is too large."""
-        max_norm = self.requirements.max_norm
-        buffers, counters = write_delta(self.layout, reply.arrays, model, row)
+        max_norm, delta = self.requirements.max_norm, row.numpy()
+        buffers, counters = write_delta(self.layout, reply.arrays, model, delta)
         if reply.mask is not None:
-            np.multiply(row, reply.mask, out=row)  # entries that the client says it dropped do not count
-        if max_norm is not None and (norm := float(np.linalg.norm(row))) > max_norm:
+            np.multiply(delta, reply.mask, out=delta)  # entries that the client says it dropped do not count
+        if max_norm is not None and (norm := float(np.linalg.norm(delta))) > max_norm:
             skipped[reply.client] = f"its update has norm {norm:g}, more than max_norm = {max_norm:g}"
             return None
-        return Reply(
-            reply.client, torch.from_numpy(row), reply.num_examples, buffers, counters, reply.metrics, reply.domain
-        )
+        return Reply(reply.client, row, reply.num_examples, buffers, counters, reply.metrics, reply.domain)
 
 
 def digest_messages(messages: Sequence[Arrays]) -> str:
@@ -172,10 +158,6 @@ def _skip_unusual_messages(replies: dict[str, TrainReply], digests: Mapping[str,
     for client in [client for client in replies if digests.get(client) != usual]:
         skipped[client] = "the messages of its local terms differ in names, shapes or dtypes from those of most clients"
         del replies[client]
-
-
-def _stack_rows(vectors: list[Any], dtype: torch.dtype) -> torch.Tensor | None:
-    return torch.from_numpy(np.stack(vectors)).to(dtype) if vectors and vectors[0] is not None else None
 
 
 def _match_dtypes(model: Packed, update: Reply) -> Reply:
