@@ -138,9 +138,8 @@ class FairStrategy(Strategy):
             examples_key=weighted_by_key,
             max_examples=max_examples,
             max_norm=max_norm,
-            needs=tuple(
-                sorted(self.aggregator.stage.needs - {"domain"})
-            ),  # every client has a domain, if only its name
+            # Every client has a domain, if only its own name.
+            needs=tuple(sorted(self.aggregator.stage.needs - {"domain"})),
             terms=tuple(describe_terms(self.terms)),
             masked=self.settings.clients_mask,
         )
