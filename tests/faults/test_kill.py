@@ -179,7 +179,7 @@ def test_a_kill_at_any_step_of_saving_loses_nothing(tmp_path: Path) -> None:
     assert steps > 50
     chance = random.Random(1)
     once = [[at] for at in range(steps)]
-    twice = [[chance.randrange(steps // 2), chance.randrange(20)] for _ in range(15)]
+    twice = [[chance.randrange(steps // 2), chance.randrange(20)] for _ in range(6)]
     troubles = sabotage(tmp_path, once + twice)
     assert troubles == ""
     for plan in once + twice:
