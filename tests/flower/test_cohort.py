@@ -115,6 +115,7 @@ def send_prototypes(features: int, classes: int = 3) -> Callable[[Message], list
     return spoil
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "spoil", "words"),
     [
@@ -152,6 +153,7 @@ def test_the_first_prototypes_do_not_set_the_shape_for_all_clients(method, spoil
     assert tuple(strategy.state.terms[0].shared["prototypes"].shape) == (3, 36)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "case"),
     [

@@ -63,6 +63,7 @@ def test_a_method_that_validates_needs_held_out_examples(served):
         served(method="fedga")
 
 
+@pytest.mark.slow
 def test_a_method_that_validates_trains_with_examples_held_out(served):
     from fair_digits import client_app
     from fair_digits.task import describe_experiment
@@ -105,6 +106,7 @@ def test_the_summary_of_many_clients_handles_rounds_without_replies(silent, monk
     assert (found["numbers kept per client"] is None) == (silent == 1)
 
 
+@pytest.mark.slow
 def test_masks_on_many_clients_cost_the_server_four_numbers_each(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(FOLDER.parent / "many_clients"))
     from many_clients import client_app, server_app

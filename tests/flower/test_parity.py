@@ -20,30 +20,28 @@ def simulated(sites: Sites):
     return done[-1][0], [record for _, record in done]
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "fedavg",
-        "uniform",
-        "fedheal",
-        "fedheal:variant=released",
-        "fedheal:fael=exact",
-        "fedprox+afl",
-        "fedavg+qffl",
-        "fedfv",
-        "scaffold+fedheal",
-        "feddyn",
-        "moon",
-        "fedproto",
-        "fedproc+fphl",
-        "ditto",
-        "fedbn",
-        "fpl",
-        "fedheal:per_domain=true",
-        "fedheal:soft=true",
-        "fphl:forget=0.1",
-    ],
+QUICK = ("fedheal", "scaffold+fedheal", "fedproto")
+SLOW = (
+    "fedavg",
+    "uniform",
+    "fedheal:variant=released",
+    "fedheal:fael=exact",
+    "fedprox+afl",
+    "fedavg+qffl",
+    "fedfv",
+    "feddyn",
+    "moon",
+    "fedproc+fphl",
+    "ditto",
+    "fedbn",
+    "fpl",
+    "fedheal:per_domain=true",
+    "fedheal:soft=true",
+    "fphl:forget=0.1",
 )
+
+
+@pytest.mark.parametrize("method", [*QUICK, *(pytest.param(method, marks=pytest.mark.slow) for method in SLOW)])
 def test_the_model_matches_the_simulator(method):
     sites = Sites(method=method)
     state, records = simulated(sites)
@@ -59,6 +57,7 @@ def test_the_model_matches_the_simulator(method):
             assert ours.clients == pytest.approx(theirs.clients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method"),
     [
@@ -83,6 +82,7 @@ def test_half_precision_models_match_the_simulator(model, method):
         assert len(strategy.history[-1].weights) == len(sites.names)
 
 
+@pytest.mark.slow
 def test_masks_on_the_clients_give_the_same_model_with_a_handful_of_numbers_on_the_server():
     sites = Sites(method="fedheal:tau=0.6", rounds=6)
     state, _ = simulated(sites)

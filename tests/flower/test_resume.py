@@ -40,17 +40,19 @@ def run_until_killed(sites, number: int, kind: str, **settings):
         strategy.start(sites.grid(spoil), sites.initial, num_rounds=sites.experiment.rounds)
 
 
+SLOW_CASES = [
+    ("fedheal", "train"),
+    ("fedavg+afl", "evaluate"),
+    ("scaffold+fedheal", "evaluate"),
+    ("feddyn", "train"),
+    ("moon", "evaluate"),
+    ("fedproto", "train"),
+]
+
+
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [
-        ("fedheal", "train"),
-        ("fedavg+afl", "evaluate"),
-        ("scaffold+fedheal", "train"),
-        ("scaffold+fedheal", "evaluate"),
-        ("feddyn", "train"),
-        ("moon", "evaluate"),
-        ("fedproto", "train"),
-    ],
+    [("scaffold+fedheal", "train"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
 def test_a_killed_run_resumes_to_the_same_model(method, kind, tmp_path):
     sites = Sites(tmp_path / "sites", method=method, rounds=4)
@@ -69,6 +71,7 @@ def test_a_killed_run_resumes_to_the_same_model(method, kind, tmp_path):
     assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
 
 
+@pytest.mark.slow
 def test_masks_on_clients_survive_a_new_run(tmp_path):
     sites = Sites(tmp_path / "sites", method="fedheal:tau=0.6", rounds=4)
     keys = {"tau": 0.6, "placement": "client", "model": sites.federation.local_training.layout}
@@ -80,6 +83,7 @@ def test_masks_on_clients_survive_a_new_run(tmp_path):
     assert torch.equal(part.state.model.params, whole.state.model.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["folder", "context"])
 def test_clients_do_not_reuse_the_state_of_an_earlier_federation(where, tmp_path):
     sites = Sites(tmp_path / "sites" if where == "folder" else None, method="scaffold", rounds=4)
@@ -143,6 +147,7 @@ def test_more_rounds_continue_from_the_last(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 4
 
 
+@pytest.mark.slow
 def test_a_resumed_federation_drops_the_result_of_fewer_rounds(tmp_path):
     sites = Sites(rounds=4)
     sites.strategy(folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=2)
@@ -206,6 +211,7 @@ def test_a_damaged_newest_checkpoint_costs_one_round(tmp_path, caplog):
     assert torch.equal(strategy.state.model.params, Sites(rounds=4).run().state.model.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 2])
 def test_half_a_line_left_by_a_kill_is_cut_on_resume(before, tmp_path):
     """The server died while it wrote the line of the next round, the first one or a later one."""
@@ -221,6 +227,7 @@ def test_half_a_line_left_by_a_kill_is_cut_on_resume(before, tmp_path):
     assert torch.equal(strategy.state.model.params, whole.state.model.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scaffold", "ditto"])
 def test_clients_go_back_with_a_server_that_lost_a_checkpoint(method, tmp_path, caplog):
     sites = Sites(tmp_path / "sites", method=method, rounds=5)
@@ -233,6 +240,7 @@ def test_clients_go_back_with_a_server_that_lost_a_checkpoint(method, tmp_path, 
     assert torch.equal(strategy.state.model.params, Sites(method=method, rounds=5).run().state.model.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scaffold", "fedprox", "fedheal"])
 def test_a_client_that_lost_its_state_warns_if_its_method_needs_one(method, tmp_path, caplog):
     sites = Sites(tmp_path / "sites", method=method, rounds=3)

@@ -204,6 +204,7 @@ def test_central_evaluation_is_called_as_flower_calls_it():
     assert result.evaluate_metrics_serverapp[2]["accuracy"] == 0.2
 
 
+@pytest.mark.slow
 def test_fedheal_does_not_import_flower_and_says_how_to_install_it():
     code = "import sys, fedheal, fedheal.cli\nassert 'flwr' not in sys.modules\n"
     code += "sys.modules['flwr'] = None\nimport fedheal.flower"
