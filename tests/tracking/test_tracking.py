@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,8 @@ def record(number: int) -> RoundRecord:
     if number % 2 == 0:
         return plain
     domains, clients = {"plain": 60.0 + number, "dark": 40.0 - number}, {"plain-0": 61.0, "dark/é?": 30.0}
-    return replace(
-        plain, domains=domains, clients=clients, fairness=fairness(domains), client_fairness=fairness(clients)
-    )
+    evenness = {"fairness": fairness(domains), "client_fairness": fairness(clients)}
+    return plain.model_copy(update={"domains": domains, "clients": clients, **evenness})
 
 
 def records(last: int, first: int = 1) -> list[RoundRecord]:

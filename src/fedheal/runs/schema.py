@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
 
 REPORT_NUMBERS = ("kept", "distance", "kept_by_tensor")  # parts of an aggregator's report that map names to numbers
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class _Record(BaseModel):
@@ -148,14 +150,19 @@ def check_result(summary: Mapping[str, Any], required: Collection[str] | None = 
                 raise ValueError(_explain(problem)) from None
 
 
-def parse_round(record: Mapping[str, Any]) -> RoundRecord:
-    """Return a round's record, or raise ValueError that names the field which has the wrong type."""
+def parse_model(model: type[Model], fields: Mapping[str, Any]) -> Model:
+    """Return a model, or raise ValueError with one sentence about the first field that is wrong."""
     try:
-        parsed = RoundRecord.model_validate(record)
+        return model.model_validate(fields)
     except ValidationError as error:
         raise ValueError(_explain(error.errors(include_url=False)[0])) from None
-    _check_report(parsed.report)
-    return parsed
+
+
+def parse_round(fields: Mapping[str, Any]) -> RoundRecord:
+    """Return a round's record, or raise ValueError if a field has the wrong type."""
+    record = parse_model(RoundRecord, fields)
+    _check_report(record.report)
+    return record
 
 
 def dump_json(value: Mapping[str, Any], name: str, indent: int | None = None) -> str:
@@ -174,7 +181,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     if problem["type"] == "too_short":
-        return f"{field} must not be empty"
+        return f"{field} must have at least {problem['ctx']['min_length']} items"
     return f"{field} must be {problem['msg'].removeprefix('Input should be ')}, got {reprlib.repr(problem['input'])}"
 
 
