@@ -8,7 +8,8 @@ from fedheal import methods
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate import registry as stages
 from fedheal.core.checks import check_among
-from fedheal.flower.strategy import PLACEMENTS, FairStrategy
+from fedheal.flower.settings import PLACEMENTS
+from fedheal.flower.strategy import FairStrategy
 from fedheal.methods import Method
 
 
