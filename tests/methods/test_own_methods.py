@@ -16,15 +16,16 @@ from fedheal.aggregate import Aggregator, chain, reduce
 from fedheal.aggregate.registry import STAGES
 from fedheal.cli import app
 from fedheal.local.fedprox import Proximal
+from fedheal.runs.folder import read_rounds
 from tiny_data import quick, words
 
 MINE = """
 from fedheal.aggregate import Aggregator, chain
-from fedheal.aggregate.presets import reducer
+from fedheal.aggregate.presets import get_reducer
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.stages import STAGES
-from fedheal.aggregate.state import Nothing
-from fedheal.local.proximal import Proximal
+from fedheal.aggregate.registry import STAGES
+from fedheal.core.state import Nothing
+from fedheal.local.fedprox import Proximal
 from fedheal.methods import Local, get
 
 NUMBER = 3
@@ -39,7 +40,7 @@ def fixed():
     return Proximal(0.1)
 
 def average(fair: bool = False, variant: str = "paper"):
-    return Aggregator(STAGES["uniform"]() if fair else chain(), reducer(variant))
+    return Aggregator(STAGES["uniform"]() if fair else chain(), get_reducer(variant))
 
 def whole(mu: float = 0.01, times: int = 1):
     return get("fedprox+fedheal", mu=mu * times)
@@ -116,7 +117,7 @@ def test_a_part_of_ones_own_does_what_the_table_s_does_to_the_bit(name: str, sam
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "short", "spelled"),
+    ("name", "keys", "short", "full_name"),
     [
         ("mine:even", {}, "fedavg+mine:even", "fedavg+mine:even"),
         ("mine:pull", {}, "mine:pull", "mine:pull:mu=0.1"),
@@ -126,17 +127,17 @@ def test_a_part_of_ones_own_does_what_the_table_s_does_to_the_bit(name: str, sam
         ("mine:whole", {"times": "3"}, "mine:whole:times=3", "mine:whole:mu=0.01,times=3"),
     ],
 )
-def test_it_has_one_name_like_any_other(name: str, keys: dict[str, Any], short: str, spelled: str) -> None:
+def test_it_has_one_name_like_any_other(name: str, keys: dict[str, Any], short: str, full_name: str) -> None:
     found = methods.get(own(name), **keys)
-    assert (found.name, found.spelled) == (own(short), own(spelled))
-    assert methods.get(found.spelled).name == methods.get(found.name).name == found.name
+    assert (found.name, found.full_name) == (own(short), own(full_name))
+    assert methods.get(found.full_name).name == methods.get(found.name).name == found.name
 
 
 def test_values_are_what_the_function_returned() -> None:
     found = methods.get(own("mine:pull:mu=0.5+mine:even"))
     assert found.local == (Proximal(0.5),)
     assert found.aggregator.stage.gives == STAGES["uniform"]().gives
-    assert methods.parameters(own("mine:whole")) == {"mu": 0.01, "times": 1}
+    assert methods.get(own("mine:whole")).parameters == {"mu": 0.01, "times": 1}
 
 
 @pytest.mark.parametrize(
@@ -148,9 +149,9 @@ def test_values_are_what_the_function_returned() -> None:
         ("mine:number", "returned a int, not a Stage"),
         ("mine:NUMBER", "has no function 'NUMBER'"),
         ("mine:absent", "has no function 'absent'"),
-        ("mine:broken", "ended with KeyError: 2"),
+        ("mine:broken", "raised KeyError: 2"),
         ("mine:plain:k=3", "k = 3: use 1 or 2"),
-        ("mine:plain:k=1.5", "k = 1.5: a whole number is needed"),
+        ("mine:plain:k=1.5", "k = 1.5: use a whole number"),
         ("mine:whole:time=1", "no parameter 'time'.*did you mean 'times'"),
         ("mine:pull:mu", "should be key=value"),
         ("mine:average+uniform", "is a method of its own and takes no stage"),
@@ -184,11 +185,11 @@ def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         fedheal.run(quick(method=own(name)), tmp_path / "one", progress=False)
-    assert fedheal.records.read_rounds(tmp_path / "one") == []
+    assert read_rounds(tmp_path / "one") == []
     (tmp_path / "one" / "rounds.jsonl").write_text('{"round": 1, "coh')  # as a kill within the first line leaves it
     fedheal.run(quick(), tmp_path / "one", progress=False)  # another experiment: the first has left nothing
     assert fedheal.Experiment.read(tmp_path / "one" / "experiment.toml").identity == quick().identity
-    assert [record["round"] for record in fedheal.records.read_rounds(tmp_path / "one")] == [1, 2, 3]
+    assert [record["round"] for record in read_rounds(tmp_path / "one")] == [1, 2, 3]
 
 
 def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def main(grid: Grid, context: Context) -> None:
 
 def placed_on_clients(method: str, **settings: Any) -> FairStrategy:
     """FedHEAL as `method` describes it, with FPHL's mask on the sites; no other method can be placed there."""
-    keys = {k: v for k, v in methods.parameters(method).items() if k in ("tau", "beta", "variant", "fphl", "fael")}
+    parameters = methods.get(method).parameters
+    keys = {k: v for k, v in parameters.items() if k in ("tau", "beta", "variant", "fphl", "fael")}
     if "tau" not in keys or methods.get("fedheal", **keys).name != method:
         raise ValueError(
             f"placement = 'client' with method = '{method}': use 'fedheal', with tau, beta or fael if you like"

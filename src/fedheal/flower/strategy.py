@@ -21,9 +21,10 @@ from torch import nn
 
 from fedheal import methods
 from fedheal.aggregate import Aggregator
+from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.aggregate.reduce import finite
 from fedheal.aggregate.server_optimizer import Server, check_plain
-from fedheal.core.checks import check_among, check_count, check_share, check_switch
+from fedheal.core.checks import check_among, check_count, check_switch
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
@@ -99,7 +100,7 @@ class FairStrategy(Strategy):
         budget: int | None = None,
         server: Server | None = None,
         placement: str = "server",
-        tau: float = 0.3,
+        tau: float = TAU.default,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
@@ -113,7 +114,7 @@ class FairStrategy(Strategy):
         check_among("placement", placement, PLACEMENTS)
         if placement == "client":
             check_placed(whole)
-        check_share("tau", tau)
+        TAU.check(tau)
         check_count("seed", seed)
         check_switch("roll_call", roll_call)
         check_switch("resume", resume)
@@ -124,7 +125,7 @@ class FairStrategy(Strategy):
         _check_least("clients", 1, clients)
         _check_least("budget", 0, budget)
         self.name, self.terms, self.seed = name or whole.name, whole.local, seed
-        self.algorithm = whole.spelled or whole.name
+        self.algorithm = whole.full_name
         self.aggregator = replace(whole.aggregator, on_bad_update="skip")
         self.server = server or Server()
         for term in self.terms:

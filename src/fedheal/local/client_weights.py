@@ -10,9 +10,17 @@ import math
 
 from torch import Tensor
 
+from fedheal.core.parameter import Parameter
 from fedheal.local.term import Arrays, ServerContext
 
 PREFIX = "q."
+FAIR_CONTROLS = Parameter(
+    "fair_controls",
+    description="what weighs the controls: uniform, or p, the average's weights",
+    source="the original rules",
+    default="uniform",
+    choices=("uniform", "p"),
+)
 
 
 def remembered(shared: Arrays) -> dict[str, Tensor]:

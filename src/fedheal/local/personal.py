@@ -20,16 +20,32 @@ from torch import nn
 
 from fedheal.core.arrays import Floats, normalised
 from fedheal.core.layout import Layout, Packed
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.client_weights import PREFIX, brought, remembered
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
+DITTO_LAM = Parameter(
+    "lam",
+    description="pull of the personal model towards the received one",
+    source="Li et al. 2021, released script",
+    default=1.0,
+    ge=0,
+)
+DITTO_FEEDBACK = Parameter(
+    "feedback",
+    description="broadcast the personal models' average",
+    source="ours: W stays FedAvg's; the FedHEAL paper leaves it open",
+    default=False,
+)
 
+
+@declare_parameters(DITTO_LAM, DITTO_FEEDBACK)
 @dataclass(frozen=True)
 class Ditto(Term):
-    """A second model per client, as long to train as the first."""
+    """Li et al. 2021: a personal model per client; their average is evaluated (feedback: and broadcast)."""
 
-    lam: float = 1.0
-    feedback: bool = False
+    lam: float = DITTO_LAM.default
+    feedback: bool = DITTO_FEEDBACK.default
 
     @property
     def needs_plain_server(self) -> str:
@@ -78,9 +94,10 @@ def _mean(vectors: Sequence[torch.Tensor], u: Floats) -> torch.Tensor:
     return made
 
 
+@declare_parameters()
 @dataclass(frozen=True)
 class LocalNorm(Term):
-    """FedBN."""
+    """Li et al. 2021: normalisation layers stay with the client (a personalised row)."""
 
     personalised: bool = True
 

@@ -23,15 +23,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedheal.core.layout import Layout, Packed
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.finch import finch
 from fedheal.local.term import Arrays, Batch, Context, ServerContext, Term
+
+PROTO_WEIGHTS = Parameter(
+    "proto_weights",
+    description="what averages prototypes: uniform, count (samples of the class) or p (the average's weights)",
+    source="released code of Tan et al. 2022, whose text says count; MarsFL",
+    default="uniform",
+    choices=("uniform", "count", "p"),
+)
 
 
 @dataclass(frozen=True)
 class Prototypes(Term):
     """Collecting and averaging prototypes; what they are used for is a subclass's `pulled`."""
 
-    proto_weights: str = "uniform"
+    proto_weights: str = PROTO_WEIGHTS.default
     features: bool = True
     sends: tuple[str, ...] = ("prototypes", "known", "clusters", "owner")
 
@@ -62,12 +71,24 @@ class Prototypes(Term):
         return aggregated, _averaged(messages, kept, self.proto_weights, ctx)
 
 
+FEDPROC_TEMPERATURE = Parameter(
+    "temperature", description="of the contrast", source="MarsFL, which has none", default=1.0, gt=0
+)
+FIRST_ROUND_CE = Parameter(
+    "first_round_ce",
+    description="train on cross-entropy until there are prototypes",
+    source="ours: published, nothing is learnt then",
+    default=True,
+)
+
+
+@declare_parameters(FEDPROC_TEMPERATURE, FIRST_ROUND_CE, PROTO_WEIGHTS)
 @dataclass(frozen=True)
 class FedProc(Prototypes):
-    """Prototypical contrast, handing over to cross-entropy."""
+    """Mu et al. 2023: prototypical contrast that hands over to cross-entropy."""
 
-    temperature: float = 1.0
-    first_round_ce: bool = True
+    temperature: float = FEDPROC_TEMPERATURE.default
+    first_round_ce: bool = FIRST_ROUND_CE.default
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         alpha = 1 - (ctx.round - 1) / max(ctx.rounds - 1, 1)
@@ -86,11 +107,21 @@ class FedProc(Prototypes):
         return pull
 
 
+FEDPROTO_LAM = Parameter(
+    "lam",
+    description="pull towards the prototypes",
+    source="Tan et al. 2022 for MNIST and FEMNIST; CIFAR-10: 0.1; MarsFL: 2",
+    default=1.0,
+    ge=0,
+)
+
+
+@declare_parameters(FEDPROTO_LAM, PROTO_WEIGHTS)
 @dataclass(frozen=True)
 class FedProto(Prototypes):
-    """Features pulled to the global prototypes."""
+    """Tan et al. 2022, with a shared model: features pulled to the global class prototypes."""
 
-    lam: float = 1.0
+    lam: float = FEDPROTO_LAM.default
 
     def pulled(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
         known = _known(ctx)
@@ -100,11 +131,21 @@ class FedProto(Prototypes):
         return self.lam * (gap**2).mean()
 
 
+FPL_TEMPERATURE = Parameter(
+    "temperature",
+    description="of the contrast",
+    source="Huang et al. 2023, released code; MarsFL: 0.2",
+    default=0.02,
+    gt=0,
+)
+
+
+@declare_parameters(FPL_TEMPERATURE)
 @dataclass(frozen=True)
 class FPL(Prototypes):
-    """Cluster prototypes for contrast, their mean for consistency."""
+    """Huang et al. 2023: cluster prototypes by FINCH for contrast, their mean for consistency."""
 
-    temperature: float = 0.02
+    temperature: float = FPL_TEMPERATURE.default
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         super().prepare(ctx, start)

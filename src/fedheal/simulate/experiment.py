@@ -19,7 +19,7 @@ from torch import nn
 from fedheal import data as datasets
 from fedheal import methods, models
 from fedheal.aggregate.server_optimizer import USUAL, Server, check_plain
-from fedheal.core.errors import suggestion
+from fedheal.core.errors import suggest
 from fedheal.core.layout import Layout
 from fedheal.core.rng import derive
 from fedheal.data.augment import normalised
@@ -29,7 +29,6 @@ from fedheal.data.partition import Client, partition
 from fedheal.engine.precision import precision_of
 from fedheal.engine.serial import LocalTraining, Training, seeded, smallest_batch
 from fedheal.methods import Method
-from fedheal.methods.grammar import parts_of, without
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import FREE
 from fedheal.simulate.model_checks import check_judges, check_model, check_trains
@@ -124,12 +123,10 @@ class Experiment(BaseModel):
         method = own.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
             usual = {key: protocol[key] for key in protocol.keys() - cls.model_fields.keys()}
-            own["method"] = _with_parameters(method, _unsaid(method, usual) | rest).spelled
+            own["method"] = _complete_method(method, usual, rest).full_name
         elif rest:
-            raise ValueError(
-                f"unknown field '{next(iter(rest))}'{suggestion(next(iter(rest)), list(cls.model_fields))}"
-            )
-        elif isinstance(method, Method) and not method.spelled and methods.known(method.name):
+            raise ValueError(f"unknown field '{next(iter(rest))}'{suggest(next(iter(rest)), list(cls.model_fields))}")
+        elif isinstance(method, Method) and not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' is another one here: give yours a name of its own")
         server = USUAL.get(str(own.get("server_optimizer", "sgd")), {})
         usual = {f"server_{name}": value for name, value in server.items()}
@@ -159,7 +156,7 @@ class Experiment(BaseModel):
         """Plain values; what is not set is left out, since TOML has no null."""
         values = {key: getattr(self, key) for key in type(self).model_fields}
         if isinstance(self.method, Method):
-            values["method"] = self.method.spelled or self.method.name
+            values["method"] = self.method.full_name
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
 
     def to_toml(self) -> str:
@@ -181,12 +178,10 @@ def _yielding(file: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
     """The file without the method's parameters that words say: it may have them in the method's name, and words likewise."""
     there, instead = file.get("method"), said.get("method")
     if isinstance(instead, str):
-        named = {
-            key for part in parts_of(instead, methods.PARTS) for key in part.given
-        } - Experiment.model_fields.keys()
+        named = {key for part in methods.parse(instead) for key in part.explicit} - Experiment.model_fields.keys()
         return {key: value for key, value in file.items() if key not in named}
     if isinstance(there, str) and (keys := said.keys() - Experiment.model_fields.keys()):
-        return file | {"method": without(there, keys, methods.PARTS)}
+        return file | {"method": "+".join(part.unset(keys).format_explicit() for part in methods.parse(there))}
     return file
 
 
@@ -343,9 +338,7 @@ def clients_of(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
     for key in ("only", "without"):
         unknown = sorted(set(getattr(experiment, key)) - known)
         if unknown:
-            raise ValueError(
-                f"{key} names '{unknown[0]}'{suggestion(unknown[0], sorted(known))}; the domains are {names}"
-            )
+            raise ValueError(f"{key} names '{unknown[0]}'{suggest(unknown[0], sorted(known))}; the domains are {names}")
     if not any(takes_part(experiment, c) for c in clients):
         raise ValueError(
             f"only = {list(experiment.only)} and without = {list(experiment.without)} leave no client to train"
@@ -379,7 +372,7 @@ def _shares(experiment: Experiment, domains: Domains, usual: dict[str, int]) -> 
 def _refuse_unknown(field: str, said: Mapping[str, Any], names: Mapping[str, Any]) -> None:
     for name in said:
         if name not in names:
-            raise ValueError(f"{field} names '{name}'{suggestion(name, list(names))}; the domains are {list(names)}")
+            raise ValueError(f"{field} names '{name}'{suggest(name, list(names))}; the domains are {list(names)}")
 
 
 def per_domain(field: str, said: Any, kind: type[int] | type[float]) -> Any:
@@ -429,23 +422,25 @@ def _taken(domain: Domain, indices: torch.Tensor, device: torch.device) -> Split
     return Split(split.images.to(device), split.labels.to(device))
 
 
-def _unsaid(method: str, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a data set's usual parameters of FedHEAL that the method's name does not say; others may share their names."""
-    known = methods.parameters(method) if usual else {}
-    own = {key for key in usual if key in known and isinstance(known[key], float)}
-    return {key: usual[key] for key in own if not re.search(rf"[:,]\s*{key}\s*=", method)}
+def _complete_method(name: str, usual: Mapping[str, Any], keys: Mapping[str, Any]) -> Method:
+    """Return the method with these keys, and with the data set's usual parameters of FedHEAL that neither gives.
 
-
-def _with_parameters(method: str, rest: Mapping[str, Any]) -> Method:
-    """The method with what is left of the keys; a mistyped key may have meant a field or a parameter."""
-    known = [*Experiment.model_fields, *methods.parameters(method)]
-    for key in rest:
-        if key not in methods.parameters(method):
-            takes = ", ".join(methods.parameters(method)) or "none"
+    Raise ValueError if a key is no parameter: it may have meant a field.
+    """
+    method = methods.get(name)
+    for key in keys:
+        if key not in method.parameters:
+            known = [*Experiment.model_fields, *method.parameters]
+            takes = ", ".join(method.parameters) or "none"
             raise ValueError(
-                f"unknown field '{key}'{suggestion(key, known)}; the parameters of method '{method}' are: {takes}"
+                f"unknown field '{key}'{suggest(key, known)}; the parameters of method '{name}' are: {takes}"
             )
-    return methods.get(method, **rest)
+    explicit = {key for part in method.parts for key in part.explicit}
+    # Other methods' parameters may share a name: FedFV's tau is a number of rounds.
+    missing = {
+        key: usual[key] for key in usual if isinstance(method.parameters.get(key), float) and key not in explicit
+    }
+    return methods.get(name, **missing, **keys) if missing or keys else method
 
 
 def overridden(words: Sequence[str]) -> dict[str, Any]:

@@ -207,14 +207,14 @@ def check_owner(folder: Path, experiment: Experiment) -> None:
     own = method == experiment.to_dict()["method"]
     if own:
         there["method"] = experiment.method
-    if not (own or methods.known(str(method))) or Experiment.of(there).identity != experiment.identity:
+    if not (own or methods.is_known(str(method))) or Experiment.of(there).identity != experiment.identity:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
 def own_of(experiment: Experiment) -> dict[str, Any]:
     """What can be seen of a method whose name does not say everything; empty where it does."""
     method = experiment.resolved_method
-    return {"own": outline([method.local, method.aggregator, method.training])} if method.own else {}
+    return {"own": outline([method.local, method.aggregator, method.training])} if method.is_custom else {}
 
 
 def _warn_of_change(folder: Path, before: Any, now: Mapping[str, Any]) -> None:

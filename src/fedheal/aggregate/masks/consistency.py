@@ -57,7 +57,7 @@ class ConsistencyState(State):
         return cls(clients, n, counts, json["sign"])
 
 
-def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
+def consistency(tau: float, variant: str) -> Stage:
     """The stage that gives FPHL's mask."""
     limit = exact(tau)
     thresholds, sign = _RULES[variant]

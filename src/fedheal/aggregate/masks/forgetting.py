@@ -53,7 +53,7 @@ class ForgettingState(State):
         return cls(clients, n, counts, json["sign"])
 
 
-def forgetting(gamma: float, tau: float = 0.3, variant: str = "paper", soft: bool = False) -> Stage:
+def forgetting(gamma: float, tau: float, variant: str, soft: bool) -> Stage:
     """The stage that gives the mask of faded counts, soft if asked for (`soft.py`)."""
     past = variant == "released"
     sign, left = -1 if past else 1, 1 - gamma

@@ -94,7 +94,7 @@ def by_client(rule: Rule) -> Stage:
     return Stage(lambda layout: rule.start, apply, rule.needs)
 
 
-def momentum(beta: float = 0.4, per_step: bool = False) -> Rule:
+def momentum(beta: float, per_step: bool) -> Rule:
     """The paper's rule."""
 
     def follow(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, Followed]:
@@ -127,7 +127,7 @@ def redistributed(p: Floats, dp: Floats, warm: Floats) -> Floats:
     return np.asarray(mass * v / v.sum())
 
 
-def cumulative(beta: float = 0.4, per_step: bool = False) -> Rule:
+def cumulative(beta: float, per_step: bool) -> Rule:
     """The rule of the released code. Newcomers start at 1, whatever their examples."""
 
     def follow(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, Followed]:

@@ -26,9 +26,17 @@ from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.inner_products import gram_matrix
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats, Integers, normalised
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import Arrays, Json, State, expect, kind, read_columns, write_columns
 
 FLOOR = 1e-3
+FEDCE_MODE = Parameter(
+    "mode",
+    description="times or plus: how both contributions combine",
+    source="Jiang et al. 2023",
+    default="times",
+    choices=("times", "plus"),
+)
 
 
 @kind("fedce")
@@ -50,10 +58,12 @@ class FedCEState(State):
         return cls(clients, *read_columns(arrays, len(clients), "n", "cosines", "e"))
 
 
-def fedce(mode: str = "times") -> Stage:
-    """The stage: needs the mean accuracy, on a client's validation data, of the model without it, and over how many rounds."""
-    if mode not in ("times", "plus"):
-        raise ValueError(f"mode = {mode!r}: use 'times' or 'plus'")
+@declare_parameters(FEDCE_MODE)
+def fedce(mode: str = FEDCE_MODE.default) -> Stage:
+    """Jiang et al. 2023: weight by estimated contribution. Needs validation data.
+
+    The stage needs the mean accuracy, on a client's validation data, of the model without it, and over how many rounds.
+    """
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedCEState)

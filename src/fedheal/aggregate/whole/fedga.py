@@ -22,8 +22,17 @@ from fedheal.aggregate.client_index import enrol, extended, uniform_start
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats, Integers
-from fedheal.core.checks import check_share
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import Arrays, Json, State, expect, kind, read_columns, write_columns
+
+FEDGA_S0 = Parameter(
+    "s0",
+    description="first step of the weights; it falls linearly",
+    source="Zhang et al. 2023",
+    default=0.2,
+    ge=0,
+    le=1,
+)
 
 
 @kind("fedga")
@@ -47,9 +56,12 @@ class FedGAState(State):
         return cls(json["rounds"], clients, *read_columns(arrays, len(clients), "a", "sent", "last"))
 
 
-def fedga(s0: float = 0.2) -> Stage:
-    """The stage: needs the validation losses of the model received and of the model sent, and how far the run was then."""
-    check_share("s0", s0)
+@declare_parameters(FEDGA_S0)
+def fedga(s0: float = FEDGA_S0.default) -> Stage:
+    """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data.
+
+    The stage needs the validation losses of the model received and of the model sent, and how far the run was then.
+    """
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedGAState)

@@ -43,11 +43,27 @@ from fedheal.aggregate.kernels.drop import add_undropped
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.weights.distance import redistributed, relative
 from fedheal.core.arrays import Floats, Integers, normalised
-from fedheal.core.checks import check_share
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import Arrays, Json, State, expect, kind, nested, read_columns, unnested, write_columns
 
 TINY = 1e-10
 ROUNDING = 1e-9  # so that a share of entries that is whole but for rounding counts as whole
+FEDPW_BETA = Parameter(
+    "beta",
+    description="how fast weights follow loss and alignment",
+    source="Guan et al. 2025, released code",
+    default=0.3,
+    ge=0,
+    le=1,
+)
+FEDPW_RHO = Parameter(
+    "rho",
+    description="mean share of entries dropped, and stressed",
+    source="Guan et al. 2025, released code",
+    default=0.3,
+    ge=0,
+    le=1,
+)
 
 
 @kind("fading")
@@ -90,10 +106,9 @@ class FedPWState(State):
         return cls(json["rounds"], clients, *rules)
 
 
-def parameter_wise(beta: float = 0.3, rho: float = 0.3) -> Stage:
-    """The stage that gives FedPW's step; it stands alone."""
-    check_share("beta", beta)
-    check_share("rho", rho)
+@declare_parameters(FEDPW_BETA, FEDPW_RHO)
+def parameter_wise(beta: float = FEDPW_BETA.default, rho: float = FEDPW_RHO.default) -> Stage:
+    """Guan et al. 2025, FedHEAL's successor: weights by loss and alignment, small entries dropped, agreed ones stressed."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedPWState)
