@@ -21,14 +21,18 @@ from fedheal.aggregate.whole import fedga as adjustment
 from fedheal.core.checks import check_not_negative, check_positive, check_switch
 from fedheal.core.errors import suggestion
 from fedheal.core.parameter import Parameter, described
-from fedheal.local.feddyn import Dynamic
-from fedheal.local.fedprox import Proximal
-from fedheal.local.moon import Contrastive
-from fedheal.local.personal import Ditto, LocalNorm
-from fedheal.local.prototypes import FPL, FedProc, FedProto
-from fedheal.local.scaffold import ControlVariates
+from fedheal.local.ditto import Ditto
+from fedheal.local.fedbn import FedBN
+from fedheal.local.fedce import FedCE
+from fedheal.local.feddyn import FedDyn
+from fedheal.local.fedga import FedGA
+from fedheal.local.fedproc import FedProc
+from fedheal.local.fedproto import FedProto
+from fedheal.local.fedprox import FedProx
+from fedheal.local.fpl import FPL
+from fedheal.local.moon import Moon
+from fedheal.local.scaffold import Scaffold
 from fedheal.local.term import Term
-from fedheal.local.validated import Gaps, LeaveOneOut
 from fedheal.methods.grammar import Part, parts_of
 
 PROTO_WEIGHTS = ("uniform", "count", "p")
@@ -73,7 +77,7 @@ def fedprox(
     """Li et al. 2020: CE + mu/2 |w - W|^2. preset=group: mu = 1e-4, the effective value of the paper's group's code."""
     _preset(preset, mu=(mu, 0.01))
     check_not_negative("mu", mu)
-    return Local((Proximal(1e-4 if preset == "group" else mu),))
+    return Local((FedProx(1e-4 if preset == "group" else mu),))
 
 
 def scaffold(
@@ -97,9 +101,9 @@ def scaffold(
     check_not_negative("clip", clip)
     check_positive("eta_g", eta_g)
     if preset == "group":
-        term = ControlVariates(option, 0.25, fair_controls, 100.0)
+        term = Scaffold(option, 0.25, fair_controls, 100.0)
         return Local((term,), uniform=True, training={"momentum": 0.0, "weight_decay": 0.0})
-    return Local((ControlVariates(option, eta_g, fair_controls, clip or None),), uniform=True)
+    return Local((Scaffold(option, eta_g, fair_controls, clip or None),), uniform=True)
 
 
 def moon(
@@ -111,7 +115,7 @@ def moon(
     """Li, He and Song 2021: features near the global net's, far from the client's previous net's."""
     check_not_negative("mu", mu)
     check_positive("temperature", temperature)
-    return Local((Contrastive(mu, temperature),))
+    return Local((Moon(mu, temperature),))
 
 
 def feddyn(
@@ -134,7 +138,7 @@ def feddyn(
     check_not_negative("clip", clip)
     if preset == "group":
         return Local()
-    return Local((Dynamic(alpha, eval_model, fair_controls, clip or None),), uniform=True)
+    return Local((FedDyn(alpha, eval_model, fair_controls, clip or None),), uniform=True)
 
 
 def fedproc(
@@ -181,7 +185,7 @@ def ditto(
 
 def fedbn() -> Local:
     """Li et al. 2021: normalisation layers stay with the client (a personalised row)."""
-    return Local((LocalNorm(),))
+    return Local((FedBN(),))
 
 
 def fpl(
@@ -196,14 +200,14 @@ def fedga(
     s0: Annotated[float, Parameter("first step of the weights; it falls linearly", "Zhang et al. 2023")] = 0.2,
 ) -> Local:
     """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data."""
-    return Local((Gaps(),), aggregator=Aggregator(adjustment.fedga(s0)))
+    return Local((FedGA(),), aggregator=Aggregator(adjustment.fedga(s0)))
 
 
 def fedce(
     mode: Annotated[str, Parameter("times or plus: how both contributions combine", "Jiang et al. 2023")] = "times",
 ) -> Local:
     """Jiang et al. 2023: weight by estimated contribution. Needs validation data."""
-    return Local((LeaveOneOut(),), aggregator=Aggregator(contribution.fedce(mode)))
+    return Local((FedCE(),), aggregator=Aggregator(contribution.fedce(mode)))
 
 
 def fedfv(
