@@ -18,8 +18,8 @@ from datetime import date
 
 import torch
 
-from fedheal.engine import trainer
-from fedheal.engine.precision import numerics
+from fedheal.engine import open_engine
+from fedheal.engine.precision import use_precision
 from fedheal.simulate.experiment import Experiment, build
 from fedheal.simulate.round import Federation, initial_state, run_round
 from simulate import PROTOCOLS, domains_of
@@ -52,14 +52,14 @@ def profiled(fed: Federation, lanes: int, deterministic: bool) -> tuple[float, C
     """Seconds of a round, and by kind the seconds of its kernels and how many there are."""
     local_training = fed.local_training
     with (
-        numerics(local_training.precision, deterministic, local_training.device),
-        trainer(local_training, "lanes", lanes=lanes) as train,
+        use_precision(local_training.precision, deterministic, local_training.device),
+        open_engine(local_training, "lanes", lanes=lanes) as engine,
     ):
         state = initial_state(fed)
         for _ in range(3):
-            state, record = run_round(fed, state, train)
+            state, record = run_round(fed, state, engine)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            state, _ = run_round(fed, state, train)
+            state, _ = run_round(fed, state, engine)
             torch.cuda.synchronize()
     seconds, number = Counter[str](), Counter[str]()
     for event in seen.key_averages():

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fedheal import methods
 from fedheal.core.parameter import Parameter, get_parameters
 from fedheal.core.state import RunState, restored_state
 from fedheal.engine import serial
-from fedheal.engine.serial import ClientResult
+from fedheal.engine.serial import ClientResult, SerialEngine
 from fedheal.simulate.experiment import build
 from fedheal.simulate.round import Federation, initial_state, run_round, sample
 from tiny_data import load, quick
@@ -70,9 +71,9 @@ def federation(name: str, **keys: Any) -> Federation:
 
 def step(fed: Federation, state: RunState, order: int = 1, edit: Edit = iter) -> RunState:
     def train(model, shared, tasks):
-        return edit(serial.train(fed.local_training, model, shared, task) for task in tasks[::order])
+        return edit(SerialEngine(fed.local_training).train(model, shared, tasks[::order]))
 
-    return run_round(fed, state, train, evaluate=False)[0]
+    return run_round(fed, state, SimpleNamespace(train=train), evaluate=False)[0]
 
 
 def after(fed: Federation, rounds: int, order: int = 1) -> RunState:
@@ -131,7 +132,7 @@ def test_nothing_that_a_client_is_given_is_changed(name: str) -> None:
     replies = []
     for client in fed.clients:
         task = serial.Task(client, 3, tuple(term.slots.get(client, {}) for term in state.terms))
-        one, two = (serial.train(fed.local_training, state.model, shared, task) for _ in range(2))
+        one, two = (serial.train_client(fed.local_training, state.model, shared, task) for _ in range(2))
         assert torch.equal(one.reply.delta, two.reply.delta)
         assert one.reply.metrics == two.reply.metrics
         for left, right in ((one.slots, two.slots), (one.messages, two.messages)):

@@ -15,8 +15,8 @@ import torch
 
 import fedheal
 from fedheal import Method
+from fedheal.engine import open_engine
 from fedheal.engine.serial import Task
-from fedheal.engine.workers import trainer
 from fedheal.local.term import Term
 from fedheal.methods import get
 from fedheal.simulate.experiment import build
@@ -32,11 +32,10 @@ def bits(**keys: Any) -> dict[str, bytes]:
 
 
 def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
-    local_training = build(quick(), load(), torch.device("cpu"))
-    with trainer(local_training.local_training, 1, 1) as train:
-        replies = [
-            t.reply for t in train(initial_state(local_training).model, (), [Task("plain-1", 1), Task("dark-0", 1)])
-        ]
+    federation = build(quick(), load(), torch.device("cpu"))
+    tasks = [Task("plain-1", 1), Task("dark-0", 1)]
+    with open_engine(federation.local_training) as engine:
+        replies = [result.reply for result in engine.train(initial_state(federation).model, (), tasks)]
     assert [reply.client for reply in replies] == ["plain-1", "dark-0"]
     assert [reply.num_examples for reply in replies] == [24, 13]
 
@@ -54,18 +53,18 @@ def test_workers_answer_in_the_order_asked_for_pass_errors_on_and_end() -> None:
     model = initial_state(federation).model
     asked = ["dark-0", "plain-1", "noisy-0"]
     before = {name: value.clone() for name, value in federation.local_training.module.state_dict().items()}
-    with trainer(federation.local_training, 2, 1) as train:
-        there = [t.reply for t in train(model, (), [Task(client, 1) for client in asked])]
+    with open_engine(federation.local_training, workers=2) as engine:
+        there = [result.reply for result in engine.train(model, (), [Task(client, 1) for client in asked])]
         with pytest.raises(KeyError, match="nobody"):
-            list(train(model, (), [Task("nobody", 1)]))
+            list(engine.train(model, (), [Task("nobody", 1)]))
     assert all(
         torch.equal(value, before[name]) for name, value in federation.local_training.module.state_dict().items()
     )
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as theirs: a run sets it, the trainer for one worker takes what there is
+    torch.set_num_threads(1)  # as theirs: a run sets it; the serial engine uses the process's threads
     try:
-        with trainer(federation.local_training, 1, 1) as train:
-            here = [t.reply for t in train(model, (), [Task(client, 1) for client in asked])]
+        with open_engine(federation.local_training) as engine:
+            here = [result.reply for result in engine.train(model, (), [Task(client, 1) for client in asked])]
     finally:
         torch.set_num_threads(threads)
     assert [reply.client for reply in there] == asked
@@ -91,7 +90,7 @@ def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: 
         monkeypatch.setitem(sys.modules, "a_notebook", sys.modules[__name__])
     own = Method((term(),), get("fedavg").aggregator, "mine")
     with pytest.raises(
-        ChildProcessError, match=rf"workers = 2: no process could start .*\(.*{said}.*\): .*workers=1"
+        ChildProcessError, match=rf"workers = 2: a worker process could not start .*\(.*{said}.*\)\. .*workers=1"
     ) as raised:
         fedheal.run(quick(method=own, workers=2), progress=False)
     assert "--resume" not in str(raised.value)

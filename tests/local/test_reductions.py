@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedheal.core.state import RunState
-from fedheal.engine import serial
+from fedheal.engine.serial import SerialEngine
 from fedheal.simulate.experiment import build
 from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
@@ -18,9 +18,7 @@ def after(method: str, rounds: int, **keys: Any) -> RunState:
     fed = build(quick(**{"method": method, "model": "tiny_data:featured"} | keys), load(), torch.device("cpu"))
     state = initial_state(fed)
     for _ in range(rounds):
-        state, _ = run_round(
-            fed, state, lambda m, s, tasks: (serial.train(fed.local_training, m, s, t) for t in tasks), evaluate=False
-        )
+        state, _ = run_round(fed, state, SerialEngine(fed.local_training), evaluate=False)
     return state
 
 

@@ -15,7 +15,7 @@ from fedheal import methods
 from fedheal.aggregate import Aggregator, chain, reduce
 from fedheal.aggregate.registry import STAGES
 from fedheal.cli import app
-from fedheal.local.fedprox import Proximal
+from fedheal.local.fedprox import FedProx
 from fedheal.runs.folder import read_rounds
 from tiny_data import quick, words
 
@@ -25,7 +25,7 @@ from fedheal.aggregate.presets import get_reducer
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.registry import STAGES
 from fedheal.core.state import Nothing
-from fedheal.local.fedprox import Proximal
+from fedheal.local.fedprox import FedProx
 from fedheal.methods import Local, get
 
 NUMBER = 3
@@ -34,10 +34,10 @@ def even():
     return STAGES["uniform"]()
 
 def pull(mu: float = 0.1):
-    return Proximal(mu)
+    return FedProx(mu)
 
 def fixed():
-    return Proximal(0.1)
+    return FedProx(0.1)
 
 def average(fair: bool = False, variant: str = "paper"):
     return Aggregator(STAGES["uniform"]() if fair else chain(), get_reducer(variant))
@@ -51,10 +51,10 @@ def plain(k: int = 1):
     return Local()
 
 def needing(mu):
-    return Proximal(mu)
+    return FedProx(mu)
 
 def many(*mus):
-    return Proximal(mus[0])
+    return FedProx(mus[0])
 
 def unsayable(names: str = "a,b"):
     return Local()
@@ -135,7 +135,7 @@ def test_it_has_one_name_like_any_other(name: str, keys: dict[str, Any], short: 
 
 def test_values_are_what_the_function_returned() -> None:
     found = methods.get(own("mine:pull:mu=0.5+mine:even"))
-    assert found.local == (Proximal(0.5),)
+    assert found.local == (FedProx(0.5),)
     assert found.aggregator.stage.gives == STAGES["uniform"]().gives
     assert methods.get(own("mine:whole")).parameters == {"mu": 0.01, "times": 1}
 
@@ -220,7 +220,7 @@ def test_a_folder_says_when_a_method_of_the_same_name_has_visibly_changed(
                 raise KeyboardInterrupt
 
     def experiment(mu: float, factor: float) -> fedheal.Experiment:
-        method = fedheal.Method((Proximal(mu),), Aggregator(chain(), scaled(factor)), "mine")
+        method = fedheal.Method((FedProx(mu),), Aggregator(chain(), scaled(factor)), "mine")
         return quick(method=method, rounds=3)
 
     try:
@@ -239,7 +239,7 @@ def test_so_does_one_by_import_path_whose_code_has_changed(
     first = fedheal.run(quick(method=own("mine:fixed"), rounds=1), tmp_path / "run", progress=False)
     assert "own" in first.summary
     module = sys.modules[own("mine:fixed").partition(":")[0]]
-    monkeypatch.setattr(module, "fixed", lambda: Proximal(held))
+    monkeypatch.setattr(module, "fixed", lambda: FedProx(held))
     fedheal.run(quick(method=own("mine:fixed"), rounds=1), tmp_path / "run", resume=True, progress=False)
     assert ("was begun with another method of this name" in caplog.text) == (held != 0.1)
 

@@ -14,13 +14,17 @@ import fedheal
 from fedheal import aggregate, flower, methods
 from fedheal.aggregate.registry import STAGES
 from fedheal.core.parameter import get_parameters
-from fedheal.local.feddyn import Dynamic
-from fedheal.local.fedprox import Proximal
-from fedheal.local.moon import Contrastive
-from fedheal.local.personal import Ditto, LocalNorm
-from fedheal.local.prototypes import FPL, FedProc, FedProto
-from fedheal.local.scaffold import ControlVariates
-from fedheal.local.validated import Gaps, LeaveOneOut
+from fedheal.local.ditto import Ditto
+from fedheal.local.fedbn import FedBN
+from fedheal.local.fedce import FedCE
+from fedheal.local.feddyn import FedDyn
+from fedheal.local.fedga import FedGA
+from fedheal.local.fedproc import FedProc
+from fedheal.local.fedproto import FedProto
+from fedheal.local.fedprox import FedProx
+from fedheal.local.fpl import FPL
+from fedheal.local.moon import Moon
+from fedheal.local.scaffold import Scaffold
 from tiny_data import quick
 
 
@@ -257,7 +261,7 @@ def test_a_method_is_a_value() -> None:
     with pytest.raises(AttributeError):
         method.name = "other"  # type: ignore[misc]
     assert method.local == ()
-    assert methods.get("fedprox:mu=0.1").local == (Proximal(0.1),)
+    assert methods.get("fedprox:mu=0.1").local == (FedProx(0.1),)
     assert torch.is_tensor(method.aggregator.apply(torch.zeros(2), fedheal.Updates(["a"], torch.ones(1, 2), [1]),
                                                    method.aggregator.init(fedheal.Layout.flat(2))).model)  # fmt: skip
 
@@ -297,17 +301,17 @@ def test_fedheals_halves_have_its_parameters() -> None:
 @pytest.mark.parametrize(
     ("name", "term"),
     [
-        ("fedprox", Proximal),
-        ("scaffold", ControlVariates),
-        ("moon", Contrastive),
-        ("feddyn", Dynamic),
+        ("fedprox", FedProx),
+        ("scaffold", Scaffold),
+        ("moon", Moon),
+        ("feddyn", FedDyn),
         ("fedproc", FedProc),
         ("fedproto", FedProto),
         ("ditto", Ditto),
-        ("fedbn", LocalNorm),
+        ("fedbn", FedBN),
         ("fpl", FPL),
-        ("fedce", LeaveOneOut),
-        ("fedga", Gaps),
+        ("fedce", FedCE),
+        ("fedga", FedGA),
     ],
 )
 def test_a_name_and_its_term_have_the_same_defaults(name: str, term: Callable[[], Any]) -> None:

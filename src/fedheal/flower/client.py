@@ -136,7 +136,7 @@ def train(
     asked = replace(
         local_training, rounds=int(told["rounds"]) or local_training.rounds, received_loss="loss" in told["needs"]
     )
-    done = serial.train(asked, model, shared, Task(client, int(told["round"]), slots))
+    done = serial.train_client(asked, model, shared, Task(client, int(told["round"]), slots))
     local = Packed(
         model.params + torch.as_tensor(done.reply.delta),
         model.buffers if done.reply.buffers is None else torch.as_tensor(done.reply.buffers),
@@ -181,7 +181,7 @@ def evaluate(
     slots = _slots(arrays, len(local_training.terms))
     for term, slot in zip(local_training.terms, slots, strict=True):
         model = term.evaluated(model, {}, {client: slot})
-    loss, accuracy = serial.judge(local_training, model, test)
+    loss, accuracy = serial.evaluate_split(local_training, model, test)
     found = {"eval_loss": loss, "accuracy": accuracy}
     return judged(message, context, len(test), found, name=client, domain=domain)
 

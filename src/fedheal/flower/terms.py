@@ -11,17 +11,28 @@ import torch
 from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
 from fedheal.core.updates import Updates
-from fedheal.local.scaffold import ControlVariates
+from fedheal.local.fedce import FedCE
+from fedheal.local.scaffold import Scaffold
 from fedheal.local.term import Arrays, ServerContext, Term
-from fedheal.local.validated import LeaveOneOut
+
+# What servers and clients of earlier versions call these terms, in messages and in run folders.
+WIRE_NAMES = {
+    "FedProx": "Proximal",
+    "Scaffold": "ControlVariates",
+    "Moon": "Contrastive",
+    "FedDyn": "Dynamic",
+    "FedBN": "LocalNorm",
+    "FedGA": "Gaps",
+    "FedCE": "LeaveOneOut",
+}
 
 
 def check_terms(terms: Sequence[Term]) -> None:
     """Two terms need on the server what clients of a federation keep to themselves."""
     for term in terms:
-        if isinstance(term, ControlVariates) and term.fair_controls == "p":
+        if isinstance(term, Scaffold) and term.fair_controls == "p":
             raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
-        if isinstance(term, LeaveOneOut):
+        if isinstance(term, FedCE):
             raise ValueError("fedce tells every client its own weight, which one broadcast cannot: simulate it instead")
 
 
@@ -36,7 +47,7 @@ def spelled(terms: Sequence[Term]) -> list[str]:
 
 
 def _spelled(term: object) -> str:
-    kind = type(term).__qualname__
+    kind = WIRE_NAMES.get(type(term).__qualname__, type(term).__qualname__)
     if not is_dataclass(term) or isinstance(term, type):
         return kind
     held = ((field.name, getattr(term, field.name)) for field in fields(term) if field.repr)

@@ -23,19 +23,18 @@ from fedheal.aggregate.whole.fedpw import parameter_wise
 from fedheal.core.errors import suggest
 from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.local.client_weights import FAIR_CONTROLS
-from fedheal.local.feddyn import FEDDYN_ALPHA, FEDDYN_CLIP, FEDDYN_EVAL_MODEL
-from fedheal.local.feddyn import Dynamic as FedDyn
-from fedheal.local.fedprox import FEDPROX_MU
-from fedheal.local.fedprox import Proximal as FedProx
-from fedheal.local.moon import Contrastive as Moon
-from fedheal.local.personal import Ditto
-from fedheal.local.personal import LocalNorm as FedBN
-from fedheal.local.prototypes import FPL, FedProc, FedProto
-from fedheal.local.scaffold import SCAFFOLD_CLIP, SCAFFOLD_ETA_G, SCAFFOLD_OPTION
-from fedheal.local.scaffold import ControlVariates as Scaffold
+from fedheal.local.ditto import Ditto
+from fedheal.local.fedbn import FedBN
+from fedheal.local.fedce import FedCE
+from fedheal.local.feddyn import FEDDYN_ALPHA, FEDDYN_CLIP, FEDDYN_EVAL_MODEL, FedDyn
+from fedheal.local.fedga import FedGA
+from fedheal.local.fedproc import FedProc
+from fedheal.local.fedproto import FedProto
+from fedheal.local.fedprox import FEDPROX_MU, FedProx
+from fedheal.local.fpl import FPL
+from fedheal.local.moon import Moon
+from fedheal.local.scaffold import SCAFFOLD_CLIP, SCAFFOLD_ETA_G, SCAFFOLD_OPTION, Scaffold
 from fedheal.local.term import Term
-from fedheal.local.validated import Gaps as FedGA
-from fedheal.local.validated import LeaveOneOut as FedCE
 from fedheal.methods.grammar import Part, parse_parts
 
 PRESET = Parameter(

@@ -26,8 +26,8 @@ from fedheal.data.augment import normalised
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.data.on_disk import share
 from fedheal.data.partition import Client, partition
-from fedheal.engine.precision import precision_of
-from fedheal.engine.serial import LocalTraining, Training, seeded, smallest_batch
+from fedheal.engine.precision import resolve_precision
+from fedheal.engine.serial import LocalTraining, Training, find_smallest_batch_size, use_seed
 from fedheal.methods import Method
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import FREE
@@ -227,7 +227,7 @@ def build(experiment: Experiment, domains: Domains, device: torch.device) -> Fed
     _check_sizes(experiment, {c.domain: train[c.id] for c in clients if c.id in train}, device)
     if experiment.pool:
         train = {"pooled": Split(*(torch.cat([getattr(s, f) for s in train.values()]) for f in ("images", "labels")))}
-    precision = precision_of(experiment.precision, device)
+    precision = resolve_precision(experiment.precision, device)
     _check_model(experiment, module, domains, train, training, precision)
     local_training = LocalTraining(
         module,
@@ -292,7 +292,7 @@ def _check_model(
         one, classes = normalised(image.to(device)), len(domains.classes)
         check_judges(module, experiment.model, one, classes)
         here = {client: len(split) for client, split in train.items() if split.images.shape[1:] == shape}
-        single = next((client for client, size in here.items() if smallest_batch(size, training) == 1), None)
+        single = next((client for client, size in here.items() if find_smallest_batch_size(size, training) == 1), None)
         if here:
             check_trains(module, experiment.model, one, classes, single, features, precision)
 
@@ -413,7 +413,7 @@ def _check_sizes(experiment: Experiment, train: Mapping[str, Split], device: tor
 
 def module_of(experiment: Experiment, classes: int) -> nn.Module:
     keys = {} if experiment.width is None else {"width": experiment.width}
-    with seeded(derive(experiment.seed, "model"), torch.device("cpu")):
+    with use_seed(derive(experiment.seed, "model"), torch.device("cpu")):
         return models.build(experiment.model, classes, **keys)
 
 

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any, Self
 
 from fedheal.core.layout import Packed
-from fedheal.engine.serial import ClientResult, Task
-from fedheal.engine.workers import Shared, Trainer
+from fedheal.engine import Engine
+from fedheal.engine.serial import ClientResult, Shared, Task
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -55,11 +55,15 @@ class Interrupts:
             self.pending = False
             raise KeyboardInterrupt
 
-    def around(self, train: Trainer) -> Trainer:
-        """Training that can be interrupted, and what follows it cannot be until `release`."""
+    def around(self, engine: Engine) -> Engine:
+        """Return an engine whose training can be interrupted; what follows it cannot be until `release`."""
+        return _GuardedEngine(self, engine)
 
-        def guarded(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
-            yield from train(model, shared, tasks)
-            self.held = True
 
-        return guarded
+class _GuardedEngine:
+    def __init__(self, interrupts: Interrupts, engine: Engine) -> None:
+        self.interrupts, self.engine = interrupts, engine
+
+    def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
+        yield from self.engine.train(model, shared, tasks)
+        self.interrupts.held = True

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from fedheal.core.layout import Layout
-from fedheal.engine.precision import lowered
-from fedheal.engine.serial import seeded
+from fedheal.engine.precision import autocast
+from fedheal.engine.serial import use_seed
 
 
 def check_model(module: nn.Module, name: str) -> None:
@@ -68,10 +68,10 @@ def check_trains(
 
 
 def _try(trial: nn.Module, name: str, images: Tensor, classes: int, features: bool, precision: str) -> None:
-    """The way of `engine.serial.step`, without a method's terms."""
+    """The way of `engine.serial.train_step`, without a method's terms."""
     x = images.contiguous(memory_format=torch.channels_last)
     trial.train()
-    with _said(name, x, " in training"), lowered(precision, x.device):
+    with _said(name, x, " in training"), autocast(precision, x.device):
         found = trial.features(x) if features else None  # type: ignore[operator]
         logits = trial.head(found) if features else trial(x)  # type: ignore[operator]
     if features and (not isinstance(found, Tensor) or found.ndim != 2):
@@ -117,7 +117,7 @@ def _aside(device: torch.device) -> Iterator[None]:
     cudnn = torch.backends.cudnn
     before, cudnn.benchmark = cudnn.benchmark, False
     try:
-        with seeded(0, device):
+        with use_seed(0, device):
             yield
     finally:
         cudnn.benchmark = before

@@ -23,8 +23,8 @@ from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
 from fedheal.core.updates import Reply, Updates
 from fedheal.data.domains import Split
-from fedheal.engine.serial import ClientResult, LocalTraining, Task, correct
-from fedheal.engine.workers import Trainer
+from fedheal.engine import Engine
+from fedheal.engine.serial import ClientResult, LocalTraining, Task, find_correct
 from fedheal.local.term import ServerContext
 from fedheal.runs.schema import RoundRecord
 
@@ -61,7 +61,7 @@ def initial_state(federation: Federation) -> RunState:
 
 
 def run_round(
-    federation: Federation, state: RunState, train: Trainer, evaluate: bool = True
+    federation: Federation, state: RunState, engine: Engine, evaluate: bool = True
 ) -> tuple[RunState, RoundRecord]:
     """One round. The old state's buffers are reused: it must not be used again."""
     number, clock = state.round + 1, _Clock()
@@ -69,7 +69,7 @@ def run_round(
     present = [client for client in cohort if not drops_out(federation, state.seed, number, client)]
     replies: dict[str, ClientResult] = {}
     updates = Updates.collect(
-        _kept(federation, _trained(federation, state, train, present), replies),
+        _kept(federation, _trained(state, engine, present), replies),
         layout=federation.local_training.layout,
         keep=True,
     )
@@ -110,9 +110,9 @@ def _stepped(federation: Federation, state: RunState, out: Aggregated) -> tuple[
     return model, server
 
 
-def _trained(federation: Federation, state: RunState, train: Trainer, present: Sequence[str]) -> Iterator[ClientResult]:
+def _trained(state: RunState, engine: Engine, present: Sequence[str]) -> Iterator[ClientResult]:
     tasks = [Task(c, state.round + 1, tuple(term.slots.get(c, {}) for term in state.terms)) for c in present]
-    return train(state.model, tuple(term.shared for term in state.terms), tasks)
+    return engine.train(state.model, tuple(term.shared for term in state.terms), tasks)
 
 
 def _kept(federation: Federation, trained: Iterator[ClientResult], replies: dict[str, ClientResult]) -> Iterator[Reply]:
@@ -200,14 +200,14 @@ def judge(federation: Federation, model: Packed, terms: Sequence[TermState] = ()
         module.load_state_dict(
             federation.local_training.layout.unpack(judged_model(federation, model, terms, residents))
         )
-        right = correct(module, split, federation.local_training.precision).cpu().numpy()
+        right = find_correct(module, split, federation.local_training.precision).cpu().numpy()
         domains[domain] = 100.0 * float(right.mean())
         for i, client in enumerate(residents):
             share = right[i :: len(residents)]
             if len(share):
                 clients[client] = 100.0 * float(np.mean(share))
         held = [
-            correct(module, federation.validation[c], federation.local_training.precision).cpu()
+            find_correct(module, federation.validation[c], federation.local_training.precision).cpu()
             for c in residents
             if c in federation.validation
         ]
@@ -234,14 +234,14 @@ def judged_model(
 def rounds(
     federation: Federation,
     state: RunState,
-    train: Trainer,
+    engine: Engine,
     last: int,
     every: int = 1,
 ) -> Iterator[tuple[RunState, RoundRecord]]:
     """Round after round up to `last`; the global model is evaluated every so many rounds and in the last."""
     while state.round < last:
         number = state.round + 1
-        state, record = run_round(federation, state, train, number % every == 0 or number == last)
+        state, record = run_round(federation, state, engine, number % every == 0 or number == last)
         yield state, record
 
 

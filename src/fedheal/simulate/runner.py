@@ -23,8 +23,8 @@ from fedheal.aggregate.masks.directions import spread
 from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.core.state import RunState, restored_state
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
-from fedheal.engine import check_engine, trainer
-from fedheal.engine.precision import numerics, precision_of
+from fedheal.engine import check_engine, open_engine
+from fedheal.engine.precision import resolve_precision, use_precision
 from fedheal.runs import folder as records
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import RoundRecord
@@ -74,8 +74,8 @@ def run(
     check_engine(device, experiment.engine, experiment.workers)
     with ExitStack() as stack:
         stack.enter_context(_threads(experiment.threads))
-        precision = precision_of(experiment.precision, device)
-        stack.enter_context(numerics(precision, experiment.deterministic, device))
+        precision = resolve_precision(experiment.precision, device)
+        stack.enter_context(use_precision(precision, experiment.deterministic, device))
         federation = build(experiment, domains, device)  # before the folder: what cannot be built leaves no trace
         used = {
             "fingerprint": fingerprint_of_used(federation.local_training.examples, federation.tests),
@@ -98,12 +98,12 @@ def run(
         for callback in watchers:
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         ways = experiment.engine, experiment.workers, experiment.threads, experiment.lanes
-        train = stack.enter_context(trainer(federation.local_training, *ways))
+        engine = stack.enter_context(open_engine(federation.local_training, *ways))
         interrupts = stack.enter_context(Interrupts())
         saver = _Saver(folder, experiment, {"used": used} | own, state)
         try:
             for after, record in rounds(
-                federation, state, interrupts.around(train), experiment.rounds, experiment.eval_every
+                federation, state, interrupts.around(engine), experiment.rounds, experiment.eval_every
             ):
                 state = after
                 history.append(record)
