@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedheal import methods
 from fedheal.core.parameter import Parameter, get_parameters
-from fedheal.core.state import RunState, restored_state
+from fedheal.core.state import RunState
 from fedheal.engine import serial
 from fedheal.engine.serial import ClientResult, SerialEngine
 from fedheal.simulate.experiment import build
@@ -116,7 +116,7 @@ def test_a_state_survives_saving_and_the_next_round_is_the_same_bit_for_bit(name
     data = save({key: value.contiguous() for key, value in arrays.items()})
     text = json.dumps(described)
     kept = copied(flat(state))
-    restored = restored_state(load_bytes(data), json.loads(text), CPU)
+    restored = RunState.from_arrays(load_bytes(data), json.loads(text), CPU)
     assert_same(flat(restored), kept)
     assert (restored.round, restored.seed, restored.sent, restored.received) == (3, 0, state.sent, state.received)
     assert_same(flat(step(fed, restored)), flat(step(fed, state)))

@@ -171,9 +171,9 @@ def test_what_is_wrong_with_one_is_a_sentence(name: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("mine:returning:what=word", "a reducer returned a str; a Packed and a Mapping are needed"),
-        ("mine:returning:what=tensor", "a reducer returned a Tensor and a dict; a Packed and a Mapping are needed"),
-        ("mine:lost", "a stage returned a Draft; a Draft and a State are needed"),
+        ("mine:returning:what=word", "a reducer must return a Packed and a Mapping, got a str"),
+        ("mine:returning:what=tensor", "a reducer must return a Packed and a Mapping, got a Tensor and a dict"),
+        ("mine:lost", "a stage must return a Draft and a State, got a Draft"),
         (
             "mine:returning:what=unsayable",
             r"round 1 cannot be recorded: report.inner.key is \{1, 2\}, and JSON has no words for that",

@@ -5,13 +5,13 @@ Chen, Huang and Ye, CVPR 2024. The rules themselves are in `masks/consistency.py
 
 from __future__ import annotations
 
-from fedheal.aggregate.masks.consistency import consistency
-from fedheal.aggregate.masks.forgetting import forgetting
-from fedheal.aggregate.masks.soft import soft as softened
+from fedheal.aggregate.masks.consistency import consistency_mask
+from fedheal.aggregate.masks.forgetting import forgetting_mask
+from fedheal.aggregate.masks.soft import soft_mask
 from fedheal.aggregate.stage import Stage, chain
-from fedheal.aggregate.weights.distance import by_client, cumulative, momentum
-from fedheal.aggregate.weights.exact import exact
-from fedheal.aggregate.weights.per_domain import by_domain
+from fedheal.aggregate.weights.distance import cumulative_rule, distance_weights, momentum_rule
+from fedheal.aggregate.weights.exact import exact_weights
+from fedheal.aggregate.weights.per_domain import per_domain_weights
 from fedheal.core.parameter import Parameter, declare_parameters
 
 TAU = Parameter(
@@ -68,7 +68,7 @@ PER_DOMAIN = Parameter(
 
 
 @declare_parameters(TAU, VARIANT, SOFT, FORGET)
-def make_fphl_stage(
+def fphl_mask(
     tau: float = TAU.default,
     variant: str = VARIANT.default,
     soft: bool = SOFT.default,
@@ -81,12 +81,12 @@ def make_fphl_stage(
     if variant == "paper" and tau == 0 and not soft:
         return chain()
     if forget > 0:
-        return forgetting(forget, tau, variant, soft)
-    return softened(tau, variant) if soft else consistency(tau, variant)
+        return forgetting_mask(forget, tau, variant, soft)
+    return soft_mask(tau, variant) if soft else consistency_mask(tau, variant)
 
 
 @declare_parameters(BETA, VARIANT, PER_STEP, PER_DOMAIN)
-def make_fael_stage(
+def fael_weights(
     beta: float = BETA.default,
     variant: str = VARIANT.default,
     per_step: bool = PER_STEP.default,
@@ -98,12 +98,12 @@ def make_fael_stage(
     """
     if variant == "paper" and beta == 0:
         return chain()
-    rule = (cumulative if variant == "released" else momentum)(beta, per_step)
-    return by_domain(rule) if per_domain else by_client(rule)
+    rule = (cumulative_rule if variant == "released" else momentum_rule)(beta, per_step)
+    return per_domain_weights(rule) if per_domain else distance_weights(rule)
 
 
 @declare_parameters(TAU, BETA, VARIANT, FPHL, FAEL, PER_STEP, SOFT, FORGET, PER_DOMAIN)
-def make_fedheal_stage(
+def fedheal_stage(
     tau: float = TAU.default,
     beta: float = BETA.default,
     variant: str = VARIANT.default,
@@ -123,11 +123,11 @@ def make_fedheal_stage(
         raise ValueError("soft = True with fphl = False: there is no mask to soften")
     if not fphl and forget:
         raise ValueError(f"forget = {forget} with fphl = False: there are no sign counts to forget")
-    mask = [make_fphl_stage(tau, variant, soft, forget)] if fphl else []
+    mask = [fphl_mask(tau, variant, soft, forget)] if fphl else []
     if fael == "momentum":
-        return chain(*mask, make_fael_stage(beta, variant, per_step, per_domain))
+        return chain(*mask, fael_weights(beta, variant, per_step, per_domain))
     if fael == "exact":
-        return chain(*mask, exact())
+        return chain(*mask, exact_weights())
     if fael == "exact-reg":
-        return chain(*mask, exact(ridge=1.0, towards="uniform", floor=0.2))
+        return chain(*mask, exact_weights(ridge=1.0, towards="uniform", floor=0.2))
     return chain(*mask, chain())

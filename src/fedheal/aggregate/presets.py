@@ -7,12 +7,13 @@ All of them take two keywords more: `on_bad_update` (`"raise"`, or `"skip"` to c
 from __future__ import annotations
 
 from fedheal.aggregate import fedheal_stages, reduce
+from fedheal.aggregate.aggregator import Aggregator, Reducer
 from fedheal.aggregate.registry import STAGES
-from fedheal.aggregate.stage import Aggregator, Reducer, chain
+from fedheal.aggregate.stage import chain
 from fedheal.aggregate.weights.afl import AFL_FLOOR, AFL_GAMMA, AFL_RESET
 from fedheal.aggregate.weights.qffl import QFFL_MODE, QFFL_Q
-from fedheal.aggregate.whole.fedfv import FEDFV_ALPHA, FEDFV_TAU, conflict_free
-from fedheal.aggregate.whole.fedpw import FEDPW_BETA, FEDPW_RHO, parameter_wise
+from fedheal.aggregate.whole.fedfv import FEDFV_ALPHA, FEDFV_TAU, fedfv_stage
+from fedheal.aggregate.whole.fedpw import FEDPW_BETA, FEDPW_RHO, fedpw_stage
 
 
 def fedavg(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
@@ -82,7 +83,7 @@ def fedfv(
         on_bad_update: `"raise"` or `"skip"`.
         kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
     """
-    return Aggregator(conflict_free(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(fedfv_stage(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def fedpw(
@@ -100,7 +101,7 @@ def fedpw(
         on_bad_update: `"raise"` or `"skip"`.
         kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
     """
-    return Aggregator(parameter_wise(beta, rho), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(fedpw_stage(beta, rho), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def fedheal(
@@ -150,4 +151,4 @@ def fedheal(
 
 def get_reducer(variant: str) -> Reducer:
     """Return the reducer of a variant: the released code moves buffers and counters like parameters, the paper does not."""
-    return reduce.mean_of_everything if variant == "released" else reduce.mean
+    return reduce.mean_as_released if variant == "released" else reduce.mean

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fedheal.aggregate.fedheal_stages import make_fael_stage, make_fedheal_stage, make_fphl_stage
-from fedheal.aggregate.masks.directions import directions
+from fedheal.aggregate.fedheal_stages import fael_weights, fedheal_stage, fphl_mask
+from fedheal.aggregate.masks.sign_agreement import sign_agreement_report
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.weights.afl import afl
-from fedheal.aggregate.weights.exact import exact
-from fedheal.aggregate.weights.qffl import qffl
-from fedheal.aggregate.weights.uniform import uniform
+from fedheal.aggregate.weights.afl import afl_weights
+from fedheal.aggregate.weights.exact import exact_weights
+from fedheal.aggregate.weights.qffl import qffl_weights
+from fedheal.aggregate.weights.uniform import uniform_weights
 
 STAGES: dict[str, Callable[..., Stage]] = {
-    "uniform": uniform,
-    "afl": afl,
-    "qffl": qffl,
-    "fedheal": make_fedheal_stage,
-    "fphl": make_fphl_stage,
-    "fael": make_fael_stage,
-    "fael-exact": exact,
-    "directions": directions,
+    "uniform": uniform_weights,
+    "afl": afl_weights,
+    "qffl": qffl_weights,
+    "fedheal": fedheal_stage,
+    "fphl": fphl_mask,
+    "fael": fael_weights,
+    "fael-exact": exact_weights,
+    "directions": sign_agreement_report,
 }
 REPORTING = frozenset({"directions"})  # stages that change nothing

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedheal.aggregate import combine, reduce
+from fedheal.aggregate.aggregator import Reducer
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.stage import Reducer
 from fedheal.core.arrays import Floats
 from fedheal.core.layout import Packed
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fedheal import methods
 from fedheal.aggregate import Aggregator, chain
-from fedheal.aggregate.fedheal_stages import BETA, FAEL, FPHL, TAU, VARIANT, make_fael_stage
+from fedheal.aggregate.fedheal_stages import BETA, FAEL, FPHL, TAU, VARIANT, fael_weights
 from fedheal.aggregate.weights.afl import AFL_FLOOR, AFL_GAMMA, AFL_RESET
 from fedheal.aggregate.weights.qffl import QFFL_MODE, QFFL_Q
 from fedheal.aggregate.whole.fedfv import FEDFV_ALPHA, FEDFV_TAU
@@ -52,7 +52,7 @@ def FedHEAL(
             "placement = 'client' is for variant = 'paper' with fphl on and fael 'momentum' or False: the others need "
             "more than a client's own history"
         )
-    weights = make_fael_stage(beta) if fael else chain()
+    weights = fael_weights(beta) if fael else chain()
     weights_only = Method(local=(), aggregator=Aggregator(weights), name=f"{method.name} (on clients)")
     return FairStrategy(weights_only, placement="client", tau=tau, **settings)
 

@@ -25,10 +25,10 @@ import flwr
 import tomli_w
 import torch
 
-from fedheal.aggregate.masks.directions import spread
+from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.layout import Layout
 from fedheal.core.metrics import LAST, fairness, last_mean
-from fedheal.core.state import RunState, restored_state
+from fedheal.core.state import RunState
 from fedheal.runs import folder as records
 from fedheal.runs.schema import RoundRecord
 from fedheal.version import __version__
@@ -132,7 +132,7 @@ class Folder:
             for said in troubles:
                 log.warning("%s; going on from %s", said, path.name)
             history: list[RoundRecord] = [FederatedRound(**record) for record in records.read_rounds(self.path)]
-            return restored_state(arrays, described, torch.device("cpu")), described["flower"], history
+            return RunState.from_arrays(arrays, described), described["flower"], history
         if troubles:
             raise ValueError(f"no state in {self.path} can be used: {'; '.join(troubles)}")
         self._cut(0)
@@ -211,7 +211,7 @@ def summary(
         "data_fingerprint": "",
         "used_fingerprint": "",
         "data_notes": [],
-        "consistency": spread(state.aggregator),
+        "consistency": bin_consistency(state.aggregator),
         "bytes_sent": state.sent,
         "bytes_received": state.received,
         "seconds": {phase: sum(r.seconds[phase] for r in history) for phase in ("train", "aggregate", "evaluate")},

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from fedheal.aggregate import Aggregated, Aggregator
-from fedheal.aggregate.reduce import finite, mean
+from fedheal.aggregate.reduce import is_finite, mean
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import RunState, TermState
@@ -47,7 +47,7 @@ def stepped(
         return replace(state, aggregator=out.state), out
     model, moments = server.apply(state.model, out.model, state.server)
     model, shared = _absorbed(terms, layout, state, model, cohort, out, rounds, clients)
-    if model is not out.model and not (finite(model.params) and finite(model.buffers)):
+    if model is not out.model and not (is_finite(model.params) and is_finite(model.buffers)):
         told = {"unmoved": "the server's step would make the model infinite"}
         return replace(state, aggregator=out.state), replace(out, report=out.report | told)
     return replace(state, model=model, aggregator=out.state, server=moments, terms=shared), out

@@ -22,8 +22,8 @@ from torch import nn
 from fedheal import methods
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.fedheal_stages import TAU
-from fedheal.aggregate.reduce import finite
-from fedheal.aggregate.server_optimizer import Server, check_plain
+from fedheal.aggregate.reduce import is_finite
+from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.core.checks import check_among, check_count, check_switch
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.rng import generator
@@ -130,7 +130,7 @@ class FairStrategy(Strategy):
         self.server = server or Server()
         for term in self.terms:
             if term.needs_plain_server:
-                check_plain(self.server, term.needs_plain_server)
+                check_plain_server(self.server, term.needs_plain_server)
         self.attendance = Attendance(
             fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes, wait_seconds
         )
@@ -203,7 +203,14 @@ class FairStrategy(Strategy):
         self.history, self.known, self.roll = [], Known(), Roll()
         terms = tuple(TermState(term.init(layout), {}) for term in self.terms)
         model = self._sound(initial_arrays)
-        self.state = RunState(0, self.seed, model, self.aggregator.init(layout), self.server.init(), terms)
+        self.state = RunState(
+            round=0,
+            seed=self.seed,
+            model=model,
+            aggregator=self.aggregator.init(layout),
+            server=self.server.init(),
+            terms=terms,
+        )
         if self.folder is not None:
             saved = self.folder.open(self._described(), layout)
             if saved is not None:
@@ -362,7 +369,7 @@ class FairStrategy(Strategy):
     def _sound(self, arrays: ArrayRecord) -> Packed:
         """The model in these arrays, which must be one to go on from."""
         model = wire.packed(self._layout, arrays)
-        if not (finite(model.params) and finite(model.buffers)):
+        if not (is_finite(model.params) and is_finite(model.buffers)):
             raise ValueError("the model to go on from holds NaN or infinity: start from a sound one")
         return model
 

@@ -16,10 +16,10 @@ from typing import Any
 from fedheal.aggregate import Aggregator, Stage, chain
 from fedheal.aggregate.presets import get_reducer
 from fedheal.aggregate.registry import REPORTING, STAGES
-from fedheal.aggregate.whole.fedce import fedce
-from fedheal.aggregate.whole.fedfv import conflict_free
-from fedheal.aggregate.whole.fedga import fedga
-from fedheal.aggregate.whole.fedpw import parameter_wise
+from fedheal.aggregate.whole.fedce import fedce_stage
+from fedheal.aggregate.whole.fedfv import fedfv_stage
+from fedheal.aggregate.whole.fedga import fedga_stage
+from fedheal.aggregate.whole.fedpw import fedpw_stage
 from fedheal.core.errors import suggest
 from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.local.client_weights import FAIR_CONTROLS
@@ -139,13 +139,13 @@ LOCAL: dict[str, Callable[..., Local | Term]] = {
 }
 # Whole methods, which no stage joins.
 WHOLE: dict[str, Callable[..., Local | Term | Stage]] = {
-    "fedfv": conflict_free,
+    "fedfv": fedfv_stage,
     "ditto": Ditto,
     "fedbn": FedBN,
     "fpl": FPL,
-    "fedce": _add_term(fedce, FedCE),
-    "fedga": _add_term(fedga, FedGA),
-    "fedpw": parameter_wise,
+    "fedce": _add_term(fedce_stage, FedCE),
+    "fedga": _add_term(fedga_stage, FedGA),
+    "fedpw": fedpw_stage,
 }
 PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES}
 

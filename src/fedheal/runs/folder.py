@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-FORMAT = "fedheal-state-3"
+FORMAT = "fedheal-state-4"
 KEPT = 2  # states
 LOCK = "lock.tmp"
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fedheal import data as datasets
 from fedheal import methods, models
-from fedheal.aggregate.server_optimizer import USUAL, Server, check_plain
+from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS, Server, check_plain_server
 from fedheal.core.errors import suggest
 from fedheal.core.layout import Layout
 from fedheal.core.rng import derive
@@ -128,7 +128,7 @@ class Experiment(BaseModel):
             raise ValueError(f"unknown field '{next(iter(rest))}'{suggest(next(iter(rest)), list(cls.model_fields))}")
         elif isinstance(method, Method) and not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' is another one here: give yours a name of its own")
-        server = USUAL.get(str(own.get("server_optimizer", "sgd")), {})
+        server = SERVER_DEFAULTS.get(str(own.get("server_optimizer", "sgd")), {})
         usual = {f"server_{name}": value for name, value in server.items()}
         return usual | {key: value for key, value in protocol.items() if key in cls.model_fields} | own
 
@@ -266,7 +266,7 @@ def check_method(experiment: Experiment) -> None:
     method = experiment.resolved_method
     for term in method.local:
         if term.needs_plain_server:
-            check_plain(server_of(experiment), term.needs_plain_server)
+            check_plain_server(server_of(experiment), term.needs_plain_server)
     if experiment.pool and method.personalised:
         raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
     if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedheal.aggregate import Aggregated, Aggregator, State
-from fedheal.aggregate.reduce import finite
+from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.layout import Packed
 from fedheal.core.metrics import fairness
@@ -51,12 +51,12 @@ def initial_state(federation: Federation) -> RunState:
     device = model.params.device
     terms = tuple(TermState(_on(term.init(local_training.layout), device), {}) for term in local_training.terms)
     return RunState(
-        0,
-        local_training.seed,
-        model,
-        federation.aggregator.init(local_training.layout),
-        federation.server.init(),
-        terms,
+        round=0,
+        seed=local_training.seed,
+        model=model,
+        aggregator=federation.aggregator.init(local_training.layout),
+        server=federation.server.init(),
+        terms=terms,
     )
 
 
@@ -83,14 +83,14 @@ def run_round(
     clock.lap("evaluate")
     sent, received = _traffic(federation, state, cohort, replies)
     after = RunState(
-        number,
-        state.seed,
-        model,
-        out.state,
-        server,
-        terms,
-        state.sent + sent,
-        state.received + received,
+        round=number,
+        seed=state.seed,
+        model=model,
+        aggregator=out.state,
+        server=server,
+        terms=terms,
+        sent=state.sent + sent,
+        received=state.received + received,
     )
     losses = updates.metrics.get("train_loss", torch.empty(0, dtype=torch.float64))
     loss = float(losses[losses.isfinite()].mean()) if bool(losses.isfinite().any()) else None
@@ -103,7 +103,7 @@ def _stepped(federation: Federation, state: RunState, out: Aggregated) -> tuple[
     if not bool(out.weights.any()):
         return out.model, state.server
     model, server = federation.server.apply(state.model, out.model, state.server)
-    if not finite(model.params):
+    if not is_finite(model.params):
         raise ValueError(
             f"server_lr = {federation.server.lr}: this round's step makes the global model infinite; use less"
         )

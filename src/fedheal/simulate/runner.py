@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fedheal import methods
-from fedheal.aggregate.masks.directions import spread
+from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.metrics import LAST, fairness, last_mean
-from fedheal.core.state import RunState, restored_state
+from fedheal.core.state import RunState
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine import check_engine, open_engine
 from fedheal.engine.precision import resolve_precision, use_precision
@@ -92,7 +92,7 @@ def run(
                 return _finished(folder, history, own)
             if kept is not None:
                 _warn_of_change(folder, kept[1].get("own"), own)
-        state = initial_state(federation) if kept is None else restored_state(*kept, device)
+        state = initial_state(federation) if kept is None else RunState.from_arrays(*kept, device)
         shown = watched() if progress is None else progress
         watchers = [stack.enter_context(callback) for callback in [*callbacks, *([Progress()] if shown else [])]]
         for callback in watchers:
@@ -292,7 +292,7 @@ def _result(
         "data_notes": list(domains.notes),
         "bytes_sent": state.sent,
         "bytes_received": state.received,
-        "consistency": spread(state.aggregator),
+        "consistency": bin_consistency(state.aggregator),
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
         "versions": _versions(),
         **own,

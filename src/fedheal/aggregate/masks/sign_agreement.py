@@ -1,8 +1,8 @@
 """How often entries of a client's updates point the same way: the observation behind FPHL.
 
 Chen, Huang and Ye (CVPR 2024, section 3.2) train four clients, one a domain, and count for every entry the rounds in which
-its update had the same direction, over 10 and 100 rounds and over the last 10. `directions` counts the same as a stage that
-changes nothing, so that any method can be watched; `spread` says it of the counts that FPHL keeps anyway.
+its update had the same direction, over 10 and 100 rounds and over the last 10. `sign_agreement_report` counts the same as a
+stage that changes nothing, so that any method can be observed; `bin_consistency` reads it from the counts that FPHL keeps.
 
 As in FPHL an update of exactly zero counts as going up, so entries that never move look perfectly consistent.
 """
@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.aggregate.client_index import enrol
+from fedheal.aggregate.client_index import index_clients
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.masks.consistency import ConsistencyState
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Integers
 from fedheal.core.layout import Layout, Sizes
 from fedheal.core.parameter import Parameter, declare_parameters
-from fedheal.core.state import Arrays, Json, State, expect, kind
+from fedheal.core.state import State, expect
 
 BINS = 10  # from half of the rounds (no direction at all) to all of them
 DIRECTIONS_BLOCK = Parameter(
@@ -35,28 +35,23 @@ DIRECTIONS_LONG = Parameter(
 )
 
 
-@kind("directions")
 @dataclass(frozen=True)
-class DirectionsState(State):
-    """Per client: participations in the running block and in all, and how often each entry went up in each."""
+class SignAgreementState(State, kind="sign-agreement"):
+    """Per client: participations in the current block and in all, and how often each entry went up in each."""
 
     clients: tuple[str, ...]
-    n: Integers  # [clients, 2]: in the block, in all
+    n: Tensor  # int64 [clients, 2]: in the block, in all
     up: Tensor  # int32 [clients, 2, parameters]
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {"n": torch.from_numpy(self.n), "up": self.up}, {"clients": list(self.clients)}
-
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> DirectionsState:
-        clients, n, up = tuple(json["clients"]), arrays["n"].numpy(), arrays["up"]
-        if n.shape != (len(clients), 2) or up.shape[:2] != (len(clients), 2):
-            raise ValueError(f"directions of shape {tuple(up.shape)} do not belong to {len(clients)} clients")
-        return cls(clients, n, up)
+    def __post_init__(self) -> None:
+        if self.n.shape[1:] != (2,) or self.up.ndim != 3 or self.up.shape[1] != 2:
+            raise ValueError(
+                f"sign agreement of shapes {tuple(self.n.shape)} and {tuple(self.up.shape)} does not belong to clients"
+            )
 
 
 @declare_parameters(DIRECTIONS_BLOCK, DIRECTIONS_LONG)
-def directions(block: int = DIRECTIONS_BLOCK.default, long: int = DIRECTIONS_LONG.default) -> Stage:
+def sign_agreement_report(block: int = DIRECTIONS_BLOCK.default, long: int = DIRECTIONS_LONG.default) -> Stage:
     """Change nothing; report how many entries kept their direction over every `block` rounds and the first `long`.
 
     The report's `directions` has, for `block` and `long`, by client and tensor, how many entries pointed the same way in
@@ -64,45 +59,41 @@ def directions(block: int = DIRECTIONS_BLOCK.default, long: int = DIRECTIONS_LON
     """
 
     def init(layout: Layout) -> State:
-        return DirectionsState(
-            (), np.zeros((0, 2), np.int64), torch.zeros(0, 2, layout.sizes().params, dtype=torch.int32)
-        )
+        up = torch.zeros(0, 2, layout.sizes().params, dtype=torch.int32)
+        return SignAgreementState((), torch.zeros(0, 2, dtype=torch.int64), up)
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
-        before = expect(state, DirectionsState)
-        clients, slots = enrol(before.clients, draft.clients)
+        before = expect(state, SignAgreementState)
+        clients, slots = index_clients(before.clients, draft.clients)
         new = len(clients) - len(before.clients)
-        n = np.concatenate([before.n, np.zeros((new, 2), np.int64)])
+        n = torch.cat([before.n, torch.zeros(new, 2, dtype=torch.int64)])
         device = draft.updates.deltas.device
         up = torch.cat([before.up.to(device), torch.zeros(new, *before.up.shape[1:], dtype=torch.int32, device=device)])
-        told: dict[str, dict[str, Any]] = {}
+        windows: dict[str, dict[str, Any]] = {}
         for client, row, slot in zip(draft.clients, draft.rows, slots, strict=True):
             n[slot] += 1
             up[slot] += draft.updates.deltas[int(row)] >= 0
             for i, (window, length) in enumerate((("block", block), ("long", long))):
                 if n[slot, i] == length:
-                    told.setdefault(window, {})[client] = _by_tensor(up[slot, i], length, draft.sizes)
+                    windows.setdefault(window, {})[client] = _count_by_tensor(up[slot, i], length, draft.sizes)
             if n[slot, 0] == block:
                 n[slot, 0] = 0
                 up[slot, 0] = 0
-        report = dict(draft.report) | ({"directions": told} if told else {})
-        return replace(draft, report=report), DirectionsState(clients, n, up)
+        report = dict(draft.report) | ({"directions": windows} if windows else {})
+        return replace(draft, report=report), SignAgreementState(clients, n, up)
 
     return Stage(init, apply, gives=frozenset())
 
 
-def _by_tensor(up: Tensor, n: int, sizes: Sizes) -> dict[str, list[int]]:
-    found, start = {}, 0
-    for name, length in sizes.tensors:
-        found[name] = same(up[start : start + length], n).tolist()
-        start += length
-    return found
+def _count_by_tensor(up: Tensor, n: int, sizes: Sizes) -> dict[str, list[int]]:
+    parts = up.split(sizes.lengths)
+    return {name: count_agreeing(part, n).tolist() for (name, _), part in zip(sizes.tensors, parts, strict=True)}
 
 
-def same(up: Tensor, n: int) -> Integers:
-    """How many entries pointed the same way in ceil(n/2), ..., n of n rounds.
+def count_agreeing(up: Tensor, n: int) -> Integers:
+    """Return how many entries pointed the same way in ceil(n/2), ..., n of n rounds, from how often each went up.
 
-    >>> same(torch.tensor([0, 1, 2, 3]), 3)  # up 0 or 3 times: always the same way; up once or twice: twice the same way
+    >>> count_agreeing(torch.tensor([0, 1, 2, 3]), 3)  # up 0 or 3 times: always the same way; up once or twice: twice
     array([2, 2])
     """
     counts = torch.bincount(up.to(torch.int64), minlength=n + 1).cpu().numpy()
@@ -113,25 +104,25 @@ def same(up: Tensor, n: int) -> Integers:
     return largest
 
 
-def spread(state: State) -> dict[str, list[float]] | None:
-    """By client, the share of entries in `BINS` bins by how consistent they were; `None` where no stage counts signs."""
-    for part in _parts(state):
+def bin_consistency(state: State) -> dict[str, list[float]] | None:
+    """Return by client the share of entries in `BINS` bins by their consistency; None if no stage counts signs."""
+    for part in _iterate_states(state):
         if isinstance(part, ConsistencyState):
-            return {client: _binned(part, slot) for slot, client in enumerate(part.clients) if part.n[slot] > 1}
+            return {client: _bin_client(part, slot) for slot, client in enumerate(part.clients) if part.n[slot] > 1}
     return None
 
 
-def _binned(state: ConsistencyState, slot: int) -> list[float]:
+def _bin_client(state: ConsistencyState, slot: int) -> list[float]:
     n = int(state.n[slot])
-    by_count = same(state.counts[slot], n)
+    agreeing = count_agreeing(state.counts[slot], n)
     share = np.arange((n + 1) // 2, n + 1) / n
     bins = np.minimum(((share - 0.5) * 2 * BINS + 1e-9).astype(np.int64), BINS - 1)
-    return [round(float(x), 5) for x in np.bincount(bins, by_count, BINS) / max(by_count.sum(), 1)]
+    return [round(float(x), 5) for x in np.bincount(bins, agreeing, BINS) / max(agreeing.sum(), 1)]
 
 
-def _parts(state: State) -> Iterator[State]:
+def _iterate_states(state: State) -> Iterator[State]:
     yield state
     for value in vars(state).values():
         for inner in value if isinstance(value, tuple) else (value,):
             if isinstance(inner, State):
-                yield from _parts(inner)
+                yield from _iterate_states(inner)
