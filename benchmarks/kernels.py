@@ -30,9 +30,11 @@ import torch
 from fedheal.engine import open_engine
 from fedheal.engine.precision import use_precision
 from fedheal.models import fused_norm, resnet
-from fedheal.simulate.experiment import Experiment, build
-from fedheal.simulate.round import Federation, initial_state, run_round
-from simulate import PROTOCOLS, domains_of
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
+from simulate import PROTOCOLS, load_domains
 
 # The kernels of models/_fused_norm_cuda.py, by their whole names.
 OURS = {"_moments", "_statistics", "_apply", "_gradient_sums", "_reduce_sums", "_input_gradient"}
@@ -109,7 +111,7 @@ def main() -> None:
         sys.exit(2)
     device, protocol = torch.device("cuda"), PROTOCOLS[options.protocol]
     experiment = Experiment.of({"method": options.method, "device": "cuda", **protocol.keys})
-    fed = build(experiment, domains_of(protocol), device)
+    fed = build_federation(experiment, load_domains(protocol), device)
     fed = replace(fed, local_training=replace(fed.local_training, precision=options.precision))
     print(f"{date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}, {options.protocol}, {options.method}, {options.precision}\n")

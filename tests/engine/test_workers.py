@@ -21,15 +21,16 @@ from fedheal.engine import Engine, open_engine
 from fedheal.engine.serial import Task
 from fedheal.local.term import Term
 from fedheal.methods import get
-from fedheal.simulate.experiment import build
-from fedheal.simulate.round import Federation, initial_state, run_round
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick, words
 
 TESTS = Path(__file__).parents[1]
 
 
 def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
-    federation = build(quick(), load(), torch.device("cpu"))
+    federation = build_federation(quick(), load(), torch.device("cpu"))
     tasks = [Task("plain-1", 1), Task("dark-0", 1)]
     with open_engine(federation.local_training) as engine:
         replies = [result.reply for result in engine.train(initial_state(federation).model, (), tasks)]
@@ -41,7 +42,7 @@ def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
 def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on() -> None:
     """With statistics and tied weights; the module of this process is not touched by theirs."""
     keys = {"model": "tiny_data:tied", "participation": 0.8, "dropout": 0.2, "augment": "crop-flip"}
-    federation = build(quick(**keys), load(), torch.device("cpu"))
+    federation = build_federation(quick(**keys), load(), torch.device("cpu"))
     module = nn.Sequential(nn.BatchNorm2d(3), federation.local_training.module)
     local_training = replace(federation.local_training, module=module, layout=Layout.of(module))
     federation = replace(federation, local_training=local_training)
