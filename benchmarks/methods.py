@@ -28,9 +28,10 @@ from fedheal import data as datasets
 from fedheal import methods
 from fedheal.core.layout import Packed
 from fedheal.engine.serial import ClientResult, SerialEngine, Shared, Task
-from fedheal.simulate.experiment import Experiment, build
-from fedheal.simulate.round import initial_state, rounds
-from fedheal.simulate.runner import device_of
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.devices import resolve_device
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.round import initial_state, run_rounds
 
 ROUNDS = 3
 EXTENSIONS = [f"fedavg+fedheal:{key}" for key in ("per_step=true", "soft=true", "forget=0.1", "per_domain=true")]
@@ -54,7 +55,7 @@ def cost(name: str) -> Cost:
     """Run a method for a few rounds."""
     validation = {"validation": 0.2} if name in ("fedce", "fedga") else {}
     experiment = Experiment(method=name, rounds=ROUNDS, epochs=1, samples_per_client=80, **validation)
-    federation = build(experiment, datasets.load("embedded"), device_of("cpu"))
+    federation = build_federation(experiment, datasets.load("embedded"), resolve_device("cpu"))
     spans, ends, done = [], [], []
 
     class TimedEngine(SerialEngine):
@@ -64,7 +65,7 @@ def cost(name: str) -> Cost:
             spans.append((start, time.process_time()))
 
     engine = TimedEngine(federation.local_training)
-    for after in rounds(federation, initial_state(federation), engine, ROUNDS, every=ROUNDS):
+    for after in run_rounds(federation, initial_state(federation), engine, ROUNDS, eval_every=ROUNDS):
         ends.append(time.process_time())
         done.append(after)
     state, history = done[-1][0], [record for _, record in done]

@@ -7,7 +7,7 @@ import torch
 
 from fedheal.engine.serial import SerialEngine
 from fedheal.flower import FedHEAL
-from fedheal.simulate.round import initial_state, rounds
+from fedheal.simulate.round import initial_state, run_rounds
 from flower.sites import Sites
 
 
@@ -15,7 +15,8 @@ def simulated(sites: Sites):
     """The simulator's last state and its records."""
     federation, last = sites.federation, sites.experiment.rounds
     federation.local_training.module.load_state_dict({k: torch.from_numpy(v.numpy()) for k, v in sites.initial.items()})
-    done = list(rounds(federation, initial_state(federation), SerialEngine(federation.local_training), last))
+    engine = SerialEngine(federation.local_training)
+    done = list(run_rounds(federation, initial_state(federation), engine, last))
     return done[-1][0], [record for _, record in done]
 
 

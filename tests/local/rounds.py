@@ -11,13 +11,14 @@ from fedheal.aggregate import Aggregator
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import RunState
 from fedheal.engine.serial import SerialEngine
-from fedheal.simulate.experiment import build
-from fedheal.simulate.round import Federation, initial_state, run_round
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
 
 
-def build_federation(**keys: Any) -> Federation:
-    return build(quick(**{"model": "tiny_data:normed"} | keys), load(), torch.device("cpu"))
+def make_federation(**keys: Any) -> Federation:
+    return build_federation(quick(**{"model": "tiny_data:normed"} | keys), load(), torch.device("cpu"))
 
 
 def run_rounds(fed: Federation, rounds: int) -> RunState:

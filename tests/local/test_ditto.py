@@ -12,9 +12,10 @@ from fedheal.core.layout import Packed
 from fedheal.engine import serial
 from fedheal.local import ditto
 from fedheal.local.ditto import Ditto
-from fedheal.simulate.round import initial_state, judged_model
+from fedheal.simulate.evaluation import select_evaluated_model
+from fedheal.simulate.round import initial_state
 from local.quadratic import absorbed, context, packed, vector
-from local.rounds import build_federation, is_same, run_rounds
+from local.rounds import is_same, make_federation, run_rounds
 
 
 def test_server_by_hand() -> None:
@@ -47,7 +48,7 @@ def test_a_personal_model_goes_on_from_where_it_was() -> None:
 def test_a_personal_models_first_round_is_fedproxs_local_model() -> None:
     """One batch an epoch, so that the order of examples does not matter; another client's stays its own."""
     keys: dict[str, Any] = {"batch_size": 100, "epochs": 3}
-    ditto, fedprox = build_federation(method="ditto:lam=0.5", **keys), build_federation(method="fedprox:mu=0.5", **keys)
+    ditto, fedprox = make_federation(method="ditto:lam=0.5", **keys), make_federation(method="fedprox:mu=0.5", **keys)
     state = run_rounds(ditto, 1)
     start = initial_state(fedprox)
     for client, slot in state.terms[0].slots.items():
@@ -60,17 +61,17 @@ def test_a_personal_models_first_round_is_fedproxs_local_model() -> None:
 @pytest.mark.parametrize("lam", [0.0, 1.0, 5.0])
 def test_reading_a_trains_the_global_model_as_fedavg_does(lam: float) -> None:
     one, two = (
-        run_rounds(build_federation(method="fedavg"), 3),
-        run_rounds(build_federation(method=f"ditto:lam={lam}"), 3),
+        run_rounds(make_federation(method="fedavg"), 3),
+        run_rounds(make_federation(method=f"ditto:lam={lam}"), 3),
     )
     assert is_same(one.model, two.model)
 
 
 def test_what_is_judged_is_the_weighted_mean_of_the_personal_models() -> None:
-    fed = build_federation(method="ditto")
+    fed = make_federation(method="ditto")
     state = run_rounds(fed, 3)
     shares = {client: len(split) for client, split in fed.local_training.examples.items()}
-    judged = judged_model(fed, state.model, state.terms)
+    judged = select_evaluated_model(fed, state.model, state.terms)
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slot[name].double() for c, slot in state.terms[0].slots.items()) / sum(shares.values())
         assert torch.allclose(getattr(judged, name).double(), mean, atol=1e-6)
@@ -80,12 +81,12 @@ def test_what_is_judged_is_the_weighted_mean_of_the_personal_models() -> None:
 @pytest.mark.parametrize("feedback", [False, True])
 def test_absent_clients_personal_models_count_too(feedback: bool) -> None:
     """One of five a round: what is judged, or sent back, is the mean over all who have been there, by their examples."""
-    fed = build_federation(method=f"ditto:feedback={str(feedback).lower()}", participation=0.2)
+    fed = make_federation(method=f"ditto:feedback={str(feedback).lower()}", participation=0.2)
     state = run_rounds(fed, 6)
     slots = state.terms[0].slots
     assert len(slots) > 2, "take another seed"
     shares = {client: len(fed.local_training.examples[client]) for client in slots}
-    judged = judged_model(fed, state.model, state.terms)
+    judged = select_evaluated_model(fed, state.model, state.terms)
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slots[c][name].double() for c in slots) / sum(shares.values())
         assert torch.allclose(getattr(judged, name).double(), mean, atol=1e-6)
@@ -101,11 +102,11 @@ def test_a_sum_in_parts_has_the_bits_of_the_whole(clients: int, monkeypatch: pyt
 
 
 def test_reading_b_sends_the_mean_of_the_personal_models_back() -> None:
-    fed = build_federation(method="ditto:feedback=true")
+    fed = make_federation(method="ditto:feedback=true")
     state = run_rounds(fed, 2)
     shares = {client: len(split) for client, split in fed.local_training.examples.items()}
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slot[name].double() for c, slot in state.terms[0].slots.items()) / sum(shares.values())
         assert torch.allclose(getattr(state.model, name).double(), mean, atol=1e-6)
-    assert is_same(judged_model(fed, state.model, state.terms), state.model)
-    assert not is_same(state.model, run_rounds(build_federation(method="ditto"), 2).model)
+    assert is_same(select_evaluated_model(fed, state.model, state.terms), state.model)
+    assert not is_same(state.model, run_rounds(make_federation(method="ditto"), 2).model)

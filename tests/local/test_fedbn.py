@@ -9,9 +9,10 @@ from fedheal import models
 from fedheal.core.layout import Layout, Packed
 from fedheal.local.ditto import Ditto
 from fedheal.local.fedbn import FedBN, find_norm_entries
-from fedheal.simulate.round import initial_state, judged_model
+from fedheal.simulate.evaluation import select_evaluated_model
+from fedheal.simulate.round import initial_state
 from local.quadratic import context
-from local.rounds import build_federation, is_same, run_rounds
+from local.rounds import is_same, make_federation, run_rounds
 from tiny_data import featured, normed
 
 
@@ -92,9 +93,9 @@ def test_a_client_keeps_its_layers_and_their_places_and_nothing_as_long_as_the_m
 
 
 def test_the_global_models_normalisation_never_moves() -> None:
-    fed = build_federation(method="fedbn")
+    fed = make_federation(method="fedbn")
     state = run_rounds(fed, 4)
-    first = initial_state(build_federation(method="fedbn")).model
+    first = initial_state(make_federation(method="fedbn")).model
     params, buffers, _ = find_norm_entries(fed.local_training.module, fed.local_training.layout).values()
     assert torch.equal(state.model.params[params], first.params[params])
     assert torch.equal(state.model.buffers[buffers], first.buffers[buffers])
@@ -105,12 +106,12 @@ def test_the_global_models_normalisation_never_moves() -> None:
 
 
 def test_a_domain_is_judged_with_the_mean_of_its_clients_layers() -> None:
-    fed = build_federation(method="fedbn")
+    fed = make_federation(method="fedbn")
     state = run_rounds(fed, 3)
     params, buffers, _ = find_norm_entries(fed.local_training.module, fed.local_training.layout).values()
     slots = state.terms[0].slots
     for residents in (["plain-0", "plain-1"], ["dark-0"]):
-        judged = judged_model(fed, state.model, state.terms, residents)
+        judged = select_evaluated_model(fed, state.model, state.terms, residents)
         for name, mask in (("params", params), ("buffers", buffers)):
             mean = torch.stack([slots[c][name] for c in residents]).mean(dim=0)
             assert torch.allclose(getattr(judged, name)[mask], mean, atol=1e-6)
@@ -118,10 +119,10 @@ def test_a_domain_is_judged_with_the_mean_of_its_clients_layers() -> None:
 
 
 def test_a_domain_whose_clients_never_trained_is_judged_with_the_global_model() -> None:
-    fed = build_federation(method="fedbn", without=["dark"])
+    fed = make_federation(method="fedbn", without=["dark"])
     state = run_rounds(fed, 2)
     assert "dark-0" not in state.terms[0].slots
-    assert is_same(judged_model(fed, state.model, state.terms, ["dark-0"]), state.model)
+    assert is_same(select_evaluated_model(fed, state.model, state.terms, ["dark-0"]), state.model)
 
 
 def test_fedbn_is_a_personalised_row_and_the_others_are_not() -> None:
@@ -131,7 +132,7 @@ def test_fedbn_is_a_personalised_row_and_the_others_are_not() -> None:
 
 def test_a_model_without_normalisation_is_fedavg() -> None:
     one, two = (
-        run_rounds(build_federation(method=method, model="tiny_data:linear"), 3) for method in ("fedavg", "fedbn")
+        run_rounds(make_federation(method=method, model="tiny_data:linear"), 3) for method in ("fedavg", "fedbn")
     )
     assert is_same(one.model, two.model)
 

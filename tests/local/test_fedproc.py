@@ -10,7 +10,7 @@ from fedheal.engine import serial
 from fedheal.local.fedproc import FedProc
 from fedheal.simulate.round import initial_state
 from local.prototype_inputs import AXES, make_batch, make_context
-from local.rounds import build_federation
+from local.rounds import make_federation
 
 
 @pytest.mark.parametrize(("number", "alpha"), [(1, 1.0), (2, 0.75), (3, 0.5), (4, 0.25), (5, 0.0)])
@@ -52,7 +52,7 @@ def test_fedproc_without_first_round_ce_learns_nothing_at_first() -> None:
     """Only weight decay moves parameters, so without it nothing does."""
     keys = {"model": "tiny_data:featured", "weight_decay": 0.0}
     for first, moves in ((True, True), (False, False)):
-        fed = build_federation(method=f"fedproc:first_round_ce={first}", **keys)
+        fed = make_federation(method=f"fedproc:first_round_ce={first}", **keys)
         state = initial_state(fed)
         done = serial.train_client(fed.local_training, state.model, ({},), serial.Task("plain-0", 1, ({},)))
         assert bool(done.reply.delta.any()) == moves

@@ -15,7 +15,7 @@ from fedheal.local.prototypes import Prototypes
 from fedheal.simulate.round import initial_state
 from local.prototype_inputs import AXES, absorb, make_batch, make_context, make_message
 from local.quadratic import packed
-from local.rounds import build_federation, run_rounds
+from local.rounds import make_federation, run_rounds
 
 
 def test_class_means_are_collected_in_the_last_epoch_only() -> None:
@@ -36,7 +36,7 @@ def test_class_means_are_collected_in_the_last_epoch_only() -> None:
 def test_the_engine_counts_each_example_once_and_the_features_it_trained_on(method: str) -> None:
     """One batch an epoch: the last epoch's features are those of the model that the epochs before have made."""
     keys = {"model": "tiny_data:featured", "epochs": 3, "batch_size": 100, "momentum": 0.0}
-    fed = build_federation(method=method, **keys)
+    fed = make_federation(method=method, **keys)
     state = initial_state(fed)
     local_training, task = fed.local_training, serial.Task("noisy-0", 1, ({},))
     done = serial.train_client(local_training, state.model, (state.terms[0].shared,), task)
@@ -124,7 +124,7 @@ def test_prototypes_do_not_depend_on_the_averages_weights() -> None:
     """A first round with any stage leaves the prototypes of plain FedProto: they are features, not parameters."""
     ends = []
     for method in ("fedproto", "fedproto+uniform", "fedproto+afl:gamma=1", "fedproto+fedheal:tau=1"):
-        fed = build_federation(method=method, model="tiny_data:featured")
+        fed = make_federation(method=method, model="tiny_data:featured")
         state = run_rounds(fed, 1)
         ends.append(state.terms[0].shared["prototypes"])
     assert all(torch.equal(ends[0], other) for other in ends[1:])

@@ -201,6 +201,7 @@ def test_a_narrow_shortcut_is_the_convolution_that_it_stands_for(inputs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_narrow_networks_train_on_a_cpu():
     """In a process of its own: what this guards against corrupts memory, and ends the process sooner or later."""
     code = (

@@ -24,7 +24,8 @@ from fedheal.data.on_disk import Wanted, share
 from fedheal.data.specs import Description
 from fedheal.engine.lanes import MOST_LANES
 from fedheal.engine.serial import EVALUATE_PIXELS
-from fedheal.simulate.experiment import Experiment, clients_of, takes_part, wanted_of
+from fedheal.simulate.build import make_data_request, partition_clients, takes_part
+from fedheal.simulate.experiment import Experiment
 
 log = logging.getLogger("fedheal")
 
@@ -68,10 +69,10 @@ def demand(experiment: Experiment) -> Demand:
 
 
 def _demand(experiment: Experiment) -> Demand:
-    domains = outline(experiment.data, wanted_of(experiment))
+    domains = outline(experiment.data, make_data_request(experiment))
     # How labels are spread changes no size worth counting, and the outline of a data set has no labels to spread.
     plain = experiment.model_copy(update={"dirichlet": None, "class_filling": False})
-    held = [len(client.indices) for client in clients_of(plain, domains) if takes_part(experiment, client)]
+    held = [len(client.indices) for client in partition_clients(plain, domains) if takes_part(experiment, client)]
     if experiment.pool:
         held = [sum(held)]
     height, width = domains.domains[0].test.images.shape[-2:]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.layout import Layout, Packed, real
 from fedheal.core.rng import derive, generator
 from fedheal.core.updates import Reply
@@ -23,6 +24,8 @@ from fedheal.data.domains import Split
 from fedheal.engine.precision import autocast
 from fedheal.local.fedprox import FedProx
 from fedheal.local.term import Arrays, Batch, Context, Term, effective_step
+
+__getattr__ = warn_of_renames(__name__, {"Bench": "LocalTraining", "seeded": "use_seed"})
 
 Shared = tuple[Arrays, ...]  # the shared values of each term
 

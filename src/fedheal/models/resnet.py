@@ -30,8 +30,7 @@ class BasicBlock(nn.Module):
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
-                nn.BatchNorm2d(outputs),
+                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
