@@ -134,12 +134,16 @@ def _flatten(value: Any, path: str, arrays: dict[str, Tensor]) -> Any:
             key: _flatten(item, _join(path, key if isinstance(item, Tensor) else i), arrays)
             for i, (key, item) in enumerate(value.items())
         }
-    if not is_dataclass(value):
-        raise TypeError(f"a state holds a {type(value).__name__} in '{path}', which cannot be saved")
+    if is_dataclass(value):
+        return _flatten_fields(value, path, arrays)
+    raise TypeError(f"a state holds a {type(value).__name__} in '{path}', which cannot be saved")
+
+
+def _flatten_fields(value: Any, path: str, arrays: dict[str, Tensor]) -> dict[str, Any]:
     json: dict[str, Any] = {"kind": value.kind} if isinstance(value, State) else {}
     for field in fields(value):
         item = getattr(value, field.name)
-        if isinstance(item, Tensor) and isinstance(value, State) and hasattr(value, "clients"):
+        if isinstance(item, Tensor) and hasattr(value, "clients"):
             item = item[: len(value.clients)]
         json[field.name] = _flatten(item, _join(path, field.name), arrays)
     return json
@@ -167,7 +171,8 @@ def _restore(hint: Any, path: str, arrays: Mapping[str, Tensor], json: Any) -> A
     if issubclass(hint, State):
         return _restore_state(hint, path, arrays, json)
     if is_dataclass(hint):
-        return hint(**_restore_fields(hint, path, arrays, json))
+        make: Any = hint
+        return make(**_restore_fields(hint, path, arrays, json))
     if type(json) is not hint and not (hint is float and type(json) is int):
         raise TypeError(f"'{path}' must be {hint.__name__}, got {json!r}")
     return json

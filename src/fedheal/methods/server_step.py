@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedheal.aggregate import Aggregated, Aggregator
+from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import RunState, TermState

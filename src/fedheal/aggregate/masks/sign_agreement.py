@@ -86,7 +86,7 @@ def sign_agreement_report(block: int = DIRECTIONS_BLOCK.default, long: int = DIR
 
 
 def _count_by_tensor(up: Tensor, n: int, sizes: Sizes) -> dict[str, list[int]]:
-    parts = up.split(sizes.lengths)
+    parts = torch.split(up, sizes.lengths)
     return {name: count_agreeing(part, n).tolist() for (name, _), part in zip(sizes.tensors, parts, strict=True)}
 
 
