@@ -14,26 +14,33 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedheal.aggregate.draft import Draft, Graded, Kept
+from fedheal.aggregate.draft import CountMask, Draft, SoftMask
 from fedheal.aggregate.kernels import reference
-from fedheal.aggregate.masks.consistency import ConsistencyState, consistency
+from fedheal.aggregate.masks.consistency import ConsistencyState, consistency_mask
 from fedheal.aggregate.stage import Stage
 from fedheal.core.state import State, expect
 
 
-def soft(tau: float = 0.3, variant: str = "paper") -> Stage:
-    """The stage that gives the soft mask. A client's first round in `released` has no history and counts in full."""
-    hard, past = consistency(tau, variant), int(variant == "released")
+def soft_mask(tau: float, variant: str) -> Stage:
+    """Return the stage that gives the soft mask. A client's first round in `released` has no history and counts in full."""
+    hard, past = consistency_mask(tau, variant), variant == "released"
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         draft, after = hard.apply(draft, state)
-        kept = draft.kept
-        assert isinstance(kept, Kept)
-        total = expect(after, ConsistencyState).n[kept.slots] - past
-        # `at_least` includes this round's own sign where the history does not.
-        need = (kept.at_least - past).astype(np.float64)
-        mask = Graded(kept.counts, kept.slots, total.astype(np.float64), need, bool(past), kept.sign, soft=True)
-        measured = reference.measured(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
-        return replace(draft, kernel=reference, kept=mask, measured=measured), after
+        counts = draft.mask
+        assert isinstance(counts, CountMask)
+        total = expect(after, ConsistencyState).n[counts.slots] - int(past)
+        mask = SoftMask(
+            counts=counts.counts,
+            slots=counts.slots,
+            total=total.astype(np.float64),
+            # `at_least` includes this round's own sign where the history does not.
+            need=(counts.at_least - int(past)).astype(np.float64),
+            past=past,
+            sign=counts.sign,
+            soft=True,
+        )
+        norms = reference.measure_masked(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
+        return replace(draft, kernel=reference, mask=mask, norms=norms), after
 
     return Stage(hard.init, apply, hard.needs, hard.gives)
