@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 
 from fedheal import Layout, Updates
 from fedheal.aggregate import Aggregator, fedheal
-from fedheal.aggregate.registry import fael_exact
+from fedheal.aggregate.registry import STAGES
 from fedheal.aggregate.weights.exact import compute_model_distances, solve_weights
 
 SETTINGS = {  # ridge, towards uniform?, floor as a share of 1/K
@@ -245,7 +245,7 @@ def test_the_regularised_rule_keeps_everyone_above_the_floor():
 def test_a_floor_of_an_equal_part_is_uniform_for_any_number_of_clients(below):
     rng = np.random.default_rng(8)
     for k in range(1, 65):
-        aggregator = Aggregator(fael_exact(floor=1.0 - below))
+        aggregator = Aggregator(STAGES["fael-exact"](floor=1.0 - below))
         sent = Updates(range(k), rng.normal(size=(k, 50)), rng.integers(1, 90, k))
         out = aggregator.apply(np.zeros(50), sent, aggregator.init(Layout.flat(50)))
         np.testing.assert_allclose(out.weights, 1 / k, atol=1e-12 + below)

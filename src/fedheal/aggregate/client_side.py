@@ -16,12 +16,11 @@ from torch import Tensor
 
 from fedheal.aggregate import kernels
 from fedheal.aggregate.draft import Draft
+from fedheal.aggregate.fedheal_stages import TAU, VARIANT
 from fedheal.aggregate.masks.consistency import ConsistencyState, consistency_mask
-from fedheal.aggregate.registry import check_variant
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite
 from fedheal.aggregate.weights.distance import compute_distances
 from fedheal.core.arrays import Array, tensor_of
-from fedheal.core.checks import check_share
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import State, expect
 from fedheal.core.updates import FLOATS, Updates
@@ -38,8 +37,8 @@ class Share(NamedTuple):
 def client_share(
     delta: Array,
     state: State | None = None,
-    tau: float = 0.3,
-    variant: str = "paper",
+    tau: float = TAU.default,
+    variant: str = VARIANT.default,
     layout: Layout | None = None,
 ) -> tuple[Share, ConsistencyState]:
     """Mask one client's update by its own history.
@@ -62,8 +61,8 @@ def client_share(
     >>> share.masked.tolist(), share.kept.tolist(), share.distance
     ([1.0, -2.0], [True, True], 5.0)
     """
-    check_share("tau", tau)
-    check_variant(variant)
+    TAU.check(tau)
+    VARIANT.check(variant)
     update = tensor_of(delta, "delta")
     if update.ndim != 1 or update.dtype not in FLOATS:
         raise ValueError(f"delta is {update.dtype} of shape {tuple(update.shape)}: give a vector of floats")

@@ -52,7 +52,7 @@ class ConsistencyState(State, kind="consistency"):
             )
 
 
-def consistency_mask(tau: float = 0.3, variant: str = "paper") -> Stage:
+def consistency_mask(tau: float, variant: str) -> Stage:
     """Return the stage that gives FPHL's mask."""
     exact_tau = Fraction(
         str(tau)

@@ -45,7 +45,7 @@ class ForgettingState(State, kind="forgetting"):
             )
 
 
-def forgetting_mask(gamma: float, tau: float = 0.3, variant: str = "paper", soft: bool = False) -> Stage:
+def forgetting_mask(gamma: float, tau: float, variant: str, soft: bool) -> Stage:
     """Return the stage that gives the mask of faded counts; a soft one (`soft.py`) if `soft`."""
     past = variant == "released"
     sign, keep = -1 if past else 1, 1 - gamma

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +23,16 @@ from fedheal.aggregate.masks.consistency import ConsistencyState
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Integers
 from fedheal.core.layout import Layout, Sizes
-from fedheal.core.parameter import Parameter
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 BINS = 10  # from half of the rounds (no direction at all) to all of them
+DIRECTIONS_BLOCK = Parameter(
+    "block", description="rounds of a short count", source="FedHEAL paper, figure on consistency", default=10, ge=2
+)
+DIRECTIONS_LONG = Parameter(
+    "long", description="rounds of the long count", source="FedHEAL paper, figure on consistency", default=100, ge=2
+)
 
 
 @dataclass(frozen=True)
@@ -44,18 +50,13 @@ class SignAgreementState(State, kind="sign-agreement"):
             )
 
 
-def sign_agreement_report(
-    block: Annotated[int, Parameter("rounds of a short count", "FedHEAL paper, figure on consistency")] = 10,
-    long: Annotated[int, Parameter("rounds of the long count", "FedHEAL paper, figure on consistency")] = 100,
-) -> Stage:
+@declare_parameters(DIRECTIONS_BLOCK, DIRECTIONS_LONG)
+def sign_agreement_report(block: int = DIRECTIONS_BLOCK.default, long: int = DIRECTIONS_LONG.default) -> Stage:
     """Change nothing; report how many entries kept their direction over every `block` rounds and the first `long`.
 
     The report's `directions` has, for `block` and `long`, by client and tensor, how many entries pointed the same way in
     ceil(n/2), ..., n of the n rounds. A client's rounds are those it took part in.
     """
-    for name, number in (("block", block), ("long", long)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 2:
-            raise ValueError(f"{name} = {number!r}: use 2 rounds or more")
 
     def init(layout: Layout) -> State:
         up = torch.zeros(0, 2, layout.sizes().params, dtype=torch.int32)

@@ -21,7 +21,7 @@ from fedheal.aggregate.stage import Stage
 from fedheal.core.state import State, expect
 
 
-def soft_mask(tau: float = 0.3, variant: str = "paper") -> Stage:
+def soft_mask(tau: float, variant: str) -> Stage:
     """Return the stage that gives the soft mask. A client's first round in `released` has no history and counts in full."""
     hard, past = consistency_mask(tau, variant), variant == "released"
 

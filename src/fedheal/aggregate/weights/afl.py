@@ -21,7 +21,6 @@ the cohort. That code takes the loss of the local model on *test* data; this one
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import numpy as np
 
@@ -29,11 +28,31 @@ from fedheal.aggregate.client_index import extend_shares, index_clients
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage, stateless
 from fedheal.core.arrays import Floats
-from fedheal.core.checks import check_not_negative, check_share, check_switch
-from fedheal.core.parameter import Parameter
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 NEEDS = frozenset({"loss"})
+AFL_GAMMA = Parameter(
+    "gamma",
+    description="how fast weights climb towards larger losses",
+    source="released scripts (0.01 to 0.1); MarsFL",
+    default=0.01,
+    ge=0,
+)
+AFL_FLOOR = Parameter(
+    "floor",
+    description="least weight, as a share of 1/M",
+    source="ours: so that no cohort is without weight",
+    default=1e-3,
+    ge=0,
+    le=1,
+)
+AFL_RESET = Parameter(
+    "reset",
+    description="start from equal weights every round",
+    source="Mohri et al. 2019; MarsFL: true",
+    default=False,
+)
 
 
 @dataclass(frozen=True)
@@ -44,21 +63,11 @@ class AflState(State, kind="afl"):
     weights: Floats
 
 
+@declare_parameters(AFL_GAMMA, AFL_FLOOR, AFL_RESET)
 def afl_weights(
-    gamma: Annotated[
-        float, Parameter("how fast weights climb towards larger losses", "released scripts (0.01 to 0.1); MarsFL")
-    ] = 0.01,
-    floor: Annotated[
-        float, Parameter("least weight, as a share of 1/M", "ours: so that no cohort is without weight")
-    ] = 1e-3,
-    reset: Annotated[
-        bool, Parameter("start from equal weights every round", "Mohri et al. 2019; MarsFL: true")
-    ] = False,
+    gamma: float = AFL_GAMMA.default, floor: float = AFL_FLOOR.default, reset: bool = AFL_RESET.default
 ) -> Stage:
     """Give more weight to larger losses. `gamma=0` is uniform averaging."""
-    check_not_negative("gamma", gamma)
-    check_share("floor", floor)
-    check_switch("reset", reset)
 
     def ascend(weights: Floats, loss: Floats, least: float) -> Floats:
         with np.errstate(over="ignore"):  # an infinite step goes to the same corner as a very long one

@@ -74,7 +74,7 @@ def distance_weights(rule: Rule) -> Stage:
     return Stage(lambda layout: rule.start, apply, rule.needs)
 
 
-def momentum_rule(beta: float = 0.4, per_step: bool = False) -> Rule:
+def momentum_rule(beta: float, per_step: bool) -> Rule:
     """Return the paper's rule."""
 
     def update(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, RuleState]:
@@ -109,7 +109,7 @@ def redistribute(p: Floats, dp: Floats, correction: Floats) -> Floats:
     return np.asarray(mass * v / v.sum())
 
 
-def cumulative_rule(beta: float = 0.4, per_step: bool = False) -> Rule:
+def cumulative_rule(beta: float, per_step: bool) -> Rule:
     """Return the rule of the released code. Newcomers start at 1, whatever their examples."""
 
     def update(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, RuleState]:

@@ -21,13 +21,34 @@ from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.gram import compute_gram
 from fedheal.aggregate.stage import Stage, stateless
 from fedheal.core.arrays import Floats, normalised
+from fedheal.core.parameter import Parameter, declare_parameters
 
 TOLERANCE = 1e-8
 ROUNDING = 1e-12  # what rounding may leave of the free weight where the floors take all of it
+EXACT_RIDGE = Parameter(
+    "ridge",
+    description="pull towards the reference weights, which makes them unique",
+    source="ours",
+    default=1e-4,
+    gt=0,
+)
+EXACT_TOWARDS = Parameter(
+    "towards",
+    description="the reference: examples or uniform",
+    source="ours: FedAvg's weights",
+    default="examples",
+    choices=("examples", "uniform"),
+)
+EXACT_FLOOR = Parameter(
+    "floor", description="least weight, as a share of 1/K", source="ours: none", default=0.0, ge=0, le=1
+)
 
 
-def exact_weights(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) -> Stage:
-    """Give the exact weights. `towards` is `"examples"` or `"uniform"`, `floor` the least weight as a share of `1/K`.
+@declare_parameters(EXACT_RIDGE, EXACT_TOWARDS, EXACT_FLOOR)
+def exact_weights(
+    ridge: float = EXACT_RIDGE.default, towards: str = EXACT_TOWARDS.default, floor: float = EXACT_FLOOR.default
+) -> Stage:
+    """Give the weights that make the global model equally far from all clients; `floor` is a share of `1/K`.
 
     The report compares the variance reached with those of example shares and of uniform weights. With FPHL on, the model is
     no single weighted mean, and the Gram matrix of the masked updates is a surrogate.

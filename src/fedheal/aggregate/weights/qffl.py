@@ -21,7 +21,6 @@ With FPHL the weights go into its masked mean and `|D_m|^2` is that of the kept 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
 
 import numpy as np
 
@@ -30,25 +29,29 @@ from fedheal.aggregate.stage import Stage, stateless
 from fedheal.aggregate.weights.afl import report_loss
 from fedheal.aggregate.weights.distance import compute_distances
 from fedheal.core.arrays import Floats, normalised
-from fedheal.core.checks import check_among, check_not_negative
-from fedheal.core.parameter import Parameter
+from fedheal.core.parameter import Parameter, declare_parameters
 
 TINY = 1e-10
 STEP = {"reweight": None, "qfedavg_eff": "reach", "qfedavg": "lr"}  # mode -> the metric that is 1/L
+QFFL_Q = Parameter(
+    "q",
+    description="the power of the loss; 0 is uniform",
+    source="MarsFL; Li et al. 2020 use 0.001 to 5",
+    default=1.0,
+    ge=0,
+)
+QFFL_MODE = Parameter(
+    "mode",
+    description="reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what",
+    source="ours: qfedavg stalls",
+    default="reweight",
+    choices=tuple(STEP),
+)
 
 
-def qffl_weights(
-    q: Annotated[
-        float, Parameter("the power of the loss; 0 is uniform", "MarsFL; Li et al. 2020 use 0.001 to 5")
-    ] = 1.0,
-    mode: Annotated[
-        str,
-        Parameter("reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what", "ours: qfedavg stalls"),
-    ] = "reweight",
-) -> Stage:
+@declare_parameters(QFFL_Q, QFFL_MODE)
+def qffl_weights(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default) -> Stage:
     """Give weights in proportion to `loss^q`. `q=0` is uniform averaging. Other modes also shrink the step."""
-    check_not_negative("q", q)
-    check_among("mode", mode, tuple(STEP))
     step = STEP[mode]
 
     def apply(draft: Draft) -> Draft:

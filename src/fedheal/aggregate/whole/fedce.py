@@ -24,9 +24,17 @@ from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.gram import compute_gram
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats, Integers, normalised
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 FLOOR = 1e-3
+FEDCE_MODE = Parameter(
+    "mode",
+    description="times or plus: how both contributions combine",
+    source="Jiang et al. 2023",
+    default="times",
+    choices=("times", "plus"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,13 +47,12 @@ class FedCEState(State, kind="fedce"):
     e: Floats
 
 
-def fedce_stage(mode: str = "times") -> Stage:
-    """Return FedCE's stage.
+@declare_parameters(FEDCE_MODE)
+def fedce_stage(mode: str = FEDCE_MODE.default) -> Stage:
+    """Jiang et al. 2023: weight by estimated contribution. Needs validation data.
 
     It needs the mean accuracy, on a client's validation data, of the model without that client, and its number of rounds.
     """
-    if mode not in ("times", "plus"):
-        raise ValueError(f"mode = {mode!r}: use 'times' or 'plus'")
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedCEState)

@@ -38,11 +38,26 @@ from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.gram import iterate_blocks, sum_products
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats, Integers
-from fedheal.core.checks import check_count, check_share
 from fedheal.core.layout import Layout
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 TINY = 1e-12  # of the product of two norms: what rounding may leave of a zero
+FEDFV_ALPHA = Parameter(
+    "alpha",
+    description="share of the largest losses whose updates stay as they are",
+    source="Wang et al. 2021, released code",
+    default=0.1,
+    ge=0,
+    le=1,
+)
+FEDFV_TAU = Parameter(
+    "tau",
+    description="rounds whose absent clients' conflicts count",
+    source="Wang et al. 2021, released code",
+    default=1,
+    ge=0,
+)
 
 
 @dataclass(frozen=True)
@@ -59,10 +74,9 @@ class FedFVState(State, kind="fedfv"):
             raise ValueError(f"remembered updates must be a matrix, got shape {tuple(self.updates.shape)}")
 
 
-def fedfv_stage(alpha: float = 0.1, tau: int = 1) -> Stage:
-    """Return the stage that gives FedFV's step; it combines with no other."""
-    check_share("alpha", alpha)
-    check_count("tau", tau)
+@declare_parameters(FEDFV_ALPHA, FEDFV_TAU)
+def fedfv_stage(alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default) -> Stage:
+    """Wang et al. 2021: updates that conflict are projected off each other."""
 
     def init(layout: Layout) -> State:
         return FedFVState(0, (), np.zeros(0, np.int64), torch.zeros(0, layout.sizes().params))

@@ -20,8 +20,17 @@ from fedheal.aggregate.client_index import extend_column, extend_shares, index_c
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats, Integers
-from fedheal.core.checks import check_share
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
+
+FEDGA_S0 = Parameter(
+    "s0",
+    description="first step of the weights; it falls linearly",
+    source="Zhang et al. 2023",
+    default=0.2,
+    ge=0,
+    le=1,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +45,12 @@ class FedGAState(State, kind="fedga"):
     last: Integers
 
 
-def fedga_stage(s0: float = 0.2) -> Stage:
-    """Return FedGA's stage.
+@declare_parameters(FEDGA_S0)
+def fedga_stage(s0: float = FEDGA_S0.default) -> Stage:
+    """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data.
 
     It needs the validation losses of the received and the sent model, and the share of the run that is done.
     """
-    check_share("s0", s0)
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedGAState)

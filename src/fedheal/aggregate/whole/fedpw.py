@@ -41,11 +41,27 @@ from fedheal.aggregate.kernels.drop import add_undropped
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.weights.distance import redistribute, scale_to_mean
 from fedheal.core.arrays import Floats, Integers, normalised
-from fedheal.core.checks import check_share
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 TINY = 1e-10
 ROUNDING = 1e-9  # so that a share of entries that is whole but for rounding counts as whole
+FEDPW_BETA = Parameter(
+    "beta",
+    description="how fast weights follow loss and alignment",
+    source="Guan et al. 2025, released code",
+    default=0.3,
+    ge=0,
+    le=1,
+)
+FEDPW_RHO = Parameter(
+    "rho",
+    description="mean share of entries dropped, and stressed",
+    source="Guan et al. 2025, released code",
+    default=0.3,
+    ge=0,
+    le=1,
+)
 
 
 @dataclass(frozen=True)
@@ -74,10 +90,9 @@ class FedPWState(State, kind="fedpw"):
                     raise ValueError(f"weights of shape {column.shape} do not belong to {len(self.clients)} clients")
 
 
-def fedpw_stage(beta: float = 0.3, rho: float = 0.3) -> Stage:
-    """Return the stage that gives FedPW's step; it combines with no other."""
-    check_share("beta", beta)
-    check_share("rho", rho)
+@declare_parameters(FEDPW_BETA, FEDPW_RHO)
+def fedpw_stage(beta: float = FEDPW_BETA.default, rho: float = FEDPW_RHO.default) -> Stage:
+    """Guan et al. 2025, FedHEAL's successor: weights by loss and alignment, small entries dropped, agreed ones stressed."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedPWState)
