@@ -42,7 +42,7 @@ def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
     assert tomllib.loads((tmp_path / "federation" / "federation.toml").read_text())["method"] == strategy.name
 
 
-def test_rounds_have_the_simulators_fields_and_who_was_missing(tmp_path, caplog):
+def test_rounds_have_the_simulators_fields_and_the_missing_clients(tmp_path, caplog):
     sites = Sites(method="fedheal", rounds=2)
     strategy = sites.strategy(folder=tmp_path / "run")
     grid = sites.grid(lambda node, reply: [] if node == 101 and strategy._round.number == 2 else [reply])
@@ -95,7 +95,7 @@ def test_without_accuracies_there_is_a_model_but_no_result(tmp_path, caplog):
     assert "no client sent an 'accuracy'" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_anyone_trains(tmp_path):
+def test_an_unusable_folder_is_rejected_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     sites = Sites(rounds=1)
     grid = sites.grid()
@@ -119,7 +119,7 @@ def test_federation_toml_has_what_the_strategy_was_given(tmp_path):
     }
 
 
-def test_a_rounds_line_is_on_the_disk_before_the_state_that_counts_it(tmp_path, monkeypatch):
+def test_a_rounds_line_is_synced_before_its_checkpoint(tmp_path, monkeypatch):
     synced: list[str] = []
 
     def fsync(opened: int) -> None:
