@@ -55,7 +55,7 @@ def cost(name: str) -> Cost:
     """Run a method for a few rounds."""
     validation = {"validation": 0.2} if name in ("fedce", "fedga") else {}
     experiment = Experiment(method=name, rounds=ROUNDS, epochs=1, samples_per_client=80, **validation)
-    federation = build(experiment, datasets.load("embedded"), device_of("cpu"))
+    federation = build(experiment, datasets.load_domains("embedded"), device_of("cpu"))
     spans, ends, done = [], [], []
     with trainer(federation.local_training, 1, 1) as train:
 
@@ -113,7 +113,7 @@ def main() -> None:
     names = parser.parse_args().names
     torch.set_num_threads(1)
     cost("fedheal")  # compiles what there is to compile
-    experiment, embedded = Experiment(method="fedavg"), datasets.load("embedded")
+    experiment, embedded = Experiment(method="fedavg"), datasets.load_domains("embedded")
     print(
         f"Per round of {sum(embedded.clients_per_domain)} clients on the embedded digits ({experiment.model}, 80 examples a "
         f"client, one epoch), in processor seconds of one thread\non a machine of {os.cpu_count()} cores without a GPU "

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedheal.campaign.pool import Job
 from fedheal.core.metrics import LAST, fairness, last_mean
-from fedheal.data import DESCRIPTIONS
+from fedheal.data import SPECS
 from fedheal.report.rows import EVENNESS
 from fedheal.report.tables import over_rounds
 from fedheal.reproduce import paper_comparison as beside
@@ -297,7 +297,7 @@ def stand_ins(columns: Iterable[str], data: str) -> list[str]:
 
 
 def _instead(data: str) -> dict[str, str]:
-    sources = DESCRIPTIONS[data].sources if data in DESCRIPTIONS else ()
+    sources = SPECS[data].domains if data in SPECS else ()
     return {source.stand_in.name: source.name for source in sources if source.stand_in}
 
 

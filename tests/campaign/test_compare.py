@@ -175,8 +175,8 @@ def test_validation_examples_are_held_out_of_training():
     from fedheal.simulate.runner import device_of
 
     experiment = quick(validation=0.25)
-    federation = build(experiment, datasets.load(experiment.data), device_of("cpu"))
-    whole = build(quick(), datasets.load(experiment.data), device_of("cpu"))
+    federation = build(experiment, datasets.load_domains(experiment.data), device_of("cpu"))
+    whole = build(quick(), datasets.load_domains(experiment.data), device_of("cpu"))
     for client, split in federation.local_training.examples.items():
         held, everything = federation.validation[client], whole.local_training.examples[client]
         assert len(split) + len(held) == len(everything)

@@ -99,7 +99,7 @@ def test_show_clients_draws_and_prints_what_each_holds(root: Path, call, tmp_pat
 def test_prepare_says_counts_fingerprint_and_place(root: Path, call, cache_folder: Path) -> None:
     done = call("data", "prepare", "digits", "--data-root", root)
     assert "mnist: 40 training and 20 test images" in done.out
-    assert data.load("digits", data.Wanted(str(root))).identity in done.out
+    assert data.load_domains("digits", data.DataOptions(str(root))).identity in done.out
     assert str(cache_folder) in done.out
 
 

@@ -38,12 +38,12 @@ def cache_folder(root: str) -> None:
 
 @pytest.fixture(scope="module")
 def digits(root: str) -> data.Domains:
-    return data.load("digits", data.Wanted(root))
+    return data.load_domains("digits", data.DataOptions(root))
 
 
 @pytest.fixture(scope="module")
 def office(root: str) -> data.Domains:
-    return data.load("office-caltech", data.Wanted(root, allow_missing=True))
+    return data.load_domains("office-caltech", data.DataOptions(root, allow_missing=True))
 
 
 def balance(split: data.domains.Split) -> list[int]:
@@ -73,7 +73,7 @@ def test_no_test_image_of_the_digits_was_trained_with(digits: data.Domains) -> N
 
 def test_pixels_of_mnist(root: str) -> None:
     """Mean 0.1307 and deviation 0.3081, as everybody normalises it; the first digit is a five."""
-    (place,) = (p for p in located(data.DESCRIPTIONS["digits"], Path(root)) if p.name == "mnist")
+    (place,) = (p for p in located(data.SPECS["digits"], Path(root)) if p.name == "mnist")
     assert isinstance(place.found, Located)
     raw = place.found.read()
     pixels = raw.train.array / 255
@@ -109,7 +109,7 @@ def test_protocol_sizes(digits: data.Domains) -> None:
 
 def test_a_prepared_set_loads_in_less_than_a_second(root: str, digits: data.Domains) -> None:
     started = time.process_time()
-    again = data.load("digits", data.Wanted(root))
+    again = data.load_domains("digits", data.DataOptions(root))
     assert again.identity == digits.identity
     assert time.process_time() - started < 1
 
@@ -119,7 +119,7 @@ def test_preparing_takes_less_than_a_minute(root: str) -> None:
 
     started = time.process_time()
     for name in ("digits", "office-caltech"):
-        found = real.opened(data.DESCRIPTIONS[name], data.Wanted(root, allow_missing=True))
+        found = real.opened(data.SPECS[name], data.DataOptions(root, allow_missing=True))
         cache.prepare(found.recipe, again=True)
     assert time.process_time() - started < 60
 

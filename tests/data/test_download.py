@@ -281,9 +281,9 @@ def tiny(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         site.files[f"/{path.name}"] = path.read_bytes()
     web = tuple(Web(f"{site.address}/{name}") for name in ("usps.bz2", "usps.t.bz2"))
     usps = Source("usps", 7291, 2007, ("digits/usps",), (digits.LIBSVM,), "home", web=web)
-    described = data.DESCRIPTIONS["digits"]
+    described = data.SPECS["digits"]
     changed = type(described)(**{**vars(described), "sources": (usps, digits.SYN)})
-    monkeypatch.setitem(data.DESCRIPTIONS, "digits", changed)
+    monkeypatch.setitem(data.SPECS, "digits", changed)
     (tmp_path / "root").mkdir()
     return tmp_path / "root"
 

@@ -17,7 +17,7 @@ from fedheal.simulate.experiment import clients_of, domains_of
 
 
 def load(root: Path, **keys: object) -> data.Domains:
-    return data.load(f"folder:{root}", data.Wanted(**keys))
+    return data.load_domains(f"folder:{root}", data.DataOptions(**keys))
 
 
 @pytest.fixture
@@ -106,12 +106,12 @@ def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
         "sketch/bus/0003.jpg 1\nsketch/axe/0001.jpg 0\nsketch/axe/9999.jpg 0\n\n"
     )
     (tmp_path / "domainnet" / "sketch_test.txt").write_text("sketch/axe/0002.jpg 0\n")
-    found = data.load("domainnet", data.Wanted(str(tmp_path), allow_missing=True))["sketch"]
+    found = data.load_domains("domainnet", data.DataOptions(str(tmp_path), allow_missing=True))["sketch"]
     assert found.train.labels.tolist() == [1, 0]
     assert found.test.labels.tolist() == [0]
     (tmp_path / "domainnet" / "sketch_test.txt").write_text("../secret/x.jpg 0\n")
     with pytest.raises(ValueError, match=r"line 1 of .*sketch_test.txt is not"):
-        data.load("domainnet", data.Wanted(str(tmp_path), allow_missing=True))
+        data.load_domains("domainnet", data.DataOptions(str(tmp_path), allow_missing=True))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
 def test_the_other_sets_by_folder(tmp_path: Path, name: str, folder: str, domain: str, spelled: str) -> None:
     classes = [str(d) for d in range(10)]
     layouts.image_folders(tmp_path / folder / domain, dict.fromkeys(classes, 3))
-    found = data.load(name, data.Wanted(str(tmp_path), allow_missing=True))
+    found = data.load_domains(name, data.DataOptions(str(tmp_path), allow_missing=True))
     assert [d.name for d in found.domains] == [spelled]
     assert len(found.domains[0].train) == 24
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedheal.data.domains import Domain, Domains, Split, check
+from fedheal.data.domains import Domain, Domains, Split, check_domains
 
 IMAGES, LABELS = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4) % 2
 SPLIT = Split(IMAGES, LABELS)
@@ -17,8 +17,8 @@ OWN = Domains("mine", ("cat", "dog"), (Domain("photos", SPLIT, SPLIT),), (1,), (
 
 
 def test_what_fits_is_taken() -> None:
-    check(OWN, "mine:load")
-    check(replace(OWN, clients_per_domain=[np.int64(2)], classes=["cat", "dog"]), "mine:load")
+    check_domains(OWN, "mine:load")
+    check_domains(replace(OWN, clients_per_domain=[np.int64(2)], classes=["cat", "dog"]), "mine:load")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_fits_is_taken() -> None:
 )
 def test_a_split_that_is_none(train: Any, said: str) -> None:
     with pytest.raises(ValueError, match=f"data 'mine:load': photos/train.*{said}"):
-        check(replace(OWN, domains=(Domain("photos", train, SPLIT),)), "mine:load")
+        check_domains(replace(OWN, domains=(Domain("photos", train, SPLIT),)), "mine:load")
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_a_split_that_is_none(train: Any, said: str) -> None:
 )
 def test_fields_that_are_none(field: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=f"data 'mine:load': .*{said}"):
-        check(replace(OWN, **{field: value}), "mine:load")
+        check_domains(replace(OWN, **{field: value}), "mine:load")

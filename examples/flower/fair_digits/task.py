@@ -38,4 +38,4 @@ def experiment(context: Context, partitions: int) -> Experiment:
 def federation(described: Experiment) -> Federation:
     """The experiment's parts; made once a process, since a simulation runs many clients in one."""
     torch.set_num_threads(described.threads)  # their number changes sums
-    return build(described, data.load(described.data), torch.device("cpu"))
+    return build(described, data.load_domains(described.data), torch.device("cpu"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedheal.data.augment import PAD, normalised
+from fedheal.data.augment import PAD, normalise_images
 from fedheal.engine.serial import LocalTraining
 
 
@@ -40,7 +40,7 @@ class Resident:
             images = self.images[which[:, None, None], rows[:, :, None], columns[:, None, :]]
         else:
             images = self.images[which]
-        return normalised(images.permute(0, 3, 1, 2)), self.labels[which]
+        return normalise_images(images.permute(0, 3, 1, 2)), self.labels[which]
 
     def plain(self, clients: Sequence[str], local_training: LocalTraining) -> tuple[Tensor, Tensor]:
         """The examples of some clients as they are."""

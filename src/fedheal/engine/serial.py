@@ -18,7 +18,7 @@ from torch.nn import functional
 from fedheal.core.layout import Layout, Packed, real
 from fedheal.core.rng import derive, generator
 from fedheal.core.updates import Reply
-from fedheal.data.augment import Choices, altered, drawn, normalised
+from fedheal.data.augment import Choices, apply_choices, draw_choices, normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine.precision import lowered
 from fedheal.local.fedprox import Proximal
@@ -270,8 +270,8 @@ def batches(examples: Split, training: Training, chance: torch.Generator) -> Ite
     for order, choices, last in planned(len(examples), training, chance):
         here = order.to(examples.labels.device)
         chosen = examples.images.index_select(0, here)  # copies whole images, where an index in brackets takes bytes
-        images = altered(chosen, choices).contiguous(memory_format=torch.channels_last)
-        yield normalised(images), examples.labels[here], last
+        images = apply_choices(chosen, choices).contiguous(memory_format=torch.channels_last)
+        yield normalise_images(images), examples.labels[here], last
 
 
 def planned(number: int, training: Training, chance: torch.Generator) -> Iterator[tuple[Tensor, Choices, bool]]:
@@ -281,7 +281,7 @@ def planned(number: int, training: Training, chance: torch.Generator) -> Iterato
     while left > 0:
         order = torch.randperm(number, generator=chance)
         for chosen in torch.split(order, training.batch_size)[:left]:
-            yield chosen, drawn(len(chosen), training.augment, chance), left <= per_epoch
+            yield chosen, draw_choices(len(chosen), training.augment, chance), left <= per_epoch
         left -= per_epoch
 
 
@@ -294,7 +294,7 @@ def judge(local_training: LocalTraining, model: Packed, split: Split) -> tuple[f
     loss, right = 0.0, 0
     for images, labels in in_turn(split):
         with lowered(local_training.precision, local_training.device):
-            logits = module(normalised(images)).to(torch.float32)
+            logits = module(normalise_images(images)).to(torch.float32)
         loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
         right += int((logits.argmax(dim=1) == labels).sum())
     return loss / len(split), right / len(split)
@@ -309,7 +309,9 @@ def _gradient(local_training: LocalTraining, model: Packed, task: Task) -> Tenso
     with seeded(derive(local_training.seed, "gradient layers", task.round, task.client), local_training.device):
         for images, labels in in_turn(examples):
             with lowered(local_training.precision, local_training.device):
-                loss = functional.cross_entropy(module(normalised(images)), labels, reduction="sum") / len(examples)
+                loss = functional.cross_entropy(module(normalise_images(images)), labels, reduction="sum") / len(
+                    examples
+                )
             torch.autograd.backward(loss)
     named = dict(module.named_parameters(remove_duplicate=False))
     tensors = [named[name] for name, _ in local_training.layout.sizes().tensors]
@@ -335,7 +337,7 @@ def correct(module: nn.Module, split: Split, precision: str = "fp32") -> Tensor:
     right = []
     for images, labels in in_turn(split, cached=True):
         with lowered(precision, images.device):
-            right.append(module(normalised(images)).argmax(dim=1) == labels)
+            right.append(module(normalise_images(images)).argmax(dim=1) == labels)
     return torch.cat(right)
 
 

@@ -22,10 +22,10 @@ from fedheal.aggregate.server_optimizer import USUAL, Server, check_plain
 from fedheal.core.errors import suggestion
 from fedheal.core.layout import Layout
 from fedheal.core.rng import derive
-from fedheal.data.augment import normalised
+from fedheal.data.augment import normalise_images
 from fedheal.data.domains import Domain, Domains, Split
-from fedheal.data.on_disk import share
-from fedheal.data.partition import Client, partition
+from fedheal.data.on_disk import multiply_fraction
+from fedheal.data.partition import Client, partition_samples
 from fedheal.engine.precision import precision_of
 from fedheal.engine.serial import LocalTraining, Training, seeded, smallest_batch
 from fedheal.methods import Method
@@ -120,7 +120,7 @@ class Experiment(BaseModel):
             if own.get(key) is not None:
                 own[key] = per_domain(key, own[key], kind)
         _refuse_contradictions(own)
-        protocol = datasets.protocol(str(own.get("data", "embedded")))
+        protocol = datasets.get_protocol(str(own.get("data", "embedded")))
         method = own.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
             usual = {key: protocol[key] for key in protocol.keys() - cls.model_fields.keys()}
@@ -190,14 +190,16 @@ def _yielding(file: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
     return file
 
 
-def wanted_of(experiment: Experiment) -> datasets.Wanted:
+def wanted_of(experiment: Experiment) -> datasets.DataOptions:
     """How the experiment asks for its data."""
-    return datasets.Wanted(experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size)
+    return datasets.DataOptions(
+        experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size
+    )
 
 
 def domains_of(experiment: Experiment) -> Domains:
     """The experiment's data set, read from where it lies."""
-    return datasets.load(experiment.data, wanted_of(experiment))
+    return datasets.load_domains(experiment.data, wanted_of(experiment))
 
 
 def build(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:
@@ -294,7 +296,7 @@ def _check_model(
     device = next(module.parameters()).device
     splits = [*train.values(), *(domain.test for domain in reversed(domains.domains))]
     for shape, image in {split.images.shape[1:]: split.images[:1] for split in splits}.items():
-        one, classes = normalised(image.to(device)), len(domains.classes)
+        one, classes = normalise_images(image.to(device)), len(domains.classes)
         check_judges(module, experiment.model, one, classes)
         here = {client: len(split) for client, split in train.items() if split.images.shape[1:] == shape}
         single = next((client for client, size in here.items() if smallest_batch(size, training) == 1), None)
@@ -330,7 +332,7 @@ def clients_of(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
         name: number or sizes[name] // numbers[name]
         for name, number in zip(names, domains.samples_per_client, strict=True)
     }
-    clients = partition(
+    clients = partition_samples(
         sizes,
         numbers,
         _chosen("samples_per_client", experiment.samples_per_client, _shares(experiment, domains, samples)),
@@ -372,7 +374,7 @@ def _shares(experiment: Experiment, domains: Domains, usual: dict[str, int]) -> 
     for domain in domains.domains:
         part = said.get(domain.name) if isinstance(said, dict) else said
         if part is not None:
-            found[domain.name] = share(part, domain.nominal or len(domain.labels))
+            found[domain.name] = multiply_fraction(part, domain.nominal or len(domain.labels))
     return found
 
 
@@ -425,7 +427,7 @@ def module_of(experiment: Experiment, classes: int) -> nn.Module:
 
 
 def _taken(domain: Domain, indices: torch.Tensor, device: torch.device) -> Split:
-    split = domain.taken(indices)
+    split = domain.select(indices)
     return Split(split.images.to(device), split.labels.to(device))
 
 

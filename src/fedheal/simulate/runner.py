@@ -22,7 +22,7 @@ from fedheal import methods
 from fedheal.aggregate.masks.directions import spread
 from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.core.state import RunState, restored_state
-from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
+from fedheal.data.domains import Domains, fingerprint, fingerprint_used
 from fedheal.engine import check_engine, trainer
 from fedheal.engine.precision import numerics, precision_of
 from fedheal.runs import folder as records
@@ -78,7 +78,7 @@ def run(
         stack.enter_context(numerics(precision, experiment.deterministic, device))
         federation = build(experiment, domains, device)  # before the folder: what cannot be built leaves no trace
         used = {
-            "fingerprint": fingerprint_of_used(federation.local_training.examples, federation.tests),
+            "fingerprint": fingerprint_used(federation.local_training.examples, federation.tests),
             "classes": list(domains.classes),
         }
         own = own_of(experiment)
