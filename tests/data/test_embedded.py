@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedheal.data import load_domains
 from fedheal.data.domains import Domain, Domains, Split, fingerprint
 from fedheal.data.embedded import dataset as embedded
 from fedheal.data.embedded.raster import ONE, blend, blur, make_pixel_grid, rotate, sample_bilinear, shrink
@@ -21,7 +22,7 @@ NAMES = ("handwritten", "print", "street", "display")
 
 @pytest.fixture(scope="module")
 def data() -> Domains:
-    return embedded.load_embedded()
+    return load_domains("embedded")
 
 
 def test_four_domains_of_ten_digits(data: Domains) -> None:
@@ -45,7 +46,7 @@ def test_default_federation_fits_and_favours_the_large_domains(data: Domains) ->
 def test_load_refuses_other_bytes(data: Domains, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(data, domains=data.domains[::-1])
     monkeypatch.setattr(embedded, "draw_embedded", lambda: other)
-    with pytest.raises(ValueError, match="results would not compare"):
+    with pytest.raises(ValueError, match="results would not be comparable"):
         embedded.load_embedded()
 
 

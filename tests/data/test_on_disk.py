@@ -111,12 +111,12 @@ def test_the_environment_variable_and_the_field_that_wins(root: Path, tmp_path: 
     monkeypatch.setenv("FEDHEAL_DATA", str(root))
     assert len(data.load_domains("digits").domains) == 4
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="none of 'digits'"):
+    with pytest.raises(ValueError, match="no domain of 'digits'"):
         load("digits", tmp_path / "empty")
 
 
 def test_nothing_said_and_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="set FEDHEAL_DATA, or give data_root=FOLDER"):
+    with pytest.raises(ValueError, match="no data directory is configured: set FEDHEAL_DATA, or pass data_root=FOLDER"):
         data.load_domains("digits")
     with pytest.raises(ValueError, match="there is no such folder"):
         load("digits", tmp_path / "nowhere")

@@ -72,11 +72,13 @@ def test_a_table_that_does_not_say_domains_is_no_table_of_several(tmp_path: Path
     """Or every domain would be the whole of it."""
     path = tmp_path / "hub" / "flwrlabs--pacs" / "data" / "train-0.parquet"
     write(path, {"image": images(20), "label": ["dog", "cat"] * 10, "style": ["photo", "sketch"] * 10})
-    with pytest.raises(ValueError, match=r"train-0.parquet has the columns image, label, style; one called domain is"):
+    with pytest.raises(
+        ValueError, match=r"train-0.parquet has the columns image, label, style; a column domain is required"
+    ):
         data.load_domains("pacs", data.DataOptions(str(tmp_path)))
     for found in inspect_domains(data.SPECS["pacs"], data.DataOptions(str(tmp_path))):
         assert found.state == "damaged"
-        assert found.detail.endswith(f"is needed to tell which images are '{found.name}'")
+        assert found.detail.endswith(f"is required to select '{found.name}'")
 
 
 def test_labels_as_words(tmp_path: Path) -> None:
@@ -130,8 +132,8 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "features", "sentence"),
     [
-        ({"picture": [1], "label": [0]}, None, "image and label are needed"),
-        ({"image": [b""], "kind": [0]}, None, "image and label are needed"),
+        ({"picture": [1], "label": [0]}, None, "image and label are required"),
+        ({"image": [b""], "kind": [0]}, None, "image and label are required"),
         ({"image": [b""], "label": [7]}, {"label": names("a", "b")}, "labels from 7 to 7 for 2 classes"),
         ({"image": [b""], "label": [-1]}, {"label": names("a", "b")}, "labels from -1"),
         (
@@ -140,13 +142,13 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
             r"a.parquet#1 has no label: remove the row",
         ),
         ({"image": [b""] * 2, "label": ["a", None]}, None, r"a.parquet#1 has no label: remove the row"),
-        ({"image": [b""], "label": [0.5]}, {"label": names("a", "b")}, "a column label of the kind double"),
+        ({"image": [b""], "label": [0.5]}, {"label": names("a", "b")}, "a column label of type double"),
         (
             {"image": [b""], "label": [0], "domain": [3]},
             {"label": names("a", "b"), "domain": names("art")},
             "domains from 3 to 3 for 1 names",
         ),
-        ({"image": [b""], "label": [0]}, None, "does not say what its classes are called"),
+        ({"image": [b""], "label": [0]}, None, "does not name its classes"),
     ],
 )
 def test_tables_that_are_something_else(
@@ -167,5 +169,5 @@ def test_a_domain_may_be_a_number_or_unknown_and_labels_whole_numbers_of_any_kin
 
 def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(ValueError, match="not a Parquet file"):
+    with pytest.raises(ValueError, match="not a readable Parquet file"):
         read_parquet_domain("a", [tmp_path / "a.parquet"], "", ())

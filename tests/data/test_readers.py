@@ -67,14 +67,14 @@ def lying_idx(*sizes: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (lying_idx(60000, 28, 28), "ends after 100 of the 47,040,000 bytes"),
-        (lying_idx(2**32 - 1, 2**32 - 1, 2**32 - 1), "cannot be right"),
-        (lying_idx(0, 28, 28), "cannot be right"),
-        (lying_idx(1, 2, 3), "goes on after the 6 bytes"),
+        (lying_idx(60000, 28, 28), "ends after 100 of 47,040,000 expected bytes"),
+        (lying_idx(2**32 - 1, 2**32 - 1, 2**32 - 1), "invalid header"),
+        (lying_idx(0, 28, 28), "invalid header"),
+        (lying_idx(1, 2, 3), "more than the 6 bytes that its header states"),
         (lying_idx(100), "with 3 dimension"),
         (b"\0\0\x0d\x03" + b"\0" * 40, "not an idx file of unsigned bytes"),
-        (b"\0\0", "ends after 2 of the 4 bytes"),
-        (b"", "ends after 0 of the 4 bytes"),
+        (b"\0\0", "ends after 2 of 4 expected bytes"),
+        (b"", "ends after 0 of 4 expected bytes"),
     ],
 )
 def test_idx_headers_that_lie(tmp_path: Path, data: bytes, sentence: str) -> None:
@@ -99,17 +99,18 @@ def test_a_lying_idx_header_allocates_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (b"11 1:0", "has the label 11; 1 to 10 are known"),
-        (b"0 1:0", "has the label 0"),
-        (b"1 257:0", "is not a label and up to 256 values"),
-        (b"1 0:0.5", "is not a label and up to 256 values"),
+        (b"11 1:0", "labels from 11 to 11; labels must be 1 to 10"),
+        (b"0 1:0", "labels from 0 to 0"),
+        (b"1 257:0", "not LIBSVM text of up to 256 values a line"),
+        (b"1 0:0.5", "not LIBSVM text of up to 256 values a line"),
         (b"1 1:2", "not between -1 and 1"),
         (b"1 1:nan", "not between -1 and 1"),
-        (b"1 one:0", "is not a label"),
-        (b"nan 1:0", "is not a label"),
-        (b"1e999 1:0", "is not a label"),
-        (b"\xff\xfe", "is not a label"),
-        (b"\n1 1:0", "line 1"),
+        (b"1 one:0", "not LIBSVM text"),
+        (b"nan 1:0", "labels from nan to nan"),
+        (b"1e999 1:0", "labels from inf to inf"),
+        (b"\xff\xfe", "not LIBSVM text"),
+        (b"1.5 1:0", "labels from 1.5 to 1.5"),
+        (b"1 99999999999999999999:0", "not LIBSVM text"),
     ],
 )
 def test_usps_lines_that_are_wrong(tmp_path: Path, line: bytes, sentence: str) -> None:
@@ -122,8 +123,8 @@ def test_an_empty_usps_file_and_a_line_without_end(tmp_path: Path) -> None:
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(b""))
     with pytest.raises(ValueError, match="has no lines"):
         read_libsvm_images(tmp_path / "usps.bz2", 10)
-    (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"1" * 10_000_000))
-    with pytest.raises(ValueError, match="line 1"):
+    (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"1" * 100_000_000))
+    with pytest.raises(ValueError, match="more than 67,108,864 bytes of text"):
         read_libsvm_images(tmp_path / "usps.bz2", 10)
 
 

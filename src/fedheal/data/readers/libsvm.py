@@ -15,7 +15,7 @@ from fedheal.data.readers.streams import open_stream
 from fedheal.data.splits import Pixels
 
 SIDE = 16
-MAX_BYTES = 1 << 27  # of text; USPS has 20 MB
+MAX_BYTES = 1 << 26  # of text; USPS has about 20 MB
 
 
 def read_libsvm_images(path: Path, classes: int) -> Pixels:
