@@ -119,12 +119,13 @@ def test_usps_lines_that_are_wrong(tmp_path: Path, line: bytes, sentence: str) -
         read_libsvm_images(tmp_path / "usps.bz2", 10)
 
 
-def test_an_empty_usps_file_and_a_line_without_end(tmp_path: Path) -> None:
+def test_an_empty_usps_file_and_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(b""))
     with pytest.raises(ValueError, match="has no lines"):
         read_libsvm_images(tmp_path / "usps.bz2", 10)
-    (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"1" * 100_000_000))
-    with pytest.raises(ValueError, match="more than 67,108,864 bytes of text"):
+    monkeypatch.setattr("fedheal.data.readers.libsvm.MAX_BYTES", 1000)
+    (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"1" * 1001))
+    with pytest.raises(ValueError, match="more than 1,000 bytes of text"):
         read_libsvm_images(tmp_path / "usps.bz2", 10)
 
 
