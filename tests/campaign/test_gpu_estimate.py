@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fedheal import data, models
 from fedheal.campaign.gpu_estimate import ACTIVATIONS, COPIES, WHOLE, Demand, demand, outline, traced
 from fedheal.campaign.placement import FILLS
-from fedheal.simulate.experiment import Experiment, clients_of, domains_of
+from fedheal.simulate.build import load_domains, partition_clients
+from fedheal.simulate.experiment import Experiment
 from tiny_data import quick
 
 GIB = 2**30
@@ -73,13 +74,13 @@ def test_every_described_data_set_has_an_outline_without_a_file(name):
 
 def test_the_outline_of_digits_has_the_papers_clients():
     experiment = Experiment(data="digits")
-    held = [len(client.indices) for client in clients_of(experiment, outline("digits", data.DataOptions()))]
+    held = [len(client.indices) for client in partition_clients(experiment, outline("digits", data.DataRequest()))]
     assert held == [600] * 5 + [72] * 5 + [732] * 5 + [100] * 5
 
 
 def test_the_outline_of_own_data_is_that_of_what_is_read():
     experiment = quick()
-    real, found = domains_of(experiment), outline(experiment.data, data.DataOptions())
+    real, found = load_domains(experiment), outline(experiment.data, data.DataRequest())
     assert [d.train.images.shape for d in found.domains] == [d.train.images.shape for d in real.domains]
     assert {d.test.images.device.type for d in found.domains} == {"meta"}
 

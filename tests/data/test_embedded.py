@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedheal.data import load_domains
+from fedheal.data import load_dataset
 from fedheal.data.domains import Domain, Domains, Split, fingerprint
 from fedheal.data.embedded import dataset as embedded
 from fedheal.data.embedded.raster import ONE, blend, blur, make_pixel_grid, rotate, sample_bilinear, shrink
@@ -22,7 +22,7 @@ NAMES = ("handwritten", "print", "street", "display")
 
 @pytest.fixture(scope="module")
 def data() -> Domains:
-    return load_domains("embedded")
+    return load_dataset("embedded")
 
 
 def test_four_domains_of_ten_digits(data: Domains) -> None:

@@ -18,7 +18,8 @@ import fedheal
 import layouts
 from fedheal import data
 from fedheal.cli import app
-from fedheal.simulate.experiment import Experiment, clients_of, domains_of
+from fedheal.simulate.build import load_domains, partition_clients
+from fedheal.simulate.experiment import Experiment
 
 SMALL = ["samples_per_client=3", "clients_per_domain=2"]
 KEYS = {
@@ -66,8 +67,8 @@ def digits(exported: Path, tmp_path: Path) -> Path:
 
 def taken(root: Path, seed: int, **keys: object) -> dict[str, torch.Tensor]:
     experiment = Experiment(**KEYS | {"data": "digits", "data_root": str(root), "seed": seed} | keys)
-    domains = domains_of(experiment)
-    return {c.id: domains[c.domain].select(c.indices).images for c in clients_of(experiment, domains)}
+    domains = load_domains(experiment)
+    return {c.id: domains[c.domain].select(c.indices).images for c in partition_clients(experiment, domains)}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -78,7 +79,7 @@ def test_clients_hold_the_same_bytes(digits: Path, tmp_path: Path, seed: int) ->
 
 
 def test_test_sets_labels_fingerprint_and_notes_are_the_same(digits: Path, tmp_path: Path) -> None:
-    here, there = (data.load_domains("digits", data.DataOptions(str(root))) for root in (tmp_path / "data", digits))
+    here, there = (data.load_dataset("digits", data.DataRequest(str(root))) for root in (tmp_path / "data", digits))
     assert here.identity == there.identity
     assert here.notes == there.notes
     assert here.classes == there.classes
@@ -109,10 +110,10 @@ def test_it_needs_no_library_of_the_extras(digits: Path) -> None:
         "import sys\n"
         "for name in ('pyarrow', 'huggingface_hub', 'matplotlib', 'torchvision'): sys.modules[name] = None\n"
         "from fedheal import data\n"
-        f"print(data.load_domains('digits', data.DataOptions({str(digits)!r})).identity)\n"
+        f"print(data.load_dataset('digits', data.DataRequest({str(digits)!r})).identity)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == data.load_domains("digits", data.DataOptions(str(digits))).identity, done.stderr
+    assert done.stdout.strip() == data.load_dataset("digits", data.DataRequest(str(digits))).identity, done.stderr
 
 
 @pytest.mark.parametrize("keys", [{"seed": 2}, {"samples_per_client": 5}, {"dirichlet": 0.1}])
@@ -138,9 +139,9 @@ def test_image_files_go_in_byte_for_byte(tmp_path: Path, call) -> None:
     assert 14 < len(packed) < 70
     assert set(packed) <= originals
     with pytest.raises(ValueError, match=r"lacks the domains caltech, amazon, webcam.*allow_missing=true"):
-        data.load_domains("office-caltech", data.DataOptions(str(out)))
+        data.load_dataset("office-caltech", data.DataRequest(str(out)))
     assert (
-        data.load_domains("office-caltech", data.DataOptions(str(out), allow_missing=True))
+        data.load_dataset("office-caltech", data.DataRequest(str(out), allow_missing=True))
         .notes[0]
         .startswith("caltech is not")
     )
@@ -153,7 +154,7 @@ def test_unreadable_images_stay_behind(tmp_path: Path, call) -> None:
     done = call("data", "export", "office-caltech", "--data-root", root, "--allow-missing", "--out", out, *SMALL)
     assert done.code == 0, done.err
     here, there = (
-        data.load_domains("office-caltech", data.DataOptions(str(place), allow_missing=True)) for place in (root, out)
+        data.load_dataset("office-caltech", data.DataRequest(str(place), allow_missing=True)) for place in (root, out)
     )
     assert here.identity == there.identity
     assert torch.equal(here["dslr"].test.images, there["dslr"].test.images)
@@ -170,9 +171,9 @@ def test_the_same_images_give_the_same_file(tmp_path: Path, call) -> None:
 
 
 def test_another_size_there_is_possible_and_has_its_own_fingerprint(digits: Path) -> None:
-    found = data.load_domains("digits", data.DataOptions(str(digits), size=16))
+    found = data.load_dataset("digits", data.DataRequest(str(digits), size=16))
     assert found["svhn"].train.images.shape[-1] == 16
-    assert found.identity != data.load_domains("digits", data.DataOptions(str(digits))).identity
+    assert found.identity != data.load_dataset("digits", data.DataRequest(str(digits))).identity
     assert not any("decode to other bytes" in note for note in found.notes)
 
 
@@ -188,25 +189,25 @@ def changed(path: Path, **keys: object) -> None:
 
 def test_images_that_decode_otherwise_are_not_passed_off_as_the_same(digits: Path) -> None:
     changed(digits, fingerprint="0" * 64)
-    found = data.load_domains("digits", data.DataOptions(str(digits)))
+    found = data.load_dataset("digits", data.DataRequest(str(digits)))
     assert found.identity != json.loads(zipfile.ZipFile(digits).read("manifest.json"))["identity"]
     assert "decode to other bytes on this machine" in found.notes[-1]
 
 
 def test_an_export_of_another_set_and_several_of_one(digits: Path) -> None:
     with pytest.raises(ValueError, match="an export of 'digits', not of 'pacs'"):
-        data.load_domains("pacs", data.DataOptions(str(digits)))
+        data.load_dataset("pacs", data.DataRequest(str(digits)))
     (digits.parent / "more.export").write_bytes(digits.read_bytes())
     with pytest.raises(ValueError, match=r"several exports of 'digits'.*digits\.export, more\.export"):
-        data.load_domains("digits", data.DataOptions(str(digits.parent)))
+        data.load_dataset("digits", data.DataRequest(str(digits.parent)))
 
 
 def test_the_files_themselves_are_preferred_unless_they_are_fewer(digits: Path, tmp_path: Path) -> None:
     root = tmp_path / "data"
     (root / "digits.export").write_bytes(digits.read_bytes())
-    assert data.load_domains("digits", data.DataOptions(str(root)))["mnist"].excerpt is None
+    assert data.load_dataset("digits", data.DataRequest(str(root)))["mnist"].excerpt is None
     shutil.rmtree(root / "digits" / "svhn")
-    assert data.load_domains("digits", data.DataOptions(str(root)))["mnist"].excerpt is not None
+    assert data.load_dataset("digits", data.DataRequest(str(root)))["mnist"].excerpt is not None
 
 
 def test_check_of_an_export_says_what_it_lacks(digits: Path, tmp_path: Path, call) -> None:
@@ -223,10 +224,10 @@ def test_check_of_an_export_says_what_it_lacks(digits: Path, tmp_path: Path, cal
 
 def test_a_file_that_is_no_export_is_passed_over(digits: Path, tmp_path: Path, call, caplog) -> None:
     (digits.parent / "a.export").write_bytes(b"junk")
-    assert data.load_domains("digits", data.DataOptions(str(digits.parent)))["mnist"].excerpt is not None
+    assert data.load_dataset("digits", data.DataRequest(str(digits.parent)))["mnist"].excerpt is not None
     root = layouts.office_caltech(tmp_path / "office", ("dslr",))
     (root / "b.export").write_bytes(b"junk")
-    assert len(data.load_domains("office-caltech", data.DataOptions(str(root), allow_missing=True)).domains) == 1
+    assert len(data.load_dataset("office-caltech", data.DataRequest(str(root), allow_missing=True)).domains) == 1
     done = call("data", "check", "--data-root", root)
     assert done.code == 1, done
     said = [record.getMessage() for record in caplog.records if ": ignored" in record.getMessage()]
@@ -250,7 +251,7 @@ def test_an_export_cannot_be_exported(digits: Path, call) -> None:
 def test_manifests_that_are_wrong(digits: Path, cache_folder: Path, manifest: dict[str, object]) -> None:
     changed(digits, **manifest)
     with pytest.raises(ValueError, match=r"digits\.export"):
-        data.load_domains("digits", data.DataOptions(str(digits)))
+        data.load_dataset("digits", data.DataRequest(str(digits)))
     assert list(cache_folder.rglob("*")) == []
 
 
@@ -285,7 +286,7 @@ def test_own_folders_say_themselves_where_they_lie(pets: tuple[Path, Path], digi
 
 def test_damage_anywhere_is_found_or_harmless(digits: Path, cache_folder: Path) -> None:
     """A sentence, or the very same images; never a crash, other images or a half cache."""
-    good = data.load_domains("digits", data.DataOptions(str(digits)))
+    good = data.load_dataset("digits", data.DataRequest(str(digits)))
     whole, before = digits.read_bytes(), len(list(cache_folder.iterdir()))
     chance = np.random.default_rng(0)
     refused = 0
@@ -297,7 +298,7 @@ def test_damage_anywhere_is_found_or_harmless(digits: Path, cache_folder: Path) 
             del broken[int(chance.integers(1, len(whole))) :]
         digits.write_bytes(broken)
         try:
-            found = data.load_domains("digits", data.DataOptions(str(digits)))
+            found = data.load_dataset("digits", data.DataRequest(str(digits)))
         except ValueError:
             refused += 1
         else:

@@ -13,11 +13,11 @@ import fedheal
 import layouts
 from fedheal import data
 from fedheal.data.readers import folders
-from fedheal.simulate.experiment import clients_of, domains_of
+from fedheal.simulate.build import load_domains, partition_clients
 
 
 def load(root: Path, **keys: object) -> data.Domains:
-    return data.load_domains(f"folder:{root}", data.DataOptions(**keys))
+    return data.load_dataset(f"folder:{root}", data.DataRequest(**keys))
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def test_classes_in_common_and_all_classes(root: Path) -> None:
 @pytest.mark.parametrize("number", [None, 2, 7])
 def test_everything_is_shared_out_unless_said_otherwise(root: Path, number: int | None) -> None:
     experiment = fedheal.Experiment(data=f"folder:{root}", clients_per_domain=number)
-    found = domains_of(experiment)
-    clients = clients_of(experiment, found)
+    found = load_domains(experiment)
+    clients = partition_clients(experiment, found)
     for domain in found.domains:
         sizes = [len(client.indices) for client in clients if client.domain == domain.name]
         assert sizes == [len(domain.train) // (number or 5)] * (number or 5)
@@ -106,12 +106,12 @@ def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
         "sketch/bus/0003.jpg 1\nsketch/axe/0001.jpg 0\nsketch/axe/9999.jpg 0\n\n"
     )
     (tmp_path / "domainnet" / "sketch_test.txt").write_text("sketch/axe/0002.jpg 0\n")
-    found = data.load_domains("domainnet", data.DataOptions(str(tmp_path), allow_missing=True))["sketch"]
+    found = data.load_dataset("domainnet", data.DataRequest(str(tmp_path), allow_missing=True))["sketch"]
     assert found.train.labels.tolist() == [1, 0]
     assert found.test.labels.tolist() == [0]
     (tmp_path / "domainnet" / "sketch_test.txt").write_text("../secret/x.jpg 0\n")
     with pytest.raises(ValueError, match=r"line 1 of .*sketch_test.txt is not"):
-        data.load_domains("domainnet", data.DataOptions(str(tmp_path), allow_missing=True))
+        data.load_dataset("domainnet", data.DataRequest(str(tmp_path), allow_missing=True))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
 def test_the_other_sets_by_folder(tmp_path: Path, name: str, folder: str, domain: str, spelled: str) -> None:
     classes = [str(d) for d in range(10)]
     layouts.image_folders(tmp_path / folder / domain, dict.fromkeys(classes, 3))
-    found = data.load_domains(name, data.DataOptions(str(tmp_path), allow_missing=True))
+    found = data.load_dataset(name, data.DataRequest(str(tmp_path), allow_missing=True))
     assert [d.name for d in found.domains] == [spelled]
     assert len(found.domains[0].train) == 24
 

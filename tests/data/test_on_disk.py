@@ -20,7 +20,7 @@ from fedheal.data.specs import split_eight_to_two
 
 
 def load(name: str, root: Path, **keys: object) -> data.Domains:
-    return data.load_domains(name, data.DataOptions(str(root), **keys))
+    return data.load_dataset(name, data.DataRequest(str(root), **keys))
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_torchvisions_places_are_known(tmp_path: Path) -> None:
 
 def test_the_environment_variable_and_the_field_that_wins(root: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FEDHEAL_DATA", str(root))
-    assert len(data.load_domains("digits").domains) == 4
+    assert len(data.load_dataset("digits").domains) == 4
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no domain of 'digits'"):
         load("digits", tmp_path / "empty")
@@ -117,7 +117,7 @@ def test_the_environment_variable_and_the_field_that_wins(root: Path, tmp_path: 
 
 def test_nothing_said_and_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no data directory is configured: set FEDHEAL_DATA, or pass data_root=FOLDER"):
-        data.load_domains("digits")
+        data.load_dataset("digits")
     with pytest.raises(ValueError, match="there is no such folder"):
         load("digits", tmp_path / "nowhere")
 
@@ -274,6 +274,6 @@ def test_classes_that_a_domain_cannot_be_judged_by_are_noted(tmp_path: Path) -> 
             folder.mkdir(parents=True)
             for i in range(8):
                 Image.new("RGB", (40, 40), (i, 2 * i, 3 * i)).save(folder / f"{i}.png")
-    notes = data.load_domains(f"folder:{tmp_path}", data.DataOptions(None)).notes
+    notes = data.load_dataset(f"folder:{tmp_path}", data.DataRequest(None)).notes
     assert "a: no test images of cat" in notes
     assert not [note for note in notes if "training images of" in note and "no " in note]

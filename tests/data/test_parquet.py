@@ -43,7 +43,7 @@ def test_a_digits_domain_as_the_hub_has_it(tmp_path: Path) -> None:
     )
     write(folder / "train-00001-of-00002.parquet", {"image": images(4, 90), "label": [1, 2, 3, 4]}, digits)
     write(folder / "test-00000-of-00001.parquet", {"image": images(5, 50), "label": [5, 6, 7, 8, 9]}, digits)
-    found = data.load_domains("digits", data.DataOptions(str(tmp_path), allow_missing=True))["usps"]
+    found = data.load_dataset("digits", data.DataRequest(str(tmp_path), allow_missing=True))["usps"]
     assert found.train.labels.tolist() == [*(i % 10 for i in range(20)), 1, 2, 3, 4]
     assert found.test.labels.tolist() == [5, 6, 7, 8, 9]
     whole = Image.fromarray(layouts.pixels(13, 16, 16, 3)).resize((32, 32), Image.Resampling.BILINEAR)
@@ -61,7 +61,7 @@ def test_several_domains_in_one_table_are_split_eight_to_two(tmp_path: Path, cod
     }
     features = {"label": shown} | ({"domain": names(*kinds)} if coded else {})
     write(tmp_path / "hub" / "flwrlabs--office-home" / "data" / "train-0.parquet", columns, features, 16)
-    found = data.load_domains("office-home", data.DataOptions(str(tmp_path)))
+    found = data.load_dataset("office-home", data.DataRequest(str(tmp_path)))
     assert found.classes == ("bed", "cup")
     assert [domain.name for domain in found.domains] == ["art", "clipart", "product", "real_world"]
     for domain in found.domains:
@@ -75,8 +75,8 @@ def test_a_table_that_does_not_say_domains_is_no_table_of_several(tmp_path: Path
     with pytest.raises(
         ValueError, match=r"train-0.parquet has the columns image, label, style; a column domain is required"
     ):
-        data.load_domains("pacs", data.DataOptions(str(tmp_path)))
-    for found in inspect_domains(data.SPECS["pacs"], data.DataOptions(str(tmp_path))):
+        data.load_dataset("pacs", data.DataRequest(str(tmp_path)))
+    for found in inspect_domains(data.SPECS["pacs"], data.DataRequest(str(tmp_path))):
         assert found.state == "damaged"
         assert found.detail.endswith(f"is required to select '{found.name}'")
 
@@ -102,18 +102,18 @@ def test_a_label_beyond_the_known_classes_is_damage(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "flwrlabs--usps" / "data"
     for part in ("train", "test"):
         write(folder / f"{part}.parquet", {"image": images(11), "label": list(range(11))})
-    (found,) = (f for f in inspect_domains(data.SPECS["digits"], data.DataOptions(str(tmp_path))) if f.name == "usps")
+    (found,) = (f for f in inspect_domains(data.SPECS["digits"], data.DataRequest(str(tmp_path))) if f.name == "usps")
     assert found.state == "damaged"
     assert found.detail.endswith("labels from 0 to 10 for 10 classes")
     with pytest.raises(ValueError, match="labels from 0 to 10 for 10 classes"):
-        data.load_domains("digits", data.DataOptions(str(tmp_path), allow_missing=True))
+        data.load_dataset("digits", data.DataRequest(str(tmp_path), allow_missing=True))
 
 
 def test_splits_in_folders_of_their_own_and_files_that_are_not_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "ufldl-stanford--svhn" / "cropped_digits"
     for part, number in (("train", 12), ("test", 11), ("extra", 13)):
         write(folder / part / "0000.parquet", {"image": images(number), "label": [i % 10 for i in range(number)]})
-    found = data.load_domains("digits", data.DataOptions(str(tmp_path), allow_missing=True))["svhn"]
+    found = data.load_dataset("digits", data.DataRequest(str(tmp_path), allow_missing=True))["svhn"]
     assert (len(found.train), len(found.test)) == (12, 11)
 
 
@@ -124,7 +124,7 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "flwrlabs--usps" / "data"
     for part in ("train", "test"):
         write(folder / f"{part}.parquet", {"image": broken, "label": [i % 10 for i in range(20)]})
-    found = data.load_domains("digits", data.DataOptions(str(tmp_path), allow_missing=True))
+    found = data.load_dataset("digits", data.DataRequest(str(tmp_path), allow_missing=True))
     assert len(found["usps"].train) == 18
     assert any("usps: 4 image(s) could not be read" in note for note in found.notes)
 

@@ -39,12 +39,12 @@ def cache_folder(root: str) -> None:
 
 @pytest.fixture(scope="module")
 def digits(root: str) -> data.Domains:
-    return data.load_domains("digits", data.DataOptions(root))
+    return data.load_dataset("digits", data.DataRequest(root))
 
 
 @pytest.fixture(scope="module")
 def office(root: str) -> data.Domains:
-    return data.load_domains("office-caltech", data.DataOptions(root, allow_missing=True))
+    return data.load_dataset("office-caltech", data.DataRequest(root, allow_missing=True))
 
 
 def balance(split: data.domains.Split) -> list[int]:
@@ -110,7 +110,7 @@ def test_protocol_sizes(digits: data.Domains) -> None:
 
 def test_a_prepared_set_loads_in_less_than_a_second(root: str, digits: data.Domains) -> None:
     started = time.process_time()
-    again = data.load_domains("digits", data.DataOptions(root))
+    again = data.load_dataset("digits", data.DataRequest(root))
     assert again.identity == digits.identity
     assert time.process_time() - started < 1
 
@@ -118,7 +118,7 @@ def test_a_prepared_set_loads_in_less_than_a_second(root: str, digits: data.Doma
 def test_preparing_takes_less_than_a_minute(root: str) -> None:
     started = time.process_time()
     for name in ("digits", "office-caltech"):
-        dataset = open_dataset(data.SPECS[name], data.DataOptions(root, allow_missing=True))
+        dataset = open_dataset(data.SPECS[name], data.DataRequest(root, allow_missing=True))
         cache.prepare_data(dataset.inputs, again=True)
     assert time.process_time() - started < 60
 

@@ -21,7 +21,7 @@ import pytest
 
 from fedheal.core.metrics import fairness
 from fedheal.runs.schema import RoundRecord
-from fedheal.simulate.round import Callback
+from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.runner import run
 from fedheal.tracking import base as track
 from fedheal.tracking.base import EVERY, MLflow, TensorBoard, Tracker, Wandb, numbers, result_numbers, tracker

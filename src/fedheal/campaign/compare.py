@@ -18,7 +18,8 @@ from fedheal.data.domains import Domains
 from fedheal.methods import PARTS, parameters
 from fedheal.methods.grammar import divided, parts_of
 from fedheal.report.rows import BOUNDS
-from fedheal.simulate.experiment import Experiment, clients_of, domains_of
+from fedheal.simulate.build import load_domains, partition_clients
+from fedheal.simulate.experiment import Experiment
 
 MOST_SEEDS = 10_000
 
@@ -38,7 +39,7 @@ def plan(
         if field in values and set(methods) & set(BOUNDS):
             raise ValueError(f"{field} is what bounds vary: it cannot be given beside {', '.join(BOUNDS)}")
     _check_parameters(methods, values)
-    domains = domains_of(Experiment.of(dict(values) | {"method": "fedavg"})) if set(methods) & set(BOUNDS) else None
+    domains = load_domains(Experiment.of(dict(values) | {"method": "fedavg"})) if set(methods) & set(BOUNDS) else None
     jobs = [
         Job(experiment, out / experiment.folder_name, track)
         for seed in seeds
@@ -90,7 +91,7 @@ def _parts(bound: str, values: Mapping[str, Any], domains: Domains) -> list[dict
     if bound == "leave-one-domain-out":
         names = [domain.name for domain in domains.domains]
         return [{"without": [name], "name": f"without-{name}-seed{seed}"} for name in names]
-    clients = clients_of(Experiment.of(dict(values) | {"method": "fedavg"}), domains)
+    clients = partition_clients(Experiment.of(dict(values) | {"method": "fedavg"}), domains)
     return [{"only": [c.id], "name": f"standalone-{c.id}-seed{seed}"} for c in clients]
 
 

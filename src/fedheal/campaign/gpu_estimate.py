@@ -20,11 +20,12 @@ from fedheal import data as datasets
 from fedheal import models
 from fedheal.data.augment import PAD
 from fedheal.data.domains import Domain, Domains, Split
-from fedheal.data.on_disk import DataOptions, multiply_fraction
+from fedheal.data.on_disk import DataRequest, multiply_fraction
 from fedheal.data.specs import DatasetSpec
 from fedheal.engine.lanes import MOST_LANES
 from fedheal.engine.serial import EVALUATE_PIXELS
-from fedheal.simulate.experiment import Experiment, clients_of, takes_part, wanted_of
+from fedheal.simulate.build import make_data_request, partition_clients, takes_part
+from fedheal.simulate.experiment import Experiment
 
 log = logging.getLogger("fedheal")
 
@@ -68,10 +69,10 @@ def demand(experiment: Experiment) -> Demand:
 
 
 def _demand(experiment: Experiment) -> Demand:
-    domains = outline(experiment.data, wanted_of(experiment))
+    domains = outline(experiment.data, make_data_request(experiment))
     # How labels are spread changes no size worth counting, and the outline of a data set has no labels to spread.
     plain = experiment.model_copy(update={"dirichlet": None, "class_filling": False})
-    held = [len(client.indices) for client in clients_of(plain, domains) if takes_part(experiment, client)]
+    held = [len(client.indices) for client in partition_clients(plain, domains) if takes_part(experiment, client)]
     if experiment.pool:
         held = [sum(held)]
     height, width = domains.domains[0].test.images.shape[-2:]
@@ -118,15 +119,15 @@ def traced(model: str, width: int | None, classes: int, shape: tuple[int, int, i
 
 
 @functools.lru_cache(maxsize=8)
-def outline(name: str, wanted: DataOptions) -> Domains:
+def outline(name: str, wanted: DataRequest) -> Domains:
     """A data set without its pixels; one that is described need not be on disk for it."""
     if name in datasets.SPECS:
         return _described(datasets.SPECS[name], wanted)
-    found = datasets.load_domains(name, wanted)
+    found = datasets.load_dataset(name, wanted)
     return replace(found, domains=tuple(replace(d, train=_blank(d.train), test=_blank(d.test)) for d in found.domains))
 
 
-def _described(description: DatasetSpec, wanted: DataOptions) -> Domains:
+def _described(description: DatasetSpec, wanted: DataRequest) -> Domains:
     side = wanted.size or description.size
 
     def blank(number: int) -> Split:

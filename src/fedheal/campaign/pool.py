@@ -25,9 +25,10 @@ from fedheal.campaign.placement import VISIBLE, Place, emptiest, pace, places, s
 from fedheal.engine.memory import give_back
 from fedheal.engine.workers import end_with_parent, unbroken
 from fedheal.runs.folder import write_bytes
-from fedheal.simulate.experiment import Experiment, check_method
+from fedheal.simulate.build import check_method
+from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.interrupts import stop_on_terminate
-from fedheal.simulate.runner import check_owner, run
+from fedheal.simulate.runner import check_folder_owner, run
 
 UNSEEN = 16 << 30  # bytes taken to be free on a GPU of a cluster, which cannot be asked from here
 
@@ -47,7 +48,7 @@ class Job:
     @property
     def finished(self) -> bool:
         """A run in the folder counts only if it is this one, and another one is not to be overwritten."""
-        check_owner(self.folder, self.experiment)
+        check_folder_owner(self.folder, self.experiment)
         return (self.folder / "result.json").exists()
 
 

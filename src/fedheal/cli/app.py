@@ -32,7 +32,7 @@ from fedheal.reproduce import planned as planned_runs
 from fedheal.reproduce.outputs import reproduced
 from fedheal.runs import folder as records
 from fedheal.runs.schema import FREE
-from fedheal.simulate.experiment import Experiment, overridden
+from fedheal.simulate.experiment import Experiment, parse_overrides
 from fedheal.simulate.interrupts import stop_on_terminate
 from fedheal.simulate.progress import Progress
 from fedheal.simulate.runner import run as execute
@@ -112,7 +112,7 @@ def run(
     if len(files) > 1:
         raise ValueError(f"one description at most can be run, but there are {len(files)}: {', '.join(files)}")
     changes = [word for word in given if word not in files]
-    if resume and out is not None and not files and overridden(changes).keys() <= FREE:
+    if resume and out is not None and not files and parse_overrides(changes).keys() <= FREE:
         files = [str(_described(out))]
     experiment = Experiment.read(files[0] if files else None, changes)
     folder = out or Path("runs") / experiment.folder_name
@@ -185,7 +185,7 @@ def compare(
     Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 5 rounds=10
     """
     overrides = [word for word in words if _is_override(word)]
-    values = overridden(overrides)
+    values = parse_overrides(overrides)
     if "data" in values:
         raise ValueError(f"the data set is given by --data: use --data {values['data']}")
     named = [word for word in words if not _is_override(word)]
@@ -390,7 +390,7 @@ def reproduce(
     if result not in RECIPES:
         raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
     said = {"rounds": rounds, "device": device}
-    values = overridden(
+    values = parse_overrides(
         [*(f"{k}={v}" for k, v in said.items() if v is not None), *(words or [])]
     )  # in either form, once
     options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)

@@ -16,7 +16,7 @@ from rich.table import Table
 from fedheal import models
 from fedheal.campaign.compare import seeds_of
 from fedheal.cli.display import wide
-from fedheal.data import DATASETS, SPECS, DataOptions, find_spec
+from fedheal.data import DATASETS, SPECS, DataRequest, find_spec
 from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
 from fedheal.data.download import Progress, download_domain
@@ -25,7 +25,8 @@ from fedheal.data.inventory import DomainStatus, inspect_domains
 from fedheal.data.locate import locate_domains, resolve_root
 from fedheal.data.on_disk import build_domains, find_fuller_export, list_missing_domains, open_dataset
 from fedheal.runs.folder import make_folder
-from fedheal.simulate.experiment import Experiment, clients_of, domains_of, overridden, wanted_of
+from fedheal.simulate.build import load_domains, make_data_request, partition_clients
+from fedheal.simulate.experiment import Experiment, parse_overrides
 
 data_app = typer.Typer(help="List, check, show, fetch, prepare and export data sets.", no_args_is_help=True)
 
@@ -65,13 +66,13 @@ def check_command(
         raise typer.Exit(_report_export(export, list_missing_domains(spec, export) if spec else []))
     exit_code = 0
     for name in [data] if data else list(SPECS):
-        spec, options = find_spec(name, DataOptions(data_root))
-        root = resolve_root(options.root)
+        spec, request = find_spec(name, DataRequest(data_root))
+        root = resolve_root(request.root)
         found_export = find_fuller_export(spec, locate_domains(spec, root), root)
         if found_export is not None:
             exit_code = max(exit_code, _report_export(found_export, list_missing_domains(spec, found_export)))
             continue
-        statuses = inspect_domains(spec, options)
+        statuses = inspect_domains(spec, request)
         if data is None and all(status.state == "missing" for status in statuses):
             typer.echo(f"{name}: not on disk\n")
             continue
@@ -96,12 +97,12 @@ def show_command(
     from fedheal.data import preview  # matplotlib is slow to import, and only this command needs it
 
     experiment = _make_experiment(data, data_root, allow_missing, words)
-    domains = domains_of(experiment)
+    domains = load_domains(experiment)
     if not clients:
         for path in preview.write_contact_sheets(domains, out):
             typer.echo(f"{path}")
         return
-    partition = clients_of(experiment, domains)
+    partition = partition_clients(experiment, domains)
     table = Table("client", "domain", "samples", *domains.classes)
     for client, counts in zip(partition, preview.count_labels(domains, partition), strict=True):
         table.add_row(client.id, client.domain, str(counts.sum()), *map(str, counts))
@@ -124,8 +125,8 @@ def fetch_command(
     Files of the Hugging Face hub are checked against its checksums. Files of other sites are checked against published
     checksums; without one, the SHA-256 of the first download is recorded and printed. An interrupted download is resumed.
     """
-    spec, options = find_spec(data, DataOptions(data_root))
-    root = resolve_root(options.root)
+    spec, request = find_spec(data, DataRequest(data_root))
+    root = resolve_root(request.root)
     names = [domain_spec.name for domain_spec in spec.domains]
     for name in domain or ():
         if name not in names:
@@ -164,7 +165,7 @@ def prepare_command(
     """
     experiment = _make_experiment(data, data_root, allow_missing, words)
     start = time.monotonic()
-    dataset = open_dataset(*find_spec(data, wanted_of(experiment)))
+    dataset = open_dataset(*find_spec(data, make_data_request(experiment)))
     prepared = prepare_data(dataset.inputs, again)
     domains = build_domains(dataset, prepared)
     for domain in domains.domains:
@@ -194,12 +195,14 @@ def export_command(
     """
     chosen_seeds = seeds_of(seeds)
     experiment = _make_experiment(data, data_root, allow_missing, words)
-    if "seed" in overridden(words or ()):
+    if "seed" in parse_overrides(words or ()):
         raise ValueError(f"seed={experiment.seed}: set the seeds of an export by --seeds")
-    dataset = open_dataset(*find_spec(data, wanted_of(experiment)))
+    dataset = open_dataset(*find_spec(data, make_data_request(experiment)))
     domains = build_domains(dataset, prepare_data(dataset.inputs))
     clients = [
-        client for seed in chosen_seeds for client in clients_of(experiment.model_copy(update={"seed": seed}), domains)
+        client
+        for seed in chosen_seeds
+        for client in partition_clients(experiment.model_copy(update={"seed": seed}), domains)
     ]
     path = out or Path(f"{domains.name}.export")
     export_images(dataset, clients, {"seeds": chosen_seeds, "fields": list(words or ())}, path)
@@ -238,7 +241,7 @@ def _report_export(export: Path, missing: Sequence[str]) -> int:
 
 
 def _make_experiment(data: str, root: str | None, allow_missing: bool, words: list[str] | None) -> Experiment:
-    overrides = overridden(words or ())
+    overrides = parse_overrides(words or ())
     options = {"data": data, "data_root": root, "allow_missing": allow_missing}
     fields = {key: value for key, value in options.items() if value}
     for key in fields.keys() & overrides.keys():

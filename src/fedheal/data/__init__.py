@@ -21,10 +21,10 @@ from fedheal.data.catalogue.office_home import OFFICE_HOME
 from fedheal.data.catalogue.pacs import PACS
 from fedheal.data.domains import Domains, check_domains
 from fedheal.data.embedded.dataset import load_embedded
-from fedheal.data.on_disk import FOLDER_PREFIX, DataOptions, load_from_disk, make_folder_spec
+from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_from_disk, make_folder_spec
 from fedheal.data.specs import DatasetSpec
 
-__all__ = ["DATASETS", "SPECS", "DataOptions", "Dataset", "find_spec", "get_protocol", "load_domains"]
+__all__ = ["DATASETS", "SPECS", "DataRequest", "Dataset", "find_spec", "get_protocol", "load_dataset"]
 
 SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
 
@@ -33,7 +33,7 @@ SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS,
 class Dataset:
     """A named data set: how to load it, and the default settings of an experiment on it."""
 
-    load: Callable[[DataOptions], Domains]
+    load: Callable[[DataRequest], Domains]
     protocol: Mapping[str, Any]
     about: str
 
@@ -57,23 +57,23 @@ DATASETS = {
 }
 
 
-def load_domains(name: str, options: DataOptions | None = None) -> Domains:
+def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
     """Load a data set.
 
     Args:
         name: A name of `DATASETS`, "folder:PATH", or "package.module:function".
-        options: Where to find it and what may be missing; only for data sets that are read from disk.
+        request: Where to find it and what may be missing; only for data sets that are read from disk.
 
     Raises:
         ValueError: If there is no such data set, or it is missing or damaged.
     """
-    options = options or DataOptions()
+    request = request or DataRequest()
     if name.startswith(FOLDER_PREFIX):
-        return load_from_disk(*_resolve_folder(name, options))
-    if options.size is not None and (":" in name or name == "embedded"):
-        raise ValueError(f"image_size = {options.size}: the images of {name!r} are not resized; leave it out")
+        return load_from_disk(*_resolve_folder(name, request))
+    if request.size is not None and (":" in name or name == "embedded"):
+        raise ValueError(f"image_size = {request.size}: the images of {name!r} are not resized; leave it out")
     if name in DATASETS:
-        return DATASETS[name].load(options)
+        return DATASETS[name].load(request)
     if ":" not in name:
         raise ValueError(
             f"there is no data set {name!r}{suggestion(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
@@ -83,14 +83,14 @@ def load_domains(name: str, options: DataOptions | None = None) -> Domains:
     return _call_loader(name)
 
 
-def find_spec(name: str, options: DataOptions | None = None) -> tuple[DatasetSpec, DataOptions]:
+def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
     """Return the specification of a data set that is read from disk, and the options to open it with."""
-    options = options or DataOptions()
+    request = request or DataRequest()
     if name.startswith(FOLDER_PREFIX):
-        return _resolve_folder(name, options)
+        return _resolve_folder(name, request)
     if name not in SPECS:
         raise ValueError(f"'{name}' is not read from disk; choose one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
-    return SPECS[name], options
+    return SPECS[name], request
 
 
 def get_protocol(name: str) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _call_loader(name: str) -> Domains:
     return data
 
 
-def _resolve_folder(name: str, options: DataOptions) -> tuple[DatasetSpec, DataOptions]:
-    if options.root is not None:
-        raise ValueError(f"data_root = {options.root!r}: {name!r} already names the folder; leave data_root out")
-    return make_folder_spec(name), replace(options, root=name.removeprefix(FOLDER_PREFIX))
+def _resolve_folder(name: str, request: DataRequest) -> tuple[DatasetSpec, DataRequest]:
+    if request.root is not None:
+        raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
+    return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))

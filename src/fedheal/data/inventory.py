@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedheal.data.locate import DomainLocation, explain_missing, locate_domains, resolve_root
-from fedheal.data.on_disk import DataOptions
+from fedheal.data.on_disk import DataRequest
 from fedheal.data.specs import DatasetSpec
 from fedheal.data.splits import RawSplit
 
@@ -26,9 +26,9 @@ class DomainStatus:
     detail: str = ""  # what is wrong, or what to do
 
 
-def inspect_domains(spec: DatasetSpec, options: DataOptions) -> list[DomainStatus]:
+def inspect_domains(spec: DatasetSpec, request: DataRequest) -> list[DomainStatus]:
     """Read every domain, except for image files, which only `fedheal data prepare` decodes."""
-    root = resolve_root(options.root)
+    root = resolve_root(request.root)
     return [_inspect_domain(location, explain_missing(location, root)) for location in locate_domains(spec, root)]
 
 

@@ -22,8 +22,8 @@ MAX_LISTED = 3  # items in a note
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    """How to load a data set.
+class DataRequest:
+    """A request for a data set.
 
     Args:
         root: The folder to search, or an export; None: the environment variable FEDHEAL_DATA.
@@ -86,30 +86,30 @@ def make_folder_spec(name: str) -> DatasetSpec:
     )
 
 
-def open_dataset(spec: DatasetSpec, options: DataOptions) -> OnDiskDataset:
+def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
     """Locate a data set without reading it. Raise ValueError if domains are missing that may not be."""
-    root = resolve_root(options.root)
-    size = options.size or spec.size
+    root = resolve_root(request.root)
+    size = request.size or spec.size
     locations = locate_domains(spec, root)
     export = find_fuller_export(spec, locations, root)
     if export is not None:
         absent = list_missing_domains(spec, export)
-        if absent and not options.allow_missing:
+        if absent and not request.allow_missing:
             raise ValueError(
                 f"{export} lacks the domains {', '.join(absent)}; set allow_missing=true to continue without"
             )
         inputs = CacheInputs(spec.name, size, "export", {"": [export]}, read=lambda: archive.read_export(export))
         return OnDiskDataset(spec, inputs, (), export)
-    _require_domains(spec, locations, root, options)
+    _require_domains(spec, locations, root, request)
     present = [location.files for location in locations if location.files]
 
     def read() -> tuple[tuple[str, ...], Sequence[RawDomain]]:
         domains = [files.read() for files in present]
-        classes = choose_classes(domains, spec.classes, options.classes, spec.name)
+        classes = choose_classes(domains, spec.classes, request.classes, spec.name)
         return classes, [align_labels(domain, classes) for domain in domains]
 
     paths = {files.name: files.files for files in present}
-    return OnDiskDataset(spec, CacheInputs(spec.name, size, options.classes, paths, read=read), locations)
+    return OnDiskDataset(spec, CacheInputs(spec.name, size, request.classes, paths, read=read), locations)
 
 
 def find_fuller_export(spec: DatasetSpec, locations: Sequence[DomainLocation], root: Path) -> Path | None:
@@ -121,9 +121,9 @@ def find_fuller_export(spec: DatasetSpec, locations: Sequence[DomainLocation], r
     return export if export and not {d.name for d in archive.read_manifest(export).domains} <= present else None
 
 
-def load_from_disk(spec: DatasetSpec, options: DataOptions) -> Domains:
+def load_from_disk(spec: DatasetSpec, request: DataRequest) -> Domains:
     """Load a data set, with notes on what is missing or unreadable."""
-    dataset = open_dataset(spec, options)
+    dataset = open_dataset(spec, request)
     return build_domains(dataset, prepare_data(dataset.inputs))
 
 
@@ -157,11 +157,11 @@ def list_missing_domains(spec: DatasetSpec, export: Path) -> list[str]:
     return [s.name for s in spec.domains if not {s.name, s.stand_in.name if s.stand_in else ""} & present]
 
 
-def _require_domains(spec: DatasetSpec, locations: Sequence[DomainLocation], root: Path, options: DataOptions) -> None:
+def _require_domains(spec: DatasetSpec, locations: Sequence[DomainLocation], root: Path, request: DataRequest) -> None:
     missing = [location for location in locations if location.files is None]
     if len(missing) == len(locations):
         raise ValueError(f"no domain of '{spec.name}' is below {root}: {explain_missing(missing[0], root)}")
-    if missing and not options.allow_missing:
+    if missing and not request.allow_missing:
         raise ValueError(
             f"'{spec.name}' lacks {len(missing)} of {len(locations)} domains below {root}: "
             f"{'; '.join(explain_missing(location, root) for location in missing)}; "

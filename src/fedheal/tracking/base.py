@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Self
 
 from fedheal.core.errors import suggestion
 from fedheal.runs.schema import FREE, RoundRecord
-from fedheal.simulate.round import Callback
+from fedheal.simulate.callbacks import Callback
 
 EVERY = "clients/replied"  # in every round's numbers, and the last of them: where it is, the round was written whole
 HEADLINE = ("fairness/avg", "fairness/std", "fairness/worst")
