@@ -84,7 +84,7 @@ def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
 
 
 def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
-    """Return the specification of a data set that is read from disk, and the options to open it with."""
+    """Return the specification of a data set that is read from disk, and the request to open it with."""
     request = request or DataRequest()
     if name.startswith(FOLDER_PREFIX):
         return _resolve_folder(name, request)
