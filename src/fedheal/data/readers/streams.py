@@ -16,9 +16,9 @@ CHUNK = 1 << 20
 @contextmanager
 def open_stream(path: Path) -> Iterator[IO[bytes]]:
     """Open a plain, gzip or bzip2 file, chosen by its suffix. Raise ValueError if it is damaged."""
-    opener: Callable[..., Any] = {".gz": gzip.open, ".bz2": bz2.open}.get(path.suffix, open)
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
     try:
-        with opener(path, "rb") as stream:
+        with openers.get(path.suffix, open)(path, "rb") as stream:
             yield stream
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is damaged or truncated ({error})") from error
