@@ -120,7 +120,7 @@ def halves(owner, name):
     setattr(owner, name, wrapped)
 
 def torn(folder, record):
-    line = json.dumps(record) + "\\n"
+    line = record.to_json() + "\\n"
     for part in (line[: len(line) // 2], line[len(line) // 2 : -1], "\\n"):
         step("before a part of a line")
         with (folder / "rounds.jsonl").open("a") as file:

@@ -90,7 +90,7 @@ def wrapped(folder, noise: float, rounds: int, nodes: LocalGrid | None = None, *
 
 def test_flowers_own_loop_leaves_a_whole_run_folder(tmp_path):
     strategy, result = wrapped(tmp_path / "run", 0.5, 3)
-    assert [record["round"] for record in records.read_rounds(tmp_path / "run")] == [1, 2, 3]
+    assert [record.round for record in records.read_rounds(tmp_path / "run")] == [1, 2, 3]
     assert records.read_json(tmp_path / "run" / "result.json")["rounds"] == 3
     saved = records.load_tensors(tmp_path / "run" / "model.safetensors")["w"]
     assert np.array_equal(saved.numpy(), result.arrays["w"].numpy())  # with the wrapper's noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import tomllib
@@ -49,12 +50,15 @@ def test_rounds_have_the_simulators_fields_and_who_was_missing(tmp_path, caplog)
         strategy.start(grid, sites.initial, num_rounds=2)
     first, second = records.read_rounds(tmp_path / "run")
     simulated = fedheal.run(sites.experiment, tmp_path / "simulation")
-    assert first.keys() == records.read_rounds(tmp_path / "simulation")[0].keys() | {"client_domains"}
-    assert set(first["report"]) == set(simulated.history[0].report) | {"missing"}
-    assert (second["cohort"], second["replied"], second["report"]["missing"]) == (5, 4, [sites.names[1]])
+    ours, theirs = (
+        json.loads((tmp_path / where / "rounds.jsonl").read_text().splitlines()[0]) for where in ("run", "simulation")
+    )
+    assert [*theirs, "client_domains"] == [*ours]
+    assert set(first.report) == set(simulated.history[0].report) | {"missing"}
+    assert (second.cohort, second.replied, second.report["missing"]) == (5, 4, [sites.names[1]])
     summary = records.read_json(tmp_path / "run" / "result.json")
     assert summary["dropouts"] == 1
-    worst = min(first["clients"], key=first["clients"].get)
+    worst = min(first.clients, key=first.clients.get)
     assert f"worst served: '{worst}'" in caplog.text
     assert summary["bytes_sent"] == 2 * 5 * sum(len(a.data) for a in sites.initial.values())
 
@@ -72,7 +76,7 @@ def test_a_federation_under_way_is_diagnosed_by_domain(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         strategy.start(sites.grid(spoil), sites.initial, num_rounds=3)
     client_domains = {name: sites.federation.client_domains[name] for name in sites.names}
-    assert [record["client_domains"] for record in records.read_rounds(tmp_path / "run")] == [
+    assert [record.client_domains for record in records.read_rounds(tmp_path / "run")] == [
         client_domains,
         client_domains,
     ]

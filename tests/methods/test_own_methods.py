@@ -16,6 +16,7 @@ from fedheal.aggregate import Aggregator, chain, reduce
 from fedheal.aggregate.registry import STAGES
 from fedheal.cli import app
 from fedheal.local.fedprox import Proximal
+from fedheal.runs.folder import read_rounds
 from tiny_data import quick, words
 
 MINE = """
@@ -175,7 +176,7 @@ def test_what_is_wrong_with_one_is_a_sentence(name: str, why: str) -> None:
         ("mine:lost", "a stage returned a Draft; a Draft and a State are needed"),
         (
             "mine:returning:what=unsayable",
-            r"round 1 cannot be recorded: report.inner.key is \{1, 2\}, and JSON has no words for that",
+            r"round 1 cannot be recorded: report.inner.key = \{1, 2\} is not JSON-serialisable",
         ),
     ],
 )
@@ -184,11 +185,11 @@ def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         fedheal.run(quick(method=own(name)), tmp_path / "one", progress=False)
-    assert fedheal.records.read_rounds(tmp_path / "one") == []
+    assert read_rounds(tmp_path / "one") == []
     (tmp_path / "one" / "rounds.jsonl").write_text('{"round": 1, "coh')  # as a kill within the first line leaves it
     fedheal.run(quick(), tmp_path / "one", progress=False)  # another experiment: the first has left nothing
     assert fedheal.Experiment.read(tmp_path / "one" / "experiment.toml").identity == quick().identity
-    assert [record["round"] for record in fedheal.records.read_rounds(tmp_path / "one")] == [1, 2, 3]
+    assert [record.round for record in read_rounds(tmp_path / "one")] == [1, 2, 3]
 
 
 def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:

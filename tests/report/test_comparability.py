@@ -117,7 +117,7 @@ def test_a_damaged_description_is_named(runs):
         ("{}", "there is no method"),
         ("[]", "does not hold a JSON object"),
         ("{", "is not JSON"),
-        (None, "domains = {} are no accuracies"),
+        (None, "domains must have at least 1 items"),
     ],
 )
 def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, sentence):
@@ -130,16 +130,19 @@ def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, 
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ({"avg": "x"}, "avg = 'x' is of the wrong kind"),
-        ({"averaged": "five"}, "averaged = 'five' is of the wrong kind"),
-        ({"seconds": {"train": "long"}}, "seconds = {'train': 'long'} is of the wrong kind"),
-        ({"trained": {"a": []}}, "trained = {'a': []} is of the wrong kind"),
-        ({"only": [["a"]]}, "only = [['a']] is of the wrong kind"),
-        ({"data_notes": [{}]}, "data_notes = [{}] is of the wrong kind"),
-        ({"consistency": {"a": [0.5, 0.5], "b": [1.0]}}, "consistency = {'a': [0.5, 0.5], 'b': [1.0]} is of the wrong"),
-        ({"consistency": {"a": "even"}}, "consistency = {'a': 'even'} is of the wrong kind"),
-        ({"validation": {"avg": 80.0}}, "validation = {'avg': 80.0} lacks some of avg, std, worst"),
-        ({"versions": ["1"]}, "versions = ['1'] is of the wrong kind"),
+        ({"avg": "x"}, "avg must be a valid number, got 'x'"),
+        ({"averaged": "five"}, "averaged must be a valid integer, got 'five'"),
+        ({"seconds": {"train": "long"}}, "seconds.train must be a valid number, got 'long'"),
+        ({"trained": {"a": []}}, "trained.a must be a valid string, got []"),
+        ({"only": [["a"]]}, "only.0 must be a valid string, got ['a']"),
+        ({"data_notes": [{}]}, "data_notes.0 must be a valid string, got {}"),
+        (
+            {"consistency": {"a": [0.5, 0.5], "b": [1.0]}},
+            "consistency must have lists of one length, got {'a': [0.5",
+        ),
+        ({"consistency": {"a": "even"}}, "consistency.a must be a valid list, got 'even'"),
+        ({"validation": {"avg": 80.0}}, "there is no validation.std"),
+        ({"versions": ["1"]}, "versions must be a valid dictionary, got ['1']"),
     ],
 )
 def test_a_result_that_is_not_what_a_run_writes_is_refused_by_name(runs, said, sentence):

@@ -99,7 +99,7 @@ def test_behind_on_average_but_not_in_the_last_round(tmp_path):
 def test_rounds_that_somebody_made_something_else_of_are_refused_by_name(tmp_path, key, value):
     outer, _, inner = key.partition(".")
     run = federation(tmp_path / "run", **{outer: lambda t: {inner: value} if inner else value})
-    with pytest.raises(ValueError, match=rf"run/rounds.jsonl: {key} in line 1 is not what a run writes there"):
+    with pytest.raises(ValueError, match=rf"run/rounds.jsonl: line 1: {key}.* must .*, got "):
         diagnose(run)
 
 
@@ -124,7 +124,7 @@ def test_a_federation_may_go_on_after_its_result(tmp_path):
     (run / "result.json").write_text(json.dumps(result | {"rounds": 4}))
     assert diagnose(run).rounds.tolist() == [1, 2, 3, 4, 5, 6]
     (run / "result.json").write_text(json.dumps(result | {"rounds": "six"}))
-    with pytest.raises(ValueError, match=r"result\.json: rounds = 'six' is of the wrong kind"):
+    with pytest.raises(ValueError, match=r"result\.json: rounds must be a valid integer, got 'six'"):
         diagnose(run)
 
 

@@ -59,10 +59,10 @@ def test_curves_are_means_over_seeds(few):
     records = [read_rounds(Path(row.summaries[0]["folder"])) for row in rows]
     one = next(method for method in drawn["methods"] if method["name"] == "fedavg")
     for t in (0, 7, 19):
-        both = [run[t]["domains"]["mnist"] for run in records]
+        both = [run[t].domains["mnist"] for run in records]
         assert abs(one["curves"]["mnist"][0][t] - sum(both) / 2) < 0.006
         assert abs(one["curves"]["mnist"][1][t] - abs(both[0] - both[1]) / 2**0.5) < 0.006
-        weights = [sum(w for c, w in run[t]["weights"].items() if c.startswith("syn-")) for run in records]
+        weights = [sum(w for c, w in run[t].weights.items() if c.startswith("syn-")) for run in records]
         assert abs(one["weights"]["syn"][t] - sum(weights) / 2) < 6e-5
     assert one["layers"]["names"] == []  # FedAvg masks nothing
     masked = next(method for method in drawn["methods"] if method["name"] == "fedavg+fedheal")

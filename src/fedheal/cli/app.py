@@ -145,7 +145,7 @@ def demo(
     how = at_a_time(planned, _processes(jobs))
     console.print(f"Four methods on ten digits in four domains, seed {seed}, {how}:", highlight=False)
     _run(planned, console, jobs)
-    summaries = [rows.read_result(job.folder) for job in planned]
+    summaries = [rows.load_summary(job.folder) for job in planned]
     found = rows.rows(summaries)
     written = show.write_page(found, out / "report.html", "FedHEAL on four domains of digits")
     if as_json:
@@ -205,7 +205,7 @@ def compare(
         soft_wrap=True,
     )
     _run(planned, console, jobs, ray)
-    found = rows.rows(rows.read_result(job.folder) for job in planned)
+    found = rows.rows(rows.load_summary(job.folder) for job in planned)
     if as_json:
         said = [
             sentence

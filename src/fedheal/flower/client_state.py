@@ -27,7 +27,7 @@ Kept = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class Memory(Protocol):
-    """Arrays and JSON by round; `load` raises `records.BadState` where it is of no use."""
+    """Arrays and JSON by round; `load` raises `records.CheckpointError` where it is of no use."""
 
     counted: int  # rounds that counted are kept so many
 
@@ -67,7 +67,7 @@ def newest(memory: Memory, last: int) -> Kept:
     for number in [r for r in memory.rounds() if r <= last][-1:]:
         try:
             return memory.load(number)
-        except records.BadState as trouble:
+        except records.CheckpointError as trouble:
             log.warning("%s: this client goes on without what it remembered", trouble)
             memory.drop(number)
     return {}, {}
@@ -87,7 +87,7 @@ class InContext:
     def load(self, number: int) -> Kept:
         about = self.state.config_records[f"fedheal.about.{number}"]
         if about["owner"] != self.owner:
-            raise records.BadState(f"what this node remembers of round {number} belongs to another federation")
+            raise records.CheckpointError(f"what this node remembers of round {number} belongs to another federation")
         return wire.tensors(self.state.array_records[f"fedheal.memory.{number}"]), json.loads(str(about["json"]))
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
@@ -102,20 +102,20 @@ class InContext:
 class InFolder:
     """In a folder: a checked, atomically written file a round."""
 
-    counted = records.KEPT  # as many as the server has states to go on from
+    counted = records.CHECKPOINTS_KEPT  # as many as the server has states to go on from
 
     def __init__(self, folder: Path, owner: str) -> None:
         self.folder, self.owner = folder, owner
 
     def rounds(self) -> list[int]:
-        return sorted(int(path.stem) for path in records.states(self.folder) if path.stem.isdigit())
+        return sorted(int(path.stem) for path in records.list_checkpoints(self.folder) if path.stem.isdigit())
 
     def load(self, number: int) -> Kept:
-        return records.load_state(self._path(number), self.owner)
+        return records.load_checkpoint(self._path(number), self.owner)
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        records.save_state(self.folder, number, arrays, described, self.owner, self.counted + 1)
+        records.save_checkpoint(self.folder, number, arrays, described, self.owner, self.counted + 1)
 
     def drop(self, number: int) -> None:
         self._path(number).unlink(missing_ok=True)

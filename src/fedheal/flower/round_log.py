@@ -14,7 +14,7 @@ from fedheal.aggregate import Aggregated
 from fedheal.flower.intake import Cohort
 from fedheal.flower.judging import Judged
 from fedheal.flower.node_registry import Asked, Heard
-from fedheal.flower.run_folder import FederatedRound
+from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -80,17 +80,17 @@ class Round:
         known.client_domains |= {one.client: one.domain for one in arrived if one.client in taken}
         return taken
 
-    def record(self, client_domains: Mapping[str, str]) -> FederatedRound:
+    def record(self, client_domains: Mapping[str, str]) -> RoundRecord:
         """What stays of it. `client_domains`: the domains of all clients; those of this round's go along."""
         there = sorted({*self.weights, *(one.client for one in self.judged)} & client_domains.keys())
-        return FederatedRound(
-            self.number,
-            len(self.asked.nodes),
-            self.replied,
-            self.weights,
-            self.train_loss,
-            self.report,
-            self.clock.seconds,
+        return RoundRecord(
+            round=self.number,
+            cohort=len(self.asked.nodes),
+            replied=self.replied,
+            weights=self.weights,
+            train_loss=self.train_loss,
+            report=self.report,
+            seconds=self.clock.seconds,
             **Judged.together(self.judged),
             client_domains={client: client_domains[client] for client in there},
         )

@@ -13,24 +13,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import flwr
 import tomli_w
 import torch
+from filelock import BaseFileLock
 
 from fedheal.aggregate.masks.directions import spread
 from fedheal.core.layout import Layout
-from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.core.state import RunState, restored_state
 from fedheal.runs import folder as records
+from fedheal.runs.lock import acquire_lock
 from fedheal.runs.schema import RoundRecord
+from fedheal.runs.summary import summarise_run
 from fedheal.version import __version__
 
 log = logging.getLogger("flwr.fedheal")
@@ -38,28 +38,21 @@ log = logging.getLogger("flwr.fedheal")
 Saved = tuple[RunState, dict[str, Any], list[RoundRecord]]
 
 
-@dataclass(frozen=True)
-class FederatedRound(RoundRecord):
-    """A simulation's record, and the domains of its clients, which nobody else knows while a federation goes on."""
-
-    client_domains: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def line(self) -> str:
-        """The round in a line, the worst served by name."""
-        told = f"{self.replied} of {self.cohort} nodes replied, {len(self.report['skipped'])} left out"
-        told += "" if self.train_loss is None else f", training loss {self.train_loss:.3f}"
-        if self.domains and self.clients:
-            mean = sum(self.domains.values()) / len(self.domains)
-            worst, accuracy = min(self.clients.items(), key=lambda pair: pair[1])
-            told += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
-        return told
+def describe_round(record: RoundRecord) -> str:
+    """Return a round in one line, with the worst-served client by name."""
+    line = f"{record.replied} of {record.cohort} nodes replied, {len(record.report['skipped'])} left out"
+    line += "" if record.train_loss is None else f", training loss {record.train_loss:.3f}"
+    if record.domains and record.clients:
+        mean = sum(record.domains.values()) / len(record.domains)
+        worst, accuracy = min(record.clients.items(), key=lambda pair: pair[1])
+        line += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
+    return line
 
 
 # What a folder's rounds were made with, and those that follow must be: the model's shapes, and of the settings these.
 DECISIVE = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
 
-_held: dict[Path, int] = {}  # this process's locks
+_held: dict[Path, BaseFileLock] = {}  # this process's locks
 
 
 class Folder:
@@ -113,26 +106,26 @@ class Folder:
 
     def done(self) -> int:
         """How many rounds the folder holds."""
-        return max((int(path.stem) for path in records.states(self.path) if path.stem.isdigit()), default=0)
+        return max((int(path.stem) for path in records.list_checkpoints(self.path) if path.stem.isdigit()), default=0)
 
     def _lock(self) -> None:
         """A ServerApp that was thought dead must not write into the run that goes on; one of this process, let go of, may."""
         self.release()
-        _held[self.path.resolve()] = records.lock(self.path)
+        _held[self.path.resolve()] = acquire_lock(self.path)
 
     def _newest(self) -> Saved | None:
         troubles: list[str] = []
-        for path in records.states(self.path):
+        for path in records.list_checkpoints(self.path):
             try:
-                arrays, described = records.load_state(path, self.owner)
+                arrays, described = records.load_checkpoint(path, self.owner)
                 self._cut(described["round"])
-            except records.BadState as trouble:
+            except records.CheckpointError as trouble:
                 troubles.append(str(trouble))
                 continue
             for said in troubles:
                 log.warning("%s; going on from %s", said, path.name)
-            history: list[RoundRecord] = [FederatedRound(**record) for record in records.read_rounds(self.path)]
-            return restored_state(arrays, described, torch.device("cpu")), described["flower"], history
+            state = restored_state(arrays, described, torch.device("cpu"))
+            return state, described["flower"], records.read_rounds(self.path)
         if troubles:
             raise ValueError(f"no state in {self.path} can be used: {'; '.join(troubles)}")
         self._cut(0)
@@ -141,7 +134,7 @@ class Folder:
     def _cut(self, rounds: int) -> None:
         if len(records.read_rounds(self.path)) > rounds:
             self._drop_result()
-        records.cut_rounds(self.path, rounds)
+        records.truncate_rounds(self.path, rounds)
 
     def _drop_result(self) -> None:
         """What an earlier end left behind is of other rounds than the folder is about to hold."""
@@ -151,9 +144,9 @@ class Folder:
     def save(self, state: RunState, record: RoundRecord, told: Mapping[str, Any]) -> None:
         """A round's line, then the state that counts it: a crash in between costs that round, no more."""
         self._drop_result()
-        records.append_round(self.path, asdict(record))
+        records.append_round(self.path, record)
         arrays, described = state.to_arrays()
-        records.save_state(self.path, state.round, arrays, described | {"flower": dict(told)}, self.owner)
+        records.save_checkpoint(self.path, state.round, arrays, described | {"flower": dict(told)}, self.owner)
 
     def conclude(
         self,
@@ -166,14 +159,13 @@ class Folder:
         """The final model, and the result where the clients judged it."""
         records.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
         if any(record.domains for record in history):
-            found = summary(self.described, state, history, client_domains, tests)
-            records.write_text(self.path / "result.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+            records.write_result(self.path, summary(self.described, state, history, client_domains, tests))
 
     def release(self) -> None:
         """Let other processes in."""
-        opened = _held.pop(self.path.resolve(), None)
-        if opened is not None:
-            os.close(opened)
+        lock = _held.pop(self.path.resolve(), None)
+        if lock is not None:
+            lock.release()
 
 
 def summary(
@@ -184,47 +176,34 @@ def summary(
     tests: Mapping[str, float],
 ) -> dict[str, Any]:
     """What `result.json` holds: a simulation's fields, drop-outs and clients left out."""
-    judged = [record for record in history if record.domains]
-    accuracy = _last([record.domains or {} for record in judged])
-    clients = _last([record.clients or {} for record in judged])
-    return {
+    evaluated = sorted({domain for record in history for domain in record.domains or {}})
+    return summarise_run(
+        history,
+        sort_names=True,
         **{key: described[key] for key in ("method", "algorithm", "data", "seed")},
-        "rounds": state.round,
-        "averaged": min(LAST, len(judged)),
-        "domains": accuracy,
-        **fairness(accuracy),
-        "clients": clients,
-        "client_fairness": fairness(clients) if clients else {},
-        "validation": None,
-        "trained": dict(sorted(client_domains.items())),
-        "only": [],
-        "without": [],
-        "pool": False,
-        "classes": [],
-        "test_sizes": {d: round(sum(n for c, n in tests.items() if client_domains.get(c) == d)) for d in accuracy},
-        "dropouts": sum(record.cohort - record.replied for record in history),
-        "skipped": sum(len(record.report.get("skipped", {})) for record in history),
-        "device": "clients'",
-        "hardware": "clients'",
-        "precision": "fp32",
-        "threads": torch.get_num_threads(),
-        "data_fingerprint": "",
-        "used_fingerprint": "",
-        "data_notes": [],
-        "consistency": spread(state.aggregator),
-        "bytes_sent": state.sent,
-        "bytes_received": state.received,
-        "seconds": {phase: sum(r.seconds[phase] for r in history) for phase in ("train", "aggregate", "evaluate")},
-        "versions": {
+        rounds=state.round,
+        trained=dict(sorted(client_domains.items())),
+        only=[],
+        without=[],
+        pool=False,
+        classes=[],
+        test_sizes={d: round(sum(n for c, n in tests.items() if client_domains.get(c) == d)) for d in evaluated},
+        dropouts=sum(record.cohort - record.replied for record in history),
+        skipped=sum(len(record.report.get("skipped", {})) for record in history),
+        device="clients'",
+        hardware="clients'",
+        precision="fp32",
+        threads=torch.get_num_threads(),
+        data_fingerprint="",
+        used_fingerprint="",
+        data_notes=[],
+        consistency=spread(state.aggregator),
+        bytes_sent=state.sent,
+        bytes_received=state.received,
+        versions={
             "fedheal": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "flwr": flwr.__version__,
         },
-    }
-
-
-def _last(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Per unit, the mean over the last rounds in which it was judged: clients come and go."""
-    units = sorted({unit for accuracy in rounds for unit in accuracy})
-    return {unit: last_mean([{unit: a[unit]} for a in rounds if unit in a])[unit] for unit in units}
+    )

@@ -35,7 +35,7 @@ from fedheal.flower.node_sampling import Attendance, chosen
 from fedheal.flower.replies import Admission, Refused, averaged
 from fedheal.flower.roll import Roll
 from fedheal.flower.round_log import Known, Round
-from fedheal.flower.run_folder import Folder
+from fedheal.flower.run_folder import Folder, describe_round
 from fedheal.flower.server_step import check_placed, stepped
 from fedheal.flower.terms import check_terms, spelled
 from fedheal.methods import Method
@@ -375,7 +375,7 @@ class FairStrategy(Strategy):
         record = now.record(self.known.client_domains)
         self.state = replace(self._state, round=now.number)  # also where a wrapper kept the replies to itself
         self.history.append(record)
-        log.info("[round %d] %s", now.number, record.line)
+        log.info("[round %d] %s", now.number, describe_round(record))
         if self.folder is not None:
             self.known.nodes = {str(node): client for node, client in self.roll.names.items()}
             self.folder.save(self._state, record, asdict(self.known))

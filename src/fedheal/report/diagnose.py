@@ -94,7 +94,7 @@ def diagnose(folder: Path, what: str | None = None) -> Diagnosis:
     records = rounds_of(folder)
     if not records:
         raise ValueError(f"{folder} holds no rounds: name a run folder with a rounds.jsonl")
-    summary = read_result(folder, {}) if (folder / "result.json").is_file() else {}
+    summary = read_result(folder) if (folder / "result.json").is_file() else {}
     client_domains = _homes(records, summary)
     if what is None:
         what = "domain" if client_domains and len(set(client_domains.values())) > 1 else "client"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.core.metrics import fairness
-from fedheal.runs import folder as records
-from fedheal.runs.folder import read_toml
+from fedheal.runs.folder import read_result, read_toml
 from fedheal.runs.schema import FREE
 
 BOUNDS = {
@@ -38,11 +37,11 @@ class Row:
     summaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
 
-NUMBER = records.NUMBER
-# What a report cannot do without.
-NEEDED = records.fields(
-    "method", "data", "seed", "rounds", "domains", "clients", "trained", "test_sizes", "only", "without", "pool"
-)
+# Fields that a report needs, those of `validation` where it is there.
+REPORT_FIELDS = (
+    "method", "data", "seed", "rounds", "domains", "clients", "trained", "test_sizes", "only", "without", "pool",
+    *(f"validation.{name}" for name in EVENNESS.values()),
+)  # fmt: skip
 
 
 def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -53,55 +52,17 @@ def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
             near = sorted(str(one) for one in path.parent.glob(f"{glob.escape(path.name)}*")) if path.name else []
             raise ValueError(f"{path} does not exist{f'; there is {near[0]}' if near else ''}")
         folders |= dict.fromkeys(sorted(found.parent for found in path.rglob("result.json")))
-    return [read_result(folder) for folder in folders]
+    return [load_summary(folder) for folder in folders]
 
 
-def read_result(folder: Path, needed: Mapping[str, records.Kind] = NEEDED) -> dict[str, Any]:
-    """The result of a finished run, which knows its `folder`; one that no report can be made of is refused by name."""
-    path = folder / "result.json"
-    summary = records.read_result(folder, needed)
-    if not summary["domains"] or not numbers(summary["domains"]):
-        raise ValueError(f"{path}: domains = {summary['domains']!r} are no accuracies")
-    if not numbers(summary["test_sizes"]) or summary["test_sizes"].keys() != summary["domains"].keys():
-        raise ValueError(f"{path}: test_sizes = {summary['test_sizes']!r} are not those of its domains")
-    for key, fits in INSIDE.items():
-        if summary.get(key) is not None and not fits(summary[key]):
-            raise records.wrong_kind(path, key, summary[key])
-    validation = summary.get("validation")
-    if validation is not None and not numbers({key: validation.get(key) for key in EVENNESS.values()}):
-        raise ValueError(f"{path}: validation = {validation!r} lacks some of {', '.join(EVENNESS.values())}")
-    return summary | {"folder": str(folder)}
+def load_summary(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the result of a finished run, with its `folder`. Raise ValueError if a field that a report needs is missing."""
+    return read_result(folder, {*REPORT_FIELDS, *required}) | {"folder": str(folder)}
 
 
 def data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
     """What is special about the runs' data, such as a stand-in for a domain that cannot be had; each thing once."""
     return list(dict.fromkeys(note for summary in summaries for note in summary.get("data_notes", ())))
-
-
-def numbers(value: object) -> bool:
-    """Whether it is a number for each of several names."""
-    return isinstance(value, dict) and all(isinstance(number, NUMBER) for number in value.values())
-
-
-def _words(value: Iterable[object]) -> bool:
-    return all(isinstance(word, str) for word in value)
-
-
-def _shares(value: Mapping[str, object]) -> bool:
-    """So many numbers for each name, the same for all."""
-    lists = [one for one in value.values() if isinstance(one, list) and all(isinstance(x, NUMBER) for x in one)]
-    return len(lists) == len(value) and len(set(map(len, lists))) <= 1
-
-
-# What is in the fields that a report looks into, where they are there.
-INSIDE: Mapping[str, Callable[[Any], bool]] = {
-    "trained": lambda client_domains: _words(client_domains.values()),
-    "only": _words,
-    "without": _words,
-    "data_notes": _words,
-    "consistency": _shares,
-    "seconds": numbers,
-}
 
 
 def by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:

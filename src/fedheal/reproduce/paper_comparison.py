@@ -10,7 +10,7 @@ import numpy as np
 
 from fedheal.report.conclusions import cautions
 from fedheal.report.html_page import Extra
-from fedheal.report.rows import EVENNESS, Row, by_data, data_notes, read_result, rows
+from fedheal.report.rows import EVENNESS, Row, by_data, data_notes, load_summary, rows
 from fedheal.report.tables import in_a_cell, over_rounds, value
 from fedheal.reproduce import paper
 from fedheal.reproduce.plans import BESIDE, Claim, Entry, Planned, Recipe
@@ -53,7 +53,7 @@ class Beside:
 
 def found(planned: Planned) -> list[Row]:
     """The results of all runs, each once."""
-    return rows(read_result(job.folder) for job in planned.jobs)
+    return rows(load_summary(job.folder) for job in planned.jobs)
 
 
 def beside(recipe: Recipe, planned: Planned) -> Beside:

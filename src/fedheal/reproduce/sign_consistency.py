@@ -46,7 +46,7 @@ class Window:
 
 def windows(folder: Path) -> list[Window]:
     """The windows a run reported: the first block, the long one, the last block."""
-    told = [(record["round"], record["report"].get("directions") or {}) for record in read_rounds(folder)]
+    told = [(record.round, record.report.get("directions") or {}) for record in read_rounds(folder)]
     blocks = [(number, report["block"]) for number, report in told if "block" in report]
     long = [(number, report["long"]) for number, report in told if "long" in report]
     if not blocks or not long:

@@ -1,4 +1,4 @@
-"""The page of results/, made from the run folders there; numbers from elsewhere stand beside them with their source."""
+"""Write the page of results/ from the run folders there. Numbers from elsewhere are quoted with their source."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from fedheal.report.rows import EVENNESS
 from fedheal.report.tables import over_rounds
 from fedheal.reproduce import paper_comparison as beside
 from fedheal.reproduce.plans import Entry, Planned, Recipe
-from results_kept import Run, found
-from results_second import DATA as SECOND_DATA
-from results_second import SOURCE as SECOND_SOURCE
-from results_second import lines as second_lines
-from results_second import read_all
+from results_data import SECOND_FOLDER, Run, SecondRun, read_runs, read_second_runs
 
 NOISE = 20  # evaluated rounds
 WINDOWS = 50
+SECOND_DATA = "digits"  # the only protocol of the second version
+SECOND_EVERY = 20  # rounds
+SECOND_SOURCE = (
+    "`tools/second_version.py` is the same protocol written once more from its description alone: it shares no code with the "
+    "package, reads the files itself and has its own split, network, training loop and average. Its records are in "
+    f"`{SECOND_FOLDER}/`. "
+)
 BASES = ("FedAvg", "uniform weights")
 
-# Not ours and not the paper's: by row, what another program found on the same data, a line a seed. Its seeds are its own: with
-# the same number it splits the data and begins its model otherwise than we do, so that no line is paired with a run of ours.
+# By row, the numbers of another program on the same data, one line per seed. Its seeds give another split and another first
+# model than ours, so that no line is paired with a run of ours.
 INDEPENDENT = {
     "digits": {
         "FedAvg": ((91.6, 91.6, 81.6, 23.0, 71.9, 33.0), (95.3, 92.1, 80.8, 22.9, 72.8, 33.8)),
@@ -45,8 +48,8 @@ INDEPENDENT_SOURCE = (
 LIMITS = {"mnist": 5.0, "usps": 3.0, "svhn": 3.0}  # points; more is a bug until it is explained
 
 
-def page(recipe: Recipe, sets: Iterable[tuple[str, Path, int]]) -> str:
-    """The page as Markdown, from data sets, where the runs of each are kept, and the rounds that they should have."""
+def write_page(recipe: Recipe, data_sets: Iterable[tuple[str, Path, int]]) -> str:
+    """Return the page as Markdown. `data_sets`: names, the folders of their runs, and the planned rounds."""
     parts = [
         "# Results",
         "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
@@ -55,39 +58,39 @@ def page(recipe: Recipe, sets: Iterable[tuple[str, Path, int]]) -> str:
         "The paper's numbers and those of an independent implementation are quoted, and the latter have no records in this "
         "repository. Everything else is computed from what is in the folders.",
     ]
-    for data, folder, usual in sets:
-        parts += [f"## {data}", *_about(recipe, data, folder, usual)]
+    for data, folder, planned_rounds in data_sets:
+        parts += [f"## {data}", *_write_data_set(recipe, data, folder, planned_rounds)]
     return "\n\n".join(parts) + "\n"
 
 
-def _about(recipe: Recipe, data: str, folder: Path, usual: int) -> list[str]:
+def _write_data_set(recipe: Recipe, data: str, folder: Path, planned_rounds: int) -> list[str]:
     entries = recipe.entries(data)
-    runs = found(entries, data, folder, usual)
+    runs = read_runs(entries, data, folder, planned_rounds)
     parts = []
     if runs:
-        parts += _numbers(runs, data)
-        parts += _paper(recipe, data, runs)
-        parts += _differences(runs, data)
-        parts += _noise(runs, data)
-        parts += _independent(runs, data)
-        parts += _second(runs, data, folder.parent)
-        parts += _machines(runs)
-    return [*parts, *_open(entries, runs, data)]
+        parts += _tabulate_runs(runs, data)
+        parts += _compare_to_paper(recipe, data, runs)
+        parts += _subtract_bases(runs, data)
+        parts += _measure_noise(runs, data)
+        parts += _compare_to_independent(runs, data)
+        parts += _compare_to_second(runs, data, folder.parent)
+        parts += _list_machines(runs)
+    return [*parts, *_list_open_rows(entries, runs, data)]
 
 
-def _numbers(runs: Sequence[Run], data: str) -> list[str]:
-    columns = columns_of(runs)
-    head = ["row", "method", "seed", *heads(columns, data), "s a round", "median", "rounds", "precision", "on"]
+def _tabulate_runs(runs: Sequence[Run], data: str) -> list[str]:
+    columns = list_columns(runs)
+    head = ["row", "method", "seed", *name_columns(columns, data), "s a round", "median", "rounds", "precision", "on"]
     lines = []
     for run in runs:
-        seconds = [sum(record["seconds"].values()) for record in run.records]
+        seconds = [sum(record.seconds.values()) for record in run.records]
         where = f"{run.folder.parent.name}/{run.folder.name}/"
         lines.append(
             [
                 f"[{run.label}]({where})",
                 f"`{run.summary['method']}`",
                 str(run.experiment.seed),
-                *_cells(run.numbers, columns),
+                *_format_cells(run.numbers, columns),
                 f"{np.mean(seconds):.2f}",
                 f"{np.median(seconds):.2f}",
                 str(run.summary["rounds"]),
@@ -96,46 +99,46 @@ def _numbers(runs: Sequence[Run], data: str) -> list[str]:
             ]
         )
     averaged = over_rounds(frozenset(int(run.summary["averaged"]) for run in runs))
-    said = [
+    notes = [
         f"Accuracy in percent, {averaged}; STD is over domains (ddof = 1), worst is the worst domain. Seconds are those of "
         "training, aggregation and evaluation, mean and median over all rounds; the first round of a process compiles what the "
         "others use."
     ]
-    others = [f"{run.entry.label} ({run.experiment.rounds})" for run in runs if not run.full]
+    others = [f"{run.entry.label} ({run.experiment.rounds})" for run in runs if not run.is_full]
     if others:
-        said.append(f"Not the protocol's {runs[0].usual} rounds: {', '.join(others)}.")
-    said += [f"**{note}.**" for note in stand_ins(columns, data)]
-    return [grid(head, lines), bullets(said)]
+        notes.append(f"Not the protocol's {runs[0].planned_rounds} rounds: {', '.join(others)}.")
+    notes += [f"**{note}.**" for note in describe_stand_ins(columns, data)]
+    return [format_table(head, lines), format_list(notes)]
 
 
-def _paper(recipe: Recipe, data: str, runs: Sequence[Run]) -> list[str]:
+def _compare_to_paper(recipe: Recipe, data: str, runs: Sequence[Run]) -> list[str]:
     rows, other = [], []
-    for label, group in by_label(runs).items():
+    for label, group in group_by_label(runs).items():
         entry = group[0].entry
-        if not group[0].full:  # shown, but the paper's numbers are of another length
+        if not group[0].is_full:  # shown, but the paper's numbers are of another length
             entry = replace(entry, label=label, published=(), misprint=((), ""))
             other.append(label)
         rows.append((entry, [Job(run.experiment, run.folder) for run in group]))
     table = beside.beside(recipe, Planned(data, rows))
     head, *lines = beside.cells(table)
-    said = [*table.notes, *beside.claims(recipe, table)]
+    notes = [*table.notes, *beside.claims(recipe, table)]
     if other:
-        said.append(
-            f"Not the protocol's {runs[0].usual} rounds, so that the paper's numbers do not stand beside: "
+        notes.append(
+            f"Not the protocol's {runs[0].planned_rounds} rounds, so that the paper's numbers do not stand beside: "
             f"{'; '.join(other)}."
         )
-    return ["### Beside the paper", grid([*head[:2], *heads(head[2:], data)], lines), bullets(said)]
+    return ["### Beside the paper", format_table([*head[:2], *name_columns(head[2:], data)], lines), format_list(notes)]
 
 
-def _differences(runs: Sequence[Run], data: str) -> list[str]:
-    """Each row less FedAvg and less uniform weights, by seed, between runs that differ by their methods alone."""
-    columns = columns_of(runs)
+def _subtract_bases(runs: Sequence[Run], data: str) -> list[str]:
+    """Subtract FedAvg and uniform weights from each row, by seed, between runs that differ by their methods alone."""
+    columns = list_columns(runs)
     parts = ["### Beside FedAvg and beside uniform weights"]
     unlike: dict[str, None] = {}
     for label in BASES:
         bases = [run for run in runs if run.entry.label == label]
         lines = []
-        for row, group in by_label(runs).items():
+        for row, group in group_by_label(runs).items():
             pairs = [(run, base) for run in group for base in bases if run.settings == base.settings]
             if group[0].entry.label == label or not bases:
                 continue
@@ -143,69 +146,71 @@ def _differences(runs: Sequence[Run], data: str) -> list[str]:
                 unlike |= {f"{row} (beside {label})": None}
                 continue
             apart = {c: [a.numbers[c] - b.numbers[c] for a, b in pairs] for c in columns}
-            lines.append([row, *(_spread(apart[c], sign="+") for c in columns), str(len(pairs))])
-        parts += [grid([f"less {label}", *heads(columns, data), "seeds"], lines)] if lines else []
+            lines.append([row, *(_format_mean(apart[c], sign="+") for c in columns), str(len(pairs))])
+        parts += [format_table([f"less {label}", *name_columns(columns, data), "seeds"], lines)] if lines else []
     if len(parts) == 1:
         return []
-    said = [
+    notes = [
         "In points; for STD less is better, for all others more. Only runs with the same settings and data are subtracted."
     ]
     if unlike:
-        said.append(f"Settings or data differ, so that nothing is subtracted: {', '.join(unlike)}.")
-    return [*parts, bullets(said)]
+        notes.append(f"Settings or data differ, so that nothing is subtracted: {', '.join(unlike)}.")
+    return [*parts, format_list(notes)]
 
 
-def _with_evenness(domains: Mapping[str, float]) -> dict[str, float]:
+def _add_evenness(domains: Mapping[str, float]) -> dict[str, float]:
     evenness = fairness(domains)
     return dict(domains) | {column: evenness[key] for column, key in EVENNESS.items()}
 
 
-def _noise(runs: Sequence[Run], data: str) -> list[str]:
-    columns = columns_of(runs)
+def _measure_noise(runs: Sequence[Run], data: str) -> list[str]:
+    columns = list_columns(runs)
     lines, ranges, longer = [], [], []
     for run in runs:
-        judged = [r["domains"] for r in run.records if r["domains"] is not None]
+        accuracies = run.accuracies
         seed = str(run.experiment.seed)
-        values = [_with_evenness(domains) for domains in judged[-NOISE:]]
+        values = [_add_evenness(domains) for domains in accuracies[-NOISE:]]
         if len(values) > 1:
             spread = {c: float(np.std([v[c] for v in values], ddof=1)) for c in columns}
-            lines.append([run.label, seed, *_cells(spread, columns), str(len(values))])
-        tail = judged[-WINDOWS:]
+            lines.append([run.label, seed, *_format_cells(spread, columns), str(len(values))])
+        tail = accuracies[-WINDOWS:]
         if len(tail) > LAST:
-            means = [_with_evenness(last_mean(tail[: i + LAST])) for i in range(len(tail) - LAST + 1)]
+            means = [_add_evenness(last_mean(tail[: i + LAST])) for i in range(len(tail) - LAST + 1)]
             reach = [f"{min(m[c] for m in means):.1f} to {max(m[c] for m in means):.1f}" for c in columns]
             ranges.append([run.label, seed, *reach, str(len(tail))])
-            whole = _with_evenness(last_mean(tail, len(tail)))
-            longer.append([run.label, seed, *_cells(whole, columns), str(len(tail))])
+            whole = _add_evenness(last_mean(tail, len(tail)))
+            longer.append([run.label, seed, *_format_cells(whole, columns), str(len(tail))])
     if not lines:
         return []
-    said = (
+    notes = (
         f"Standard deviation over the last {NOISE} evaluated rounds of a run, or as many as there are, in points: a first "
         "measure of noise. What another seed would change is not in it."
     )
-    head = ["row", "seed", *heads(columns, data), "rounds"]
-    found = ["### How much the last rounds move", grid(head, lines), said]
+    head = ["row", "seed", *name_columns(columns, data), "rounds"]
+    found = ["### How much the last rounds move", format_table(head, lines), notes]
     if ranges:
         reach = f"Lowest and highest mean of {LAST} rounds in a row within the last {WINDOWS}: where a result might have ended."
         mean = f"Mean of the last {WINDOWS} rounds: less luck is in it than in the last {LAST}; it lags where a model improves."
-        found += [grid(head, ranges), reach, grid(head, longer), mean]
+        found += [format_table(head, ranges), reach, format_table(head, longer), mean]
     return found
 
 
-def _independent(runs: Sequence[Run], data: str) -> list[str]:
+def _compare_to_independent(runs: Sequence[Run], data: str) -> list[str]:
     known = INDEPENDENT.get(data, {})
     lines, beyond = [], []
     for run in runs:
-        if run.entry.label not in known or run.experiment.seed or not run.full:
+        if run.entry.label not in known or run.experiment.seed or not run.is_full:
             continue
         theirs = [dict(zip(INDEPENDENT_COLUMNS, line, strict=True)) for line in known[run.entry.label]]
         each = {c: [run.numbers[c] - line[c] for line in theirs] for c in INDEPENDENT_COLUMNS if c in run.numbers}
         apart = {c: differences[0] for c, differences in each.items()}
         over = {c: x for c, x in apart.items() if abs(x) > LIMITS.get(c, float("inf"))}
         beyond += [f"{run.entry.label} on {c} ({x:+.1f})" for c, x in over.items()]
-        lines.append([run.entry.label, "ours", *_cells(run.numbers, INDEPENDENT_COLUMNS)])
+        lines.append([run.entry.label, "ours", *_format_cells(run.numbers, INDEPENDENT_COLUMNS)])
         for number, line in enumerate(theirs):
-            lines.append(["", "theirs, another seed" if number else "theirs", *_cells(line, INDEPENDENT_COLUMNS, 1)])
+            lines.append(
+                ["", "theirs, another seed" if number else "theirs", *_format_cells(line, INDEPENDENT_COLUMNS, 1)]
+            )
         shown = {c: f"**{x:+.1f}**" if c in over else f"{x:+.1f}" for c, x in apart.items()}
         lines.append(["", "difference", *(shown.get(c, "") for c in INDEPENDENT_COLUMNS)])
         if len(theirs) > 1:
@@ -216,30 +221,52 @@ def _independent(runs: Sequence[Run], data: str) -> list[str]:
     if not lines:
         return []
     limits = ", ".join(f"{limit:g} on {column}" for column, limit in LIMITS.items())
-    said = [
+    notes = [
         INDEPENDENT_SOURCE,
         f"Bold is a flag: ours is further from its first line than {limits} (points). What is flagged counts as a bug, in "
         f"either of the two, until it is explained. Flagged: {', '.join(beyond) or 'nothing'}.",
     ]
     return [
         "### Beside an independent implementation",
-        grid(["row", "", *heads(INDEPENDENT_COLUMNS, data)], lines),
-        bullets(said),
+        format_table(["row", "", *name_columns(INDEPENDENT_COLUMNS, data)], lines),
+        format_list(notes),
     ]
 
 
-def _second(runs: Sequence[Run], data: str, results: Path) -> list[str]:
-    seconds = read_all(results) if data == SECOND_DATA else []
-    if not seconds:
+def _compare_to_second(runs: Sequence[Run], data: str, results: Path) -> list[str]:
+    second_runs = read_second_runs(results) if data == SECOND_DATA else []
+    if not second_runs:
         return []
-    columns = [domain for domain in columns_of(runs) if domain not in EVENNESS]
-    machines = ", ".join(dict.fromkeys(second.hardware for second in seconds))
-    said = f"{SECOND_SOURCE}bf16, {machines}. Accuracy in percent, mean of the {LAST} rounds up to the one named."
-    head = ["row", "after round", "", *heads(columns, data)]
-    return ["### Beside a second version", grid(head, second_lines(seconds, runs, columns)), said]
+    columns = [domain for domain in list_columns(runs) if domain not in EVENNESS]
+    machines = ", ".join(dict.fromkeys(run.hardware for run in second_runs))
+    notes = f"{SECOND_SOURCE}bf16, {machines}. Accuracy in percent, mean of the {LAST} rounds up to the one named."
+    head = ["row", "after round", "", *name_columns(columns, data)]
+    return ["### Beside a second version", format_table(head, tabulate_second_runs(second_runs, runs, columns)), notes]
 
 
-def _machines(runs: Sequence[Run]) -> list[str]:
+def tabulate_second_runs(
+    second_runs: Sequence[SecondRun], runs: Sequence[Run], columns: Sequence[str]
+) -> list[list[str]]:
+    """Return its accuracies every twenty rounds and at its end, each followed by ours after as many rounds."""
+    table = []
+    for second in second_runs:
+        ours = [run for run in runs if run.entry.label == second.row and run.is_full]
+        for end in sorted({*range(SECOND_EVERY, len(second.rounds) + 1, SECOND_EVERY), len(second.rounds)}):
+            theirs = last_mean(second.rounds[:end])
+            cells = _format_cells(theirs, columns, 1)
+            table.append([second.row, str(end), f"second version, seed {second.seed}", *cells])
+            means = {
+                run.experiment.seed: last_mean([r.domains for r in run.records[:end] if r.domains]) for run in ours
+            }
+            table += [["", "", f"ours, seed {seed}", *_format_cells(mean, columns, 1)] for seed, mean in means.items()]
+            if means:
+                mean = {c: float(np.mean([values[c] for values in means.values()])) for c in columns}
+                differences = [f"{theirs[c] - mean[c]:+.1f}" for c in columns]
+                table.append(["", "", "second version less the mean of ours", *differences])
+    return table
+
+
+def _list_machines(runs: Sequence[Run]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.summary["versions"].items())
@@ -248,11 +275,11 @@ def _machines(runs: Sequence[Run]) -> list[str]:
     lines = [words if every else f"{words}: {', '.join(dict.fromkeys(rows))}" for words, rows in groups.items()]
     prints = {run.summary["data_fingerprint"] for run in runs}
     same = "the same" if len(prints) == 1 else f"**not the same ({len(prints)} kinds)**"
-    return ["### What it ran on", bullets([*lines, f"The data of all runs are {same}, by their fingerprints."])]
+    return ["### What it ran on", format_list([*lines, f"The data of all runs are {same}, by their fingerprints."])]
 
 
-def _open(entries: Sequence[Entry], runs: Sequence[Run], data: str) -> list[str]:
-    done = {run.entry for run in runs if run.full}
+def _list_open_rows(entries: Sequence[Entry], runs: Sequence[Run], data: str) -> list[str]:
+    done = {run.entry for run in runs if run.is_full}
     left = [entry for entry in entries if entry not in done]
     if not left:
         return ["### Open", "Nothing: every row of the plan was run."]
@@ -265,54 +292,54 @@ def _open(entries: Sequence[Entry], runs: Sequence[Run], data: str) -> list[str]
     return [
         "### Open",
         "Not run yet, or with fewer rounds than planned; with what would run it (then `python tools/results.py collect`):",
-        bullets(lines),
+        format_list(lines),
     ]
 
 
-def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def group_by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.label, []).append(run)
     return groups
 
 
-def columns_of(runs: Sequence[Run]) -> list[str]:
+def list_columns(runs: Sequence[Run]) -> list[str]:
     return [*dict.fromkeys(domain for run in runs for domain in run.summary["domains"]), *EVENNESS]
 
 
-def heads(columns: Iterable[str], data: str) -> list[str]:
-    """Columns as a table's head: a domain that stands in for another says so."""
-    instead = _instead(data)
-    return [f"{c} (stand-in for {instead[c]})" if c in instead else c for c in columns]
+def name_columns(columns: Iterable[str], data: str) -> list[str]:
+    """Return the head of a table, where a domain that stands in for another is marked."""
+    originals = _find_stand_ins(data)
+    return [f"{c} (stand-in for {originals[c]})" if c in originals else c for c in columns]
 
 
-def stand_ins(columns: Iterable[str], data: str) -> list[str]:
-    instead = _instead(data)
+def describe_stand_ins(columns: Iterable[str], data: str) -> list[str]:
+    originals = _find_stand_ins(data)
     return [
-        f"{c} is a stand-in for {instead[c]}: its column is no result on {instead[c]}, and AVG, STD and worst are over other "
-        "domains than the paper's"
+        f"{c} is a stand-in for {originals[c]}: its column is no result on {originals[c]}, and AVG, STD and worst are over "
+        "other domains than the paper's"
         for c in columns
-        if c in instead
+        if c in originals
     ]
 
 
-def _instead(data: str) -> dict[str, str]:
+def _find_stand_ins(data: str) -> dict[str, str]:
     sources = SPECS[data].domains if data in SPECS else ()
     return {source.stand_in.name: source.name for source in sources if source.stand_in}
 
 
-def _cells(numbers: Mapping[str, float], columns: Iterable[str], digits: int = 2) -> list[str]:
+def _format_cells(numbers: Mapping[str, float], columns: Iterable[str], digits: int = 2) -> list[str]:
     return [f"{numbers[c]:.{digits}f}" if c in numbers else "" for c in columns]
 
 
-def _spread(values: Sequence[float], sign: str = "") -> str:
+def _format_mean(values: Sequence[float], sign: str = "") -> str:
     mean = f"{np.mean(values):{sign}.2f}"
     return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.2f}"
 
 
-def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def format_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
 
 
-def bullets(sentences: Iterable[str]) -> str:
+def format_list(sentences: Iterable[str]) -> str:
     return "\n".join(f"- {sentence}" for sentence in sentences)
