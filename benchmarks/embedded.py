@@ -12,12 +12,12 @@ import argparse
 
 import fedheal
 from fedheal import Experiment
-from fedheal.data.embedded.dataset import load
+from fedheal.data.embedded.dataset import load_embedded
 
 
 def study(seed: int, rounds: int | None = None) -> dict[str, dict[str, float]]:
     """Row -> domain -> accuracy for one seed."""
-    names = [domain.name for domain in load().domains]
+    names = [domain.name for domain in load_embedded().domains]
     common = {"seed": seed} if rounds is None else {"seed": seed, "rounds": rounds}
 
     def accuracy(**keys: object) -> dict[str, float]:

@@ -55,7 +55,7 @@ def cost(name: str) -> Cost:
     """Run a method for a few rounds."""
     validation = {"validation": 0.2} if name in ("fedce", "fedga") else {}
     experiment = Experiment(method=name, rounds=ROUNDS, epochs=1, samples_per_client=80, **validation)
-    federation = build_federation(experiment, datasets.load("embedded"), resolve_device("cpu"))
+    federation = build_federation(experiment, datasets.load_dataset("embedded"), resolve_device("cpu"))
     spans, ends, done = [], [], []
 
     class TimedEngine(SerialEngine):
@@ -114,7 +114,7 @@ def main() -> None:
     names = parser.parse_args().names
     torch.set_num_threads(1)
     cost("fedheal")  # compiles what there is to compile
-    experiment, embedded = Experiment(method="fedavg"), datasets.load("embedded")
+    experiment, embedded = Experiment(method="fedavg"), datasets.load_dataset("embedded")
     print(
         f"Per round of {sum(embedded.clients_per_domain)} clients on the embedded digits ({experiment.model}, 80 examples a "
         f"client, one epoch), in processor seconds of one thread\non a machine of {os.cpu_count()} cores without a GPU "

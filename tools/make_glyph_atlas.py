@@ -1,13 +1,13 @@
-"""Render the digits of free fonts, once, into the atlas from which the embedded domains are drawn.
+"""Render the digits of free fonts into the atlas from which the embedded domains are drawn.
 
-The bytes of `fedheal.data.embedded` must not follow the version of a font renderer, so the glyphs are
-rendered here and shipped as grey bitmaps. The fonts come from Debian packages and all carry a licence that lets
+The bytes of `fedheal.data.embedded` must not depend on the version of a font renderer, so the glyphs are
+rendered once and shipped as grey bitmaps. The fonts come from Debian packages and all carry a licence that lets
 rendered shapes be redistributed (SIL OFL 1.1, Apache 2.0, Bitstream Vera, BSD); the licence of every family is
 listed below and written next to the atlas. Families used for training and for testing are disjoint.
 
     apt-get download fonts-lato fonts-open-sans ...        # see --packages for the list
     for deb in *.deb; do dpkg -x "$deb" fonts/; done
-    python tools/make_glyph_atlas.py fonts src/fedheal/data
+    python tools/make_glyph_atlas.py fonts src/fedheal/data/embedded
 
 Needs Pillow. Each digit is scaled to be `GLYPH_HEIGHT` pixels high (never wider than `MAX_WIDTH`) and centred
 in a `CELL` x `CELL` square; 0 is background, 255 is ink.
@@ -92,15 +92,15 @@ TEST = (
 )
 
 
-def find(folder: Path, font: Font) -> Path:
-    found = sorted(folder.rglob(font.file))
-    if not found:
-        raise FileNotFoundError(f"{font.file} (package {font.package}) is not under {folder}.")
-    return found[0]
+def find_font_file(folder: Path, font: Font) -> Path:
+    paths = sorted(folder.rglob(font.file))
+    if not paths:
+        raise FileNotFoundError(f"{font.file} (package {font.package}) is not below {folder}")
+    return paths[0]
 
 
-def glyph(face: ImageFont.FreeTypeFont, digit: int) -> np.ndarray:
-    """One digit as a `CELL` x `CELL` grey image, ink 255."""
+def render_glyph(face: ImageFont.FreeTypeFont, digit: int) -> np.ndarray:
+    """Render one digit as a `CELL` x `CELL` grey image, ink 255."""
     canvas = Image.new("L", (3 * RENDER_SIZE, 3 * RENDER_SIZE), 0)
     ImageDraw.Draw(canvas).text((RENDER_SIZE, RENDER_SIZE // 2), str(digit), fill=255, font=face)
     box = canvas.getbbox()
@@ -114,13 +114,13 @@ def glyph(face: ImageFont.FreeTypeFont, digit: int) -> np.ndarray:
     return np.asarray(cell)
 
 
-def render(folder: Path, fonts: tuple[Font, ...]) -> np.ndarray:
-    """All digits of all fonts: uint8 [fonts, 10, CELL, CELL]."""
-    faces = [ImageFont.truetype(str(find(folder, font)), RENDER_SIZE) for font in fonts]
-    return np.stack([np.stack([glyph(face, digit) for digit in range(10)]) for face in faces])
+def render_fonts(folder: Path, fonts: tuple[Font, ...]) -> np.ndarray:
+    """Render all digits of all fonts as uint8 [fonts, 10, CELL, CELL]."""
+    faces = [ImageFont.truetype(str(find_font_file(folder, font)), RENDER_SIZE) for font in fonts]
+    return np.stack([np.stack([render_glyph(face, digit) for digit in range(10)]) for face in faces])
 
 
-def credit(font: Font) -> dict[str, str]:
+def make_credit(font: Font) -> dict[str, str]:
     return {
         "family": font.family,
         "style": font.style,
@@ -140,10 +140,10 @@ def main() -> None:
         sys.stdout.write("\n".join(sorted({font.package for font in TRAIN + TEST})) + "\n")
         return
     if arguments.fonts is None or arguments.out is None:
-        parser.error("name the folder of fonts and the folder to write to")
-    train, test = render(arguments.fonts, TRAIN), render(arguments.fonts, TEST)
+        parser.error("pass the folder of fonts and the output folder")
+    train, test = render_fonts(arguments.fonts, TRAIN), render_fonts(arguments.fonts, TEST)
     np.savez_compressed(arguments.out / "glyphs.npz", train=train, test=test)
-    credits = {"train": [credit(font) for font in TRAIN], "test": [credit(font) for font in TEST]}
+    credits = {"train": [make_credit(font) for font in TRAIN], "test": [make_credit(font) for font in TEST]}
     (arguments.out / "glyphs.json").write_text(json.dumps(credits, indent=1) + "\n", encoding="utf-8")
 
 

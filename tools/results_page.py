@@ -11,7 +11,7 @@ import numpy as np
 
 from fedheal.campaign.pool import Job
 from fedheal.core.metrics import LAST, fairness, last_mean
-from fedheal.data import DESCRIPTIONS
+from fedheal.data import SPECS
 from fedheal.report.rows import FAIRNESS_COLUMNS
 from fedheal.report.tables import describe_averaging
 from fedheal.reproduce.paper_comparison import compare_with_paper, count_claims
@@ -324,7 +324,7 @@ def describe_stand_ins(columns: Iterable[str], data: str) -> list[str]:
 
 
 def _find_stand_ins(data: str) -> dict[str, str]:
-    sources = DESCRIPTIONS[data].sources if data in DESCRIPTIONS else ()
+    sources = SPECS[data].domains if data in SPECS else ()
     return {source.stand_in.name: source.name for source in sources if source.stand_in}
 
 

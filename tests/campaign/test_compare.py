@@ -175,8 +175,8 @@ def test_validation_examples_are_held_out_of_training():
     from fedheal.simulate.devices import resolve_device
 
     experiment = quick(validation=0.25)
-    federation = build_federation(experiment, datasets.load(experiment.data), resolve_device("cpu"))
-    whole = build_federation(quick(), datasets.load(experiment.data), resolve_device("cpu"))
+    federation = build_federation(experiment, datasets.load_dataset(experiment.data), resolve_device("cpu"))
+    whole = build_federation(quick(), datasets.load_dataset(experiment.data), resolve_device("cpu"))
     for client, split in federation.local_training.examples.items():
         held, everything = federation.validation[client], whole.local_training.examples[client]
         assert len(split) + len(held) == len(everything)

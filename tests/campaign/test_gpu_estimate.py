@@ -65,7 +65,7 @@ def test_traced_activations_are_those_of_a_real_step(name):
     assert traced(name, 8, 10, (4, 3, 32, 32)).activations == pytest.approx(real, rel=0.05)
 
 
-@pytest.mark.parametrize("name", data.DESCRIPTIONS)
+@pytest.mark.parametrize("name", data.SPECS)
 def test_every_described_data_set_has_an_outline_without_a_file(name):
     need = demand(Experiment(data=name, data_root="/nowhere"))
     assert FILLS < need.flops_per_step < math.inf
@@ -74,13 +74,13 @@ def test_every_described_data_set_has_an_outline_without_a_file(name):
 
 def test_the_outline_of_digits_has_the_papers_clients():
     experiment = Experiment(data="digits")
-    held = [len(client.indices) for client in partition_clients(experiment, outline("digits", data.Wanted()))]
+    held = [len(client.indices) for client in partition_clients(experiment, outline("digits", data.DataRequest()))]
     assert held == [600] * 5 + [72] * 5 + [732] * 5 + [100] * 5
 
 
 def test_the_outline_of_own_data_is_that_of_what_is_read():
     experiment = quick()
-    real, found = load_domains(experiment), outline(experiment.data, data.Wanted())
+    real, found = load_domains(experiment), outline(experiment.data, data.DataRequest())
     assert [d.train.images.shape for d in found.domains] == [d.train.images.shape for d in real.domains]
     assert {d.test.images.device.type for d in found.domains} == {"meta"}
 

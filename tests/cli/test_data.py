@@ -1,5 +1,7 @@
 """`fedheal data` and runs on real data, as a user gives them."""
 
+# ruff: noqa: F811  (tests take the imported fixtures by name)
+
 from __future__ import annotations
 
 import json
@@ -11,6 +13,7 @@ import tomli_w
 from PIL import Image
 
 import layouts
+from data_fixtures import cache_folder, call  # noqa: F401
 from fedheal import data
 from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import Experiment
@@ -54,7 +57,7 @@ def test_check_names_the_missing_file_and_where_it_can_be_had(root: Path, call) 
 
 def test_check_without_a_name_looks_for_all(root: Path, call) -> None:
     done = call("data", "check", "--data-root", root)
-    assert "pacs: nothing of it is here" in done.out
+    assert "pacs: not on disk" in done.out
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_check_without_a_name_looks_for_all(root: Path, call) -> None:
         (["prepare", "digits", "data=embedded"], "'data' is given twice: digits and data=embedded"),
         (["export", "digits", "seed=1", "seed=2"], "'seed' is given twice: seed=1 and seed=2"),
         (["show", "digits", "--data-root", ".", "data_root=x"], "'data_root' is given twice: . and data_root=x"),
-        (["export", "digits", "--seeds", "0-0", "seed=3"], "given by --seeds: it cannot be given as seed=3"),
+        (["export", "digits", "--seeds", "0-0", "seed=3"], "seed=3: set the seeds of an export by --seeds"),
     ],
 )
 def test_nothing_is_given_twice(call, words: list[str], said: str) -> None:
@@ -100,7 +103,7 @@ def test_show_clients_draws_and_prints_what_each_holds(root: Path, call, tmp_pat
 def test_prepare_says_counts_fingerprint_and_place(root: Path, call, cache_folder: Path) -> None:
     done = call("data", "prepare", "digits", "--data-root", root)
     assert "mnist: 40 training and 20 test images" in done.out
-    assert data.load("digits", data.Wanted(str(root))).identity in done.out
+    assert data.load_dataset("digits", data.DataRequest(str(root))).identity in done.out
     assert str(cache_folder) in done.out
 
 

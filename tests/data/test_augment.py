@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedheal.data.augment import AUGMENTATIONS, PAD, augmented, normalised
+from fedheal.data.augment import AUGMENTATIONS, PAD, apply_choices, draw_choices, normalise_images
 
 
 def images(number: int = 20, height: int = 32, width: int = 32) -> Tensor:
@@ -16,6 +16,10 @@ def images(number: int = 20, height: int = 32, width: int = 32) -> Tensor:
 
 def chance(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def augment(before: Tensor, how: str, generator: torch.Generator) -> Tensor:
+    return apply_choices(before, draw_choices(len(before), how, generator))
 
 
 def cropped(image: Tensor, top: int, left: int) -> Tensor:
@@ -36,7 +40,7 @@ SHAPES = [(32, 32), (28, 28), (8, 12), (5, 3), (1, 1)]
 @pytest.mark.parametrize(("height", "width"), SHAPES)
 def test_crop_is_each_image_moved_by_its_own_shift(height: int, width: int) -> None:
     before = images(6, height, width)
-    after = augmented(before, "crop", chance())
+    after = augment(before, "crop", chance())
     # The same numbers drawn by hand: first all tops, then all lefts.
     top, left = torch.randint(0, 2 * PAD + 1, (2, 6, 1), generator=chance())
     for i in range(6):
@@ -47,7 +51,7 @@ def test_crop_is_each_image_moved_by_its_own_shift(height: int, width: int) -> N
 
 def test_every_shift_occurs_and_none_beyond_four_pixels() -> None:
     before = images(1, 9, 9).expand(600, -1, -1, -1)
-    after = augmented(before, "crop", chance())
+    after = augment(before, "crop", chance())
     table = {cropped(before[0], t, s).numpy().tobytes(): (t, s) for t in range(9) for s in range(9)}
     found = [table[image.contiguous().numpy().tobytes()] for image in after]
     assert len(set(found)) == 81
@@ -56,7 +60,7 @@ def test_every_shift_occurs_and_none_beyond_four_pixels() -> None:
 @pytest.mark.parametrize(("height", "width"), SHAPES)
 def test_flip_mirrors_about_half_the_images_left_to_right(height: int, width: int) -> None:
     before = images(400, height, width)
-    after = augmented(before, "flip", chance())
+    after = augment(before, "flip", chance())
     mirrored = torch.rand(400, generator=chance()) < 0.5
     for i in range(400):
         wanted = (
@@ -68,7 +72,7 @@ def test_flip_mirrors_about_half_the_images_left_to_right(height: int, width: in
 
 def test_crop_and_flip_do_both() -> None:
     before = images(5, 8, 8)
-    after = augmented(before, "crop-flip", chance())
+    after = augment(before, "crop-flip", chance())
     drawn = chance()
     top, left = torch.randint(0, 2 * PAD + 1, (2, 5, 1), generator=drawn)
     mirrored = torch.rand(5, generator=drawn) < 0.5
@@ -79,7 +83,7 @@ def test_crop_and_flip_do_both() -> None:
 
 def test_none_changes_nothing_and_draws_nothing() -> None:
     before, drawn = images(), chance()
-    assert torch.equal(augmented(before, "none", drawn), before)
+    assert torch.equal(augment(before, "none", drawn), before)
     assert torch.equal(drawn.get_state(), chance().get_state())
 
 
@@ -87,26 +91,26 @@ def test_none_changes_nothing_and_draws_nothing() -> None:
 def test_the_generator_alone_decides_and_inputs_stay(how: str) -> None:
     before = images()
     kept = before.clone()
-    one = augmented(before, how, chance(1))
+    one = augment(before, how, chance(1))
     torch.rand(3)
-    assert torch.equal(one, augmented(before, how, chance(1)))
-    assert torch.equal(one, augmented(before, how, chance(2))) == (how == "none")
+    assert torch.equal(one, augment(before, how, chance(1)))
+    assert torch.equal(one, augment(before, how, chance(2))) == (how == "none")
     assert torch.equal(before, kept)
 
 
 @pytest.mark.parametrize("how", AUGMENTATIONS)
 def test_no_images_are_no_trouble(how: str) -> None:
-    assert augmented(images(0), how, chance()).shape == (0, 3, 32, 32)
+    assert augment(images(0), how, chance()).shape == (0, 3, 32, 32)
 
 
 def test_normalised_numbers() -> None:
     image = torch.tensor([0, 255, 51], dtype=torch.uint8).view(1, 3, 1, 1)
-    found = normalised(image).flatten().tolist()
+    found = normalise_images(image).flatten().tolist()
     assert found == pytest.approx([-0.485 / 0.229, (1 - 0.456) / 0.224, (0.2 - 0.406) / 0.225], rel=1e-6)
 
 
 def test_normalised_is_float32_of_the_same_shape() -> None:
-    found = normalised(images(4, 7, 5))
+    found = normalise_images(images(4, 7, 5))
     assert (found.dtype, found.shape) == (torch.float32, (4, 3, 7, 5))
     assert found.is_contiguous()
 
@@ -115,13 +119,13 @@ def test_normalised_is_float32_of_the_same_shape() -> None:
 def test_normalised_gives_the_same_bits_in_either_memory_format(height: int, width: int) -> None:
     plain = images(6, height, width)
     last = plain.contiguous(memory_format=torch.channels_last)
-    found = normalised(last)
-    assert torch.equal(found, normalised(plain))
+    found = normalise_images(last)
+    assert torch.equal(found, normalise_images(plain))
     assert found.stride() == last.stride()
     assert torch.equal(last, plain), "the images themselves stay"
 
 
 def test_normalised_leaves_floats_as_they_were() -> None:
     given = torch.full((2, 3, 4, 4), 51.0)
-    normalised(given)
+    normalise_images(given)
     assert bool((given == 51.0).all())

@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import pytest
 
 import layouts
 from fedheal import data
-from fedheal.data import download as fetch
-from fedheal.data.specs import Hub, Source, Web
+from fedheal.data import download
+from fedheal.data.download import DownloadedFile, download_from_hub, download_from_web
+from fedheal.data.specs import HubDataset, WebFile
 
 BODY = bytes(range(256)) * 5000  # 1.28 MB
 
@@ -112,46 +113,46 @@ def names(folder: Path) -> list[str]:
 
 def test_a_file_with_a_known_checksum(site: Site, tmp_path: Path) -> None:
     site.files["/set/usps.bz2"] = BODY
-    found = fetch.from_web(Web(f"{site.address}/set/usps.bz2", sha(BODY)), tmp_path / "usps", quiet)
-    assert found == fetch.Fetched(tmp_path / "usps" / "usps.bz2", sha(BODY), True)
+    found = download_from_web(WebFile(f"{site.address}/set/usps.bz2", sha(BODY)), tmp_path / "usps", quiet)
+    assert found == DownloadedFile(tmp_path / "usps" / "usps.bz2", sha(BODY), True)
     assert found.path.read_bytes() == BODY
     assert names(tmp_path / "usps") == ["usps.bz2"]
 
 
 def test_other_bytes_than_expected_are_not_kept(site: Site, tmp_path: Path) -> None:
     site.files["/usps.bz2"] = BODY
-    with pytest.raises(ValueError, match=r"instead of 0000.*: nothing was kept"):
-        fetch.from_web(Web(f"{site.address}/usps.bz2", "0" * 64), tmp_path, quiet)
+    with pytest.raises(ValueError, match=r"instead of 0000.*: the download was discarded"):
+        download_from_web(WebFile(f"{site.address}/usps.bz2", "0" * 64), tmp_path, quiet)
     assert names(tmp_path) == []
 
 
 def test_where_no_checksum_is_known_the_first_download_records_it(site: Site, tmp_path: Path) -> None:
     site.files["/usps.bz2"] = BODY
-    web = Web(f"{site.address}/usps.bz2")
-    assert not fetch.from_web(web, tmp_path, quiet).vouched
+    web = WebFile(f"{site.address}/usps.bz2")
+    assert not download_from_web(web, tmp_path, quiet).is_verified
     assert (tmp_path / "usps.bz2.sha256").read_text() == f"{sha(BODY)}  usps.bz2\n"
     (tmp_path / "usps.bz2").unlink()
     site.files["/usps.bz2"] = b"other bytes"
-    with pytest.raises(ValueError, match="nothing was kept"):
-        fetch.from_web(web, tmp_path, quiet)
+    with pytest.raises(ValueError, match="the download was discarded"):
+        download_from_web(web, tmp_path, quiet)
     assert names(tmp_path) == ["usps.bz2.sha256"]
 
 
 def test_what_is_there_is_not_asked_for_again(site: Site, tmp_path: Path) -> None:
     site.files["/usps.bz2"] = BODY
-    web = Web(f"{site.address}/usps.bz2", sha(BODY))
-    fetch.from_web(web, tmp_path, quiet)
-    fetch.from_web(web, tmp_path, quiet)
+    web = WebFile(f"{site.address}/usps.bz2", sha(BODY))
+    download_from_web(web, tmp_path, quiet)
+    download_from_web(web, tmp_path, quiet)
     assert len(site.asked) == 1
     (tmp_path / "usps.bz2").write_bytes(b"changed")
     with pytest.raises(ValueError, match="remove it and fetch again"):
-        fetch.from_web(web, tmp_path, quiet)
+        download_from_web(web, tmp_path, quiet)
 
 
 def test_connections_that_break_are_gone_on_with(site: Site, tmp_path: Path) -> None:
     site.files["/f.mat"] = BODY
     site.breaks_after = [500_000, 300_000]
-    found = fetch.from_web(Web(f"{site.address}/f.mat", sha(BODY)), tmp_path, quiet)
+    found = download_from_web(WebFile(f"{site.address}/f.mat", sha(BODY)), tmp_path, quiet)
     assert found.path.read_bytes() == BODY
     assert [one.get("range") for one in site.asked] == [None, "bytes=500000-", "bytes=800000-"]
 
@@ -159,11 +160,11 @@ def test_connections_that_break_are_gone_on_with(site: Site, tmp_path: Path) -> 
 def test_a_stopped_download_goes_on_in_the_next_process(site: Site, tmp_path: Path, monkeypatch) -> None:
     site.files["/f.mat"] = BODY
     site.breaks_after = [400_000]
-    monkeypatch.setattr(fetch, "TRIES", 1)
-    with pytest.raises(ValueError, match=r"ended after 400,000 of 1,280,000 bytes.*goes on where it stopped"):
-        fetch.from_web(Web(f"{site.address}/f.mat"), tmp_path, quiet)
+    monkeypatch.setattr(download, "MAX_ATTEMPTS", 1)
+    with pytest.raises(ValueError, match=r"ended after 400,000 of 1,280,000 bytes.*rerun the command to resume"):
+        download_from_web(WebFile(f"{site.address}/f.mat"), tmp_path, quiet)
     assert names(tmp_path) == ["f.mat.part", "f.mat.part.etag"]
-    found = fetch.from_web(Web(f"{site.address}/f.mat"), tmp_path, quiet)
+    found = download_from_web(WebFile(f"{site.address}/f.mat"), tmp_path, quiet)
     assert found.path.read_bytes() == BODY
     assert site.asked[-1]["range"] == "bytes=400000-"
     assert names(tmp_path) == ["f.mat", "f.mat.sha256"]
@@ -175,7 +176,7 @@ def test_a_part_with_nothing_left_to_ask_for_is_begun_anew(site: Site, tmp_path:
     site.files["/f.mat"] = BODY
     (tmp_path / "f.mat.part").write_bytes(left)
     (tmp_path / "f.mat.part.etag").write_text(site.tag)
-    found = fetch.from_web(Web(f"{site.address}/f.mat", sha(BODY)), tmp_path, quiet)
+    found = download_from_web(WebFile(f"{site.address}/f.mat", sha(BODY)), tmp_path, quiet)
     assert found.path.read_bytes() == BODY
     assert [one.get("range") for one in site.asked] == [f"bytes={len(left)}-", None]
     assert names(tmp_path) == ["f.mat"]
@@ -196,7 +197,7 @@ def test_a_file_that_changed_and_a_server_without_ranges_start_anew(site: Site, 
 
     Handler._file = then  # type: ignore[method-assign]
     try:
-        found = fetch.from_web(Web(f"{site.address}/f.mat"), tmp_path, quiet)
+        found = download_from_web(WebFile(f"{site.address}/f.mat"), tmp_path, quiet)
     finally:
         Handler._file = original  # type: ignore[method-assign]
     assert found.path.read_bytes() == (BODY[::-1] if change == "file" else BODY)
@@ -204,14 +205,14 @@ def test_a_file_that_changed_and_a_server_without_ranges_start_anew(site: Site, 
 
 def test_what_cannot_be_had(site: Site, tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(ValueError, match="404"):
-        fetch.from_web(Web(f"{site.address}/nothing.gz"), tmp_path, quiet)
+        download_from_web(WebFile(f"{site.address}/nothing.gz"), tmp_path, quiet)
     assert len(site.asked) == 1  # a refusal is not asked again
     for address in ("file:///etc/passwd", "ftp://127.0.0.1/x", "http://127.0.0.1/"):
         with pytest.raises(ValueError, match="not the address of a file"):
-            fetch.from_web(Web(address), tmp_path, quiet)
-    monkeypatch.setattr(fetch, "TRIES", 2)
+            download_from_web(WebFile(address), tmp_path, quiet)
+    monkeypatch.setattr(download, "MAX_ATTEMPTS", 2)
     with pytest.raises(ValueError, match="cannot be downloaded"):
-        fetch.from_web(Web("http://127.0.0.1:1/f.gz"), tmp_path, quiet)
+        download_from_web(WebFile("http://127.0.0.1:1/f.gz"), tmp_path, quiet)
     assert names(tmp_path) == []
 
 
@@ -245,9 +246,9 @@ def hub(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Site:
 
 def test_the_files_that_are_needed_come_from_the_hub(hub: Site, tmp_path: Path) -> None:
     on_hub(hub, "owner/set", {"data/train.parquet": BODY, "data/test.parquet": b"test", "README.md": b"no"})
-    found = fetch.from_hub(Hub("owner/set"), tmp_path / "root", quiet)
+    found = download_from_hub(HubDataset("owner/set"), tmp_path / "root", quiet)
     assert sorted(one.path.name for one in found) == ["test.parquet", "train.parquet"]
-    assert all(one.vouched for one in found)
+    assert all(one.is_verified for one in found)
     folder = tmp_path / "root" / "hub" / "owner--set" / "data"
     assert (folder / "train.parquet").read_bytes() == BODY
     assert not any("README" in one["path"] for one in hub.asked)
@@ -255,17 +256,17 @@ def test_the_files_that_are_needed_come_from_the_hub(hub: Site, tmp_path: Path) 
 
 def test_the_hubs_checksums_are_compared(hub: Site, tmp_path: Path) -> None:
     on_hub(hub, "owner/set", {"data/train.parquet": BODY}, {"data/train.parquet": "1" * 64})
-    with pytest.raises(ValueError, match=r"instead of 1111.*it was removed"):
-        fetch.from_hub(Hub("owner/set"), tmp_path / "root", quiet)
+    with pytest.raises(ValueError, match=r"instead of 1111.*the download was discarded"):
+        download_from_hub(HubDataset("owner/set"), tmp_path / "root", quiet)
     assert not list((tmp_path / "root").rglob("train.parquet"))
 
 
 def test_a_repository_that_is_gone_or_empty(hub: Site, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the hub's owner/gone cannot be downloaded now"):
-        fetch.from_hub(Hub("owner/gone"), tmp_path, quiet)
+    with pytest.raises(ValueError, match="owner/gone cannot be downloaded from the hub"):
+        download_from_hub(HubDataset("owner/gone"), tmp_path, quiet)
     on_hub(hub, "owner/set", {"README.md": b"only this"})
     with pytest.raises(ValueError, match=r"has no files like data/\*\.parquet"):
-        fetch.from_hub(Hub("owner/set"), tmp_path, quiet)
+        download_from_hub(HubDataset("owner/set"), tmp_path, quiet)
 
 
 # The command
@@ -279,11 +280,9 @@ def tiny(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     layouts.usps(tmp_path / "origin")
     for path in (tmp_path / "origin").iterdir():
         site.files[f"/{path.name}"] = path.read_bytes()
-    web = tuple(Web(f"{site.address}/{name}") for name in ("usps.bz2", "usps.t.bz2"))
-    usps = Source("usps", 7291, 2007, ("digits/usps",), (digits.LIBSVM,), "home", web=web)
-    described = data.DESCRIPTIONS["digits"]
-    changed = type(described)(**{**vars(described), "sources": (usps, digits.SYN)})
-    monkeypatch.setitem(data.DESCRIPTIONS, "digits", changed)
+    web = tuple(WebFile(f"{site.address}/{name}") for name in ("usps.bz2", "usps.t.bz2"))
+    usps = replace(digits.USPS, folders=("digits/usps",), home="home", hub=None, web=web)
+    monkeypatch.setitem(data.SPECS, "digits", replace(digits.DIGITS, domains=(usps, digits.SYN)))
     (tmp_path / "root").mkdir()
     return tmp_path / "root"
 
@@ -291,12 +290,12 @@ def tiny(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_command_fetches_what_is_missing_and_says_its_checksum(tiny: Path, site: Site, call) -> None:
     done = call("data", "fetch", "digits", "--domain", "usps", "--data-root", tiny)
     assert done.code == 0, done.err
-    assert done.out.count("recorded: nobody vouches for it") == 2
+    assert done.out.count("recorded: no published checksum") == 2
     assert sha(site.files["/usps.bz2"]) in done.out
     found = call("data", "check", "digits", "--data-root", tiny)
-    assert "usps: part of it" in found.out
+    assert "usps: incomplete" in found.out
     asked = len(site.asked)
-    assert "usps is here already" in call("data", "fetch", "digits", "--domain", "usps", "--data-root", tiny).out
+    assert "usps is already on disk" in call("data", "fetch", "digits", "--domain", "usps", "--data-root", tiny).out
     assert len(site.asked) == asked
 
 

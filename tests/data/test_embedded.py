@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 import torch
 
+from fedheal.data import load_dataset
 from fedheal.data.domains import Domain, Domains, Split, fingerprint
 from fedheal.data.embedded import dataset as embedded
-from fedheal.data.embedded.draw import integers, splitmix64
-from fedheal.data.embedded.raster import ONE, blend, blur, centred_grid, rotated, sample, shrink
+from fedheal.data.embedded.raster import ONE, blend, blur, make_pixel_grid, rotate, sample_bilinear, shrink
 from fedheal.data.embedded.scenes import SEGMENTS
+from fedheal.data.embedded.stable_random import draw_integers, splitmix64
 
 NAMES = ("handwritten", "print", "street", "display")
 
 
 @pytest.fixture(scope="module")
 def data() -> Domains:
-    return embedded.load()
+    return load_dataset("embedded")
 
 
 def test_four_domains_of_ten_digits(data: Domains) -> None:
@@ -44,9 +45,9 @@ def test_default_federation_fits_and_favours_the_large_domains(data: Domains) ->
 
 def test_load_refuses_other_bytes(data: Domains, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(data, domains=data.domains[::-1])
-    monkeypatch.setattr(embedded, "draw", lambda: other)
-    with pytest.raises(ValueError, match="results would not compare"):
-        embedded.load()
+    monkeypatch.setattr(embedded, "draw_embedded", lambda: other)
+    with pytest.raises(ValueError, match="results would not be comparable"):
+        embedded.load_embedded()
 
 
 def test_fingerprint_sees_every_part() -> None:
@@ -111,32 +112,32 @@ def test_splitmix64_gives_the_published_sequence() -> None:
 
 
 def test_integers_cover_their_range_and_differ_by_name() -> None:
-    values = integers("a", -2, 2, 100, 100)
+    values = draw_integers("a", -2, 2, 100, 100)
     assert values.shape == (100, 100)
     counts = np.unique(values, return_counts=True)
     assert counts[0].tolist() == [-2, -1, 0, 1, 2]
     assert counts[1].min() > 1800
-    assert (integers("a", 0, 9, 5) == integers("a", 0, 9, 50)[:5]).all()
-    assert not (integers("a", 0, 9, 50) == integers("b", 0, 9, 50)).all()
+    assert (draw_integers("a", 0, 9, 5) == draw_integers("a", 0, 9, 50)[:5]).all()
+    assert not (draw_integers("a", 0, 9, 50) == draw_integers("b", 0, 9, 50)).all()
 
 
 def test_sampling_at_pixel_centres_returns_the_image_and_black_outside() -> None:
     image = np.arange(16, dtype=np.int64).reshape(1, 4, 4)
-    x, y = centred_grid(4)
-    assert (sample(image, x, y) == image).all()
-    right = sample(image, x + ONE, y)
+    x, y = make_pixel_grid(4)
+    assert (sample_bilinear(image, x, y) == image).all()
+    right = sample_bilinear(image, x + ONE, y)
     assert (right[0, :, :3] == image[0, :, 1:]).all()
     assert (right[0, :, 3] == 0).all()
-    between = sample(image * 2, x + ONE // 2, y)  # doubled: 2a and 2(a + 1) have the mean 2a + 1
+    between = sample_bilinear(image * 2, x + ONE // 2, y)  # doubled: 2a and 2(a + 1) have the mean 2a + 1
     assert (between[0, :, :3] == 2 * image[0, :, :3] + 1).all()
 
 
 def test_rotation_keeps_lengths_and_by_nothing_moves_nothing() -> None:
-    x, y = centred_grid(8)
-    still = rotated(x, y, np.zeros(1, dtype=np.int64))
+    x, y = make_pixel_grid(8)
+    still = rotate(x, y, np.zeros(1, dtype=np.int64))
     assert (still[0] == x).all()
     assert (still[1] == y).all()
-    u, v = rotated(x, y, np.array([40]))
+    u, v = rotate(x, y, np.array([40]))
     assert np.abs((u**2 + v**2) / (x**2 + y**2) - 1).max() < 0.02
 
 

@@ -17,7 +17,7 @@ from fedheal.simulate.build import load_domains, partition_clients
 
 
 def load(root: Path, **keys: object) -> data.Domains:
-    return data.load(f"folder:{root}", data.Wanted(**keys))
+    return data.load_dataset(f"folder:{root}", data.DataRequest(**keys))
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_kinds_of_images(tmp_path: Path) -> None:
     (folder / ".hidden.png").write_text("not looked at")
     found = load(tmp_path)
     assert len(found["a"].train) == 2 + 6 + 2
-    assert "CMYK.png is not an image of a known kind" in found.notes[0]
+    assert "CMYK.png is not an image of a known format" in found.notes[0]
 
 
 def test_images_in_folders_below_a_class_count(tmp_path: Path) -> None:
@@ -106,12 +106,12 @@ def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
         "sketch/bus/0003.jpg 1\nsketch/axe/0001.jpg 0\nsketch/axe/9999.jpg 0\n\n"
     )
     (tmp_path / "domainnet" / "sketch_test.txt").write_text("sketch/axe/0002.jpg 0\n")
-    found = data.load("domainnet", data.Wanted(str(tmp_path), allow_missing=True))["sketch"]
+    found = data.load_dataset("domainnet", data.DataRequest(str(tmp_path), allow_missing=True))["sketch"]
     assert found.train.labels.tolist() == [1, 0]
     assert found.test.labels.tolist() == [0]
     (tmp_path / "domainnet" / "sketch_test.txt").write_text("../secret/x.jpg 0\n")
     with pytest.raises(ValueError, match=r"line 1 of .*sketch_test.txt is not"):
-        data.load("domainnet", data.Wanted(str(tmp_path), allow_missing=True))
+        data.load_dataset("domainnet", data.DataRequest(str(tmp_path), allow_missing=True))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
 def test_the_other_sets_by_folder(tmp_path: Path, name: str, folder: str, domain: str, spelled: str) -> None:
     classes = [str(d) for d in range(10)]
     layouts.image_folders(tmp_path / folder / domain, dict.fromkeys(classes, 3))
-    found = data.load(name, data.Wanted(str(tmp_path), allow_missing=True))
+    found = data.load_dataset(name, data.DataRequest(str(tmp_path), allow_missing=True))
     assert [d.name for d in found.domains] == [spelled]
     assert len(found.domains[0].train) == 24
 
@@ -143,19 +143,19 @@ def test_a_run_on_your_own_folders(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["new\nline", "tab\there", "\x1b[31m", "null\u200b"])
 def test_names_that_cannot_be_shown(root: Path, name: str) -> None:
     (root / "photos" / name).mkdir()
-    with pytest.raises(ValueError, match="a domain or class cannot be called that") as error:
+    with pytest.raises(ValueError, match="not a valid domain or class name") as error:
         load(root)
     assert str(error.value).isprintable()
 
 
 def test_no_domains_no_classes_no_images(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no folders"):
+    with pytest.raises(ValueError, match="has no subfolders"):
         load(tmp_path)
     (tmp_path / "a").mkdir()
-    with pytest.raises(ValueError, match=r"none of 'folder' is below .*<class>"):
+    with pytest.raises(ValueError, match=r"no domain of 'folder' is below .*<class>"):
         load(tmp_path)
     (tmp_path / "a" / "x").mkdir()
-    with pytest.raises(ValueError, match="none of 'folder'"):
+    with pytest.raises(ValueError, match="no domain of 'folder'"):
         load(tmp_path)
     layouts.image_folders(tmp_path / "b", {"x": 10})
     with pytest.raises(ValueError, match="1 class"):
@@ -165,18 +165,18 @@ def test_no_domains_no_classes_no_images(tmp_path: Path) -> None:
 def test_domains_without_a_common_class(tmp_path: Path) -> None:
     layouts.image_folders(tmp_path / "a", {"x": 10, "y": 10})
     layouts.image_folders(tmp_path / "b", {"z": 10, "w": 10})
-    with pytest.raises(ValueError, match=r"0 class\(es\) as their intersection"):
+    with pytest.raises(ValueError, match=r"the intersection of the classes of a, b has 0 class\(es\)"):
         load(tmp_path)
     assert load(tmp_path, classes="union").classes == ("w", "x", "y", "z")
 
 
 def test_a_link_to_a_folder_above_and_one_to_itself(root: Path) -> None:
     (root / "photos" / "cat" / "loop").symlink_to(root / "photos", target_is_directory=True)
-    with pytest.raises(ValueError, match=r"loop is a link to a folder that it lies in"):
+    with pytest.raises(ValueError, match=r"loop is a link to a folder that contains it"):
         load(root)
     (root / "photos" / "cat" / "loop").unlink()
     (root / "photos" / "cat" / "self").symlink_to(root / "photos" / "cat" / "self")
-    with pytest.raises(ValueError, match="leads to itself"):
+    with pytest.raises(ValueError, match="is a link to itself"):
         load(root)
 
 
@@ -191,7 +191,7 @@ def test_a_link_that_leads_nowhere_and_a_pipe_are_unreadable_images(root: Path) 
 
 def test_folders_too_deep_to_be_classes(tmp_path: Path) -> None:
     layouts.image_folders(tmp_path / "a", {"x": 10, "y": 10})
-    (tmp_path / "a" / "x" / "/".join("d" * (folders.DEEPEST + 2))).mkdir(parents=True)
+    (tmp_path / "a" / "x" / "/".join("d" * (folders.MAX_DEPTH + 2))).mkdir(parents=True)
     with pytest.raises(ValueError, match="folders deep"):
         load(tmp_path)
 

@@ -15,12 +15,12 @@ import layouts
 from fedheal import data
 from fedheal.data import cache
 from fedheal.data.domains import fingerprint
-from fedheal.data.on_disk import share
-from fedheal.data.specs import eight_of_ten
+from fedheal.data.on_disk import multiply_fraction
+from fedheal.data.specs import split_eight_to_two
 
 
 def load(name: str, root: Path, **keys: object) -> data.Domains:
-    return data.load(name, data.Wanted(str(root), **keys))
+    return data.load_dataset(name, data.DataRequest(str(root), **keys))
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def test_ten_percent_of_office_caltech(tmp_path: Path) -> None:
 
 
 def test_the_papers_test_sets_of_office_caltech() -> None:
-    assert [eight_of_ten(images)[1] for images in (1123, 958, 295, 157)] == [224, 190, 58, 30]
+    assert [split_eight_to_two(images)[1] for images in (1123, 958, 295, 157)] == [224, 190, 58, 30]
 
 
 def test_a_share_is_of_the_decimal_that_was_written() -> None:
-    assert share(0.29, 100) == 29  # 0.29 * 100 is 28.999999999999996
-    assert share(0.07, 100) == 7
+    assert multiply_fraction(0.29, 100) == 29  # 0.29 * 100 is 28.999999999999996
+    assert multiply_fraction(0.07, 100) == 7
 
 
 def test_of_every_ten_images_sorted_by_class_and_name_the_first_eight_train(tmp_path: Path) -> None:
@@ -109,15 +109,15 @@ def test_torchvisions_places_are_known(tmp_path: Path) -> None:
 
 def test_the_environment_variable_and_the_field_that_wins(root: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FEDHEAL_DATA", str(root))
-    assert len(data.load("digits").domains) == 4
+    assert len(data.load_dataset("digits").domains) == 4
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="none of 'digits'"):
+    with pytest.raises(ValueError, match="no domain of 'digits'"):
         load("digits", tmp_path / "empty")
 
 
 def test_nothing_said_and_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="set FEDHEAL_DATA, or give data_root=FOLDER"):
-        data.load("digits")
+    with pytest.raises(ValueError, match="no data directory is configured: set FEDHEAL_DATA, or pass data_root=FOLDER"):
+        data.load_dataset("digits")
     with pytest.raises(ValueError, match="there is no such folder"):
         load("digits", tmp_path / "nowhere")
 
@@ -175,7 +175,7 @@ def prepared(cache_folder: Path) -> list[Path]:
 def test_images_are_decoded_once(root: Path, cache_folder: Path, monkeypatch) -> None:
     first = load("digits", root)
     assert len(prepared(cache_folder)) == 1
-    monkeypatch.setattr(cache.images, "batches", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(cache.images, "decode_batches", lambda *_: pytest.fail("decoded again"))
     again = load("digits", root)
     assert fingerprint(again) == fingerprint(first) == first.identity
 
@@ -233,14 +233,14 @@ def test_a_manifest_that_somebody_made_something_else_of_is_damage(root: Path, c
 
 
 def test_two_processes_that_prepare_at_once_both_get_it(root: Path, cache_folder: Path, monkeypatch) -> None:
-    make = cache._make
+    make = cache._write_data
 
-    def meanwhile(recipe: cache.Recipe, folder: Path) -> None:
-        monkeypatch.setattr(cache, "_make", make)
+    def meanwhile(recipe: cache.CacheInputs, folder: Path) -> None:
+        monkeypatch.setattr(cache, "_write_data", make)
         load("digits", root)  # another process is faster
         make(recipe, folder)
 
-    monkeypatch.setattr(cache, "_make", meanwhile)
+    monkeypatch.setattr(cache, "_write_data", meanwhile)
     assert len(load("digits", root).domains) == 4
     assert len(prepared(cache_folder)) == 1
 
@@ -249,7 +249,7 @@ def test_a_full_disk_leaves_nothing(root: Path, cache_folder: Path, monkeypatch)
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache, "_save", full)
+    monkeypatch.setattr(cache, "_write_integers", full)
     with pytest.raises(OSError, match="No space left"):
         load("digits", root)
     assert prepared(cache_folder) == []
@@ -274,6 +274,6 @@ def test_classes_that_a_domain_cannot_be_judged_by_are_noted(tmp_path: Path) -> 
             folder.mkdir(parents=True)
             for i in range(8):
                 Image.new("RGB", (40, 40), (i, 2 * i, 3 * i)).save(folder / f"{i}.png")
-    notes = data.load(f"folder:{tmp_path}", data.Wanted(None)).notes
+    notes = data.load_dataset(f"folder:{tmp_path}", data.DataRequest(None)).notes
     assert "a: no test images of cat" in notes
     assert not [note for note in notes if "training images of" in note and "no " in note]

@@ -14,8 +14,8 @@ from pyarrow import parquet
 
 import layouts
 from fedheal import data
-from fedheal.data.inventory import inspected
-from fedheal.data.readers import parquet as tables
+from fedheal.data.inventory import inspect_domains
+from fedheal.data.readers.parquet import read_parquet_domain
 
 
 def write(path: Path, columns: dict[str, Any], features: dict[str, Any] | None = None, rows: int = 1000) -> None:
@@ -43,7 +43,7 @@ def test_a_digits_domain_as_the_hub_has_it(tmp_path: Path) -> None:
     )
     write(folder / "train-00001-of-00002.parquet", {"image": images(4, 90), "label": [1, 2, 3, 4]}, digits)
     write(folder / "test-00000-of-00001.parquet", {"image": images(5, 50), "label": [5, 6, 7, 8, 9]}, digits)
-    found = data.load("digits", data.Wanted(str(tmp_path), allow_missing=True))["usps"]
+    found = data.load_dataset("digits", data.DataRequest(str(tmp_path), allow_missing=True))["usps"]
     assert found.train.labels.tolist() == [*(i % 10 for i in range(20)), 1, 2, 3, 4]
     assert found.test.labels.tolist() == [5, 6, 7, 8, 9]
     whole = Image.fromarray(layouts.pixels(13, 16, 16, 3)).resize((32, 32), Image.Resampling.BILINEAR)
@@ -61,7 +61,7 @@ def test_several_domains_in_one_table_are_split_eight_to_two(tmp_path: Path, cod
     }
     features = {"label": shown} | ({"domain": names(*kinds)} if coded else {})
     write(tmp_path / "hub" / "flwrlabs--office-home" / "data" / "train-0.parquet", columns, features, 16)
-    found = data.load("office-home", data.Wanted(str(tmp_path)))
+    found = data.load_dataset("office-home", data.DataRequest(str(tmp_path)))
     assert found.classes == ("bed", "cup")
     assert [domain.name for domain in found.domains] == ["art", "clipart", "product", "real_world"]
     for domain in found.domains:
@@ -72,16 +72,18 @@ def test_a_table_that_does_not_say_domains_is_no_table_of_several(tmp_path: Path
     """Or every domain would be the whole of it."""
     path = tmp_path / "hub" / "flwrlabs--pacs" / "data" / "train-0.parquet"
     write(path, {"image": images(20), "label": ["dog", "cat"] * 10, "style": ["photo", "sketch"] * 10})
-    with pytest.raises(ValueError, match=r"train-0.parquet has the columns image, label, style; one called domain is"):
-        data.load("pacs", data.Wanted(str(tmp_path)))
-    for found in inspected(data.DESCRIPTIONS["pacs"], data.Wanted(str(tmp_path))):
+    with pytest.raises(
+        ValueError, match=r"train-0.parquet has the columns image, label, style; a column domain is required"
+    ):
+        data.load_dataset("pacs", data.DataRequest(str(tmp_path)))
+    for found in inspect_domains(data.SPECS["pacs"], data.DataRequest(str(tmp_path))):
         assert found.state == "damaged"
-        assert found.said.endswith(f"is needed to tell which images are '{found.name}'")
+        assert found.detail.endswith(f"is required to select '{found.name}'")
 
 
 def test_labels_as_words(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", {"image": images(20), "label": ["dog", "cat"] * 10})
-    found = tables.read("a", [tmp_path / "a.parquet"], "", ())
+    found = read_parquet_domain("a", [tmp_path / "a.parquet"], "", ())
     assert found.classes == ("cat", "dog")
     assert len(found.train) == 16
 
@@ -90,7 +92,7 @@ def test_a_file_need_not_have_images_of_every_class(tmp_path: Path) -> None:
     shards = {"train-0": ["dog", "cat"], "train-1": ["cat", "owl"], "test-0": ["owl", "ant"]}
     for name, labels in shards.items():
         write(tmp_path / "data" / f"{name}.parquet", {"image": images(2), "label": labels})
-    found = tables.read("a", [tmp_path / "data" / f"{name}.parquet" for name in shards], "", ())
+    found = read_parquet_domain("a", [tmp_path / "data" / f"{name}.parquet" for name in shards], "", ())
     assert found.classes == ("ant", "cat", "dog", "owl")
     assert found.train.labels.tolist() == [2, 1, 1, 3]
     assert found.test.labels.tolist() == [3, 0]
@@ -100,18 +102,18 @@ def test_a_label_beyond_the_known_classes_is_damage(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "flwrlabs--usps" / "data"
     for part in ("train", "test"):
         write(folder / f"{part}.parquet", {"image": images(11), "label": list(range(11))})
-    (found,) = (f for f in inspected(data.DESCRIPTIONS["digits"], data.Wanted(str(tmp_path))) if f.name == "usps")
+    (found,) = (f for f in inspect_domains(data.SPECS["digits"], data.DataRequest(str(tmp_path))) if f.name == "usps")
     assert found.state == "damaged"
-    assert found.said.endswith("labels from 0 to 10 for 10 classes")
+    assert found.detail.endswith("labels from 0 to 10 for 10 classes")
     with pytest.raises(ValueError, match="labels from 0 to 10 for 10 classes"):
-        data.load("digits", data.Wanted(str(tmp_path), allow_missing=True))
+        data.load_dataset("digits", data.DataRequest(str(tmp_path), allow_missing=True))
 
 
 def test_splits_in_folders_of_their_own_and_files_that_are_not_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "ufldl-stanford--svhn" / "cropped_digits"
     for part, number in (("train", 12), ("test", 11), ("extra", 13)):
         write(folder / part / "0000.parquet", {"image": images(number), "label": [i % 10 for i in range(number)]})
-    found = data.load("digits", data.Wanted(str(tmp_path), allow_missing=True))["svhn"]
+    found = data.load_dataset("digits", data.DataRequest(str(tmp_path), allow_missing=True))["svhn"]
     assert (len(found.train), len(found.test)) == (12, 11)
 
 
@@ -122,7 +124,7 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "flwrlabs--usps" / "data"
     for part in ("train", "test"):
         write(folder / f"{part}.parquet", {"image": broken, "label": [i % 10 for i in range(20)]})
-    found = data.load("digits", data.Wanted(str(tmp_path), allow_missing=True))
+    found = data.load_dataset("digits", data.DataRequest(str(tmp_path), allow_missing=True))
     assert len(found["usps"].train) == 18
     assert any("usps: 4 image(s) could not be read" in note for note in found.notes)
 
@@ -130,8 +132,8 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "features", "sentence"),
     [
-        ({"picture": [1], "label": [0]}, None, "image and label are needed"),
-        ({"image": [b""], "kind": [0]}, None, "image and label are needed"),
+        ({"picture": [1], "label": [0]}, None, "image and label are required"),
+        ({"image": [b""], "kind": [0]}, None, "image and label are required"),
         ({"image": [b""], "label": [7]}, {"label": names("a", "b")}, "labels from 7 to 7 for 2 classes"),
         ({"image": [b""], "label": [-1]}, {"label": names("a", "b")}, "labels from -1"),
         (
@@ -140,13 +142,13 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
             r"a.parquet#1 has no label: remove the row",
         ),
         ({"image": [b""] * 2, "label": ["a", None]}, None, r"a.parquet#1 has no label: remove the row"),
-        ({"image": [b""], "label": [0.5]}, {"label": names("a", "b")}, "a column label of the kind double"),
+        ({"image": [b""], "label": [0.5]}, {"label": names("a", "b")}, "a column label of type double"),
         (
             {"image": [b""], "label": [0], "domain": [3]},
             {"label": names("a", "b"), "domain": names("art")},
             "domains from 3 to 3 for 1 names",
         ),
-        ({"image": [b""], "label": [0]}, None, "does not say what its classes are called"),
+        ({"image": [b""], "label": [0]}, None, "does not name its classes"),
     ],
 )
 def test_tables_that_are_something_else(
@@ -154,18 +156,18 @@ def test_tables_that_are_something_else(
 ) -> None:
     write(tmp_path / "a.parquet", columns, features)
     with pytest.raises(ValueError, match=sentence):
-        tables.read("a", [tmp_path / "a.parquet"], "art" if "domain" in columns else "", ())
+        read_parquet_domain("a", [tmp_path / "a.parquet"], "art" if "domain" in columns else "", ())
 
 
 def test_a_domain_may_be_a_number_or_unknown_and_labels_whole_numbers_of_any_kind(tmp_path: Path) -> None:
     columns = {"image": [b""] * 12, "label": [0.0, 1.0] * 6, "domain": [7] * 10 + [None, 8]}
     write(tmp_path / "a.parquet", columns, {"label": names("a", "b")})
-    found = tables.read("a", [tmp_path / "a.parquet"], "7", ())
+    found = read_parquet_domain("a", [tmp_path / "a.parquet"], "7", ())
     assert (len(found.train), len(found.test)) == (8, 2)
     assert sorted([*found.train.labels.tolist(), *found.test.labels.tolist()]) == [0] * 5 + [1] * 5
 
 
 def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(ValueError, match="not a Parquet file"):
-        tables.read("a", [tmp_path / "a.parquet"], "", ())
+    with pytest.raises(ValueError, match="not a readable Parquet file"):
+        read_parquet_domain("a", [tmp_path / "a.parquet"], "", ())

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from fedheal.data.partition import Client, partition
+from fedheal.data.partition import Client, partition_samples
 
 SIZES = {"street": 100, "print": 40}
 CLIENTS = {"street": 4, "print": 2}
@@ -19,14 +19,14 @@ def by_id(clients: tuple[Client, ...]) -> dict[str, list[int]]:
 
 
 def test_names_domains_and_sizes() -> None:
-    clients = partition(SIZES, CLIENTS, SAMPLES, seed=0)
+    clients = partition_samples(SIZES, CLIENTS, SAMPLES, seed=0)
     assert [client.id for client in clients] == ["street-0", "street-1", "street-2", "street-3", "print-0", "print-1"]
     assert [client.domain for client in clients] == ["street"] * 4 + ["print"] * 2
     assert all(client.indices.dtype == torch.int64 and len(client.indices) == 20 for client in clients)
 
 
 def test_clients_of_a_domain_share_no_sample() -> None:
-    held = by_id(partition(SIZES, CLIENTS, SAMPLES, seed=3))
+    held = by_id(partition_samples(SIZES, CLIENTS, SAMPLES, seed=3))
     street = [i for name, indices in held.items() if name.startswith("street") for i in indices]
     assert len(set(street)) == 80
     assert set(street) <= set(range(100))
@@ -35,16 +35,16 @@ def test_clients_of_a_domain_share_no_sample() -> None:
 
 def test_known_samples() -> None:
     """Changes here would silently change every result."""
-    (client,) = partition({"street": 10}, {"street": 1}, {"street": 10}, seed=0)
+    (client,) = partition_samples({"street": 10}, {"street": 1}, {"street": 10}, seed=0)
     assert client.indices.tolist() == [0, 4, 6, 5, 2, 9, 1, 3, 8, 7]
 
 
 def test_depends_on_seed_and_domain_only() -> None:
-    both = by_id(partition(SIZES, CLIENTS, SAMPLES, seed=1))
-    alone = by_id(partition({"street": 100}, CLIENTS, SAMPLES, seed=1))
-    fewer = by_id(partition(SIZES, {"street": 2, "print": 1}, SAMPLES, seed=1))
-    other = by_id(partition(SIZES, CLIENTS, SAMPLES, seed=2))
-    same = partition({"a": 50, "b": 50}, {"a": 1, "b": 1}, {"a": 50, "b": 50}, seed=1)
+    both = by_id(partition_samples(SIZES, CLIENTS, SAMPLES, seed=1))
+    alone = by_id(partition_samples({"street": 100}, CLIENTS, SAMPLES, seed=1))
+    fewer = by_id(partition_samples(SIZES, {"street": 2, "print": 1}, SAMPLES, seed=1))
+    other = by_id(partition_samples(SIZES, CLIENTS, SAMPLES, seed=2))
+    same = partition_samples({"a": 50, "b": 50}, {"a": 1, "b": 1}, {"a": 50, "b": 50}, seed=1)
     assert both == both | alone
     assert both == both | fewer
     assert all(both[name] != other[name] for name in both)
@@ -52,7 +52,7 @@ def test_depends_on_seed_and_domain_only() -> None:
 
 
 def test_clients_own_their_indices() -> None:
-    first, second = partition({"a": 4}, {"a": 2}, {"a": 2}, seed=0)
+    first, second = partition_samples({"a": 4}, {"a": 2}, {"a": 2}, seed=0)
     before = second.indices.tolist()
     first.indices.zero_()
     assert second.indices.tolist() == before
@@ -70,4 +70,4 @@ def test_clients_own_their_indices() -> None:
 )
 def test_impossible_requests(clients: dict[str, int], samples: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        partition({"a": 10}, clients, samples, seed=0)
+        partition_samples({"a": 10}, clients, samples, seed=0)

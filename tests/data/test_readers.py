@@ -12,32 +12,34 @@ import pytest
 from scipy.io import savemat
 
 import layouts
-from fedheal.data.readers import idx, libsvm, mat
+from fedheal.data.readers.idx import read_idx_array, read_idx_images
+from fedheal.data.readers.libsvm import read_libsvm_images
+from fedheal.data.readers.mat import read_mat_images
 
 
 def test_idx_with_and_without_gzip(tmp_path: Path) -> None:
     array = layouts.pixels(0, 5, 28, 28)
     (tmp_path / "plain").write_bytes(layouts.idx(array))
     (tmp_path / "zipped.gz").write_bytes(gzip.compress(layouts.idx(array)))
-    assert np.array_equal(idx.read(tmp_path / "plain", 3), array)
-    assert np.array_equal(idx.read(tmp_path / "zipped.gz", 3), array)
+    assert np.array_equal(read_idx_array(tmp_path / "plain", 3), array)
+    assert np.array_equal(read_idx_array(tmp_path / "zipped.gz", 3), array)
 
 
 def test_idx_images_and_labels_belong_together(tmp_path: Path) -> None:
     (tmp_path / "images").write_bytes(layouts.idx(layouts.pixels(0, 5, 28, 28)))
     (tmp_path / "labels").write_bytes(layouts.idx(layouts.labels(5)))
-    found = idx.images(tmp_path / "images", tmp_path / "labels", 10)
+    found = read_idx_images(tmp_path / "images", tmp_path / "labels", 10)
     assert found.labels.tolist() == [0, 1, 2, 3, 4]
     assert found.image(3).mode == "L"
     (tmp_path / "labels").write_bytes(layouts.idx(layouts.labels(6)))
     with pytest.raises(ValueError, match="5 images, but labels has 6 labels"):
-        idx.images(tmp_path / "images", tmp_path / "labels", 10)
+        read_idx_images(tmp_path / "images", tmp_path / "labels", 10)
 
 
 def test_usps_labels_count_from_one_and_values_run_from_minus_one_to_one(tmp_path: Path) -> None:
     """-1 is black, 1 is white, and 0 is 127: (0 + 1) / 2 * 255 = 127.5, cut off. What is not named is black."""
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"10 1:-1 2:1 3:0 256:0.5\n1 2:-0.5\n"))
-    found = libsvm.images(tmp_path / "usps.bz2", 10)
+    found = read_libsvm_images(tmp_path / "usps.bz2", 10)
     assert found.labels.tolist() == [9, 0]
     assert found.array.shape == (2, 16, 16)
     assert found.array[0, 0, :4].tolist() == [0, 255, 127, 0]
@@ -48,14 +50,14 @@ def test_usps_labels_count_from_one_and_values_run_from_minus_one_to_one(tmp_pat
 def test_svhn_writes_ten_for_zero_and_has_the_images_last(tmp_path: Path) -> None:
     cube = layouts.pixels(0, 32, 32, 3, 4)
     savemat(tmp_path / "train_32x32.mat", {"X": cube, "y": np.array([[10], [1], [9], [10]], np.uint8)})
-    found = mat.images(tmp_path / "train_32x32.mat", 10, zero_is_ten=True)
+    found = read_mat_images(tmp_path / "train_32x32.mat", 10, zero_is_ten=True)
     assert found.labels.tolist() == [0, 1, 9, 0]
     assert np.array_equal(np.asarray(found.image(2)), cube[:, :, :, 2])
 
 
 def test_syn_labels_are_the_digits(tmp_path: Path) -> None:
     savemat(tmp_path / "s.mat", {"X": layouts.pixels(0, 32, 32, 3, 3), "y": np.array([[0.0, 9.0, 5.0]])})
-    assert mat.images(tmp_path / "s.mat", 10, zero_is_ten=False).labels.tolist() == [0, 9, 5]
+    assert read_mat_images(tmp_path / "s.mat", 10, zero_is_ten=False).labels.tolist() == [0, 9, 5]
 
 
 def lying_idx(*sizes: int) -> bytes:
@@ -65,21 +67,21 @@ def lying_idx(*sizes: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (lying_idx(60000, 28, 28), "ends after 100 of the 47,040,000 bytes"),
-        (lying_idx(2**32 - 1, 2**32 - 1, 2**32 - 1), "cannot be right"),
-        (lying_idx(0, 28, 28), "cannot be right"),
-        (lying_idx(1, 2, 3), "goes on after the 6 bytes"),
+        (lying_idx(60000, 28, 28), "ends after 100 of 47,040,000 expected bytes"),
+        (lying_idx(2**32 - 1, 2**32 - 1, 2**32 - 1), "invalid header"),
+        (lying_idx(0, 28, 28), "invalid header"),
+        (lying_idx(1, 2, 3), "more than the 6 bytes that its header states"),
         (lying_idx(100), "with 3 dimension"),
         (b"\0\0\x0d\x03" + b"\0" * 40, "not an idx file of unsigned bytes"),
-        (b"\0\0", "ends after 2 of the 4 bytes"),
-        (b"", "ends after 0 of the 4 bytes"),
+        (b"\0\0", "ends after 2 of 4 expected bytes"),
+        (b"", "ends after 0 of 4 expected bytes"),
     ],
 )
 def test_idx_headers_that_lie(tmp_path: Path, data: bytes, sentence: str) -> None:
     for name, written in (("plain", data), ("zipped.gz", gzip.compress(data))):
         (tmp_path / name).write_bytes(written)
         with pytest.raises(ValueError, match=sentence):
-            idx.read(tmp_path / name, 3)
+            read_idx_array(tmp_path / name, 3)
 
 
 def test_a_lying_idx_header_allocates_nothing(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_a_lying_idx_header_allocates_nothing(tmp_path: Path) -> None:
     (tmp_path / "lying").write_bytes(lying_idx(2**31 // 784, 28, 28))
     tracemalloc.start()
     with pytest.raises(ValueError, match="ends after"):
-        idx.read(tmp_path / "lying", 3)
+        read_idx_array(tmp_path / "lying", 3)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8e6
@@ -97,32 +99,34 @@ def test_a_lying_idx_header_allocates_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (b"11 1:0", "has the label 11; 1 to 10 are known"),
-        (b"0 1:0", "has the label 0"),
-        (b"1 257:0", "is not a label and up to 256 values"),
-        (b"1 0:0.5", "is not a label and up to 256 values"),
+        (b"11 1:0", "labels from 11 to 11; labels must be 1 to 10"),
+        (b"0 1:0", "labels from 0 to 0"),
+        (b"1 257:0", "not LIBSVM text of up to 256 values a line"),
+        (b"1 0:0.5", "not LIBSVM text of up to 256 values a line"),
         (b"1 1:2", "not between -1 and 1"),
         (b"1 1:nan", "not between -1 and 1"),
-        (b"1 one:0", "is not a label"),
-        (b"nan 1:0", "is not a label"),
-        (b"1e999 1:0", "is not a label"),
-        (b"\xff\xfe", "is not a label"),
-        (b"\n1 1:0", "line 1"),
+        (b"1 one:0", "not LIBSVM text"),
+        (b"nan 1:0", "labels from nan to nan"),
+        (b"1e999 1:0", "labels from inf to inf"),
+        (b"\xff\xfe", "not LIBSVM text"),
+        (b"1.5 1:0", "labels from 1.5 to 1.5"),
+        (b"1 99999999999999999999:0", "not LIBSVM text"),
     ],
 )
 def test_usps_lines_that_are_wrong(tmp_path: Path, line: bytes, sentence: str) -> None:
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(line + b"\n"))
     with pytest.raises(ValueError, match=sentence):
-        libsvm.images(tmp_path / "usps.bz2", 10)
+        read_libsvm_images(tmp_path / "usps.bz2", 10)
 
 
-def test_an_empty_usps_file_and_a_line_without_end(tmp_path: Path) -> None:
+def test_an_empty_usps_file_and_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(b""))
     with pytest.raises(ValueError, match="has no lines"):
-        libsvm.images(tmp_path / "usps.bz2", 10)
-    (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"1" * 10_000_000))
-    with pytest.raises(ValueError, match="line 1"):
-        libsvm.images(tmp_path / "usps.bz2", 10)
+        read_libsvm_images(tmp_path / "usps.bz2", 10)
+    monkeypatch.setattr("fedheal.data.readers.libsvm.MAX_BYTES", 1000)
+    (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"1" * 1001))
+    with pytest.raises(ValueError, match="more than 1,000 bytes of text"):
+        read_libsvm_images(tmp_path / "usps.bz2", 10)
 
 
 GOOD = {"X": layouts.pixels(0, 32, 32, 3, 4), "y": np.ones((4, 1), np.uint8)}
@@ -149,14 +153,14 @@ GOOD = {"X": layouts.pixels(0, 32, 32, 3, 4), "y": np.ones((4, 1), np.uint8)}
 def test_matlab_files_that_hold_something_else(tmp_path: Path, change: dict[str, object], sentence: str) -> None:
     savemat(tmp_path / "f.mat", GOOD | change)
     with pytest.raises(ValueError, match=sentence):
-        mat.images(tmp_path / "f.mat", 10, zero_is_ten=True)
+        read_mat_images(tmp_path / "f.mat", 10, zero_is_ten=True)
 
 
 @pytest.mark.parametrize("missing", ["X", "y"])
 def test_matlab_files_that_lack_a_variable(tmp_path: Path, missing: str) -> None:
     savemat(tmp_path / "f.mat", {key: value for key, value in GOOD.items() if key != missing} | {"z": 1})
     with pytest.raises(ValueError, match=f"no variable {missing}"):
-        mat.images(tmp_path / "f.mat", 10, zero_is_ten=True)
+        read_mat_images(tmp_path / "f.mat", 10, zero_is_ten=True)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -170,14 +174,14 @@ def test_matlab_files_cut_off_or_flipped_anywhere_are_a_sentence_or_read(tmp_pat
     for cut in chance.integers(0, len(whole), 25):
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=r"f\.mat"):
-            mat.images(path, 10, zero_is_ten=True)
+            read_mat_images(path, 10, zero_is_ten=True)
     for _ in range(150):
         broken = bytearray(whole)
         place = chance.integers(0, min(400, len(whole)))  # headers; further in lie pixels
         broken[place] ^= 1 << int(chance.integers(0, 8))
         path.write_bytes(broken)
         try:
-            mat.images(path, 10, zero_is_ten=True)
+            read_mat_images(path, 10, zero_is_ten=True)
         except ValueError as error:
             refused += "f.mat" in str(error)
     assert refused > 20
@@ -186,4 +190,4 @@ def test_matlab_files_cut_off_or_flipped_anywhere_are_a_sentence_or_read(tmp_pat
 def test_a_matlab_file_of_the_newest_version_is_named(tmp_path: Path) -> None:
     (tmp_path / "f.mat").write_bytes(b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM" + b"\x89HDF\r\n\x1a\n" * 20)
     with pytest.raises(ValueError, match=r"MATLAB 7\.3"):
-        mat.images(tmp_path / "f.mat", 10, zero_is_ten=True)
+        read_mat_images(tmp_path / "f.mat", 10, zero_is_ten=True)

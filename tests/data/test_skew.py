@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedheal.data import skew
-from fedheal.data.partition import Client, partition
+from fedheal.data.partition import Client, partition_samples
 
 LABELS = torch.arange(1000) % 10
 
 
 def split(seed: int = 0, clients: int = 4, each: int = 50, **keys: object) -> tuple[Client, ...]:
-    return partition({"street": 1000}, {"street": clients}, {"street": each}, seed, {"street": LABELS}, **keys)
+    return partition_samples({"street": 1000}, {"street": clients}, {"street": each}, seed, {"street": LABELS}, **keys)
 
 
 def counts(clients: tuple[Client, ...]) -> np.ndarray:
@@ -32,7 +32,9 @@ def test_the_smaller_alpha_the_more_of_one_class() -> None:
 def test_the_shares_have_the_moments_of_the_dirichlet_distribution() -> None:
     """Mean 1/k, variance (k-1) / (k^2 (k alpha + 1)), for k = 4."""
     for alpha in (0.1, 1.0, 10.0):
-        shares = np.stack([skew._shares(skew._uniform(4, seed, "test", "d", 0), alpha) for seed in range(4000)])
+        shares = np.stack(
+            [skew._draw_shares(skew._draw_uniform(4, seed, "test", "d", 0), alpha) for seed in range(4000)]
+        )
         assert shares.sum(axis=1) == pytest.approx(1)
         assert shares.mean(axis=0) == pytest.approx(0.25, abs=0.025)
         assert shares.var(axis=0) == pytest.approx(3 / 16 / (4 * alpha + 1), rel=0.1)
@@ -40,7 +42,7 @@ def test_the_shares_have_the_moments_of_the_dirichlet_distribution() -> None:
 
 def test_shares_so_skewed_that_numbers_underflow_are_still_shares() -> None:
     for alpha in (1e-3, 1e-6):
-        shares = skew._shares(skew._uniform(10, 0, "test", "d", 0), alpha)
+        shares = skew._draw_shares(skew._draw_uniform(10, 0, "test", "d", 0), alpha)
         assert shares.sum() == pytest.approx(1)
         assert shares.max() > 0.99
 
@@ -58,15 +60,19 @@ def test_a_client_keeps_its_samples_when_clients_are_added_behind_it() -> None:
 
 def test_known_samples_with_skew() -> None:
     """Changes here would silently change every result."""
-    (client,) = partition({"street": 30}, {"street": 1}, {"street": 6}, 0, {"street": LABELS[:30]}, dirichlet=0.5)
-    (filled,) = partition({"street": 30}, {"street": 1}, {"street": 10}, 0, {"street": LABELS[:30]}, class_filling=True)
+    (client,) = partition_samples(
+        {"street": 30}, {"street": 1}, {"street": 6}, 0, {"street": LABELS[:30]}, dirichlet=0.5
+    )
+    (filled,) = partition_samples(
+        {"street": 30}, {"street": 1}, {"street": 10}, 0, {"street": LABELS[:30]}, class_filling=True
+    )
     assert client.indices.tolist() == [6, 17, 26, 23, 16, 27]
     assert filled.indices.tolist() == [13, 0, 4, 15, 6, 11, 28, 12, 27, 29]
 
 
 def test_another_seed_and_another_domain_are_skewed_otherwise() -> None:
     assert (counts(split(seed=0, dirichlet=0.3)) != counts(split(seed=1, dirichlet=0.3))).any()
-    both = partition(
+    both = partition_samples(
         {"a": 1000, "b": 1000}, {"a": 1, "b": 1}, {"a": 50, "b": 50}, 0, {"a": LABELS, "b": LABELS}, dirichlet=0.3
     )
     assert (counts(both)[0] != counts(both)[1]).any()
@@ -96,7 +102,7 @@ def test_both_at_once_and_no_labels_are_refused() -> None:
     with pytest.raises(ValueError, match="exclude each other"):
         split(dirichlet=0.1, class_filling=True)
     with pytest.raises(ValueError, match="need labels"):
-        partition({"a": 10}, {"a": 1}, {"a": 5}, 0, dirichlet=0.1)
+        partition_samples({"a": 10}, {"a": 1}, {"a": 5}, 0, dirichlet=0.1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -108,6 +114,6 @@ def test_both_at_once_and_no_labels_are_refused() -> None:
 def test_counts_are_whole_fit_and_sum_up(shares: list[float], left: list[int], data: st.DataObject) -> None:
     room = np.array(left[: len(shares)])
     number = data.draw(st.integers(0, int(room.sum())))
-    found = skew._counts(np.array(shares), number, room)
+    found = skew._round_shares(np.array(shares), number, room)
     assert found.sum() == number
     assert ((found >= 0) & (found <= room)).all()

@@ -23,7 +23,9 @@ class Sites:
     def __init__(self, folder: Path | None = None, **keys: Any) -> None:
         self.experiment: Experiment = quick(**{"model": "tiny_data:featured", **keys})
         torch.set_num_threads(self.experiment.threads)
-        self.federation = build_federation(self.experiment, data.load(self.experiment.data), torch.device("cpu"))
+        self.federation = build_federation(
+            self.experiment, data.load_dataset(self.experiment.data), torch.device("cpu")
+        )
         # As it was built: the local_training's own module is trained in.
         built = self.federation.local_training.module.state_dict()
         self.initial = ArrayRecord({k: messages.widen_bfloat16(v.clone()) for k, v in built.items()})

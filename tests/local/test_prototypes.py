@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedheal import methods
-from fedheal.data.augment import normalised
+from fedheal.data.augment import normalise_images
 from fedheal.engine import serial
 from fedheal.local.fedproc import FedProc
 from fedheal.local.fedproto import FedProto
@@ -49,7 +49,7 @@ def test_the_engine_counts_each_example_once_and_the_features_it_trained_on(meth
         local_training.layout.unpack(type(state.model)(state.model.params + moved.delta, moved.buffers, moved.counters))
     )
     with torch.no_grad():
-        z = local_training.module.train().features(normalised(examples.images))
+        z = local_training.module.train().features(normalise_images(examples.images))
     for y in range(3):
         expected = z[examples.labels == y].mean(dim=0)
         assert torch.allclose(message["prototypes"][y], expected, atol=1e-4)

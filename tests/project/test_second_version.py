@@ -61,7 +61,7 @@ def planes(images):
 
 def test_both_read_the_same_pixels_and_labels(prepared):
     held = np.load(prepared)
-    for domain in data.load("digits", data.Wanted(str(prepared.parent / "data"))).domains:
+    for domain in data.load_dataset("digits", data.DataRequest(str(prepared.parent / "data"))).domains:
         nearly = 1 if domain.name == "usps" else 0  # reals, of which one version rounds and the other cuts
         test, drawn = planes(held[f"{domain.name}_test_x"]), planes(held[f"{domain.name}_x"])
         assert np.abs(test - domain.test.images.numpy()).max() <= nearly

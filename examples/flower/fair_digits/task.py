@@ -38,4 +38,4 @@ def describe_experiment(context: Context, partitions: int) -> Experiment:
 def load_federation(experiment: Experiment) -> Federation:
     """Build the experiment's parts, once a process: a simulation runs many clients in one."""
     torch.set_num_threads(experiment.threads)  # the number of threads changes sums
-    return build_federation(experiment, data.load(experiment.data), torch.device("cpu"))
+    return build_federation(experiment, data.load_dataset(experiment.data), torch.device("cpu"))

@@ -20,8 +20,8 @@ from fedheal import data as datasets
 from fedheal import models
 from fedheal.data.augment import PAD
 from fedheal.data.domains import Domain, Domains, Split
-from fedheal.data.on_disk import Wanted, share
-from fedheal.data.specs import Description
+from fedheal.data.on_disk import DataRequest, multiply_fraction
+from fedheal.data.specs import DatasetSpec
 from fedheal.engine.lanes import MOST_LANES
 from fedheal.engine.serial import EVALUATE_PIXELS
 from fedheal.simulate.build import make_data_request, partition_clients, takes_part
@@ -119,28 +119,28 @@ def traced(model: str, width: int | None, classes: int, shape: tuple[int, int, i
 
 
 @functools.lru_cache(maxsize=8)
-def outline(name: str, wanted: Wanted) -> Domains:
+def outline(name: str, wanted: DataRequest) -> Domains:
     """A data set without its pixels; one that is described need not be on disk for it."""
-    if name in datasets.DESCRIPTIONS:
-        return _described(datasets.DESCRIPTIONS[name], wanted)
-    found = datasets.load(name, wanted)
+    if name in datasets.SPECS:
+        return _described(datasets.SPECS[name], wanted)
+    found = datasets.load_dataset(name, wanted)
     return replace(found, domains=tuple(replace(d, train=_blank(d.train), test=_blank(d.test)) for d in found.domains))
 
 
-def _described(description: Description, wanted: Wanted) -> Domains:
+def _described(description: DatasetSpec, wanted: DataRequest) -> Domains:
     side = wanted.size or description.size
 
     def blank(number: int) -> Split:
         images = torch.empty(number, 3, side, side, dtype=torch.uint8, device="meta")
         return Split(images, torch.zeros(number, dtype=torch.int64))
 
-    sources = description.sources
+    sources = description.domains
     return Domains(
         description.name,
         description.classes or tuple(map(str, range(CLASSES))),
         tuple(Domain(source.name, blank(source.train), blank(source.test)) for source in sources),
         (description.clients,) * len(sources),
-        tuple(share(description.fraction, source.train) for source in sources),
+        tuple(multiply_fraction(description.fraction, source.train) for source in sources),
     )
 
 

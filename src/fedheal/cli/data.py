@@ -1,4 +1,4 @@
-"""`fedheal data`: what there is, what is on disk, and what to do with it."""
+"""The command `fedheal data`."""
 
 from __future__ import annotations
 
@@ -6,39 +6,43 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from fedheal import data as datasets
 from fedheal import models
 from fedheal.campaign.compare import seeds_of
 from fedheal.cli.display import wide
-from fedheal.data import archive, cache, export
-from fedheal.data import download as downloads
-from fedheal.data import inventory as inspect
-from fedheal.data import on_disk as real
-from fedheal.data.locate import located, root_of
+from fedheal.data import DATASETS, SPECS, DataRequest, find_spec
+from fedheal.data.archive import read_export, read_manifest
+from fedheal.data.cache import prepare_data
+from fedheal.data.download import Progress, download_domain
+from fedheal.data.export import export_images
+from fedheal.data.inventory import DomainStatus, inspect_domains
+from fedheal.data.locate import locate_domains, resolve_root
+from fedheal.data.on_disk import build_domains, find_fuller_export, list_missing_domains, open_dataset
 from fedheal.runs.folder import make_folder
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
 from fedheal.simulate.experiment import Experiment, parse_overrides
 
-data_app = typer.Typer(help="Data sets: what there is, what is on disk, and what to do with it.", no_args_is_help=True)
+data_app = typer.Typer(help="List, check, show, fetch, prepare and export data sets.", no_args_is_help=True)
 
-Data = Annotated[str, typer.Argument(help="digits, office-caltech, folder:PATH, ...; 'fedheal data list' has all.")]
-Root = Annotated[str | None, typer.Option(help="Where the data lie, if not where FEDHEAL_DATA says.")]
-AllowMissing = Annotated[bool, typer.Option("--allow-missing", help="Go on without domains that are not on disk.")]
+Data = Annotated[str, typer.Argument(help="digits, office-caltech, folder:PATH, ...; see 'fedheal data list' for all.")]
+Root = Annotated[str | None, typer.Option(help="The data directory; FEDHEAL_DATA if not given.")]
+AllowMissing = Annotated[bool, typer.Option("--allow-missing", help="Continue without domains that are not on disk.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields of the experiment.")]
+
+EXIT_CODES = {"missing": 1, "damaged": 2}
 
 
 @data_app.command("list")
-def list_() -> None:
-    """The data sets there are, and the settings of an experiment on them."""
+def list_command() -> None:
+    """List the data sets, and the default settings of an experiment on them."""
     table = Table("data", "what it is", "protocol")
-    for name, dataset in datasets.DATASETS.items():
+    for name, dataset in DATASETS.items():
         table.add_row(name, dataset.about, " ".join(f"{k}={v}" for k, v in dataset.protocol.items()))
     table.add_row("folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", "")
     table.add_row("package.module:function", "your own: a function that returns fedheal.data.domains.Domains", "")
@@ -47,138 +51,128 @@ def list_() -> None:
 
 
 @data_app.command("check")
-def check(
+def check_command(
     data: Annotated[str | None, typer.Argument(help="A data set; all that are read from disk if not given.")] = None,
     data_root: Root = None,
 ) -> None:
-    """What is on disk: per domain what was found, counts, class balance; what is missing and where it can be had.
+    """Report what is on disk: state, size and class balance of each domain, and where to get what is missing.
 
-    The exit code is 0 if everything is there (a stand-in counts), 1 if something is missing, 2 if something is damaged.
-    Images in folders are counted, not opened: fedheal data prepare names those that cannot be read.
+    The exit code is 0 if every domain is found (a stand-in counts), 1 if one is missing, 2 if one is damaged. Images in
+    folders are counted but not opened: fedheal data prepare lists those that cannot be read.
     """
-    if data is None and root_of(data_root).is_file():  # an export, which says itself what it is of
-        file = root_of(data_root)
-        known = datasets.DESCRIPTIONS.get(archive.manifest(file).name)
-        raise typer.Exit(_say_export(file, real.lacking(known, file) if known else []))
-    worst = 0
-    for name in [data] if data else list(datasets.DESCRIPTIONS):
-        described, wanted = datasets.description(name, datasets.Wanted(data_root))
-        root = root_of(wanted.root)
-        packed = real.export_of(described, located(described, root), root)
-        if packed is not None:
-            worst = max(worst, _say_export(packed, real.lacking(described, packed)))
+    if data is None and resolve_root(data_root).is_file():  # an export, which names its data set
+        export = resolve_root(data_root)
+        spec = SPECS.get(read_manifest(export).name)
+        raise typer.Exit(_report_export(export, list_missing_domains(spec, export) if spec else []))
+    exit_code = 0
+    for name in [data] if data else list(SPECS):
+        spec, request = find_spec(name, DataRequest(data_root))
+        root = resolve_root(request.root)
+        found_export = find_fuller_export(spec, locate_domains(spec, root), root)
+        if found_export is not None:
+            exit_code = max(exit_code, _report_export(found_export, list_missing_domains(spec, found_export)))
             continue
-        found = inspect.inspected(described, wanted)
-        if data is None and all(one.state == "missing" for one in found):
-            typer.echo(f"{name}: nothing of it is here\n")
+        statuses = inspect_domains(spec, request)
+        if data is None and all(status.state == "missing" for status in statuses):
+            typer.echo(f"{name}: not on disk\n")
             continue
-        table = Table("domain", "state", "layout", "train", "test", "class balance (training)", title=name)
-        for one in found:
-            table.add_row(one.name, one.state, one.layout, f"{one.train:,}", f"{one.test:,}", one.balance)
-        wide().print(table)
-        for one in found:
-            worst = max(worst, {"missing": 1, "damaged": 2}.get(one.state, 0))
-            where = f" in {one.folder}" if one.folder else ""
-            typer.echo(
-                f"{one.name}: {one.state}{where}{f': {one.said}' if one.said else ''}", err=one.state == "damaged"
-            )
-        typer.echo()
-    raise typer.Exit(worst)
+        _report_statuses(name, statuses)
+        exit_code = max(exit_code, *(EXIT_CODES.get(status.state, 0) for status in statuses))
+    raise typer.Exit(exit_code)
 
 
 @data_app.command("show")
-def show(
+def show_command(
     data: Data,
-    out: Annotated[Path, typer.Option(help="The folder for the pictures.")] = Path("data-show"),
-    clients: Annotated[bool, typer.Option("--clients", help="Draw what each client holds instead.")] = False,
+    out: Annotated[Path, typer.Option(help="The folder for the images.")] = Path("data-show"),
+    clients: Annotated[bool, typer.Option("--clients", help="Draw the clients' label distribution instead.")] = False,
     data_root: Root = None,
     allow_missing: AllowMissing = False,
     words: Words = None,
 ) -> None:
-    """Contact sheets, a PNG for each domain; with --clients, every client's domain, size and label distribution.
+    """Draw a contact sheet (PNG) for each domain; with --clients, each client's domain, size and label distribution.
 
     Example: fedheal data show digits --clients dirichlet=0.1 seed=1
     """
-    from fedheal.data import preview as pictures  # matplotlib takes a while, and only this command needs it
+    from fedheal.data import preview  # matplotlib is slow to import, and only this command needs it
 
-    experiment = _experiment(data, data_root, allow_missing, words)
+    experiment = _make_experiment(data, data_root, allow_missing, words)
     domains = load_domains(experiment)
     if not clients:
-        for path in pictures.sheets(domains, out):
+        for path in preview.write_contact_sheets(domains, out):
             typer.echo(f"{path}")
         return
-    held = partition_clients(experiment, domains)
-    counts = pictures.label_counts(domains, held)
+    partition = partition_clients(experiment, domains)
     table = Table("client", "domain", "samples", *domains.classes)
-    for client, row in zip(held, counts, strict=True):
-        table.add_row(client.id, client.domain, str(row.sum()), *map(str, row))
+    for client, counts in zip(partition, preview.count_labels(domains, partition), strict=True):
+        table.add_row(client.id, client.domain, str(counts.sum()), *map(str, counts))
     wide().print(table)
     make_folder(out)
     path = out / f"{domains.name}-clients.png"
-    pictures.client_plot(domains, held).savefig(path, dpi=150)
+    preview.plot_clients(domains, partition).savefig(path, dpi=150)
     typer.echo(f"{path}")
 
 
 @data_app.command("fetch")
-def fetch(
+def fetch_command(
     data: Data,
     domain: Annotated[list[str] | None, typer.Option(help="Only this domain; may be given several times.")] = None,
     data_root: Root = None,
     origin: Annotated[str, typer.Option("--from", help="hub or web; the hub first if not given.")] = "",
 ) -> None:
-    """Download the domains that are not on disk. This is the only command that uses the network.
+    """Download the domains that are not on disk. No other command uses the network.
 
-    Files of the Hugging Face hub are checked against its checksums; of other sites, against those known to fedheal, or else
-    what came first is recorded and printed. A download that was stopped goes on where it was.
+    Files of the Hugging Face hub are checked against its checksums. Files of other sites are checked against published
+    checksums; without one, the SHA-256 of the first download is recorded and printed. An interrupted download is resumed.
     """
-    described, wanted = datasets.description(data, datasets.Wanted(data_root))
-    root = root_of(wanted.root)
-    names = [source.name for source in described.sources]
+    spec, request = find_spec(data, DataRequest(data_root))
+    root = resolve_root(request.root)
+    names = [domain_spec.name for domain_spec in spec.domains]
     for name in domain or ():
         if name not in names:
             raise ValueError(f"domain = {name}: the domains of '{data}' are {', '.join(names)}")
-    places = [place for place in located(described, root) if not domain or place.source.name in domain]
-    wanting = [place.source for place in places if place.found is None or place.stand_in]
-    for place in places:
-        if place.source not in wanting:
-            typer.echo(f"{place.name} is here already: {place.found.folder if place.found else ''}")
-    troubles = []
-    for source in wanting:
-        try:
-            with _downloading() as progress:
-                found = downloads.fetch(source, root, progress, origin)
-        except ValueError as error:
-            troubles.append(str(error))
+    errors = []
+    for location in locate_domains(spec, root):
+        if domain and location.spec.name not in domain:
             continue
-        for one in found:
-            vouched = "as expected" if one.vouched else "recorded: nobody vouches for it"
-            typer.echo(f"{one.path}  SHA-256 {one.sha256} ({vouched})")
-    if troubles:
-        raise ValueError("; ".join(troubles))
+        if location.files is not None and not location.is_stand_in:
+            typer.echo(f"{location.name} is already on disk: {location.files.folder}")
+            continue
+        try:
+            with _show_progress() as progress:
+                files = download_domain(location.spec, root, progress, origin)
+        except ValueError as error:
+            errors.append(str(error))
+            continue
+        for file in files:
+            remark = "verified" if file.is_verified else "recorded: no published checksum"
+            typer.echo(f"{file.path}  SHA-256 {file.sha256} ({remark})")
+    if errors:
+        raise ValueError("; ".join(errors))
 
 
 @data_app.command("prepare")
-def prepare(
+def prepare_command(
     data: Data,
     data_root: Root = None,
     allow_missing: AllowMissing = False,
-    again: Annotated[bool, typer.Option("--again", help="Make it anew, even if it is there.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Make it again, even if it is in the cache.")] = False,
     words: Words = None,
 ) -> None:
-    """Decode a data set once, into files that are mapped into memory from then on.
+    """Decode a data set once, into memory-mapped files.
 
-    They go to the folder FEDHEAL_CACHE, or ~/.cache/fedheal. A run does this itself when it has not been done.
+    They are written to the folder FEDHEAL_CACHE, or ~/.cache/fedheal. The first run on a data set does the same.
     """
-    experiment = _experiment(data, data_root, allow_missing, words)
-    started = time.monotonic()
-    found = real.opened(*datasets.description(data, make_data_request(experiment)))
-    prepared = cache.prepare(found.recipe, again)
-    domains = real.domains_of(found, prepared)
+    experiment = _make_experiment(data, data_root, allow_missing, words)
+    start = time.monotonic()
+    dataset = open_dataset(*find_spec(data, make_data_request(experiment)))
+    prepared = prepare_data(dataset.inputs, again)
+    domains = build_domains(dataset, prepared)
     for domain in domains.domains:
         typer.echo(f"{domain.name}: {len(domain.train):,} training and {len(domain.test):,} test images")
-    _say_notes(domains.notes)
+    _print_notes(domains.notes)
     typer.echo(f"fingerprint {domains.identity}")
-    typer.echo(f"{prepared.folder} ({time.monotonic() - started:.1f} s)")
+    typer.echo(f"{prepared.folder} ({time.monotonic() - start:.1f} s)")
 
 
 @data_app.command("export")
@@ -186,64 +180,75 @@ def export_command(
     data: Data,
     out: Annotated[Path | None, typer.Option(help="The file; <data>.export if not given.")] = None,
     seeds: Annotated[
-        str, typer.Option(help="Of the experiments: how many (5), a range (0-4) or a list (1,4).")
+        str, typer.Option(help="Seeds of the experiments: a number of seeds (5), a range (0-4) or a list (1,4).")
     ] = "0-4",
     data_root: Root = None,
     allow_missing: AllowMissing = False,
     words: Words = None,
 ) -> None:
-    """Write just the images that a protocol uses as one small file, to take to another machine.
+    """Write the images that a protocol uses to one small file, to take to another machine.
 
-    There, data_root=FILE (or the folder it lies in) runs the same experiments with the same bytes; of your own image
-    folders, data=folder:FILE does.
+    There, data_root=FILE (or its folder) runs the same experiments with the same bytes. For an export of your own image
+    folders, use data=folder:FILE.
 
     Example: fedheal data export digits --seeds 0-2 --out digits.export
     """
-    chosen = seeds_of(seeds)
-    experiment = _experiment(data, data_root, allow_missing, words)
+    chosen_seeds = seeds_of(seeds)
+    experiment = _make_experiment(data, data_root, allow_missing, words)
     if "seed" in parse_overrides(words or ()):
-        raise ValueError(f"the seeds of an export are given by --seeds: it cannot be given as seed={experiment.seed}")
-    found = real.opened(*datasets.description(data, make_data_request(experiment)))
-    domains = real.domains_of(found, cache.prepare(found.recipe))
-    held: dict[str, list[Any]] = {}
-    for seed in chosen:
-        for client in partition_clients(experiment.model_copy(update={"seed": seed}), domains):
-            held.setdefault(client.domain, []).append(client.indices)
+        raise ValueError(f"seed={experiment.seed}: set the seeds of an export by --seeds")
+    dataset = open_dataset(*find_spec(data, make_data_request(experiment)))
+    domains = build_domains(dataset, prepare_data(dataset.inputs))
+    clients = [
+        client
+        for seed in chosen_seeds
+        for client in partition_clients(experiment.model_copy(update={"seed": seed}), domains)
+    ]
     path = out or Path(f"{domains.name}.export")
-    export.export(found, export.used(held), {"seeds": chosen, "fields": list(words or ())}, path)
-    _say_notes(domains.notes)
-    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen))}")
+    export_images(dataset, clients, {"seeds": chosen_seeds, "fields": list(words or ())}, path)
+    _print_notes(domains.notes)
+    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen_seeds))}")
 
 
 @contextmanager
-def _downloading() -> Iterator[downloads.Progress]:
+def _show_progress() -> Iterator[Progress]:
     with Live(console=Console(stderr=True), transient=True) as live:
-
-        def progress(name: str, have: int, total: int) -> None:
-            live.update(f"{name}: {have:,}{f' of {total:,}' if total else ''}")
-
-        yield progress
+        yield lambda name, size, total: live.update(f"{name}: {size:,}{f' of {total:,}' if total else ''}")
 
 
-def _say_export(packed: Path, lacking: Sequence[str]) -> int:
-    said = archive.manifest(packed)
-    names = ", ".join(domain.name for domain in said.domains)
-    typer.echo(f"{said.name}: an export, {packed}, of {names} for {said.settings}")
-    archive.read(packed)
-    for name in lacking:
-        typer.echo(f"{name}: missing in {packed}")
-    return 1 if lacking else 0
+def _report_statuses(name: str, statuses: Sequence[DomainStatus]) -> None:
+    table = Table("domain", "state", "layout", "train", "test", "class balance (training)", title=name)
+    for status in statuses:
+        sizes = (f"{status.train:,}", f"{status.test:,}")
+        table.add_row(status.name, status.state, status.layout, *sizes, status.balance)
+    wide().print(table)
+    for status in statuses:
+        where = f" in {status.folder}" if status.folder else ""
+        detail = f": {status.detail}" if status.detail else ""
+        typer.echo(f"{status.name}: {status.state}{where}{detail}", err=status.state == "damaged")
+    typer.echo()
 
 
-def _experiment(data: str, root: str | None, allow_missing: bool, words: list[str] | None) -> Experiment:
-    values = parse_overrides(words or ())
-    said = {"data": data, "data_root": root, "allow_missing": allow_missing}
-    given = {key: value for key, value in said.items() if value}
-    for key in given.keys() & values.keys():
-        raise ValueError(f"'{key}' is given twice: {given[key]} and {key}={values[key]}")
-    return Experiment.of(given | values)
+def _report_export(export: Path, missing: Sequence[str]) -> int:
+    """Print the contents of an export, and return the exit code."""
+    manifest = read_manifest(export)
+    names = ", ".join(domain.name for domain in manifest.domains)
+    typer.echo(f"{manifest.name}: an export, {export}, of {names} for {manifest.settings}")
+    read_export(export)  # raises if it is damaged
+    for name in missing:
+        typer.echo(f"{name}: missing in {export}")
+    return 1 if missing else 0
 
 
-def _say_notes(notes: tuple[str, ...]) -> None:
+def _make_experiment(data: str, root: str | None, allow_missing: bool, words: list[str] | None) -> Experiment:
+    overrides = parse_overrides(words or ())
+    options = {"data": data, "data_root": root, "allow_missing": allow_missing}
+    fields = {key: value for key, value in options.items() if value}
+    for key in fields.keys() & overrides.keys():
+        raise ValueError(f"'{key}' is given twice: {fields[key]} and {key}={overrides[key]}")
+    return Experiment.of(fields | overrides)
+
+
+def _print_notes(notes: tuple[str, ...]) -> None:
     for note in notes:
         typer.echo(f"Note: {note}.")

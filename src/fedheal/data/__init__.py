@@ -1,8 +1,8 @@
 """Data sets by name, and data of your own.
 
-A data set is a `Domains`: the same classes in several domains. Those of the paper and some others are read from disk by
-name; your own are image folders ("folder:PATH"), or named by import path, "package.module:function", where the function
-takes no arguments and returns a `Domains`.
+A data set is a `Domains`: the same classes in several domains. Those of the paper and some others are read from disk by name.
+Your own are image folders ("folder:PATH") or a function named by its import path, "package.module:function", that takes no
+arguments and returns a `Domains`.
 """
 
 from __future__ import annotations
@@ -14,86 +14,103 @@ from typing import Any
 
 from fedheal.core.errors import format_error, suggest
 from fedheal.core.import_path import import_function
-from fedheal.data import on_disk as real
 from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
-from fedheal.data.catalogue.photographs import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
-from fedheal.data.domains import Domains, check
-from fedheal.data.embedded import dataset as embedded
-from fedheal.data.on_disk import FOLDER, Wanted
-from fedheal.data.specs import Description
+from fedheal.data.catalogue.domainnet import DOMAINNET
+from fedheal.data.catalogue.office_caltech import OFFICE_CALTECH
+from fedheal.data.catalogue.office_home import OFFICE_HOME
+from fedheal.data.catalogue.pacs import PACS
+from fedheal.data.domains import Domains, check_domains
+from fedheal.data.embedded.dataset import load_embedded
+from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_from_disk, make_folder_spec
+from fedheal.data.specs import DatasetSpec
 
-__all__ = ["DATASETS", "DESCRIPTIONS", "Dataset", "Wanted", "description", "load", "protocol"]
+__all__ = ["DATASETS", "SPECS", "DataRequest", "Dataset", "find_spec", "get_protocol", "load_dataset"]
 
-DESCRIPTIONS = {d.name: d for d in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
+SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """How to get a data set, and the settings an experiment on it has unless it says otherwise."""
+    """A named data set: how to load it, and the default settings of an experiment on it."""
 
-    load: Callable[[Wanted], Domains]
+    load: Callable[[DataRequest], Domains]
     protocol: Mapping[str, Any]
     about: str
 
 
 @functools.cache
-def _embedded() -> Domains:
-    """Drawn once a process: several runs in one process share it, and nobody writes to it."""
-    return embedded.load()
+def _load_embedded_once() -> Domains:
+    """Draw the embedded data once per process. Runs share it; nothing writes to it."""
+    return load_embedded()
 
 
 DATASETS = {
     "embedded": Dataset(
-        lambda _: _embedded(),
+        lambda _: _load_embedded_once(),
         {"model": "small_cnn", "rounds": 20, "epochs": 2, "batch_size": 32, "lr": 0.01, "augment": "none"},
         "ten digits in four domains, made offline: handwritten, print, street, display",
     ),
-    **{name: Dataset(functools.partial(real.load, d), d.protocol, d.about) for name, d in DESCRIPTIONS.items()},
+    **{
+        name: Dataset(functools.partial(load_from_disk, spec), spec.protocol, spec.about)
+        for name, spec in SPECS.items()
+    },
 }
 
 
-def load(name: str, wanted: Wanted | None = None) -> Domains:
-    """The data set of that name. `wanted` says where it lies, and what may be missing of it."""
-    wanted = wanted or Wanted()
-    if name.startswith(FOLDER):
-        return real.load(*_in_folder(name, wanted))
-    if wanted.size is not None and (":" in name or name == "embedded"):
-        raise ValueError(f"image_size = {wanted.size}: the images of {name!r} come as they are; leave it out")
+def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
+    """Load a data set.
+
+    Args:
+        name: A name of `DATASETS`, "folder:PATH", or "package.module:function".
+        request: Where to find it and what may be missing; only for data sets that are read from disk.
+
+    Raises:
+        ValueError: If there is no such data set, or it is missing or damaged.
+    """
+    request = request or DataRequest()
+    if name.startswith(FOLDER_PREFIX):
+        return load_from_disk(*_resolve_folder(name, request))
+    if request.size is not None and (":" in name or name == "embedded"):
+        raise ValueError(f"image_size = {request.size}: the images of {name!r} are not resized; leave it out")
+    if name in DATASETS:
+        return DATASETS[name].load(request)
     if ":" not in name:
-        if name not in DATASETS:
-            raise ValueError(
-                f"there is no data set {name!r}{suggest(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
-                f"name your own image folders as '{FOLDER}PATH', or your own function by import path as "
-                '"package.module:function"'
-            )
-        return DATASETS[name].load(wanted)
-    made = import_function("data set", name)
-    try:
-        found = made()
-    except Exception as error:  # whatever somebody's function may raise
-        raise ValueError(f"the data set's function {name!r} ended with {format_error(error)}") from error
-    if not isinstance(found, Domains):
-        raise ValueError(f"{name!r} returned a {type(found).__name__}, not a fedheal.data.domains.Domains")
-    check(found, name)
-    return found
+        raise ValueError(
+            f"there is no data set {name!r}{suggest(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
+            f"or use your own image folders as '{FOLDER_PREFIX}PATH', or your own function by its import path "
+            '"package.module:function"'
+        )
+    return _call_loader(name)
 
 
-def description(name: str, wanted: Wanted | None = None) -> tuple[Description, Wanted]:
-    """What is known of a data set that is read from disk, and how it is asked for."""
-    wanted = wanted or Wanted()
-    if name.startswith(FOLDER):
-        return _in_folder(name, wanted)
-    if name not in DESCRIPTIONS:
-        raise ValueError(f"'{name}' is not read from disk; those that are: {', '.join(DESCRIPTIONS)}, {FOLDER}PATH")
-    return DESCRIPTIONS[name], wanted
+def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
+    """Return the specification of a data set that is read from disk, and the request to open it with."""
+    request = request or DataRequest()
+    if name.startswith(FOLDER_PREFIX):
+        return _resolve_folder(name, request)
+    if name not in SPECS:
+        raise ValueError(f"'{name}' is not read from disk; choose one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
+    return SPECS[name], request
 
 
-def protocol(name: str) -> dict[str, Any]:
-    """The settings that belong to a data set; none for one of your own."""
+def get_protocol(name: str) -> dict[str, Any]:
+    """Return the default settings of an experiment on a data set; none for one of your own."""
     return dict(DATASETS[name].protocol) if name in DATASETS else {}
 
 
-def _in_folder(name: str, wanted: Wanted) -> tuple[Description, Wanted]:
-    if wanted.root is not None:
-        raise ValueError(f"data_root = {wanted.root!r}: {name!r} says itself where the data lie; leave it out")
-    return real.own_folder(name), replace(wanted, root=name.removeprefix(FOLDER))
+def _call_loader(name: str) -> Domains:
+    loader = import_function("data set", name)
+    try:
+        data = loader()
+    except Exception as error:  # a user's function may raise anything
+        raise ValueError(f"the data set's function {name!r} raised {format_error(error)}") from error
+    if not isinstance(data, Domains):
+        raise ValueError(f"{name!r} must return a fedheal.data.domains.Domains, got {type(data).__name__}")
+    check_domains(data, name)
+    return data
+
+
+def _resolve_folder(name: str, request: DataRequest) -> tuple[DatasetSpec, DataRequest]:
+    if request.root is not None:
+        raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
+    return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))

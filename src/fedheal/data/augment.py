@@ -1,6 +1,6 @@
-"""From stored bytes to a network's input, for whole batches in tensor code: crop, flip, normalise.
+"""Crop, flip and normalise whole batches with tensor operations.
 
-Random choices come from a CPU generator that is passed in, so that they are the same on every device.
+Random choices come from a CPU generator, so they are the same on every device.
 """
 
 from __future__ import annotations
@@ -16,68 +16,63 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which th
 AUGMENTATIONS = ("none", "crop", "flip", "crop-flip")
 
 
-def normalised(images: Tensor) -> Tensor:
-    """uint8 `[N, 3, H, W]` as float32 with ImageNet's mean and deviation, in the memory format of the images."""
-    made = images.to(torch.float32) / 255
-    if images.device.type == "cpu" and _channels_last(made):
-        # The innermost loop would be over three channels: whole rows of pixels are several times faster.
-        mean, std = _row_scale(images.shape[3])
-        made.permute(0, 2, 3, 1).flatten(2).sub_(mean).div_(std)
-        return made
-    mean, std = _scale(images.device)
-    return made.sub_(mean).div_(std)
+def normalise_images(images: Tensor) -> Tensor:
+    """Convert uint8 `[N, 3, H, W]` to float32, normalised by ImageNet's mean and deviation; the memory format stays."""
+    scaled = images.to(torch.float32) / 255
+    if images.device.type == "cpu" and _is_channels_last(scaled):
+        # Whole rows of pixels are several times faster than an innermost loop over three channels.
+        mean, std = _make_row_scale(images.shape[3])
+        scaled.permute(0, 2, 3, 1).flatten(2).sub_(mean).div_(std)
+        return scaled
+    mean, std = _make_scale(images.device)
+    return scaled.sub_(mean).div_(std)
 
 
-def _channels_last(images: Tensor) -> bool:
+def _is_channels_last(images: Tensor) -> bool:
     return images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
 
 
 @cache
-def _scale(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Once a device: a copy from the CPU at every batch would make a GPU wait."""
+def _make_scale(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation on a device. Cached, since a copy from the CPU for every batch would stall a GPU."""
     return tuple(torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))  # type: ignore[return-value]
 
 
 @cache
-def _row_scale(width: int) -> tuple[Tensor, Tensor]:
-    """For every pixel of a row, on the CPU."""
+def _make_row_scale(width: int) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation for every pixel of a row, on the CPU."""
     return tuple(torch.tensor(values).repeat(width) for values in (MEAN, STD))  # type: ignore[return-value]
 
 
 class Choices(NamedTuple):
-    """One batch's random choices, `[N]` each and on the CPU; `None` for what is not varied."""
+    """The random choices for one batch, `[N]` each and on the CPU; `None` if not varied."""
 
     top: Tensor | None
     left: Tensor | None
     mirrored: Tensor | None
 
 
-def drawn(number: int, how: str, generator: torch.Generator) -> Choices:
-    """`crop` shifts an image by up to four pixels (black beyond the edge), `flip` mirrors half of them."""
+def draw_choices(count: int, how: str, generator: torch.Generator) -> Choices:
+    """Draw shifts of up to four pixels for `crop` (black beyond the edge), and mirror half of the images for `flip`."""
     top = left = mirrored = None
     if "crop" in how:
-        top, left = torch.randint(0, 2 * PAD + 1, (2, number, 1), generator=generator)[:, :, 0]
+        top, left = torch.randint(0, 2 * PAD + 1, (2, count, 1), generator=generator)[:, :, 0]
     if "flip" in how:
-        mirrored = torch.rand(number, generator=generator) < 0.5
+        mirrored = torch.rand(count, generator=generator) < 0.5
     return Choices(top, left, mirrored)
 
 
-def augmented(images: Tensor, how: str, generator: torch.Generator) -> Tensor:
-    """A random version of each image."""
-    return altered(images, drawn(len(images), how, generator))
-
-
-def altered(images: Tensor, choices: Choices) -> Tensor:
-    """The images as chosen."""
+def apply_choices(images: Tensor, choices: Choices) -> Tensor:
+    """Crop and flip the images as chosen."""
     if choices.top is not None and choices.left is not None:
-        images = _cropped(images, choices.top.to(images.device), choices.left.to(images.device))
+        images = _crop(images, choices.top.to(images.device), choices.left.to(images.device))
     if choices.mirrored is not None:
         images = torch.where(choices.mirrored.to(images.device).view(-1, 1, 1, 1), images.flip(3), images)
     return images
 
 
-def _cropped(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
-    """Rows of pixels are copied whole: a gather of single pixels would cost a small network a tenth of its training."""
+def _crop(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
+    """Crop by copying whole rows: gathering single pixels would cost a small network a tenth of its training time."""
     number, channels, height, width = images.shape
     if number == 0:
         return images

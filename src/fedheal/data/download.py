@@ -1,8 +1,8 @@
-"""Downloads, only ever when asked for: whole files or none, resumed where they stopped, checked by SHA-256.
+"""Download data sets: atomic, resumable, and checked by SHA-256. Only `fedheal data fetch` does so.
 
-Where a data set is on the Hugging Face hub it comes from there, and the hub says what the checksums are. Files of other sites
-are checked against the description's checksum. Where that has none, the first download records what came in
-`<file>.sha256`: a later one that brings other bytes is refused.
+A data set that the Hugging Face hub has is downloaded from there and checked against the hub's checksums. Files of other sites
+are checked against the checksum in the specification. If there is none, the first download records the SHA-256 in
+`<file>.sha256`, and a later download must match it.
 """
 
 from __future__ import annotations
@@ -18,148 +18,143 @@ from fnmatch import fnmatch
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fedheal.data.specs import Hub, Source, Web
+from fedheal.data.specs import DomainSpec, HubDataset, WebFile
 
 CHUNK = 1 << 20
 TIMEOUT = 60.0  # seconds without a byte
-NOTHING_MORE = 416  # what a server answers that is asked for bytes beyond the end of a file
-TRIES = 5  # connections for one file, each going on where the last one broke
+RANGE_NOT_SATISFIABLE = 416
+MAX_ATTEMPTS = 5  # per file; each resumes the previous one
 
-Progress = Callable[[str, int, int], None]  # file, bytes so far, bytes in all (0: not known)
+Progress = Callable[[str, int, int], None]  # file, bytes so far, total bytes (0: unknown)
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """A file that is there now: its checksum, and whether somebody else vouches for it."""
+class DownloadedFile:
+    """A file on disk, its checksum, and whether a published checksum confirmed it."""
 
     path: Path
     sha256: str
-    vouched: bool
+    is_verified: bool
 
 
-def fetch(source: Source, root: Path, progress: Progress, origin: str = "") -> list[Fetched]:
-    """Download one domain to where it will be found. `origin`: `hub`, `web`, or whichever there is."""
+def download_domain(spec: DomainSpec, root: Path, progress: Progress, origin: str = "") -> list[DownloadedFile]:
+    """Download one domain to where it is looked for. `origin` is "hub", "web" or "" for either."""
     if origin not in ("", "hub", "web"):
         raise ValueError(f"from = {origin}: use hub or web")
-    if source.hub and origin != "web":
-        return from_hub(source.hub, root, progress)
-    if source.web and origin != "hub":
-        return [from_web(web, root / source.folders[0], progress) for web in source.web]
+    if spec.hub and origin != "web":
+        return download_from_hub(spec.hub, root, progress)
+    if spec.web and origin != "hub":
+        return [download_from_web(file, root / spec.folders[0], progress) for file in spec.web]
     where = f" from the {origin}" if origin else ""
-    raise ValueError(f"{source.name} cannot be downloaded{where}: get it from {source.available}")
+    raise ValueError(f"{spec.name} cannot be downloaded{where}: get it from {spec.available_from}")
 
 
-def from_web(web: Web, folder: Path, progress: Progress) -> Fetched:
-    """One file into a folder; a part of it that is already there is gone on with."""
-    address = urlsplit(web.url)
+def download_from_web(file: WebFile, folder: Path, progress: Progress) -> DownloadedFile:
+    """Download one file into a folder, resuming a partial download."""
+    address = urlsplit(file.url)
     name = Path(address.path).name
     if address.scheme not in ("http", "https") or not name:
-        raise ValueError(f"{web.url!r} is not the address of a file")
-    path, recorded = folder / name, folder / f"{name}.sha256"
-    known = web.sha256 or (recorded.read_text(encoding="utf-8")[:64].strip() if recorded.is_file() else "")
+        raise ValueError(f"{file.url!r} is not the address of a file")
+    path, record = folder / name, folder / f"{name}.sha256"
+    expected = file.sha256 or (record.read_text(encoding="utf-8")[:64].strip() if record.is_file() else "")
     folder.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
         part = folder / f"{name}.part"
-        _download(web.url, part, progress)
-        found = _sha256(part)
-        if known and found != known:
+        _download(file.url, part, progress)
+        actual = _sha256(part)
+        if expected and actual != expected:
             part.unlink()
-            raise ValueError(f"{web.url} brought bytes with the SHA-256 {found} instead of {known}: nothing was kept")
+            raise ValueError(f"{file.url} has the SHA-256 {actual} instead of {expected}: the download was discarded")
         os.replace(part, path)
-    found = _sha256(path)
-    if known and found != known:
-        raise ValueError(f"{path} has the SHA-256 {found} instead of {known}: remove it and fetch again")
-    if not known:
-        recorded.write_text(f"{found}  {name}\n", encoding="utf-8")
-    return Fetched(path, found, bool(web.sha256))
+    actual = _sha256(path)
+    if expected and actual != expected:
+        raise ValueError(f"{path} has the SHA-256 {actual} instead of {expected}: remove it and fetch again")
+    if not expected:
+        record.write_text(f"{actual}  {name}\n", encoding="utf-8")
+    return DownloadedFile(path, actual, bool(file.sha256))
 
 
-def from_hub(hub: Hub, root: Path, progress: Progress) -> list[Fetched]:
-    """The files of a repository that are needed; the hub's library resumes, its checksums are compared here."""
+def download_from_hub(hub: HubDataset, root: Path, progress: Progress) -> list[DownloadedFile]:
+    """Download the required files of a repository. The hub's library resumes; checksums are compared here."""
     try:
         from huggingface_hub import HfApi, hf_hub_download
         from huggingface_hub.hf_api import RepoFile
     except ImportError:
-        raise ValueError("the Hugging Face hub needs its library: pip install 'fedheal[hub]'") from None
+        raise ValueError("the Hugging Face hub requires its library: pip install 'fedheal[hub]'") from None
     endpoint = os.environ.get("HF_ENDPOINT")
+    downloads = []
     try:
         tree = HfApi(endpoint=endpoint).list_repo_tree(hub.repository, repo_type="dataset", recursive=True)
-        listed = [item for item in tree if isinstance(item, RepoFile)]
-        wanted = [f for f in listed if any(fnmatch(f.path, pattern) for pattern in hub.files)]
-        found = []
-        for number, file in enumerate(wanted):
-            progress(f"{hub.repository} {file.path}", number, len(wanted))
-            local = hf_hub_download(
+        files = [f for f in tree if isinstance(f, RepoFile) and any(fnmatch(f.path, p) for p in hub.files)]
+        for number, file in enumerate(files):
+            progress(f"{hub.repository} {file.path}", number, len(files))
+            path = hf_hub_download(
                 hub.repository, file.path, repo_type="dataset", local_dir=hub.folder(root), endpoint=endpoint
             )
-            found.append((Path(str(local)), file.lfs.sha256 if file.lfs else ""))
-    except (
-        Exception
-    ) as error:  # the library's own, its HTTP library's and the system's: all say why in their first line
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"the hub's {hub.repository} cannot be downloaded now: {reason}") from error
-    if not wanted:
-        raise ValueError(f"the hub's {hub.repository} has no files like {', '.join(hub.files)}")
-    return [_checked(path, known, hub.repository) for path, known in found]
+            downloads.append((Path(str(path)), file.lfs.sha256 if file.lfs else ""))
+    except Exception as error:  # of the library, its HTTP library or the system; the first line gives the reason
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{hub.repository} cannot be downloaded from the hub: {reason}") from error
+    if not files:
+        raise ValueError(f"{hub.repository} on the hub has no files like {', '.join(hub.files)}")
+    return [_verify_hub_file(path, expected, hub.repository) for path, expected in downloads]
 
 
-def _checked(path: Path, known: str, repository: str) -> Fetched:
-    found = _sha256(path)
-    if known and found != known:
+def _verify_hub_file(path: Path, expected: str, repository: str) -> DownloadedFile:
+    actual = _sha256(path)
+    if expected and actual != expected:
         path.unlink()
         raise ValueError(
-            f"{path.name} of {repository} came with the SHA-256 {found} instead of {known}: it was removed"
+            f"{path.name} of {repository} has the SHA-256 {actual} instead of {expected}: the download was discarded"
         )
-    return Fetched(path, found, bool(known))
+    return DownloadedFile(path, actual, bool(expected))
 
 
 def _download(url: str, part: Path, progress: Progress) -> None:
-    """Fill `part`; what is there already is asked for no more."""
-    for tried in range(1, TRIES + 1):
+    """Complete the partial file `part`, with several attempts."""
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
-            _go_on(url, part, progress)
+            _resume(url, part, progress)
             return
         except (urllib.error.HTTPError, FileExistsError) as error:
             raise ValueError(f"{url} cannot be downloaded: {error}") from error
-        except (OSError, http.client.HTTPException) as error:  # a connection that broke; what came so far stays
-            if tried == TRIES:
-                raise ValueError(
-                    f"{url} cannot be downloaded: {error}. The same command goes on where it stopped"
-                ) from error
+        except (OSError, http.client.HTTPException) as error:  # the connection broke; the partial file stays
+            if attempt == MAX_ATTEMPTS:
+                raise ValueError(f"{url} cannot be downloaded: {error}; rerun the command to resume") from error
 
 
-def _go_on(url: str, part: Path, progress: Progress) -> None:
-    have = part.stat().st_size if part.is_file() else 0
-    mark = part.with_name(f"{part.name}.etag")  # which version of the file the part is of
+def _resume(url: str, part: Path, progress: Progress) -> None:
+    size = part.stat().st_size if part.is_file() else 0
+    etag = part.with_name(f"{part.name}.etag")  # the version of the file that the part belongs to
     headers = {"User-Agent": "fedheal", "Accept-Encoding": "identity"}
-    if have and mark.is_file():
-        headers |= {"Range": f"bytes={have}-", "If-Range": mark.read_text(encoding="utf-8")}
+    if size and etag.is_file():
+        headers |= {"Range": f"bytes={size}-", "If-Range": etag.read_text(encoding="utf-8")}
     try:
-        opened = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code != NOTHING_MORE or "Range" not in headers:
+        if error.code != RANGE_NOT_SATISFIABLE or "Range" not in headers:
             raise
-        error.close()  # the part is as long as the file, or longer: who knows what it is
+        error.close()  # the part is as long as the file or longer, so it cannot be trusted: start again
         part.unlink()
-        mark.unlink()
-        return _go_on(url, part, progress)
-    with opened as reply:
-        goes_on = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(f"bytes {have}-")
-        if reply.status == 206 and not goes_on:
-            raise ConnectionError("another part came than the one that was asked for")
-        have = have if goes_on else 0
-        total = have + int(reply.headers.get("Content-Length") or 0)
-        version = reply.headers.get("ETag") or reply.headers.get("Last-Modified")
+        etag.unlink()
+        return _resume(url, part, progress)
+    with response:
+        is_partial = response.status == 206
+        if is_partial and not response.headers.get("Content-Range", "").startswith(f"bytes {size}-"):
+            raise ConnectionError("the server sent another range than requested")
+        size = size if is_partial else 0
+        total = size + int(response.headers.get("Content-Length") or 0)
+        version = response.headers.get("ETag") or response.headers.get("Last-Modified")
         if version:
-            mark.write_text(version, encoding="utf-8")
-        with part.open("ab" if goes_on else "wb") as file:
-            while data := reply.read(CHUNK):
+            etag.write_text(version, encoding="utf-8")
+        with part.open("ab" if is_partial else "wb") as file:
+            while data := response.read(CHUNK):
                 file.write(data)
-                have += len(data)
-                progress(part.name.removesuffix(".part"), have, total)
-    if have < total:
-        raise ConnectionError(f"it ended after {have:,} of {total:,} bytes")
-    mark.unlink(missing_ok=True)
+                size += len(data)
+                progress(part.name.removesuffix(".part"), size, total)
+    if size < total:
+        raise ConnectionError(f"the connection ended after {size:,} of {total:,} bytes")
+    etag.unlink(missing_ok=True)
 
 
 def _sha256(path: Path) -> str:

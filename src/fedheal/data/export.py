@@ -1,8 +1,8 @@
-"""Make an archive of just the images that some experiments use."""
+"""Export the images that some experiments use to one archive."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,54 +10,53 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedheal.data import archive, cache
+from fedheal.data.archive import ExportManifest, write_export
+from fedheal.data.cache import prepare_data
 from fedheal.data.domains import Domain, fingerprint
-from fedheal.data.on_disk import Opened, domains_of
-from fedheal.data.splits import Excerpt, Labels, Raw, RawDomain
+from fedheal.data.on_disk import OnDiskDataset, build_domains
+from fedheal.data.partition import Client
+from fedheal.data.splits import Labels, RawDomain, RawExcerpt, RawSplit
 from fedheal.runs.folder import make_folder
 
 
-def export(found: Opened, positions: Mapping[str, Labels], settings: Mapping[str, Any], out: Path) -> None:
-    """Write `out` with the training images at these positions of each domain, and all test images."""
-    if found.packed is not None:
-        raise ValueError(f"{found.packed} is an export already: copy it")
-    prepared = cache.prepare(found.recipe)
-    whole = domains_of(found, prepared)
-    classes, raws = found.recipe.read()
-    packed = [
-        _excerpt(raw, said["dropped"], np.unique(positions[raw.name]))
-        for raw, said in zip(raws, prepared.manifest["domains"], strict=True)
+def export_images(dataset: OnDiskDataset, clients: Sequence[Client], settings: Mapping[str, Any], out: Path) -> None:
+    """Write the training images that any of the clients holds, and all test images, to `out`."""
+    if dataset.export is not None:
+        raise ValueError(f"{dataset.export} is already an export: copy it")
+    prepared = prepare_data(dataset.inputs)
+    data = build_domains(dataset, prepared)
+    classes, raw_domains = dataset.inputs.read()
+    excerpts = [
+        _make_excerpt(raw, cached.dropped, _collect_positions(clients, raw.name))
+        for raw, cached in zip(raw_domains, prepared.manifest.domains, strict=True)
     ]
-    decoded = replace(whole, domains=tuple(_taken(whole[raw.name], raw) for raw in packed), identity="")
-    contents = archive.Manifest(
-        name=whole.name,
+    exported = replace(data, domains=tuple(_select_images(data[raw.name], raw) for raw in excerpts), identity="")
+    manifest = ExportManifest(
+        name=data.name,
         classes=classes,
-        identity=whole.identity,
-        size=found.recipe.size,
-        fingerprint=fingerprint(decoded),
+        identity=data.identity,
+        size=dataset.inputs.size,
+        fingerprint=fingerprint(exported),
         settings=dict(settings),
-        notes=whole.notes,
+        notes=data.notes,
     )
     make_folder(out.parent)
-    archive.write(out, contents, packed)
+    write_export(out, manifest, excerpts)
 
 
-def used(clients: Mapping[str, list[torch.Tensor]]) -> dict[str, Labels]:
-    """The positions that any of a domain's clients holds."""
-    return {domain: np.unique(torch.cat(held).numpy()) for domain, held in clients.items()}
+def _collect_positions(clients: Sequence[Client], domain: str) -> Labels:
+    return np.unique(np.concatenate([client.indices.numpy() for client in clients if client.domain == domain]))
 
 
-def _excerpt(raw: RawDomain, dropped: Mapping[str, list[int]], positions: Labels) -> RawDomain:
-    train, test = _readable(raw.train, dropped["train"]), _readable(raw.test, dropped["test"])
-    return replace(raw, train=train.only(positions), test=test, excerpt=Excerpt(positions, train.labels))
+def _make_excerpt(raw: RawDomain, dropped: Mapping[str, list[int]], positions: Labels) -> RawDomain:
+    train, test = _drop_images(raw.train, dropped["train"]), _drop_images(raw.test, dropped["test"])
+    return replace(raw, train=train.select(positions), test=test, excerpt=RawExcerpt(positions, train.labels))
 
 
-def _readable(split: Raw, dropped: list[int]) -> Raw:
-    if not dropped:
-        return split
-    return split.only(np.setdiff1d(np.arange(len(split)), dropped))
+def _drop_images(split: RawSplit, positions: list[int]) -> RawSplit:
+    return split.select(np.setdiff1d(np.arange(len(split)), positions)) if positions else split
 
 
-def _taken(domain: Domain, raw: RawDomain) -> Domain:
+def _select_images(domain: Domain, raw: RawDomain) -> Domain:
     assert raw.excerpt is not None
-    return Domain(domain.name, domain.taken(torch.from_numpy(raw.excerpt.positions)), domain.test)
+    return Domain(domain.name, domain.select(torch.from_numpy(raw.excerpt.positions)), domain.test)

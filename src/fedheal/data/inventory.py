@@ -1,4 +1,4 @@
-"""What is on disk of a data set: per domain what was found, how much of the whole it is, and how even its classes are."""
+"""Report what is on disk of a data set: per domain its state, its size and its class balance."""
 
 from __future__ import annotations
 
@@ -6,53 +6,59 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedheal.data.locate import Place, explained, located, root_of
-from fedheal.data.on_disk import Wanted
-from fedheal.data.specs import Description
-from fedheal.data.splits import Raw
+from fedheal.data.locate import DomainLocation, explain_missing, locate_domains, resolve_root
+from fedheal.data.on_disk import DataRequest
+from fedheal.data.specs import DatasetSpec
+from fedheal.data.splits import RawSplit
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One domain."""
+class DomainStatus:
+    """The state of one domain on disk."""
 
     name: str
-    state: str  # found, stand-in, part of it, missing, damaged
+    state: str  # found, stand-in, incomplete, missing or damaged
     layout: str = ""
     folder: str = ""
     train: int = 0
     test: int = 0
     balance: str = ""
-    said: str = ""  # what is wrong, or what to do
+    detail: str = ""  # what is wrong, or what to do
 
 
-def inspected(description: Description, wanted: Wanted) -> list[Finding]:
-    """Every domain, read but for the image files themselves, which `prepare` decodes."""
-    root = root_of(wanted.root)
-    return [_finding(place, explained(place, root)) for place in located(description, root)]
+def inspect_domains(spec: DatasetSpec, request: DataRequest) -> list[DomainStatus]:
+    """Read every domain, except for image files, which only `fedheal data prepare` decodes."""
+    root = resolve_root(request.root)
+    return [_inspect_domain(location, explain_missing(location, root)) for location in locate_domains(spec, root)]
 
 
-def _finding(place: Place, explanation: str) -> Finding:
-    found, whole = place.found, place.source
-    if found is None:
-        return Finding(whole.name, "missing", said=explanation.partition(": ")[2])
+def _inspect_domain(location: DomainLocation, explanation: str) -> DomainStatus:
+    files, spec = location.files, location.spec
+    if files is None:
+        return DomainStatus(spec.name, "missing", detail=explanation.partition(": ")[2])
     try:
-        raw = found.read()
+        raw = files.read()
     except ValueError as error:
-        return Finding(found.name, "damaged", found.layout, str(found.folder), said=str(error))
-    train, test = len(raw.train), len(raw.test)
-    state, said = "found", ""
-    if train < whole.train or test < whole.test:
-        state, said = "part of it", f"the whole has {whole.train:,} / {whole.test:,}"
-    if place.stand_in:
-        state, said = "stand-in", f"for {whole.name}, which can be had from {whole.available}"
-    return Finding(
-        found.name, state, found.layout, str(found.folder), train, test, balance(raw.train, raw.classes), said
+        return DomainStatus(files.name, "damaged", files.layout, str(files.folder), detail=str(error))
+    state, detail = "found", ""
+    if len(raw.train) < spec.train or len(raw.test) < spec.test:
+        state, detail = "incomplete", f"the full data set has {spec.train:,} / {spec.test:,}"
+    if location.is_stand_in:
+        state, detail = "stand-in", f"for {spec.name}, which is available from {spec.available_from}"
+    return DomainStatus(
+        name=files.name,
+        state=state,
+        layout=files.layout,
+        folder=str(files.folder),
+        train=len(raw.train),
+        test=len(raw.test),
+        balance=_describe_balance(raw.train, raw.classes),
+        detail=detail,
     )
 
 
-def balance(split: Raw, classes: tuple[str, ...]) -> str:
-    """The rarest and the most frequent class."""
+def _describe_balance(split: RawSplit, classes: tuple[str, ...]) -> str:
+    """Name the rarest and the most frequent class."""
     counts = np.bincount(split.labels, minlength=len(classes))
     low, high = int(counts.argmin()), int(counts.argmax())
     return f"{counts[low]:,} ({classes[low]}) to {counts[high]:,} ({classes[high]}) in {len(classes)} classes"

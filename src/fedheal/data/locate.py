@@ -1,4 +1,4 @@
-"""Where data lie: below `data_root`, or else below the folder that the environment variable FEDHEAL_DATA names."""
+"""Find the files of a data set below `data_root`, or else below the folder in the environment variable FEDHEAL_DATA."""
 
 from __future__ import annotations
 
@@ -6,71 +6,73 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedheal.data.specs import Description, Located, Source
+from fedheal.data.specs import DatasetSpec, DomainFiles, DomainSpec
 
 VARIABLE = "FEDHEAL_DATA"
 
 
 @dataclass(frozen=True)
-class Place:
-    """What there is of one domain: where it was found, or what is missing of it."""
+class DomainLocation:
+    """The result of the search for one domain: its files, or the missing ones."""
 
-    source: Source
-    found: Located | None
-    missing: tuple[str, ...] = ()  # files, where others of the same layout are there
-    stand_in: bool = False
+    spec: DomainSpec
+    files: DomainFiles | None
+    missing: tuple[str, ...] = ()  # set if some files of a layout are there
+    is_stand_in: bool = False
 
     @property
     def name(self) -> str:
-        return self.found.name if self.found else self.source.name
+        return self.files.name if self.files else self.spec.name
 
 
-def root_of(given: str | None) -> Path:
-    """The data root, which must exist."""
-    said = given or os.environ.get(VARIABLE)
-    where = f"data_root = {given!r}" if given else f"{VARIABLE} = {said!r}"
-    if not said:
+def resolve_root(data_root: str | None) -> Path:
+    """Return the data root. Raise ValueError if none is configured or it does not exist."""
+    value = data_root or os.environ.get(VARIABLE)
+    if not value:
         raise ValueError(
-            f"where the data lie is not said: set {VARIABLE}, or give data_root=FOLDER (--data-root FOLDER to `fedheal data`)"
+            f"no data directory is configured: set {VARIABLE}, or pass data_root=FOLDER (--data-root FOLDER for "
+            "`fedheal data`)"
         )
-    root = Path(said).expanduser()
+    root = Path(value).expanduser()
     try:
-        there = root.exists()
-    except OSError:  # a link that leads to itself, a name that is too long
-        there = False
-    if not there or not said.isprintable():
-        raise ValueError(f"{where}: there is no such folder, or it cannot be used")
+        exists = root.exists()
+    except OSError:  # a link to itself, a name that is too long
+        exists = False
+    if not exists or not value.isprintable():
+        raise ValueError(f"{'data_root' if data_root else VARIABLE} = {value!r}: there is no such folder")
     return root
 
 
-def located(description: Description, root: Path) -> tuple[Place, ...]:
-    """Every domain of a data set, in its order."""
-    return tuple(_place(source, root, description.classes) for source in description.sources)
+def locate_domains(spec: DatasetSpec, root: Path) -> tuple[DomainLocation, ...]:
+    """Search for every domain of a data set, in its order."""
+    return tuple(_locate_domain(domain, root, spec.classes) for domain in spec.domains)
 
 
-def explained(place: Place, root: Path) -> str:
-    """What is missing of a domain, where it should lie and where it can be had."""
-    source = place.source
-    if place.missing:
-        what = f"{', '.join(place.missing)} is missing"
+def explain_missing(location: DomainLocation, root: Path) -> str:
+    """Say what is missing of a domain, where it should be and where to get it."""
+    domain = location.spec
+    if location.missing:
+        reason = f"{', '.join(location.missing)} is missing"
     else:
-        what = f"{root / source.folders[0]}/ should hold {' or '.join(layout.looks_for for layout in source.layouts)}"
-    return f"{source.name}: {what}" + (f"; it can be had from {source.available}" if source.available else "")
+        expected = " or ".join(layout.looks_for for layout in domain.layouts)
+        reason = f"{root / domain.folders[0]}/ should contain {expected}"
+    source = f"; it is available from {domain.available_from}" if domain.available_from else ""
+    return f"{domain.name}: {reason}{source}"
 
 
-def _place(source: Source, root: Path, classes: tuple[str, ...]) -> Place:
+def _locate_domain(domain: DomainSpec, root: Path, classes: tuple[str, ...]) -> DomainLocation:
     missing: list[str] = []
-    for folder in source.folders:
-        for layout in source.layouts:
-            found = layout.locate(source.name, root / folder)
-            if isinstance(found, Located):
-                return Place(source, found)
-            missing = missing or found
-    hub = source.hub and source.hub.locate(source.name, root, classes)
-    if hub:
-        return Place(source, hub)
-    if source.stand_in is not None:
-        other = _place(source.stand_in, root, classes)
-        if other.found:
-            return Place(source, other.found, stand_in=True)
-    return Place(source, None, tuple(missing))
+    for folder in domain.folders:
+        for layout in domain.layouts:
+            files = layout.locate(domain.name, root / folder)
+            if isinstance(files, DomainFiles):
+                return DomainLocation(domain, files)
+            missing = missing or files
+    hub_files = domain.hub and domain.hub.locate(domain.name, root, classes)
+    if hub_files:
+        return DomainLocation(domain, hub_files)
+    if domain.stand_in is not None:
+        stand_in = _locate_domain(domain.stand_in, root, classes)
+        if stand_in.files:
+            return DomainLocation(domain, stand_in.files, is_stand_in=True)
+    return DomainLocation(domain, None, tuple(missing))

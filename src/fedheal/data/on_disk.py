@@ -1,4 +1,4 @@
-"""Data sets from disk: located, read once, and given as `Domains`."""
+"""Load data sets from disk as `Domains`."""
 
 from __future__ import annotations
 
@@ -7,190 +7,202 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from fedheal.data import archive, assemble, cache
+from fedheal.data import archive
+from fedheal.data.cache import CacheInputs, PreparedData, prepare_data
 from fedheal.data.domains import Domain, Domains
-from fedheal.data.locate import Place, explained, located, root_of
-from fedheal.data.readers.folders import subfolders
-from fedheal.data.specs import Description, FolderLayout, Source
-from fedheal.data.splits import RawDomain
+from fedheal.data.locate import DomainLocation, explain_missing, locate_domains, resolve_root
+from fedheal.data.readers.folders import list_subfolders
+from fedheal.data.specs import DatasetSpec, DomainSpec, FolderLayout
+from fedheal.data.splits import RawDomain, align_labels, choose_classes
 
-FOLDER = "folder:"
-OWN = "folder"  # what an export of such a folder is called
+FOLDER_PREFIX = "folder:"
+FOLDER_NAME = "folder"  # the data set's name in an export of such a folder
 FOLDER_SIZE = 32
-NAMED = 3  # unreadable images, in a note
+MAX_LISTED = 3  # items in a note
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How a data set is asked for."""
+class DataRequest:
+    """A request for a data set.
+
+    Args:
+        root: The folder to search, or an export; None: the environment variable FEDHEAL_DATA.
+        allow_missing: Load the other domains if some are missing.
+        classes: "intersection" or "union" of the domains' classes, for data sets without a fixed list.
+        size: Resize images to size x size; None: the data set's own size.
+    """
 
     root: str | None = None
     allow_missing: bool = False
     classes: str = "intersection"
-    size: int | None = None  # instead of the data set's own
-
-
-def share(fraction: float, whole: int) -> int:
-    """So many of so many, rounded down; the fraction is the decimal that was written.
-
-    >>> share(0.01, 73_257), share(0.1, 127), share(0.29, 100)
-    (732, 12, 29)
-    """
-    return int(Fraction(str(fraction)) * whole)
-
-
-def own_folder(name: str) -> Description:
-    """The description of `folder:PATH`: every folder in it is a domain. PATH may also be an export of such a folder."""
-    said = name.removeprefix(FOLDER)
-    path = Path(said).expanduser()
-    if said and path.is_file():
-        domains = _exported(name, path)
-    elif not said or not path.is_dir():
-        raise ValueError(f"data = {name!r}: there is no folder {said!r}")
-    else:
-        domains = subfolders(path)
-    if not domains:
-        raise ValueError(f"data = {name!r}: {path} has no folders; <domain>/<class>/... is needed")
-    layout = (FolderLayout(),)
-    sources = tuple(Source(n, 0, 0, (n,), layout, home="") for n in domains)
-    return Description(OWN, "your own image folders", sources, FOLDER_SIZE, clients=5, fraction=0.0)
-
-
-def _exported(name: str, path: Path) -> list[str]:
-    said = archive.manifest(path)
-    if said.name != OWN:
-        raise ValueError(
-            f"data = {name!r}: {path} is an export of '{said.name}': use data={said.name} data_root={path}"
-        )
-    return [domain.name for domain in said.domains]
+    size: int | None = None
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A data set as found: where its domains lie (or the export that holds them), and how to read them."""
+class OnDiskDataset:
+    """A data set on disk: the locations of its domains (or the export that contains them), not read yet."""
 
-    description: Description
-    recipe: cache.Recipe
-    places: tuple[Place, ...]
-    packed: Path | None = None
-
-
-def opened(description: Description, wanted: Wanted) -> Opened:
-    """Find a data set on disk; nothing is read yet."""
-    root = root_of(wanted.root)
-    size = wanted.size or description.size
-    places = located(description, root)
-    packed = export_of(description, places, root)
-    if packed is not None:
-        _refuse_lacking(description, packed, wanted)
-        recipe = cache.Recipe(description.name, size, "export", {"": [packed]}, lambda: archive.read(packed))
-        return Opened(description, recipe, (), packed)
-    _refuse_missing(description, places, root, wanted)
-    here = [place.found for place in places if place.found]
-
-    def read() -> tuple[tuple[str, ...], Sequence[RawDomain]]:
-        raws = [found.read() for found in here]
-        classes = assemble.classes_of(raws, description.classes, wanted.classes, description.name)
-        return classes, [assemble.aligned(raw, classes) for raw in raws]
-
-    files = {found.name: found.files for found in here}
-    return Opened(description, cache.Recipe(description.name, size, wanted.classes, files, read), places)
+    spec: DatasetSpec
+    inputs: CacheInputs
+    locations: tuple[DomainLocation, ...]
+    export: Path | None = None
 
 
-def export_of(description: Description, places: Sequence[Place], root: Path) -> Path | None:
-    """The export to read instead, if there is one with more domains than there are in their own files."""
-    here = {place.name for place in places if place.found}
-    if len(here) == len(places):
-        return None
-    packed = archive.found(root, description.name)
-    return packed if packed and not {d.name for d in archive.manifest(packed).domains} <= here else None
+def multiply_fraction(fraction: float, total: int) -> int:
+    """Return that fraction of a total, rounded down. The fraction counts as the decimal that was written.
+
+    >>> multiply_fraction(0.01, 73_257), multiply_fraction(0.1, 127), multiply_fraction(0.29, 100)
+    (732, 12, 29)
+    """
+    return int(Fraction(str(fraction)) * total)
 
 
-def load(description: Description, wanted: Wanted) -> Domains:
-    """The data set, with notes on what is special about what was found."""
-    found = opened(description, wanted)
-    return domains_of(found, cache.prepare(found.recipe))
-
-
-def domains_of(found: Opened, prepared: cache.Prepared) -> Domains:
-    description, identity = found.description, prepared.manifest["fingerprint"]
-    notes = _notes(found.places, prepared)
-    if found.packed is not None:
-        identity, notes = archive.provenance(found.packed, found.recipe.size, identity)
-    sources = {s.name: s for source in description.sources for s in (source, source.stand_in) if s}
-    domains = tuple(replace(d, nominal=_nominal(sources.get(d.name), d)) for d in prepared.domains())
-    if found.packed is None:  # an export has its notes with it
-        notes += _gaps(domains, prepared.manifest["classes"])
-    return Domains(
-        description.name,
-        tuple(prepared.manifest["classes"]),
-        domains,
-        (description.clients,) * len(domains),
-        tuple(share(description.fraction, d.nominal) for d in domains),
-        identity,
-        tuple(notes),
+def make_folder_spec(name: str) -> DatasetSpec:
+    """Return the specification of `folder:PATH`, where each subfolder is a domain. PATH may be an export of such a folder."""
+    value = name.removeprefix(FOLDER_PREFIX)
+    path = Path(value).expanduser()
+    if value and path.is_file():
+        manifest = archive.read_manifest(path)
+        if manifest.name != FOLDER_NAME:
+            raise ValueError(
+                f"data = {name!r}: {path} is an export of '{manifest.name}': use data={manifest.name} data_root={path}"
+            )
+        domains = [domain.name for domain in manifest.domains]
+    elif not value or not path.is_dir():
+        raise ValueError(f"data = {name!r}: there is no folder {value!r}")
+    else:
+        domains = list_subfolders(path)
+    if not domains:
+        raise ValueError(f"data = {name!r}: {path} has no subfolders; it must contain <domain>/<class>/...")
+    return DatasetSpec(
+        name=FOLDER_NAME,
+        about="your own image folders",
+        domains=tuple(
+            DomainSpec(name=n, train=0, test=0, folders=(n,), layouts=(FolderLayout(),), home="") for n in domains
+        ),
+        size=FOLDER_SIZE,
+        clients=5,
+        fraction=0.0,
     )
 
 
-def _nominal(source: Source | None, domain: Domain) -> int:
-    return source.train if source and source.train else len(domain.labels)
+def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
+    """Locate a data set without reading it. Raise ValueError if domains are missing that may not be."""
+    root = resolve_root(request.root)
+    size = request.size or spec.size
+    locations = locate_domains(spec, root)
+    export = find_fuller_export(spec, locations, root)
+    if export is not None:
+        absent = list_missing_domains(spec, export)
+        if absent and not request.allow_missing:
+            raise ValueError(
+                f"{export} lacks the domains {', '.join(absent)}; set allow_missing=true to continue without"
+            )
+        inputs = CacheInputs(spec.name, size, "export", {"": [export]}, read=lambda: archive.read_export(export))
+        return OnDiskDataset(spec, inputs, (), export)
+    _require_domains(spec, locations, root, request)
+    present = [location.files for location in locations if location.files]
+
+    def read() -> tuple[tuple[str, ...], Sequence[RawDomain]]:
+        domains = [files.read() for files in present]
+        classes = choose_classes(domains, spec.classes, request.classes, spec.name)
+        return classes, [align_labels(domain, classes) for domain in domains]
+
+    paths = {files.name: files.files for files in present}
+    return OnDiskDataset(spec, CacheInputs(spec.name, size, request.classes, paths, read=read), locations)
 
 
-def _refuse_missing(description: Description, places: Sequence[Place], root: Path, wanted: Wanted) -> None:
-    missing = [place for place in places if place.found is None]
-    if len(missing) == len(places):
-        raise ValueError(f"none of '{description.name}' is below {root}: {explained(missing[0], root)}")
-    if missing and not wanted.allow_missing:
+def find_fuller_export(spec: DatasetSpec, locations: Sequence[DomainLocation], root: Path) -> Path | None:
+    """Return an export of the data set if it has domains that are not there as files."""
+    present = {location.name for location in locations if location.files}
+    if len(present) == len(locations):
+        return None
+    export = archive.find_export(root, spec.name)
+    return export if export and not {d.name for d in archive.read_manifest(export).domains} <= present else None
+
+
+def load_from_disk(spec: DatasetSpec, request: DataRequest) -> Domains:
+    """Load a data set, with notes on what is missing or unreadable."""
+    dataset = open_dataset(spec, request)
+    return build_domains(dataset, prepare_data(dataset.inputs))
+
+
+def build_domains(dataset: OnDiskDataset, prepared: PreparedData) -> Domains:
+    """Return a prepared data set with the default clients of its specification."""
+    spec, manifest = dataset.spec, prepared.manifest
+    specs = {s.name: s for domain in spec.domains for s in (domain, domain.stand_in) if s}
+    domains = tuple(
+        replace(d, nominal=(specs[d.name].train if d.name in specs else 0) or len(d.labels))
+        for d in prepared.map_domains()
+    )
+    if dataset.export is not None:
+        identity, notes = archive.verify_fingerprint(dataset.export, dataset.inputs.size, manifest.fingerprint)
+    else:
+        identity = manifest.fingerprint
+        notes = _note_locations(dataset.locations, prepared) + _note_absent_classes(domains, manifest.classes)
+    return Domains(
+        name=spec.name,
+        classes=manifest.classes,
+        domains=domains,
+        clients_per_domain=(spec.clients,) * len(domains),
+        samples_per_client=tuple(multiply_fraction(spec.fraction, d.nominal) for d in domains),
+        identity=identity,
+        notes=tuple(notes),
+    )
+
+
+def list_missing_domains(spec: DatasetSpec, export: Path) -> list[str]:
+    """Return the domains of a data set for which an export has neither images nor a stand-in."""
+    present = {domain.name for domain in archive.read_manifest(export).domains}
+    return [s.name for s in spec.domains if not {s.name, s.stand_in.name if s.stand_in else ""} & present]
+
+
+def _require_domains(spec: DatasetSpec, locations: Sequence[DomainLocation], root: Path, request: DataRequest) -> None:
+    missing = [location for location in locations if location.files is None]
+    if len(missing) == len(locations):
+        raise ValueError(f"no domain of '{spec.name}' is below {root}: {explain_missing(missing[0], root)}")
+    if missing and not request.allow_missing:
         raise ValueError(
-            f"'{description.name}' lacks {len(missing)} of {len(places)} domains below {root}: "
-            f"{'; '.join(explained(place, root) for place in missing)}. allow_missing=true goes on without"
+            f"'{spec.name}' lacks {len(missing)} of {len(locations)} domains below {root}: "
+            f"{'; '.join(explain_missing(location, root) for location in missing)}; "
+            "set allow_missing=true to continue without"
         )
 
 
-def _refuse_lacking(description: Description, packed: Path, wanted: Wanted) -> None:
-    """An export of some domains is no more than that."""
-    absent = lacking(description, packed)
-    if absent and not wanted.allow_missing:
-        raise ValueError(f"{packed} lacks the domains {', '.join(absent)}. allow_missing=true goes on without")
-
-
-def lacking(description: Description, packed: Path) -> list[str]:
-    """The domains of a data set that an export of it does not hold, nor stand-ins for them."""
-    here = {domain.name for domain in archive.manifest(packed).domains}
-    names = [{source.name, source.stand_in.name if source.stand_in else ""} for source in description.sources]
-    return [s.name for s, either in zip(description.sources, names, strict=True) if not either & here]
-
-
-def _gaps(domains: Sequence[Domain], classes: Sequence[str]) -> list[str]:
-    """Classes that a domain cannot teach, or cannot be judged by."""
+def _note_absent_classes(domains: Sequence[Domain], classes: Sequence[str]) -> list[str]:
+    """Name the classes of which a domain has no training or no test images."""
     notes = []
     for domain in domains:
-        for what, labels in (("training", domain.labels), ("test", domain.test.labels)):
-            lacking = [name for i, name in enumerate(classes) if not bool((labels == i).any())]
-            if lacking:
-                more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
-                notes.append(f"{domain.name}: no {what} images of {', '.join(lacking[:NAMED])}{more}")
+        for part, labels in (("training", domain.labels), ("test", domain.test.labels)):
+            absent = [name for i, name in enumerate(classes) if not bool((labels == i).any())]
+            if absent:
+                notes.append(f"{domain.name}: no {part} images of {_shorten(absent, ', ')}")
     return notes
 
 
-def _notes(places: Sequence[Place], prepared: cache.Prepared) -> list[str]:
+def _note_locations(locations: Sequence[DomainLocation], prepared: PreparedData) -> list[str]:
+    """Name missing, substituted and incomplete domains, and unreadable images."""
     notes = []
-    counts = {domain["name"]: domain for domain in prepared.manifest["domains"]}
-    for place in places:
-        whole = place.source
-        if place.found is None:
-            notes.append(f"{whole.name} is not on disk: results are over {len(counts)} of {len(places)} domains")
+    cached = {domain.name: domain for domain in prepared.manifest.domains}
+    for location in locations:
+        spec, name = location.spec, location.name
+        if location.files is None:
+            notes.append(f"{spec.name} is not on disk: results are over {len(cached)} of {len(locations)} domains")
             continue
-        if place.stand_in:
-            notes.append(f"{place.name} stands in for {whole.name}: its results are not results on {whole.name}")
-        here = counts[place.name]
-        if whole.train and (here["train"] < whole.train or here["test"] < whole.test):
+        if location.is_stand_in:
+            notes.append(f"{name} stands in for {spec.name}: its results are not results on {spec.name}")
+        domain = cached[name]
+        if spec.train and (domain.train < spec.train or domain.test < spec.test):
             notes.append(
-                f"{place.name}: {here['train']:,} of {whole.train:,} training and {here['test']:,} of {whole.test:,} "
+                f"{name}: {domain.train:,} of {spec.train:,} training and {domain.test:,} of {spec.test:,} "
                 "test images on disk"
             )
-        bad = here["unreadable"]
-        if bad:
-            more = f" and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
-            notes.append(f"{place.name}: {len(bad)} image(s) could not be read: {'; '.join(bad[:NAMED])}{more}")
+        if domain.unreadable:
+            count = len(domain.unreadable)
+            notes.append(f"{name}: {count} image(s) could not be read: {_shorten(domain.unreadable, '; ')}")
     return notes
+
+
+def _shorten(items: Sequence[str], separator: str) -> str:
+    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return separator.join(items[:MAX_LISTED]) + more

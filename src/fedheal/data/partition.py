@@ -1,9 +1,8 @@
-"""Which training samples each client holds.
+"""Assign training samples to clients.
 
-A domain's training split is shuffled once, by the seed and the domain's name alone, and cut into consecutive
-pieces: clients of a domain never share a sample, and neither other domains nor the length of the training
-change who holds what. A client keeps its samples when clients are added behind it. Label skew and the filling-in of missing
-classes, where they are asked for, choose from the same shuffled order (see `skew`).
+A domain's training split is shuffled by the seed and the domain's name, and cut into consecutive pieces. Clients of a domain
+never share a sample. The assignment depends neither on other domains nor on the number of rounds, and a client keeps its
+samples when clients are added after it. Label skew and class filling choose from the same shuffled order (see `skew`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from fedheal.data import skew
 
 @dataclass(frozen=True)
 class Client:
-    """One participant: its name, its domain, and its samples as positions in that domain's training split."""
+    """A client: its id, its domain, and its samples as positions in that domain's training split."""
 
     id: str
     domain: str
     indices: torch.Tensor  # int64 [samples]
 
 
-def partition(
+def partition_samples(
     sizes: Mapping[str, int],
     clients: Mapping[str, int],
     samples: Mapping[str, int],
@@ -36,47 +35,58 @@ def partition(
     dirichlet: float | None = None,
     class_filling: bool = False,
 ) -> tuple[Client, ...]:
-    """Give every domain's clients their own samples.
+    """Assign samples to the clients of every domain.
 
-    Per domain, `sizes` is the number of training samples, `clients` how many clients it gets, `samples` how many
-    samples each of these holds. Clients come in the order of `sizes`, named "domain-0", "domain-1", ...
-    `dirichlet` (the smaller, the more skewed) and `class_filling` need the `labels` of the training samples.
+    Args:
+        sizes: Number of training samples of each domain.
+        clients: Number of clients of each domain.
+        samples: Number of samples per client of each domain.
+        seed: Seed of the shuffle.
+        labels: Labels of the training samples; required by `dirichlet` and `class_filling`.
+        dirichlet: Concentration of the label skew; the smaller, the more skewed.
+        class_filling: Give every client every class.
 
-    >>> two = partition({"street": 10}, {"street": 2}, {"street": 3}, seed=0)
+    Returns:
+        Clients in the order of `sizes`, with ids "domain-0", "domain-1", ...
+
+    Raises:
+        ValueError: If a domain has too few samples or a number is missing.
+
+    >>> two = partition_samples({"street": 10}, {"street": 2}, {"street": 3}, seed=0)
     >>> [client.id for client in two], [len(client.indices) for client in two]
     (['street-0', 'street-1'], [3, 3])
     """
-    found: list[Client] = []
+    assigned: list[Client] = []
     for domain, size in sizes.items():
-        count, each = _asked(clients, domain, "clients"), _asked(samples, domain, "samples per client")
+        count, each = _get_count(clients, domain, "clients"), _get_count(samples, domain, "samples per client")
         if count * each > size:
             raise ValueError(
                 f"{count} clients with {each} samples each need {count * each} samples of domain {domain!r}, "
                 f"which has {size}"
             )
-        order = _shuffled(size, domain, seed)
+        order = _shuffle(size, domain, seed)
         if dirichlet is None and not class_filling:
-            held = [order[k * each : (k + 1) * each].copy() for k in range(count)]
+            indices = [order[k * each : (k + 1) * each].copy() for k in range(count)]
         elif labels is None or (dirichlet is not None and class_filling):
             raise ValueError("dirichlet and class_filling need labels, and exclude each other")
         elif dirichlet is not None:
-            held = skew.dirichlet(order, labels[domain].numpy(), count, each, dirichlet, seed, domain)
+            indices = skew.assign_by_dirichlet(order, labels[domain].numpy(), count, each, dirichlet, seed, domain)
         else:
-            held = skew.filled(order, labels[domain].numpy(), count, each, seed, domain)
-        found += [Client(f"{domain}-{k}", domain, torch.from_numpy(h)) for k, h in enumerate(held)]
-    return tuple(found)
+            indices = skew.assign_with_class_filling(order, labels[domain].numpy(), count, each, seed, domain)
+        assigned += [Client(f"{domain}-{k}", domain, torch.from_numpy(own)) for k, own in enumerate(indices)]
+    return tuple(assigned)
 
 
-def _asked(numbers: Mapping[str, int], domain: str, what: str) -> int:
-    if domain not in numbers:
+def _get_count(counts: Mapping[str, int], domain: str, what: str) -> int:
+    if domain not in counts:
         raise ValueError(f"the number of {what} is missing for domain {domain!r}")
-    if numbers[domain] < 1:
-        raise ValueError(f"the number of {what} of {domain!r} must be at least 1, not {numbers[domain]}")
-    return numbers[domain]
+    if counts[domain] < 1:
+        raise ValueError(f"the number of {what} of {domain!r} must be at least 1, not {counts[domain]}")
+    return counts[domain]
 
 
-def _shuffled(size: int, domain: str, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """A permutation of range(size) by sorting raw PCG64 output, a stream that numpy keeps fixed."""
+def _shuffle(size: int, domain: str, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return a permutation of range(size) by sorting raw PCG64 output, a stream that numpy keeps fixed."""
     digest = hashlib.sha256(f"partition/{domain}".encode()).digest()
     words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 32, 4)]
     keys = np.random.PCG64(np.random.SeedSequence([seed, *words])).random_raw(size)

@@ -1,7 +1,7 @@
-"""What a data set is before any of it is on disk: its domains, how large the whole is, where to look and where to get it.
+"""Specifications of data sets: their domains, full sizes, where their files are looked for and where to get them.
 
-A protocol's "1 % of the training images" is a share of the *whole* set, so its size stands here and not in the files: whoever
-has a part on disk samples as many images as everybody else.
+A protocol's "1 % of the training images" is a share of the full data set. So the full sizes are stated here, and a client gets
+the same number of images when only a part of the data set is on disk.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedheal.data.readers import folders
-from fedheal.data.readers import parquet as tables
+from fedheal.data.readers import folders, parquet
 from fedheal.data.splits import RawDomain
 
 
 @dataclass(frozen=True)
-class Located:
-    """A domain found on disk and not read yet."""
+class DomainFiles:
+    """The files of a domain on disk, not read yet."""
 
     name: str
     layout: str
@@ -27,20 +26,20 @@ class Located:
     read: Callable[[], RawDomain]
 
 
-class Layout(Protocol):
-    """A way in which a domain's files may lie in a folder."""
+class DiskLayout(Protocol):
+    """A way to arrange the files of a domain in a folder."""
 
     @property
     def looks_for(self) -> str:
-        """In words, for whoever has to put files there."""
+        """Describe the expected files."""
 
-    def locate(self, name: str, folder: Path) -> Located | list[str]:
-        """The domain, or what is missing of it; nothing is missing of what is not there at all."""
+    def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
+        """Return the domain's files, or the missing ones if only some are there (empty if none are)."""
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Certain files; for each, the names it may have."""
+    """A fixed set of files; `files` lists the accepted names of each."""
 
     name: str
     files: tuple[tuple[str, ...], ...]
@@ -50,111 +49,132 @@ class FileLayout:
     def looks_for(self) -> str:
         return ", ".join(names[0] for names in self.files)
 
-    def locate(self, name: str, folder: Path) -> Located | list[str]:
-        found = [next((folder / n for n in names if (folder / n).is_file()), None) for names in self.files]
-        paths = [path for path in found if path is not None]
-        if len(paths) < len(found):
-            wanted = [str(folder / names[0]) for names, path in zip(self.files, found, strict=True) if path is None]
-            return wanted if paths else []
-        return Located(name, self.name, folder, tuple(paths), lambda: self.reader(name, paths))
+    def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
+        candidates = [next((folder / n for n in names if (folder / n).is_file()), None) for names in self.files]
+        paths = [path for path in candidates if path is not None]
+        if len(paths) < len(candidates):
+            missing = [str(folder / n[0]) for n, path in zip(self.files, candidates, strict=True) if path is None]
+            return missing if paths else []
+        return DomainFiles(name, self.name, folder, tuple(paths), read=lambda: self.reader(name, paths))
 
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """Image folders by class, with or without folders for training and testing."""
+    """One folder of images per class, optionally inside folders for training and testing."""
 
-    classes: tuple[str, ...] = ()  # those that must be there, where the data set says so
+    classes: tuple[str, ...] = ()  # classes that must be present, if the data set fixes them
     looks_for: str = "<class>/*.jpg or {train,test}/<class>/*.jpg"
     name: str = "image folders"
-    lists: bool = False  # beside the folder, <domain>_train.txt and <domain>_test.txt may say what is for what
+    has_split_lists: bool = False  # <domain>_train.txt and <domain>_test.txt next to the folder may define the split
 
-    def locate(self, name: str, folder: Path) -> Located | list[str]:
+    def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
         if not folder.is_dir():
             return []
-        tree = self._listed(name, folder) or folders.scanned(folder)
-        if not tree.classes:
-            return []
-        absent = [str(folder / wanted) for wanted in self.classes if wanted not in tree.classes]
-        if absent:
-            return absent if len(absent) < len(self.classes) else []
-        return Located(name, self.name, folder, tree.files, lambda: folders.read(name, tree))
-
-    def _listed(self, name: str, folder: Path) -> folders.Tree | None:
-        paths = [folder.parent / f"{name}_{part}.txt" for part in ("train", "test")]
-        if not self.lists or not all(path.is_file() for path in paths):
-            return None
-        return folders.listed(folder.parent, *paths)
+        lists = [folder.parent / f"{name}_{part}.txt" for part in ("train", "test")]
+        if self.has_split_lists and all(path.is_file() for path in lists):
+            tree = folders.read_split_lists(folder.parent, *lists)
+        else:
+            tree = folders.scan_folder(folder)
+        missing = [str(folder / name) for name in self.classes if name not in tree.classes]
+        if missing or not tree.classes:
+            return missing if len(missing) < len(self.classes) else []
+        return DomainFiles(name, self.name, folder, tree.files, read=lambda: folders.read_image_folder(name, tree))
 
 
 @dataclass(frozen=True)
-class Web:
-    """A file to download: its address, and its SHA-256 where that is known for certain."""
+class WebFile:
+    """A file to download, with its SHA-256 if one is published."""
 
     url: str
     sha256: str = ""
 
 
 @dataclass(frozen=True)
-class Hub:
-    """A data set on the Hugging Face hub, as Parquet files; `files` are patterns of those that are needed."""
+class HubDataset:
+    """A data set of Parquet files on the Hugging Face hub; `files` are patterns of the files to use."""
 
     repository: str
     files: tuple[str, ...] = ("data/*.parquet",)
-    domain: str = ""  # its value in the table's column `domain`, if there are several in one table
+    domain: str = ""  # value of the column `domain`, if one table holds several domains
 
     def folder(self, root: Path) -> Path:
-        """Where its files lie below a data root."""
+        """Return the folder of its files below a data root."""
         return root / "hub" / self.repository.replace("/", "--")
 
-    def locate(self, name: str, root: Path, classes: tuple[str, ...]) -> Located | None:
-        paths = tables.files(self.folder(root), self.files)
+    def locate(self, name: str, root: Path, classes: tuple[str, ...]) -> DomainFiles | None:
+        folder = self.folder(root)
+        paths = parquet.find_parquet_files(folder, self.files)
         if not paths:
             return None
-        return Located(
-            name, "Parquet", self.folder(root), paths, lambda: tables.read(name, paths, self.domain, classes)
-        )
+        read = lambda: parquet.read_parquet_domain(name, paths, self.domain, classes)  # noqa: E731
+        return DomainFiles(name, "Parquet", folder, paths, read=read)
 
 
 @dataclass(frozen=True)
-class Source:
-    """One domain: the size of the whole, where it may lie below a data root, and where it can be had."""
+class DomainSpec:
+    """One domain: its full size, the folders to search below a data root, and where to get it."""
 
     name: str
-    train: int  # images of the whole training split
+    train: int  # images of the full training split
     test: int
     folders: tuple[str, ...]
-    layouts: tuple[Layout, ...]
-    home: str
-    hub: Hub | None = None
-    web: tuple[Web, ...] = ()
-    stand_in: Source | None = None  # what may take its place, under its own name
+    layouts: tuple[DiskLayout, ...]
+    home: str  # web page
+    hub: HubDataset | None = None
+    web: tuple[WebFile, ...] = ()
+    stand_in: DomainSpec | None = None  # used under its own name if this domain is missing
 
     @property
-    def available(self) -> str:
-        """Where it can be had, in words."""
-        places = [f"the Hugging Face hub as {self.hub.repository}"] if self.hub else []
-        return " or ".join([*places, *([self.home] if self.home else [])])
+    def available_from(self) -> str:
+        hub = [f"the Hugging Face hub as {self.hub.repository}"] if self.hub else []
+        return " or ".join([*hub, *([self.home] if self.home else [])])
 
 
 @dataclass(frozen=True)
-class Description:
-    """A data set, and the settings of an experiment on it that are not said otherwise."""
+class DatasetSpec:
+    """A data set, and the default settings of an experiment on it."""
 
     name: str
     about: str
-    sources: tuple[Source, ...]
+    domains: tuple[DomainSpec, ...]
     size: int  # images are resized to size x size
     clients: int  # per domain
-    fraction: float  # of the whole training split, that each client holds; 0: its share of all there is
+    fraction: float  # of the full training split, per client; 0: an equal share of what is on disk
     classes: tuple[str, ...] = ()  # empty: the names of the folders
     protocol: Mapping[str, Any] = field(default_factory=dict)
 
 
-def eight_of_ten(images: int) -> tuple[int, int]:
-    """How many images the split of `folders` gives for training and testing.
+# Settings for data sets that are not in the paper, chosen so that one GPU needs an afternoon.
+DEFAULT_PROTOCOL = {
+    "model": "resnet10",
+    "rounds": 100,
+    "epochs": 5,
+    "batch_size": 32,
+    "lr": 0.01,
+    "augment": "crop-flip",
+}
 
-    >>> eight_of_ten(1123), eight_of_ten(157)
+
+def make_folder_domain(
+    name: str, sizes: tuple[int, int], *, parents: Sequence[str], home: str, hub: str, has_split_lists: bool = False
+) -> DomainSpec:
+    """Specify a domain of image folders `<parent>/<name>/<class>/...` that the hub has in a table of several domains."""
+    return DomainSpec(
+        name=name.lower().replace(" ", "_"),
+        train=sizes[0],
+        test=sizes[1],
+        folders=tuple(f"{parent}/{name}" for parent in parents),
+        layouts=(FolderLayout(has_split_lists=has_split_lists),),
+        home=home,
+        hub=HubDataset(hub, domain=name),
+    )
+
+
+def split_eight_to_two(images: int) -> tuple[int, int]:
+    """Return the sizes of the training and test split that `readers.folders` makes of so many images.
+
+    >>> split_eight_to_two(1123), split_eight_to_two(157)
     ((899, 224), (127, 30))
     """
-    train = images // 10 * folders.OF_TEN + min(images % 10, folders.OF_TEN)
+    train = images // 10 * folders.TRAIN_OF_TEN + min(images % 10, folders.TRAIN_OF_TEN)
     return train, images - train

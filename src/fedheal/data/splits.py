@@ -1,8 +1,7 @@
-"""A split of a data set as it is distributed: images of any size, not yet resized, and their classes.
+"""Splits as distributed: images of any size, not resized yet, with their labels.
 
-Readers give one of two kinds: `Pixels`, an array that a file held whole, or `Encoded`, image files (in a folder, a table or
-an archive) that are read one at a time. What follows treats both alike; only an export looks at the difference, since it
-passes images on as they came.
+Readers return one of two kinds: `Pixels`, an array that one file held, or `EncodedImages`, image files (in a folder, a table or
+an archive) that are read one at a time. Only an export treats them differently, since it copies images in their encoding.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from fedheal.data.readers.images import decoded
+from fedheal.data.readers.images import decode_image
 
 Labels = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -33,19 +32,13 @@ class Pixels:
     def image(self, index: int) -> Image.Image:
         return Image.fromarray(np.ascontiguousarray(self.array[index]))
 
-    def name(self, index: int) -> str:
-        return f"image {index}"
-
-    def only(self, positions: Labels) -> Pixels:
+    def select(self, positions: Labels) -> Pixels:
         return Pixels(self.array[positions], self.labels[positions])
-
-    def relabelled(self, labels: Labels) -> Pixels:
-        return replace(self, labels=labels)
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Image files, each with a name; `read(name)` gives the bytes."""
+class EncodedImages:
+    """Image files by name; `read(name)` returns the bytes of one."""
 
     names: Sequence[str]
     labels: Labels
@@ -55,24 +48,18 @@ class Encoded:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        return decoded(self.read(self.names[index]), self.names[index])
+        return decode_image(self.read(self.names[index]), self.names[index])
 
-    def name(self, index: int) -> str:
-        return self.names[index]
-
-    def only(self, positions: Labels) -> Encoded:
-        return Encoded([self.names[i] for i in positions], self.labels[positions], self.read)
-
-    def relabelled(self, labels: Labels) -> Encoded:
-        return replace(self, labels=labels)
+    def select(self, positions: Labels) -> EncodedImages:
+        return EncodedImages([self.names[i] for i in positions], self.labels[positions], self.read)
 
 
-Raw = Pixels | Encoded
+RawSplit = Pixels | EncodedImages
 
 
 @dataclass(frozen=True)
-class Excerpt:
-    """Says that a split holds only some images of a whole one: their positions in it, and all labels of it."""
+class RawExcerpt:
+    """Marks a training split as an excerpt: the positions of its images in the full split, and the full split's labels."""
 
     positions: Labels  # ascending
     labels: Labels
@@ -80,10 +67,40 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class RawDomain:
-    """One domain as distributed; labels count its own classes."""
+    """One domain as distributed; labels index its own classes."""
 
     name: str
     classes: tuple[str, ...]
-    train: Raw
-    test: Raw
-    excerpt: Excerpt | None = None  # of the training split
+    train: RawSplit
+    test: RawSplit
+    excerpt: RawExcerpt | None = None
+
+
+def choose_classes(domains: Sequence[RawDomain], fixed: tuple[str, ...], rule: str, data: str) -> tuple[str, ...]:
+    """Return the fixed classes of a data set, or the "intersection" or "union" of its domains' classes."""
+    if fixed:
+        return fixed
+    sets = [set(domain.classes) for domain in domains]
+    classes = sorted(set.intersection(*sets) if rule == "intersection" else set.union(*sets))
+    if len(classes) < 2:
+        raise ValueError(
+            f"data '{data}': the {rule} of the classes of {', '.join(d.name for d in domains)} has {len(classes)} "
+            "class(es); at least two are needed"
+        )
+    return tuple(classes)
+
+
+def align_labels(domain: RawDomain, classes: tuple[str, ...]) -> RawDomain:
+    """Make the labels index `classes`, and drop images of other classes."""
+    number = {name: i for i, name in enumerate(classes)}
+    table = np.array([number.get(name, -1) for name in domain.classes], dtype=np.int64)
+    train, test = _relabel(domain.train, table), _relabel(domain.test, table)
+    return replace(domain, classes=classes, train=train, test=test)
+
+
+def _relabel(split: RawSplit, table: Labels) -> RawSplit:
+    labels = table[split.labels]
+    if (labels < 0).any():
+        positions = np.flatnonzero(labels >= 0)
+        split, labels = split.select(positions), labels[positions]
+    return replace(split, labels=labels)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedheal.data.augment import PAD, normalised
+from fedheal.data.augment import PAD, normalise_images
 from fedheal.engine.serial import LocalTraining
 
 
@@ -40,7 +40,7 @@ class DeviceData:
             images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
         else:
             images = self.images[index]
-        return normalised(images.permute(0, 3, 1, 2)), self.labels[index]
+        return normalise_images(images.permute(0, 3, 1, 2)), self.labels[index]
 
     def select_clients(self, clients: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return the images and labels of some clients, not augmented."""

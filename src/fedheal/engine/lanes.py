@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedheal.core.layout import Packed, matrix
-from fedheal.data.augment import normalised
+from fedheal.data.augment import normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.device_data import DeviceData
@@ -104,7 +104,7 @@ class Lanes:
         losses = []
         for x, y in serial.eval_batches(Split(images, labels)):
             with autocast(local_training.precision, local_training.device):
-                logits = local_training.module(normalised(x)).to(torch.float32)
+                logits = local_training.module(normalise_images(x)).to(torch.float32)
             losses.append(functional.cross_entropy(logits, y, reduction="none"))
         parts = torch.split(torch.cat(losses).double(), [self.data.sizes[task.client] for task in tasks])
         return [{"loss": loss} for loss in torch.stack([part.mean() for part in parts]).tolist()]

@@ -19,7 +19,7 @@ from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.layout import Layout, Packed, real
 from fedheal.core.rng import derive, generator
 from fedheal.core.updates import Reply
-from fedheal.data.augment import Choices, altered, drawn, normalised
+from fedheal.data.augment import Choices, apply_choices, draw_choices, normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine.precision import autocast
 from fedheal.local.fedprox import FedProx
@@ -307,8 +307,8 @@ def make_batches(examples: Split, training: Training, rng: torch.Generator) -> I
     for order, choices, last in plan_batches(len(examples), training, rng):
         index = order.to(examples.labels.device)
         selected = examples.images.index_select(0, index)  # copies whole images, where `images[index]` copies bytes
-        images = altered(selected, choices).contiguous(memory_format=torch.channels_last)
-        yield normalised(images), examples.labels[index], last
+        images = apply_choices(selected, choices).contiguous(memory_format=torch.channels_last)
+        yield normalise_images(images), examples.labels[index], last
 
 
 def plan_batches(examples: int, training: Training, rng: torch.Generator) -> Iterator[tuple[Tensor, Choices, bool]]:
@@ -321,7 +321,7 @@ def plan_batches(examples: int, training: Training, rng: torch.Generator) -> Ite
     while steps_left > 0:
         order = torch.randperm(examples, generator=rng)
         for selected in torch.split(order, training.batch_size)[:steps_left]:
-            yield selected, drawn(len(selected), training.augment, rng), steps_left <= per_epoch
+            yield selected, draw_choices(len(selected), training.augment, rng), steps_left <= per_epoch
         steps_left -= per_epoch
 
 
@@ -334,7 +334,7 @@ def evaluate_split(local_training: LocalTraining, model: Packed, split: Split) -
     loss, correct = 0.0, 0
     for images, labels in eval_batches(split):
         with autocast(local_training.precision, local_training.device):
-            logits = module(normalised(images)).to(torch.float32)
+            logits = module(normalise_images(images)).to(torch.float32)
         loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
         correct += int((logits.argmax(dim=1) == labels).sum())
     return loss / len(split), correct / len(split)
@@ -349,7 +349,9 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
     with use_seed(derive(local_training.seed, "gradient layers", task.round, task.client), local_training.device):
         for images, labels in eval_batches(examples):
             with autocast(local_training.precision, local_training.device):
-                loss = functional.cross_entropy(module(normalised(images)), labels, reduction="sum") / len(examples)
+                loss = functional.cross_entropy(module(normalise_images(images)), labels, reduction="sum") / len(
+                    examples
+                )
             torch.autograd.backward(loss)
     named = dict(module.named_parameters(remove_duplicate=False))
     tensors = [named[name] for name, _ in local_training.layout.sizes().tensors]
@@ -378,7 +380,7 @@ def find_correct(module: nn.Module, split: Split, precision: str = "fp32") -> Te
     correct = []
     for images, labels in eval_batches(split, cached=True):
         with autocast(precision, images.device):
-            correct.append(module(normalised(images)).argmax(dim=1) == labels)
+            correct.append(module(normalise_images(images)).argmax(dim=1) == labels)
     return torch.cat(correct)
 
 

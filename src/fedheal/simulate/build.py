@@ -15,10 +15,10 @@ from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.core.errors import suggest
 from fedheal.core.layout import Layout
 from fedheal.core.rng import derive
-from fedheal.data.augment import normalised
+from fedheal.data.augment import normalise_images
 from fedheal.data.domains import Domain, Domains, Split
-from fedheal.data.on_disk import share
-from fedheal.data.partition import Client, partition
+from fedheal.data.on_disk import multiply_fraction
+from fedheal.data.partition import Client, partition_samples
 from fedheal.engine.precision import resolve_precision
 from fedheal.engine.serial import LocalTraining, Training, find_smallest_batch_size, use_seed
 from fedheal.simulate.experiment import Experiment
@@ -26,14 +26,16 @@ from fedheal.simulate.federation import Federation
 from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
 
 
-def make_data_request(experiment: Experiment) -> datasets.Wanted:
+def make_data_request(experiment: Experiment) -> datasets.DataRequest:
     """Return which data the experiment asks for."""
-    return datasets.Wanted(experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size)
+    return datasets.DataRequest(
+        experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size
+    )
 
 
 def load_domains(experiment: Experiment) -> Domains:
     """Load the experiment's data set."""
-    return datasets.load(experiment.data, make_data_request(experiment))
+    return datasets.load_dataset(experiment.data, make_data_request(experiment))
 
 
 def build_federation(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:
@@ -125,7 +127,7 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
         for name, number in zip(names, domains.samples_per_client, strict=True)
     }
     samples = _apply_fraction(experiment, domains, samples)
-    clients = partition(
+    clients = partition_samples(
         sizes,
         numbers,
         _fill_per_domain("samples_per_client", experiment.samples_per_client, samples),
@@ -200,7 +202,7 @@ def _hold_out(experiment: Experiment, client: Client) -> tuple[torch.Tensor, tor
 
 
 def _take_examples(domain: Domain, indices: torch.Tensor, device: torch.device) -> Split:
-    split = domain.taken(indices)
+    split = domain.select(indices)
     return Split(split.images.to(device), split.labels.to(device))
 
 
@@ -231,7 +233,7 @@ def _check_model(
     device = next(module.parameters()).device
     splits = [*train.values(), *(domain.test for domain in reversed(domains.domains))]
     for shape, image in {split.images.shape[1:]: split.images[:1] for split in splits}.items():
-        sample, classes = normalised(image.to(device)), len(domains.classes)
+        sample, classes = normalise_images(image.to(device)), len(domains.classes)
         check_evaluates(module, experiment.model, sample, classes)
         sizes = {client: len(split) for client, split in train.items() if split.images.shape[1:] == shape}
         single = next((client for client, size in sizes.items() if find_smallest_batch_size(size, training) == 1), None)
@@ -258,7 +260,7 @@ def _apply_fraction(experiment: Experiment, domains: Domains, samples: dict[str,
     for domain in domains.domains:
         part = fraction.get(domain.name) if isinstance(fraction, dict) else fraction
         if part is not None:
-            samples[domain.name] = share(part, domain.nominal or len(domain.labels))
+            samples[domain.name] = multiply_fraction(part, domain.nominal or len(domain.labels))
     return samples
 
 

@@ -107,7 +107,7 @@ class Experiment(BaseModel):
             if fields.get(key) is not None:
                 fields[key] = parse_per_domain(key, fields[key], kind)
         _check_exclusive(fields)
-        protocol = datasets.protocol(str(fields.get("data", "embedded")))
+        protocol = datasets.get_protocol(str(fields.get("data", "embedded")))
         method = fields.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
             defaults = {key: protocol[key] for key in protocol.keys() - cls.model_fields.keys()}

@@ -19,7 +19,7 @@ from torch import nn
 from fedheal import methods
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.state import RunState
-from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
+from fedheal.data.domains import Domains, fingerprint, fingerprint_used
 from fedheal.engine import check_engine, open_engine
 from fedheal.engine.precision import resolve_precision, use_precision
 from fedheal.runs import folder as files
@@ -220,7 +220,7 @@ class _Saver:
 
 def _identify_data(federation: Federation, domains: Domains) -> dict[str, Any]:
     """Return what distinguishes the data that a run uses from any other."""
-    used = fingerprint_of_used(federation.local_training.examples, federation.tests)
+    used = fingerprint_used(federation.local_training.examples, federation.tests)
     return {"fingerprint": used, "classes": list(domains.classes)}
 
 

@@ -1,1 +1,1 @@
-"""The data sets that are known by name."""
+"""The data sets that fedheal knows by name, one module each."""

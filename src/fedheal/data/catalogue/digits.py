@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fedheal.data.readers import idx, libsvm, mat
-from fedheal.data.specs import Description, FileLayout, FolderLayout, Hub, Source, Web
+from fedheal.data.readers.idx import read_idx_images
+from fedheal.data.readers.libsvm import read_libsvm_images
+from fedheal.data.readers.mat import read_mat_images
+from fedheal.data.specs import DatasetSpec, DomainSpec, FileLayout, FolderLayout, HubDataset, WebFile
 from fedheal.data.splits import Pixels, RawDomain
 
 CLASSES = tuple(str(digit) for digit in range(10))
@@ -21,18 +24,19 @@ STANFORD = "http://ufldl.stanford.edu/housenumbers"
 GANIN = "http://yaroslav.ganin.net"
 
 
-def _idx(name: str, paths: Sequence[Path]) -> RawDomain:
+def _read_idx_domain(name: str, paths: Sequence[Path]) -> RawDomain:
     train, train_labels, test, test_labels = paths
-    return RawDomain(name, CLASSES, idx.images(train, train_labels, TEN), idx.images(test, test_labels, TEN))
+    return RawDomain(name, CLASSES, read_idx_images(train, train_labels, TEN), read_idx_images(test, test_labels, TEN))
 
 
-def _two(read: Callable[[Path], Pixels], name: str, paths: Sequence[Path]) -> RawDomain:
-    """A domain whose splits are one file each."""
+def _read_two_files(read: Callable[[Path], Pixels], name: str, paths: Sequence[Path]) -> RawDomain:
+    """Read a domain whose splits are one file each."""
     train, test = paths
     return RawDomain(name, CLASSES, read(train), read(test))
 
 
-def _gzipped(*names: str) -> tuple[tuple[str, ...], ...]:
+def _list_idx_names(*names: str) -> tuple[tuple[str, ...], ...]:
+    """List the spellings of each idx file, plain and gzipped."""
     return tuple(
         (f"{name}.gz", name, name.replace("-idx", ".idx"), name.replace("-idx", ".idx") + ".gz") for name in names
     )
@@ -40,102 +44,98 @@ def _gzipped(*names: str) -> tuple[tuple[str, ...], ...]:
 
 IDX = FileLayout(
     "idx",
-    _gzipped("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-    _idx,
+    _list_idx_names(
+        "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
+    ),
+    _read_idx_domain,
 )
 LIBSVM = FileLayout(
     "LIBSVM text",
     (("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")),
-    partial(_two, partial(libsvm.images, classes=TEN)),
+    partial(_read_two_files, partial(read_libsvm_images, classes=TEN)),
 )
 SVHN_MAT = FileLayout(
     "MATLAB",
     (("train_32x32.mat",), ("test_32x32.mat",)),
-    partial(_two, partial(mat.images, classes=TEN, zero_is_ten=True)),
+    partial(_read_two_files, partial(read_mat_images, classes=TEN, zero_is_ten=True)),
 )
 SYN_MAT = FileLayout(
     "MATLAB",
     (("synth_train_32x32.mat",), ("synth_test_32x32.mat",)),
-    partial(_two, partial(mat.images, classes=TEN, zero_is_ten=False)),
+    partial(_read_two_files, partial(read_mat_images, classes=TEN, zero_is_ten=False)),
 )
-BY_DIGIT = FolderLayout(CLASSES, "{train,val}/<digit>/*.png")
+FOLDER_PER_DIGIT = FolderLayout(CLASSES, "{train,val}/<digit>/*.png")
 
-MNIST = Source(
-    "mnist",
-    60_000,
-    10_000,
-    ("digits/mnist", "mnist", "MNIST/raw", "digits/MNIST/raw"),
-    (IDX,),
-    "http://yann.lecun.com/exdb/mnist/",
-    Hub("ylecun/mnist", ("mnist/*.parquet",)),
+MNIST = DomainSpec(
+    name="mnist",
+    train=60_000,
+    test=10_000,
+    folders=("digits/mnist", "mnist", "MNIST/raw", "digits/MNIST/raw"),
+    layouts=(IDX,),
+    home="http://yann.lecun.com/exdb/mnist/",
+    hub=HubDataset("ylecun/mnist", ("mnist/*.parquet",)),
 )
-USPS = Source(
-    "usps",
-    7_291,
-    2_007,
-    ("digits/usps", "usps", "USPS", "digits", "."),
-    (LIBSVM,),
-    f"{CSIE}.html#usps",
-    Hub("flwrlabs/usps"),
-    (Web(f"{CSIE}/usps.bz2"), Web(f"{CSIE}/usps.t.bz2")),
+USPS = DomainSpec(
+    name="usps",
+    train=7_291,
+    test=2_007,
+    folders=("digits/usps", "usps", "USPS", "digits", "."),
+    layouts=(LIBSVM,),
+    home=f"{CSIE}.html#usps",
+    hub=HubDataset("flwrlabs/usps"),
+    web=(WebFile(f"{CSIE}/usps.bz2"), WebFile(f"{CSIE}/usps.t.bz2")),
 )
-SVHN = Source(
-    "svhn",
-    73_257,
-    26_032,
-    ("digits/svhn", "svhn", "SVHN", "digits", "."),
-    (SVHN_MAT,),
-    f"{STANFORD}/",
-    Hub("ufldl-stanford/svhn", ("cropped_digits/train*.parquet", "cropped_digits/test*.parquet")),
-    (Web(f"{STANFORD}/train_32x32.mat"), Web(f"{STANFORD}/test_32x32.mat")),
+SVHN = DomainSpec(
+    name="svhn",
+    train=73_257,
+    test=26_032,
+    folders=("digits/svhn", "svhn", "SVHN", "digits", "."),
+    layouts=(SVHN_MAT,),
+    home=f"{STANFORD}/",
+    hub=HubDataset("ufldl-stanford/svhn", ("cropped_digits/train*.parquet", "cropped_digits/test*.parquet")),
+    web=(WebFile(f"{STANFORD}/train_32x32.mat"), WebFile(f"{STANFORD}/test_32x32.mat")),
 )
-SYN_STANDIN = Source(
-    "syn_standin",
-    10_000,
-    2_000,
-    ("digits/syn_standin", "syn_standin"),
-    (SYN_MAT, BY_DIGIT),
-    "nowhere: it stands in for SYN where that is not at hand",
+SYN_STANDIN = DomainSpec(
+    name="syn_standin",
+    train=10_000,
+    test=2_000,
+    folders=("digits/syn_standin", "syn_standin"),
+    layouts=(SYN_MAT, FOLDER_PER_DIGIT),
+    home="nowhere: it stands in for SYN where that is not at hand",
 )
-SYN = Source(
-    "syn",
-    10_000,
-    2_000,
-    ("digits/syn", "syn", "SYN", "digits/SynthDigits", "SynthDigits"),
-    (SYN_MAT, BY_DIGIT),
-    f"{GANIN}/",
+SYN = DomainSpec(
+    name="syn",
+    train=10_000,
+    test=2_000,
+    folders=("digits/syn", "syn", "SYN", "digits/SynthDigits", "SynthDigits"),
+    layouts=(SYN_MAT, FOLDER_PER_DIGIT),
+    home=f"{GANIN}/",
     stand_in=SYN_STANDIN,
 )
-MNIST_M = Source(
-    "mnist_m",
-    60_000,
-    10_000,
-    ("digits/mnist_m", "mnist_m", "mnistm", "MNIST-M", "digits/mnistm"),
-    (BY_DIGIT,),
-    f"{GANIN}/",
-    Hub("Mike0307/MNIST-M"),
+MNIST_M = DomainSpec(
+    name="mnist_m",
+    train=60_000,
+    test=10_000,
+    folders=("digits/mnist_m", "mnist_m", "mnistm", "MNIST-M", "digits/mnistm"),
+    layouts=(FOLDER_PER_DIGIT,),
+    home=f"{GANIN}/",
+    hub=HubDataset("Mike0307/MNIST-M"),
 )
 
-# Section 4.1 of the paper; the authors' released code has the crop and no flip.
-PROTOCOL = {"model": "resnet10", "rounds": 200, "epochs": 10, "batch_size": 64, "lr": 0.001, "augment": "crop"}
-
-DIGITS = Description(
-    "digits",
-    "ten digits as MNIST, USPS, SVHN and SYN, the paper's protocol: 5 clients a domain, 1 % of the images each",
-    (MNIST, USPS, SVHN, SYN),
+DIGITS = DatasetSpec(
+    name="digits",
+    about="ten digits as MNIST, USPS, SVHN and SYN, the paper's protocol: 5 clients a domain, 1 % of the images each",
+    domains=(MNIST, USPS, SVHN, SYN),
     size=32,
     clients=5,
     fraction=0.01,
     classes=CLASSES,
-    protocol=PROTOCOL,
+    # Section 4.1 of the paper; the authors' released code has the crop and no flip.
+    protocol={"model": "resnet10", "rounds": 200, "epochs": 10, "batch_size": 64, "lr": 0.001, "augment": "crop"},
 )
-DIGITS_FIVE = Description(
-    "digits-five",
-    "the same with MNIST-M as a fifth domain",
-    (MNIST, USPS, SVHN, SYN, MNIST_M),
-    size=32,
-    clients=5,
-    fraction=0.01,
-    classes=CLASSES,
-    protocol=PROTOCOL,
+DIGITS_FIVE = replace(
+    DIGITS,
+    name="digits-five",
+    about="the same with MNIST-M as a fifth domain",
+    domains=(*DIGITS.domains, MNIST_M),
 )

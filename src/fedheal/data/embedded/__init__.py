@@ -1,1 +1,1 @@
-"""Four domains of digits that need no download."""
+"""The embedded data set: four domains of digits that need no download."""

@@ -1,7 +1,7 @@
-"""Drawing in integers: warps, blur and blending whose bytes are the same on every machine.
+"""Warp, blur and blend images in integer arithmetic, so that the bytes are the same on every machine.
 
 Grey images are int64 arrays [N, H, W] with values 0..255. Coordinates are fixed point, `ONE` units to a pixel,
-and are counted from the middle of the image. Everything is exact integer arithmetic.
+relative to the middle of the image.
 """
 
 from __future__ import annotations
@@ -9,38 +9,38 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedheal.data.embedded.draw import Ints
+from fedheal.data.embedded.stable_random import Ints
 
 ONE = 256
 
 
-def per_image(values: Ints) -> Ints:
-    """Values [N] shaped to broadcast over images [N, H, W]."""
+def broadcast_per_image(values: Ints) -> Ints:
+    """Reshape values [N] to broadcast over images [N, H, W]."""
     return values[:, None, None]
 
 
-def centred_grid(size: int) -> tuple[Ints, Ints]:
-    """Coordinates x and y, each [1, size, size], of all pixels as seen from the middle of the image."""
+def make_pixel_grid(size: int) -> tuple[Ints, Ints]:
+    """Return the coordinates x and y of all pixels, each [1, size, size], relative to the middle of the image."""
     line = (2 * np.arange(size, dtype=np.int64) - (size - 1)) * (ONE // 2)
     x, y = np.meshgrid(line, line)
     return x[None], y[None]
 
 
-def rotated(x: Ints, y: Ints, slope: Ints) -> tuple[Ints, Ints]:
-    """Turn by a small angle whose sine is slope / ONE (second-order cosine, so no trigonometry is needed)."""
-    sine = per_image(slope)
+def rotate(x: Ints, y: Ints, slope: Ints) -> tuple[Ints, Ints]:
+    """Rotate by a small angle whose sine is slope / ONE (second-order cosine, so no trigonometry is needed)."""
+    sine = broadcast_per_image(slope)
     cosine = ONE - sine * sine // (2 * ONE)
     return (cosine * x - sine * y) // ONE, (sine * x + cosine * y) // ONE
 
 
-def sample(images: Ints, x: Ints, y: Ints) -> Ints:
-    """Bilinear interpolation of each image at its points x, y (seen from its middle); black outside."""
+def sample_bilinear(images: Ints, x: Ints, y: Ints) -> Ints:
+    """Interpolate each image bilinearly at its points x, y (relative to its middle); black outside."""
     n, height, width = images.shape
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
     x = np.clip(x + (width + 1) * ONE // 2, 0, (width + 1) * ONE - 1)
     y = np.clip(y + (height + 1) * ONE // 2, 0, (height + 1) * ONE - 1)
     right, down = x % ONE, y % ONE
-    first = per_image(np.arange(n)) * (height + 2)  # row of the flat array at which each image begins
+    first = broadcast_per_image(np.arange(n)) * (height + 2)  # first row of each image in the flat array
     above = (first + y // ONE) * (width + 2) + x // ONE
     below = above + width + 2
     top = padded.take(above) * (ONE - right) + padded.take(above + 1) * right
@@ -50,7 +50,7 @@ def sample(images: Ints, x: Ints, y: Ints) -> Ints:
 
 
 def blur(images: Ints) -> Ints:
-    """The 3 x 3 binomial filter, edges repeated; the last two axes are the image."""
+    """Apply the 3 x 3 binomial filter with repeated edges over the last two axes."""
     pad = [(0, 0)] * (images.ndim - 2) + [(1, 1), (1, 1)]
     p: Ints = np.pad(images, pad, mode="edge")
     rows: Ints = p[..., :-2, :] + 2 * p[..., 1:-1, :] + p[..., 2:, :]
@@ -58,7 +58,7 @@ def blur(images: Ints) -> Ints:
 
 
 def shrink(images: Ints, factor: int) -> Ints:
-    """Mean over squares of factor x factor pixels."""
+    """Average squares of factor x factor pixels."""
     n, height, width = images.shape
     squares = images.reshape(n, height // factor, factor, width // factor, factor)
     total: Ints = squares.sum(axis=(2, 4))
@@ -66,10 +66,10 @@ def shrink(images: Ints, factor: int) -> Ints:
 
 
 def blend(below: Ints, above: Ints, opacity: Ints) -> Ints:
-    """`above` over `below`, where opacity runs from 0 to 255."""
+    """Blend `above` over `below` with an opacity from 0 to 255."""
     return (below * (255 - opacity) + above * opacity + 127) // 255
 
 
-def bytes_of(images: Ints) -> npt.NDArray[np.uint8]:
-    """Clip to 0..255."""
+def clip_to_bytes(images: Ints) -> npt.NDArray[np.uint8]:
+    """Clip to 0..255 and convert to uint8."""
     return np.clip(images, 0, 255).astype(np.uint8)

@@ -1,6 +1,6 @@
 """Image folders: `<class>/...` or `{train,test}/<class>/...`.
 
-Images are sorted by class, then by name. Where there is no split, the paper's for Office-Caltech is made: of every ten
+Images are sorted by class, then by name. Without a given split, the paper's split of Office-Caltech is made: of every ten
 images in that order the first eight are for training.
 """
 
@@ -14,21 +14,23 @@ from pathlib import Path
 
 import numpy as np
 
-from fedheal.data.readers.images import SUFFIXES, Unreadable, printable
-from fedheal.data.splits import Encoded, RawDomain
+from fedheal.data.readers.images import SUFFIXES, UnreadableImageError, quote_unprintable
+from fedheal.data.splits import EncodedImages, RawDomain
 
-TRAIN, TEST = ("train", "training"), ("test", "val", "validation", "testing")
-OF_TEN = 8  # are for training
-DEEPEST = 16  # folders below a class
-MOST_BYTES = 1 << 28  # of one image file
+TRAIN_NAMES, TEST_NAMES = ("train", "training"), ("test", "val", "validation", "testing")
+TRAIN_OF_TEN = 8  # of every ten images
+MAX_DEPTH = 16  # folders below a class
+MAX_BYTES = 1 << 28  # of one image file
+
+LabelledPaths = tuple[tuple[str, Path], ...]  # (class, image file)
 
 
 @dataclass(frozen=True)
-class Tree:
-    """The images of a domain on disk, by class: `(class, path)` in order, for each split."""
+class ImageTree:
+    """The image files of a domain, in order, for each split."""
 
-    train: tuple[tuple[str, Path], ...]
-    test: tuple[tuple[str, Path], ...]
+    train: LabelledPaths
+    test: LabelledPaths
     classes: tuple[str, ...]
 
     @property
@@ -36,104 +38,106 @@ class Tree:
         return tuple(path for _, path in (*self.train, *self.test))
 
 
-def scanned(folder: Path) -> Tree:
-    """What images there are; nothing is opened yet."""
-    names = {name.lower(): name for name in subfolders(folder)}
-    train = next((names[name] for name in TRAIN if name in names), None)
-    test = next((names[name] for name in TEST if name in names), None)
+def scan_folder(folder: Path) -> ImageTree:
+    """List the images of a domain without opening them."""
+    names = {name.lower(): name for name in list_subfolders(folder)}
+    train = next((names[name] for name in TRAIN_NAMES if name in names), None)
+    test = next((names[name] for name in TEST_NAMES if name in names), None)
     if train and test:
-        parts = [_by_class(folder / part) for part in (train, test)]
-        classes = sorted({*parts[0], *parts[1]})
-        return Tree(_pairs(parts[0]), _pairs(parts[1]), tuple(classes))
-    found = _by_class(folder)
-    pairs = _pairs(found)
-    return Tree(
-        tuple(pair for i, pair in enumerate(pairs) if i % 10 < OF_TEN),
-        tuple(pair for i, pair in enumerate(pairs) if i % 10 >= OF_TEN),
-        tuple(found),
-    )
+        splits = [_list_by_class(folder / part) for part in (train, test)]
+    else:
+        images = _list_by_class(folder)
+        splits = [
+            tuple(image for i, image in enumerate(images) if (i % 10 < TRAIN_OF_TEN) is for_training)
+            for for_training in (True, False)
+        ]
+    return _make_tree(*splits)
 
 
-def listed(root: Path, train: Path, test: Path) -> Tree:
-    """What two lists name, a line each: a path below `root` as `<domain>/<class>/<file>`, then perhaps a number."""
-    splits = [_lines(root, path) for path in (train, test)]
-    return Tree(splits[0], splits[1], tuple(sorted({name for split in splits for name, _ in split})))
+def read_split_lists(root: Path, train: Path, test: Path) -> ImageTree:
+    """List the images that two text files name.
+
+    Each line is a path below `root`, `<domain>/<class>/<file>`, optionally followed by a number.
+    """
+    return _make_tree(_read_list(root, train), _read_list(root, test))
 
 
-def read(name: str, tree: Tree) -> RawDomain:
-    return RawDomain(name, tree.classes, _split(tree.train, tree.classes), _split(tree.test, tree.classes))
+def read_image_folder(name: str, tree: ImageTree) -> RawDomain:
+    """Return the domain; its images are read on demand."""
+    train, test = (_make_split(part, tree.classes) for part in (tree.train, tree.test))
+    return RawDomain(name, tree.classes, train, test)
 
 
-def subfolders(folder: Path) -> list[str]:
-    """The names of the folders in a folder, sorted; hidden ones do not count."""
-    return [name for name, is_folder in _entries(folder) if is_folder]
+def list_subfolders(folder: Path) -> list[str]:
+    """Return the sorted names of the folders in a folder, without hidden ones."""
+    return [name for name, is_folder in _list_entries(folder) if is_folder]
 
 
-def _lines(root: Path, path: Path) -> tuple[tuple[str, Path], ...]:
-    found = []
+def _make_tree(train: LabelledPaths, test: LabelledPaths) -> ImageTree:
+    return ImageTree(train, test, tuple(sorted({name for name, _ in (*train, *test)})))
+
+
+def _read_list(root: Path, path: Path) -> LabelledPaths:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as text ({error})") from error
+    images = []
     for number, line in enumerate(lines, 1):
         words = line.split()
         parts = Path(words[0]).parts if words else ()
         if words and (len(parts) < 3 or ".." in parts or parts[0] == "/"):
             raise ValueError(f"line {number} of {path} is not <domain>/<class>/<file>")
         if words and (root / words[0]).is_file():
-            found.append((parts[1], root / words[0]))
-    return tuple(found)
+            images.append((parts[1], root / words[0]))
+    return tuple(images)
 
 
-def _by_class(folder: Path) -> dict[str, list[Path]]:
-    found = {name: _images(folder / name, (folder,)) for name in subfolders(folder)}
-    return {name: paths for name, paths in found.items() if paths}
+def _list_by_class(folder: Path) -> LabelledPaths:
+    return tuple((name, path) for name in list_subfolders(folder) for path in _list_images(folder / name, (folder,)))
 
 
-def _images(folder: Path, above: tuple[Path, ...]) -> list[Path]:
-    """All images below a folder; a link back to a folder above is refused, since it would never end."""
-    if any(os.path.samefile(folder, other) for other in above):
-        raise ValueError(f"{folder} is a link to a folder that it lies in: remove the link")
-    if len(above) > DEEPEST:
-        raise ValueError(f"{folder} lies more than {DEEPEST} folders deep: images are looked for in <class>/...")
-    entries = _entries(folder)
-    found = [folder / name for name, is_folder in entries if not is_folder and name.lower().endswith(SUFFIXES)]
+def _list_images(folder: Path, parents: tuple[Path, ...]) -> list[Path]:
+    """List all images below a folder. Reject a link to a parent folder, which would recurse for ever."""
+    if any(os.path.samefile(folder, parent) for parent in parents):
+        raise ValueError(f"{folder} is a link to a folder that contains it: remove the link")
+    if len(parents) > MAX_DEPTH:
+        raise ValueError(f"{folder} is more than {MAX_DEPTH} folders deep: put images into <class>/...")
+    entries = _list_entries(folder)
+    images = [folder / name for name, is_folder in entries if not is_folder and name.lower().endswith(SUFFIXES)]
     for name, is_folder in entries:
         if is_folder:
-            found += _images(folder / name, (*above, folder))
-    return found
+            images += _list_images(folder / name, (*parents, folder))
+    return images
 
 
-def _entries(folder: Path) -> list[tuple[str, bool]]:
+def _list_entries(folder: Path) -> list[tuple[str, bool]]:
+    """Return the sorted names in a folder, without hidden ones, and whether each is a folder."""
     try:
-        with os.scandir(folder) as listed:
-            found = [(entry.name, entry.is_dir()) for entry in listed if not entry.name.startswith(".")]
+        with os.scandir(folder) as entries:
+            names = [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ValueError(f"{error.filename} is a link that leads to itself: remove it") from error
+            raise ValueError(f"{error.filename} is a link to itself: remove it") from error
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from error
-    for name, is_folder in found:
-        if is_folder and not name.isprintable():  # also bytes that are no text
-            raise ValueError(f"{str(folder)!r} has a folder {name!r}: a domain or class cannot be called that")
-    return sorted(found)
+    for name, is_folder in names:
+        if is_folder and not name.isprintable():  # also bytes that are not text
+            raise ValueError(f"{str(folder)!r} has a folder {name!r}, which is not a valid domain or class name")
+    return sorted(names)
 
 
-def _pairs(found: dict[str, list[Path]]) -> tuple[tuple[str, Path], ...]:
-    return tuple((name, path) for name, paths in found.items() for path in paths)
-
-
-def _split(pairs: Sequence[tuple[str, Path]], classes: tuple[str, ...]) -> Encoded:
+def _make_split(images: Sequence[tuple[str, Path]], classes: tuple[str, ...]) -> EncodedImages:
     number = {name: i for i, name in enumerate(classes)}
-    labels = np.array([number[name] for name, _ in pairs], dtype=np.int64)
-    return Encoded([str(path) for _, path in pairs], labels, _bytes)
+    labels = np.array([number[name] for name, _ in images], dtype=np.int64)
+    return EncodedImages([str(path) for _, path in images], labels, _read_image_file)
 
 
-def _bytes(name: str) -> bytes:
+def _read_image_file(name: str) -> bytes:
     try:
-        if not os.path.isfile(name):  # a pipe would never end, and a link may lead nowhere
-            raise Unreadable(f"{printable(name)} is not a file")
-        if os.path.getsize(name) > MOST_BYTES:
-            raise Unreadable(f"{printable(name)} has more than {MOST_BYTES:,} bytes")
+        if not os.path.isfile(name):  # a pipe would block for ever, and a link may be broken
+            raise UnreadableImageError(f"{quote_unprintable(name)} is not a file")
+        if os.path.getsize(name) > MAX_BYTES:
+            raise UnreadableImageError(f"{quote_unprintable(name)} has more than {MAX_BYTES:,} bytes")
         return Path(name).read_bytes()
     except OSError as error:
-        raise Unreadable(f"{printable(name)} cannot be read: {error.strerror}") from error
+        raise UnreadableImageError(f"{quote_unprintable(name)} cannot be read: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""One image file to pixels, and pixels to the size a protocol asks for.
+"""Decode image files, and resize images to the size of a protocol.
 
 The resize is Pillow's bilinear filter, which widens when it shrinks an image (antialiasing): what torchvision does with
 Pillow images, and so what the paper's pipeline saw. Grey images are resized as grey and repeated as RGB afterwards.
@@ -19,65 +19,65 @@ from PIL import Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".webp")
-MOST_PIXELS = 64_000_000  # of one image; a file of some kilobytes may claim to be far more
-BATCH = 256  # images at a time, or fewer:
+MAX_PIXELS = 64_000_000  # of one image; a file of some kilobytes may claim far more
+BATCH = 256  # images at a time, limited by
 BATCH_BYTES = 1 << 26
 
 
-class Unreadable(ValueError):
-    """An image that cannot be decoded, with the reason."""
+class UnreadableImageError(ValueError):
+    """An image cannot be read or decoded; the message says why."""
 
 
-def printable(name: str) -> str:
-    """A file's name for a sentence: one with line breaks or bytes that are no text is quoted."""
+def quote_unprintable(name: str) -> str:
+    """Return a file name for a message, quoted if it has line breaks or other unprintable characters."""
     return name if name.isprintable() else repr(name)
 
 
-def decoded(data: bytes, name: str) -> Image.Image:
-    """An image file, as grey or RGB. `Unreadable` says what is wrong with it."""
-    name = printable(name)
+def decode_image(data: bytes, name: str) -> Image.Image:
+    """Decode an image file to grey or RGB. Raise UnreadableImageError if it is damaged or too large."""
+    name = quote_unprintable(name)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
-            if width * height > MOST_PIXELS:
-                raise Unreadable(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+            if width * height > MAX_PIXELS:
+                raise UnreadableImageError(f"{name} has {width} x {height} pixels, more than {MAX_PIXELS:,}")
             return image.convert("L" if image.mode in ("1", "L") else "RGB")
-    except Unreadable:
+    except UnreadableImageError:
         raise
     except UnidentifiedImageError:
-        raise Unreadable(f"{name} is not an image of a known kind ({', '.join(FORMATS)})") from None
-    except Exception as error:  # decoders raise whatever damaged bytes make them trip over
-        raise Unreadable(f"{name} cannot be decoded ({printable(str(error))})") from error
+        raise UnreadableImageError(f"{name} is not an image of a known format ({', '.join(FORMATS)})") from None
+    except Exception as error:  # decoders raise all kinds of errors on damaged bytes
+        raise UnreadableImageError(f"{name} cannot be decoded ({quote_unprintable(str(error))})") from error
 
 
-def resized(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
-    """uint8 `[3, size, size]`."""
+def resize_image(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
+    """Return the image as uint8 `[3, size, size]`."""
     if image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BILINEAR)
     pixels = np.asarray(image)
     return np.broadcast_to(pixels, (3, size, size)) if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
-def batches(
-    number: int, image: Callable[[int], Image.Image], size: int
-) -> Iterator[list[npt.NDArray[np.uint8] | Unreadable]]:
-    """All images in order, some at a time: decoded and resized, or what is wrong with them."""
+def decode_batches(
+    count: int, get_image: Callable[[int], Image.Image], size: int
+) -> Iterator[list[npt.NDArray[np.uint8] | UnreadableImageError]]:
+    """Yield all images in order, in batches: each decoded and resized, or the error it raised."""
 
-    def one(index: int) -> npt.NDArray[np.uint8] | Unreadable:
+    def decode(index: int) -> npt.NDArray[np.uint8] | UnreadableImageError:
         try:
-            return resized(image(index), size)
-        except Unreadable as trouble:
-            return trouble
+            return resize_image(get_image(index), size)
+        except UnreadableImageError as error:
+            return error
 
     step = max(1, min(BATCH, BATCH_BYTES // (3 * size * size)))
-    with calm(), ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes and resizes without holding the lock
-        for start in range(0, number, step):
-            yield list(pool.map(one, range(start, min(number, start + step))))
+    with silence_pillow(), ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
+        for start in range(0, count, step):
+            yield list(pool.map(decode, range(start, min(count, start + step))))
 
 
 @contextmanager
-def calm() -> Iterator[None]:
-    """Pillow's warnings about odd files say nothing that matters here; sizes are checked above."""
+def silence_pillow() -> Iterator[None]:
+    """Ignore Pillow's warnings about odd files; `decode_image` checks sizes itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL\.")
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

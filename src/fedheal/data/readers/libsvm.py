@@ -1,51 +1,40 @@
-"""USPS as LIBSVM text: `label 1:value 2:value ...` a line, labels 1 to 10 for the digits 0 to 9, values from -1 to 1."""
+"""USPS as LIBSVM text: `label 1:value 2:value ...` a line, labels 1 to 10 for the digits 0 to 9, values from -1 to 1.
+
+scikit-learn parses the text; size and values are checked here.
+"""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
+from sklearn.datasets import load_svmlight_file
 
-from fedheal.data.readers.streams import opened
-from fedheal.data.splits import Bytes, Pixels
+from fedheal.data.readers.streams import open_stream
+from fedheal.data.splits import Pixels
 
 SIDE = 16
-LONGEST = 64 * SIDE * SIDE  # of a line, in bytes
-MOST_LINES = 100_000
+MAX_BYTES = 1 << 26  # of text; USPS has about 20 MB
 
 
-def images(path: Path, classes: int) -> Pixels:
-    """Grey 16 x 16 images and their labels."""
-    rows: list[Bytes] = []
-    labels: list[int] = []
-    with opened(path) as stream:
-        while line := stream.readline(LONGEST):
-            where = f"line {len(rows) + 1} of {path}"
-            if len(rows) == MOST_LINES:
-                raise ValueError(f"{path} has more than {MOST_LINES:,} lines")
-            label, row = _parsed(line, where)
-            if not 1 <= label <= classes:
-                raise ValueError(f"{where} has the label {label}; 1 to {classes} are known")
-            labels.append(label - 1)
-            rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} has no lines")
-    return Pixels(np.stack(rows), np.array(labels, dtype=np.int64))
-
-
-def _parsed(line: bytes, where: str) -> tuple[int, Bytes]:
-    values = np.full(SIDE * SIDE, -1.0)  # what is not named is background
+def read_libsvm_images(path: Path, classes: int) -> Pixels:
+    """Return grey 16 x 16 images and their labels. Pixels that a line leaves out are background."""
+    with open_stream(path) as stream:
+        text = stream.read(MAX_BYTES)
+        if stream.read(1):
+            raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes of text")
     try:
-        label, *items = line.split()
-        for item in items:
-            place, _, value = item.partition(b":")
-            number = int(place) - 1
-            if number < 0:
-                raise ValueError
-            values[number] = float(value)
-        number = int(float(label))
-    except (ValueError, IndexError, OverflowError):
-        raise ValueError(f"{where} is not a label and up to {SIDE * SIDE} values as number:value") from None
-    if not (np.abs(values) <= 1).all():
-        raise ValueError(f"{where} has a value that is not between -1 and 1")
-    return number, ((values + 1) / 2 * 255).astype(np.uint8).reshape(SIDE, SIDE)
+        sparse, labels = load_svmlight_file(io.BytesIO(text), n_features=SIDE * SIDE, zero_based=False)
+    except (ValueError, IndexError, OverflowError) as error:
+        raise ValueError(f"{path} is not LIBSVM text of up to {SIDE * SIDE} values a line ({error})") from error
+    if not len(labels):
+        raise ValueError(f"{path} has no lines")
+    if not np.isin(labels, np.arange(1, classes + 1)).all():
+        raise ValueError(f"{path} has labels from {labels.min():g} to {labels.max():g}; labels must be 1 to {classes}")
+    if not (np.abs(sparse.data) <= 1).all():
+        raise ValueError(f"{path} has values that are not between -1 and 1")
+    entries, values = sparse.tocoo(), np.full(sparse.shape, -1.0)
+    values[entries.row, entries.col] = entries.data
+    pixels = ((values + 1) / 2 * 255).astype(np.uint8)
+    return Pixels(pixels.reshape(-1, SIDE, SIDE), labels.astype(np.int64) - 1)

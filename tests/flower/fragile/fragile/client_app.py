@@ -47,7 +47,7 @@ def evaluate(message: Message, context: Context) -> Message:
 def _parts(context):
     torch.set_num_threads(1)
     experiment = described(context.run_config)
-    here = build_federation(experiment, data.load(experiment.data), torch.device("cpu"))
+    here = build_federation(experiment, data.load_dataset(experiment.data), torch.device("cpu"))
     return here, SITES[int(context.node_config["partition-id"])]
 
 

@@ -68,7 +68,7 @@ def cut_bzip2(root: Path) -> None:
 
 
 def bzip2_bomb(root: Path) -> None:
-    (root / "digits" / "usps" / "usps.t.bz2").write_bytes(bz2.compress(b"0" * 50_000_000))
+    (root / "digits" / "usps" / "usps.t.bz2").write_bytes(bz2.compress(b"0" * 5_000_000) * 14)
 
 
 def cut_mat(root: Path) -> None:

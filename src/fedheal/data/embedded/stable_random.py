@@ -1,8 +1,8 @@
-"""Random integers that stay the same for ever: a hash of a name and a position.
+"""Random integers that never change: a hash of a name and a position.
 
-numpy may change the streams of its generators between versions, so data whose bytes are pinned cannot use
-them. Each quantity has a name of its own ("street/train/slope") and its values depend on that name alone, not
-on what was drawn before. The hash is splitmix64 (Steele, Lea and Flood, OOPSLA 2014) in counter mode.
+numpy may change the streams of its generators between versions, so data with pinned bytes cannot use them. Each quantity has
+its own name ("street/train/slope"), and its values depend on that name only, not on earlier draws.
+The hash is splitmix64 (Steele, Lea and Flood, OOPSLA 2014) in counter mode.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(seed: int, count: int) -> npt.NDArray[np.uint64]:
-    """The first `count` outputs of the generator started at `seed`."""
+    """Return the first `count` outputs of the generator started at `seed`."""
     z = np.arange(1, count + 1, dtype=np.uint64) * _STEP + np.uint64(seed)
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
     z = (z ^ (z >> np.uint64(27))) * _MIX_2
     return z ^ (z >> np.uint64(31))
 
 
-def integers(name: str, low: int, high: int, *shape: int) -> Ints:
-    """Integers of the given shape, uniform over low <= i <= high, determined by `name`.
+def draw_integers(name: str, low: int, high: int, *shape: int) -> Ints:
+    """Return integers of that shape, uniform over low <= i <= high and determined by `name`.
 
-    >>> integers("example", 1, 6, 4).tolist() == integers("example", 1, 6, 4).tolist()
+    >>> draw_integers("example", 1, 6, 4).tolist() == draw_integers("example", 1, 6, 4).tolist()
     True
     """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

@@ -13,8 +13,9 @@ import torch
 
 from fedheal import data
 from fedheal.data import cache
-from fedheal.data.locate import located
-from fedheal.data.specs import Located
+from fedheal.data.locate import locate_domains
+from fedheal.data.on_disk import open_dataset
+from fedheal.data.specs import DomainFiles
 from needs import needs
 
 MNIST_BALANCE = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -38,12 +39,12 @@ def cache_folder(root: str) -> None:
 
 @pytest.fixture(scope="module")
 def digits(root: str) -> data.Domains:
-    return data.load("digits", data.Wanted(root))
+    return data.load_dataset("digits", data.DataRequest(root))
 
 
 @pytest.fixture(scope="module")
 def office(root: str) -> data.Domains:
-    return data.load("office-caltech", data.Wanted(root, allow_missing=True))
+    return data.load_dataset("office-caltech", data.DataRequest(root, allow_missing=True))
 
 
 def balance(split: data.domains.Split) -> list[int]:
@@ -73,9 +74,9 @@ def test_no_test_image_of_the_digits_was_trained_with(digits: data.Domains) -> N
 
 def test_pixels_of_mnist(root: str) -> None:
     """Mean 0.1307 and deviation 0.3081, as everybody normalises it; the first digit is a five."""
-    (place,) = (p for p in located(data.DESCRIPTIONS["digits"], Path(root)) if p.name == "mnist")
-    assert isinstance(place.found, Located)
-    raw = place.found.read()
+    (location,) = (p for p in locate_domains(data.SPECS["digits"], Path(root)) if p.name == "mnist")
+    assert isinstance(location.files, DomainFiles)
+    raw = location.files.read()
     pixels = raw.train.array / 255
     assert (round(pixels.mean(), 4), round(pixels.std(), 4)) == (0.1307, 0.3081)
     assert raw.train.labels[:5].tolist() == [5, 0, 4, 1, 9]
@@ -109,18 +110,16 @@ def test_protocol_sizes(digits: data.Domains) -> None:
 
 def test_a_prepared_set_loads_in_less_than_a_second(root: str, digits: data.Domains) -> None:
     started = time.process_time()
-    again = data.load("digits", data.Wanted(root))
+    again = data.load_dataset("digits", data.DataRequest(root))
     assert again.identity == digits.identity
     assert time.process_time() - started < 1
 
 
 def test_preparing_takes_less_than_a_minute(root: str) -> None:
-    from fedheal.data import on_disk as real
-
     started = time.process_time()
     for name in ("digits", "office-caltech"):
-        found = real.opened(data.DESCRIPTIONS[name], data.Wanted(root, allow_missing=True))
-        cache.prepare(found.recipe, again=True)
+        dataset = open_dataset(data.SPECS[name], data.DataRequest(root, allow_missing=True))
+        cache.prepare_data(dataset.inputs, again=True)
     assert time.process_time() - started < 60
 
 
