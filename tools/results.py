@@ -20,8 +20,8 @@ from typing import Any
 
 import fedheal
 import results_kept
-from fedheal.campaign.compare import seeds_of
-from fedheal.campaign.pool import Job
+from fedheal.campaign.compare import parse_seeds
+from fedheal.campaign.jobs import Job
 from fedheal.report.rows import find
 from fedheal.reproduce import RECIPES, Options, planned
 from fedheal.reproduce.plans import Planned
@@ -73,11 +73,11 @@ def run(asked: argparse.Namespace) -> int:
     broken = 0
     try:
         for label, job in rows:
-            if not job.finished and time.monotonic() < deadline:
+            if not job.is_finished and time.monotonic() < deadline:
                 broken += not ran(named(label, job), job, deadline)
     except OutOfTime:
         pass
-    left = [named(label, job) + reached(job) for label, job in rows if not job.finished]
+    left = [named(label, job) + reached(job) for label, job in rows if not job.is_finished]
     say(f"open: {', '.join(left)}" if left else f"nothing is open: all {len(rows)} runs are finished")
     return 1 if broken else 0
 
@@ -91,7 +91,7 @@ def plan(asked: argparse.Namespace) -> Planned:
     if str(values["device"]).startswith("cuda"):
         values = {"precision": "bf16"} | values
     patterns = [word.strip() for word in asked.rows.split(",") if word.strip()]
-    (part,) = planned(RECIPE, Options(seeds_of(asked.seeds), patterns, [asked.data], values), asked.runs)
+    (part,) = planned(RECIPE, Options(parse_seeds(asked.seeds), patterns, [asked.data], values), asked.runs)
     return part
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedheal.campaign.pool import Job
+from fedheal.campaign.jobs import Job
 from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.data import DESCRIPTIONS
 from fedheal.report.rows import EVENNESS

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import fedheal
-from fedheal.campaign.compare import plan, seeds_of
-from fedheal.campaign.pool import Job, run_all
+from fedheal.campaign.compare import parse_seeds, plan
+from fedheal.campaign.jobs import Job
+from fedheal.campaign.pool import run_all
 from fedheal.report.rows import BOUNDS, find, rows
 from fedheal.runs import folder as records
 from tiny_data import QUICK, quick
@@ -56,7 +57,7 @@ def test_finished_runs_of_other_experiments_are_not_taken_for_these(tmp_path):
         ran(plan(["fedheal", "fedavg"], [0], QUICK | {"lr": 0.5}, tmp_path))
     assert not list(tmp_path.glob("fedheal*"))  # it was seen before anything ran
     freely = QUICK | {"save_seconds": 1.0}
-    assert [job.finished for job in plan(["fedavg"], [0], freely, tmp_path)] == [True]
+    assert [job.is_finished for job in plan(["fedavg"], [0], freely, tmp_path)] == [True]
 
 
 def test_an_error_in_one_run_stops_the_rest_and_keeps_what_is_done(tmp_path):
@@ -64,8 +65,8 @@ def test_an_error_in_one_run_stops_the_rest_and_keeps_what_is_done(tmp_path):
     planned = [Job(good, tmp_path / "good"), Job(bad, tmp_path / "bad")]
     with pytest.raises(ValueError, match="NaN"):
         ran(planned)
-    assert planned[0].finished
-    assert not planned[1].finished
+    assert planned[0].is_finished
+    assert not planned[1].is_finished
 
 
 @pytest.mark.slow
@@ -141,7 +142,7 @@ def test_pooled_training_is_one_client_with_everything(tmp_path):
         (["fedavg"], [], {}, "at least one seed"),
         (["fedavg", "fedavg"], [0], {}, "the same"),
         (["fedavg", "fedheal", "fedavg+fedheal"], [0], {}, "the same"),
-        (["fedavg"], [0], {"seed": 3}, "seed is what a comparison varies"),
+        (["fedavg"], [0], {"seed": 3}, "seed=3 cannot be set in a comparison"),
         (["fedavgg"], [0], {}, "did you mean 'fedavg'"),
         (["centralized"], [0], {}, "did you mean 'centralised'"),
         (["fedavg"], [0], {"rounds": -1}, "rounds = -1"),
@@ -159,14 +160,14 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, metho
 @pytest.mark.parametrize("text", ["0", "-1", "x", "3-1", "1,1", "", "1-"])
 def test_seeds_that_make_no_sense_are_refused(text):
     with pytest.raises(ValueError, match="seeds = "):
-        seeds_of(text)
+        parse_seeds(text)
 
 
 @pytest.mark.parametrize("text", ["10000000000", "3-9999999999999999999999", ",".join(map(str, range(10_001)))])
 def test_more_seeds_than_anybody_waits_for_are_refused(text):
-    with pytest.raises(ValueError, match="10,000 are the most"):
-        seeds_of(text)
-    assert seeds_of("10000") == list(range(10_000))
+    with pytest.raises(ValueError, match="use at most 10,000 seeds"):
+        parse_seeds(text)
+    assert parse_seeds("10000") == list(range(10_000))
 
 
 def test_validation_examples_are_held_out_of_training():
@@ -192,6 +193,6 @@ def test_validation_examples_are_held_out_of_training():
 
 @pytest.mark.parametrize(("field", "value"), [("only", "dark"), ("without", "dark"), ("pool", True)])
 def test_what_bounds_vary_cannot_be_given_beside_them(tmp_path, field, value):
-    with pytest.raises(ValueError, match=f"{field} is what bounds vary"):
+    with pytest.raises(ValueError, match=f"{field} cannot be set in a comparison with bounds"):
         plan(["fedavg", "standalone"], [0], QUICK | {field: value}, tmp_path)
     assert plan(["fedavg"], [0], QUICK | {field: value}, tmp_path)

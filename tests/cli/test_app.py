@@ -479,7 +479,7 @@ def test_a_result_of_the_paper_beside_ours(call, tmp_path: Path) -> None:
 
 
 def test_a_comparison_says_how_many_runs_are_under_way(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedheal.campaign.placement.number", lambda: 2)
+    monkeypatch.setattr("fedheal.campaign.placement.count_gpus", lambda: 2)
     given = [word for word in words("device=auto") if not word.startswith("data=")]
     command = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]
     done = call(*command, "--out", "here")
@@ -519,7 +519,7 @@ def test_a_gpu_that_is_too_small_is_a_sentence(call, monkeypatch: pytest.MonkeyP
     def full(job: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has ...")
 
-    monkeypatch.setattr("fedheal.campaign.pool._do", full)
+    monkeypatch.setattr("fedheal.campaign.pool.run_job", full)
     done = call("compare", "fedavg", "--seeds", "1", "--quiet")
     assert_sentence(done, "too little memory (CUDA out of memory. Tried to allocate 3.00 GiB)", "--jobs")
 

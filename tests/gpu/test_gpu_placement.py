@@ -13,8 +13,9 @@ import fedheal
 from fedheal import Layout
 from fedheal.campaign import placement as places
 from fedheal.campaign.gpu_estimate import CONTEXT, demand
+from fedheal.campaign.jobs import Job
 from fedheal.campaign.placement import Place
-from fedheal.campaign.pool import Job, at_a_time, run_all
+from fedheal.campaign.pool import describe_schedule, run_all
 from fedheal.engine.memory import give_back
 from fedheal.runs import folder as records
 from fedheal.simulate.experiment import Experiment, build, domains_of
@@ -69,7 +70,7 @@ def test_runs_beside_each_other_give_what_they_give_one_after_another(tmp_path, 
         return [Job(quick(name=n, method=m, seed=int(seed), **keys), tmp_path / where / n) for n, m, seed in split]
 
     assert places.places([job.experiment for job in planned("beside")], 4) == [Place(0, 4)]
-    assert at_a_time(planned("beside"), 4) == "4 at a time on one GPU"
+    assert describe_schedule(planned("beside"), 4) == "4 at a time on one GPU"
     assert {job.folder.name for job in run_all(planned("beside"), 4)} == set(names)
     assert len(list(run_all(planned("after"), 1))) == len(names)
     for one, two in zip(planned("beside"), planned("after"), strict=True):

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 import fedheal
 from fedheal import methods
-from fedheal.aggregate import Aggregator, chain, reduce
 from fedheal.aggregate.registry import STAGES
 from fedheal.cli import app
 from fedheal.local.fedprox import Proximal
@@ -196,56 +195,6 @@ def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:
     again = fedheal.Experiment.read(tmp_path / "one" / "experiment.toml")
     assert again.method_name == own("mine:pull:mu=0.5+fedheal")
     assert again.identity == quick(method=own("mine:pull+fedheal"), mu=0.5).identity
-
-
-def scaled(factor: float) -> Any:
-    def reducer(draft: Any, weights: Any) -> Any:
-        model, told = reduce.mean(draft, weights)
-        return type(model)(model.params * factor, model.buffers, model.counters), told
-
-    return reducer
-
-
-@pytest.mark.parametrize("rounds", [1, 3], ids=["under way", "finished"])
-@pytest.mark.parametrize(
-    ("mu", "factor", "warns"), [(0.1, 1.0, False), (0.2, 1.0, True), (0.1, 0.5, True)], ids=["same", "term", "closure"]
-)
-def test_a_folder_says_when_a_method_of_the_same_name_has_visibly_changed(
-    mu: float, factor: float, warns: bool, rounds: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Stopped(fedheal.Callback):
-        def round(self, record: Any) -> None:
-            if record.round == rounds < 3:
-                raise KeyboardInterrupt
-
-    def experiment(mu: float, factor: float) -> fedheal.Experiment:
-        method = fedheal.Method((Proximal(mu),), Aggregator(chain(), scaled(factor)), "mine")
-        return quick(method=method, rounds=3)
-
-    try:
-        fedheal.run(experiment(0.1, 1.0), tmp_path / "run", callbacks=[Stopped()], progress=False)
-    except KeyboardInterrupt:
-        assert rounds < 3
-    assert (tmp_path / "run" / "result.json").exists() == (rounds == 3)
-    fedheal.run(experiment(mu, factor), tmp_path / "run", resume=True, progress=False)
-    assert ("was begun with another method of this name" in caplog.text) == warns
-
-
-@pytest.mark.parametrize("held", [0.1, 0.2])
-def test_so_does_one_by_import_path_whose_code_has_changed(
-    held: float, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = fedheal.run(quick(method=own("mine:fixed"), rounds=1), tmp_path / "run", progress=False)
-    assert "own" in first.summary
-    module = sys.modules[own("mine:fixed").partition(":")[0]]
-    monkeypatch.setattr(module, "fixed", lambda: Proximal(held))
-    fedheal.run(quick(method=own("mine:fixed"), rounds=1), tmp_path / "run", resume=True, progress=False)
-    assert ("was begun with another method of this name" in caplog.text) == (held != 0.1)
-
-
-def test_a_method_that_a_name_says_needs_no_second_look(tmp_path: Path) -> None:
-    result = fedheal.run(quick(method="fedprox", rounds=1), tmp_path / "run", progress=False)
-    assert "own" not in result.summary
 
 
 @pytest.mark.slow

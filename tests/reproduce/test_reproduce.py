@@ -53,7 +53,7 @@ def test_results_share_runs_and_finished_ones_are_not_run_again(tmp_path, monkey
     other = planned(RECIPES["table2"], options(), tmp_path)
     shared = {job.folder for job in parts[0].jobs} & {job.folder for job in other[0].jobs}
     assert len(shared) == 2  # FedHEAL and uniform weights
-    monkeypatch.setattr("fedheal.campaign.pool._do", lambda job: pytest.fail(f"{job.folder} was run again"))
+    monkeypatch.setattr("fedheal.campaign.pool.run_job", lambda job: pytest.fail(f"{job.folder} was run again"))
     assert len(list(run_all(parts[0].jobs))) == 6
 
 

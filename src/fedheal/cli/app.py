@@ -20,8 +20,9 @@ from rich.console import Console
 import fedheal
 from fedheal import methods as method_table
 from fedheal.campaign import sweep
-from fedheal.campaign.compare import plan, seeds_of
-from fedheal.campaign.pool import Job, at_a_time, run_all
+from fedheal.campaign.compare import parse_seeds, plan
+from fedheal.campaign.jobs import Job
+from fedheal.campaign.pool import describe_schedule, run_all
 from fedheal.cli import display as show
 from fedheal.cli.data import data_app
 from fedheal.cli.live_table import Board
@@ -142,7 +143,7 @@ def demo(
     """
     planned = plan(DEMO, [seed], {} if rounds is None else {"rounds": rounds}, records.check_folder(out))
     console = Console(quiet=quiet or as_json)
-    how = at_a_time(planned, _processes(jobs))
+    how = describe_schedule(planned, _processes(jobs))
     console.print(f"Four methods on ten digits in four domains, seed {seed}, {how}:", highlight=False)
     _run(planned, console, jobs)
     summaries = [rows.read_result(job.folder) for job in planned]
@@ -195,9 +196,9 @@ def compare(
         *(o.replace("/", "_") for o in sorted(overrides)),
     ]
     folder = out or Path("runs") / "-".join(named_after)
-    planned = plan(named, seeds_of(seeds), values | {"data": data}, records.check_folder(folder), track)
+    planned = plan(named, parse_seeds(seeds), values | {"data": data}, records.check_folder(folder), track)
     console = Console(quiet=quiet or as_json)
-    how = at_a_time(planned, _processes(jobs), ray)
+    how = describe_schedule(planned, _processes(jobs), ray)
     console.print(
         f"{len(planned)} {'run' if len(planned) == 1 else 'runs'} into {folder}, {how}:",
         highlight=False,
@@ -244,7 +245,7 @@ def sweep_command(
     folder = out or Path("runs") / "-".join(
         ["sweep", *(word.replace("/", "_").replace(":", "..") for word in sorted(words))]
     )
-    wanted = sweep.Search(space, fixed, seeds_of(seeds), records.check_folder(folder), metric)
+    wanted = sweep.Search(space, fixed, parse_seeds(seeds), records.check_folder(folder), metric)
     console = Console(quiet=quiet or as_json)
 
     def runner(planned: Sequence[Job]) -> None:
@@ -393,10 +394,10 @@ def reproduce(
     values = overridden(
         [*(f"{k}={v}" for k, v in said.items() if v is not None), *(words or [])]
     )  # in either form, once
-    options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
+    options = Options(parse_seeds(seeds), _listed(rows_), _listed(data), values, smoke)
     parts = planned_runs(RECIPES[result], options, records.check_folder(out))
     wanted = list({job.folder: job for part in parts for job in part.jobs}.values())
-    how = at_a_time(wanted, _processes(jobs), ray)
+    how = describe_schedule(wanted, _processes(jobs), ray)
     console = Console(quiet=quiet or as_json)
     console.print(f"{len(wanted)} runs into {out}, {how}:", highlight=False, markup=False, soft_wrap=True)
     _run(wanted, console, jobs, ray)

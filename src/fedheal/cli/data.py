@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fedheal import data as datasets
 from fedheal import models
-from fedheal.campaign.compare import seeds_of
+from fedheal.campaign.compare import parse_seeds
 from fedheal.cli.display import wide
 from fedheal.data import archive, cache, export
 from fedheal.data import download as downloads
@@ -198,7 +198,7 @@ def export_command(
 
     Example: fedheal data export digits --seeds 0-2 --out digits.export
     """
-    chosen = seeds_of(seeds)
+    chosen = parse_seeds(seeds)
     experiment = _experiment(data, data_root, allow_missing, words)
     if "seed" in overridden(words or ()):
         raise ValueError(f"the seeds of an export are given by --seeds: it cannot be given as seed={experiment.seed}")

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedheal.campaign.pool import Job
+from fedheal.campaign.jobs import Job
 from fedheal.report.rows import NEEDED, read_result
 from fedheal.runs.folder import fields, read_rounds
 

@@ -30,7 +30,6 @@ from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.experiment import Experiment, build, domains_of, module_of
 from fedheal.simulate.interrupts import Interrupts
-from fedheal.simulate.outline import outline
 from fedheal.simulate.progress import Progress, watched
 from fedheal.simulate.round import Callback, Federation, initial_state, judged_model, rounds
 from fedheal.version import __version__
@@ -81,7 +80,6 @@ def run(
             "fingerprint": fingerprint_of_used(federation.local_training.examples, federation.tests),
             "classes": list(domains.classes),
         }
-        own = own_of(experiment)
         kept, history = None, list[RoundRecord]()
         if folder is not None:
             _make(folder, experiment)
@@ -89,9 +87,7 @@ def run(
                 stack.enter_context(records.alone(folder))
             kept, history = _open(folder, experiment, resume, used)
             if (folder / "result.json").exists():
-                return _finished(folder, history, own)
-            if kept is not None:
-                _warn_of_change(folder, kept[1].get("own"), own)
+                return _finished(folder, history)
         state = initial_state(federation) if kept is None else restored_state(*kept, device)
         shown = watched() if progress is None else progress
         watchers = [stack.enter_context(callback) for callback in [*callbacks, *([Progress()] if shown else [])]]
@@ -100,7 +96,7 @@ def run(
         ways = experiment.engine, experiment.workers, experiment.threads, experiment.lanes
         train = stack.enter_context(trainer(federation.local_training, *ways))
         interrupts = stack.enter_context(Interrupts())
-        saver = _Saver(folder, experiment, {"used": used} | own, state)
+        saver = _Saver(folder, experiment, {"used": used}, state)
         try:
             for after, record in rounds(
                 federation, state, interrupts.around(train), experiment.rounds, experiment.eval_every
@@ -121,7 +117,7 @@ def run(
         module = federation.local_training.module
         final = judged_model(federation, state.model, state.terms, sorted(federation.client_domains))
         module.load_state_dict(federation.local_training.layout.unpack(final))
-        result = _result(experiment, history, state, federation, domains, used, own)
+        result = _result(experiment, history, state, federation, domains, used)
         if folder is not None:
             records.save_tensors(folder / "model.safetensors", module.state_dict())
             records.write_text(folder / "result.json", json.dumps(result.summary, indent=2, allow_nan=False) + "\n")
@@ -211,21 +207,6 @@ def check_owner(folder: Path, experiment: Experiment) -> None:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
-def own_of(experiment: Experiment) -> dict[str, Any]:
-    """What can be seen of a method whose name does not say everything; empty where it does."""
-    method = experiment.resolved_method
-    return {"own": outline([method.local, method.aggregator, method.training])} if method.own else {}
-
-
-def _warn_of_change(folder: Path, before: Any, now: Mapping[str, Any]) -> None:
-    if before != now.get("own"):
-        log.warning(
-            "%s was begun with another method of this name, as far as their parameters can be seen: give a changed one another "
-            "name",
-            folder,
-        )
-
-
 def _resumed(folder: Path, experiment: Experiment, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
     troubles: list[str] = []
     for path in records.states(folder):
@@ -260,7 +241,6 @@ def _result(
     federation: Federation,
     domains: Domains,
     used: Used,
-    own: Mapping[str, Any],
 ) -> Result:
     judged = [record for record in history if record.domains is not None]
     accuracy = last_mean([record.domains or {} for record in judged])
@@ -295,7 +275,6 @@ def _result(
         "consistency": spread(state.aggregator),
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
         "versions": _versions(),
-        **own,
     }
     return Result(
         accuracy,
@@ -313,10 +292,9 @@ def _validation(judged: list[RoundRecord]) -> dict[str, Any] | None:
     return {"domains": accuracy, **fairness(accuracy)} if accuracy else None
 
 
-def _finished(folder: Path, history: list[RoundRecord], own: Mapping[str, Any]) -> Result:
+def _finished(folder: Path, history: list[RoundRecord]) -> Result:
     """A run that needs no more running, read back."""
     summary = records.read_result(folder, NEEDED)
-    _warn_of_change(folder, summary.get("own"), own)
     found = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
     return Result(**found, history=tuple(history), model=load(folder), summary=summary)
 
