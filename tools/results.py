@@ -28,7 +28,7 @@ from fedheal.reproduce.plans import Planned
 from fedheal.runs.folder import read_rounds, write_text
 from fedheal.runs.schema import FREE, RoundRecord
 from fedheal.simulate.experiment import Experiment, overridden
-from fedheal.simulate.progress import summary
+from fedheal.simulate.progress import format_accuracy
 
 RECIPE = RECIPES["headline"]
 # What the plan says beside the protocol. Caltech, a domain of Office-Caltech, cannot be had everywhere.
@@ -59,7 +59,7 @@ class Watch(fedheal.Callback):
         took, self.before = now - self.before, now
         if record.round % SAID_EVERY == 0 and record.fairness:
             seconds = sum(record.seconds.values())
-            say(f"{self.label}: round {record.round}/{self.rounds} ({seconds:.2f} s)  {summary(record)}")
+            say(f"{self.label}: round {record.round}/{self.rounds} ({seconds:.2f} s)  {format_accuracy(record)}")
         if record.round < self.rounds and now + took > self.deadline:
             raise OutOfTime
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from fedheal import data as datasets
 from fedheal import models
 from fedheal.campaign.compare import parse_seeds
-from fedheal.cli.display import wide
+from fedheal.cli.display import make_console
 from fedheal.data import archive, cache, export
 from fedheal.data import download as downloads
 from fedheal.data import inventory as inspect
@@ -41,7 +41,7 @@ def list_() -> None:
         table.add_row(name, dataset.about, " ".join(f"{k}={v}" for k, v in dataset.protocol.items()))
     table.add_row("folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", "")
     table.add_row("package.module:function", "your own: a function that returns fedheal.data.domains.Domains", "")
-    wide().print(table)
+    make_console().print(table)
     typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
 
 
@@ -74,7 +74,7 @@ def check(
         table = Table("domain", "state", "layout", "train", "test", "class balance (training)", title=name)
         for one in found:
             table.add_row(one.name, one.state, one.layout, f"{one.train:,}", f"{one.test:,}", one.balance)
-        wide().print(table)
+        make_console().print(table)
         for one in found:
             worst = max(worst, {"missing": 1, "damaged": 2}.get(one.state, 0))
             where = f" in {one.folder}" if one.folder else ""
@@ -111,7 +111,7 @@ def show(
     table = Table("client", "domain", "samples", *domains.classes)
     for client, row in zip(held, counts, strict=True):
         table.add_row(client.id, client.domain, str(row.sum()), *map(str, row))
-    wide().print(table)
+    make_console().print(table)
     make_folder(out)
     path = out / f"{domains.name}-clients.png"
     pictures.client_plot(domains, held).savefig(path, dpi=150)

@@ -30,7 +30,7 @@ from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.experiment import Experiment, build, domains_of, module_of
 from fedheal.simulate.interrupts import Interrupts
-from fedheal.simulate.progress import Progress, watched
+from fedheal.simulate.progress import Progress, is_interactive
 from fedheal.simulate.round import Callback, Federation, initial_state, judged_model, rounds
 from fedheal.version import __version__
 
@@ -89,7 +89,7 @@ def run(
             if (folder / "result.json").exists():
                 return _finished(folder, history)
         state = initial_state(federation) if kept is None else restored_state(*kept, device)
-        shown = watched() if progress is None else progress
+        shown = is_interactive() if progress is None else progress
         watchers = [stack.enter_context(callback) for callback in [*callbacks, *([Progress()] if shown else [])]]
         for callback in watchers:
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
