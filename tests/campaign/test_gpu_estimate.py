@@ -7,6 +7,7 @@ import torch
 
 from fedheal import data
 from fedheal.campaign.gpu_estimate import is_small_run
+from fedheal.data.embedded.scenes import SIZE as EMBEDDED_SIZE
 from fedheal.simulate.experiment import Experiment
 from tiny_data import quick
 
@@ -38,6 +39,10 @@ def test_parameters_pixels_and_batch_size_count(fields, small):
 )
 def test_a_run_that_cannot_be_inspected_is_not_small(fields):
     assert not is_small_run(quick(**fields))
+
+
+def test_the_size_of_embedded_images_is_known():
+    assert data.load("embedded").domains[0].test.images.shape[-2:] == (EMBEDDED_SIZE, EMBEDDED_SIZE)
 
 
 def test_random_numbers_of_the_process_are_left_alone():

@@ -169,6 +169,7 @@ def test_on_a_cluster_small_runs_ask_for_a_part_of_a_gpu(keys, gpus, share):
     assert ray_jobs._choose_resources(quick(threads=2, **keys), gpus) == {"num_cpus": 2, "num_gpus": share}
 
 
+@pytest.mark.slow
 def test_real_processes_see_one_gpu_each_and_give_what_this_one_gives(tmp_path, monkeypatch, two_gpus):
     """The GPUs are made up, so that the runs end up on the CPU; what they see of the environment is real."""
     told = tmp_path / "told"
@@ -189,6 +190,7 @@ def test_real_processes_see_one_gpu_each_and_give_what_this_one_gives(tmp_path, 
         assert found["device"] == expected["device"] == "cpu"
 
 
+@pytest.mark.slow
 def test_an_error_in_a_process_is_the_error_here(tmp_path):
     planned = [*jobs(tmp_path, "bad", "worse", lr=1e9, device="cpu"), *jobs(tmp_path, "never", device="cpu")]
     with pytest.raises(ValueError, match="its update holds NaN"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -41,9 +42,16 @@ def test_lower_is_better_for_std():
     assert choose_best([uneven, even], "std") is even
 
 
-def test_a_grid_runs_every_point_and_reads_both_numbers(tmp_path):
-    wanted = search(tmp_path)
-    trials = search_grid(wanted, run)
+@pytest.fixture(scope="module")
+def finished_grid(tmp_path_factory):
+    """The folder of a grid that has been searched, and its trials."""
+    folder = tmp_path_factory.mktemp("grid")
+    return folder, search_grid(search(folder), run)
+
+
+def test_a_grid_runs_every_point_and_reads_both_numbers(finished_grid):
+    folder, trials = finished_grid
+    wanted = search(folder)
     assert [t.point for t in trials] == [
         {"tau": 0.0, "lr": 0.05},
         {"tau": 0.0, "lr": 0.0005},
@@ -102,9 +110,9 @@ def test_so_many_trials_are_refused(tmp_path, trials):
     ("own", "lacking"),
     [({"avg": 3.0}, "avg, std, worst$"), ({"avg": 3.0, "std": 1.0, "worst": 2.0}, "avg, worst, std, gap, jain$")],
 )
-def test_a_result_that_lacks_what_the_choice_is_made_by_is_named(tmp_path, own, lacking):
+def test_a_result_that_lacks_what_the_choice_is_made_by_is_named(tmp_path, finished_grid, own, lacking):
+    shutil.copytree(finished_grid[0], tmp_path, dirs_exist_ok=True)
     wanted = search(tmp_path)
-    search_grid(wanted, run)
     path = wanted.jobs(wanted.point(1))[0].folder / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"validation": own}))
     with pytest.raises(ValueError, match=rf"result\.json: validation = .* lacks some of {lacking}"):

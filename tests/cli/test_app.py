@@ -30,17 +30,17 @@ def test_version_and_help(call, words: list[str]) -> None:
 
 @pytest.mark.parametrize("command", INTO.values(), ids=INTO)
 @pytest.mark.parametrize(
-    ("out", "said"),
+    ("out", "message"),
     [
         ("taken", "fedheal: taken is a file: name another folder"),
         ("taken/deep/here", "fedheal: taken/deep/here cannot be made, since taken is a file: name another folder"),
     ],
 )
 def test_a_file_where_a_folder_should_go_is_a_sentence(
-    call, tmp_path: Path, command: list[str], out: str, said: str
+    call, tmp_path: Path, command: list[str], out: str, message: str
 ) -> None:
     (tmp_path / "taken").write_text("mine")
-    assert_sentence(call(*command, "--out", out), said)
+    assert_sentence(call(*command, "--out", out), message)
     assert read_files(tmp_path) == {"taken": b"mine"}
 
 

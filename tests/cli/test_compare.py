@@ -60,10 +60,10 @@ def test_a_comparison_says_which_finished_run_was_on_other_data(call, tmp_path: 
     (path,) = (tmp_path / "here").glob("fedavg-*/result.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"used_fingerprint": "other"}))
     after = call(*command, "--out", "here")
-    said = "Not on the data of fedavg's run with the same seed, and therefore not compared with it: fedavg+fedheal with seed 0"
-    assert said in after.out
+    message = "Not on the data of fedavg's run with the same seed, and therefore not compared with it: fedavg+fedheal"
+    assert message in after.out
     assert "Observed against fedavg" not in after.out
-    assert said in json.loads(call(*command, "--out", "here", "--json").out)["conclusions"][0]
+    assert message in json.loads(call(*command, "--out", "here", "--json").out)["conclusions"][0]
 
 
 def test_folders_of_one_name_are_compared_in_folders_of_their_own(call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +94,9 @@ def test_an_error_among_many_runs_says_in_which(call, tmp_path: Path) -> None:
         "compare", "fedavg", "--data", "tiny_data:load", *more, "lr=1e30", "--seeds", "1", "--jobs", "1", "--quiet"
     )
     assert_sentence(done, "(in the run runs/compare-tiny_data.load", "fedavg-tiny_data_load-seed0)")
+
+
+def test_a_device_that_cannot_be_used_is_refused_before_anything_is_printed(call, tmp_path: Path) -> None:
+    done = call("compare", "fedavg", "--seeds", "1", "device=tpu")
+    assert_sentence(done, "device = 'tpu' cannot be used here")
+    assert list(tmp_path.iterdir()) == []

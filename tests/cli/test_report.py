@@ -13,7 +13,7 @@ from tiny_data import WORDS
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--html", "--out", "taken/report.html"], "taken is a file: name another folder"),
         (["--html", "--out", "there"], "there is a folder: name a file"),
@@ -25,16 +25,17 @@ from tiny_data import WORDS
     ],
 )
 def test_a_report_that_cannot_be_written_there_is_a_sentence(
-    call, tmp_path: Path, options: list[str], said: str
+    call, tmp_path: Path, options: list[str], message: str
 ) -> None:
     run_folder(tmp_path / "one")
     (tmp_path / "taken").write_text("mine")
     (tmp_path / "there").mkdir()
     before = read_files(tmp_path)
-    assert_sentence(call("report", "one", *options), said)
+    assert_sentence(call("report", "one", *options), message)
     assert read_files(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_reports_as_a_page_and_as_figures(call, tmp_path: Path) -> None:
     for method in ("fedavg", "fedheal"):
         run_folder(tmp_path / "runs" / method, methods.get(method).name, rounds=4)
@@ -44,6 +45,10 @@ def test_reports_as_a_page_and_as_figures(call, tmp_path: Path) -> None:
     assert call("report", "runs", "--html", "--out", "new/page.html").out == "new/page.html\n"
     assert call("report", "runs", "--figures", "drawn").out == "24 files in drawn\n"
     assert len(list((tmp_path / "drawn").iterdir())) == 24
+
+
+def test_options_without_effect_are_refused(call, tmp_path: Path) -> None:
+    run_folder(tmp_path / "runs" / "fedavg", rounds=2)
     assert_sentence(call("report", "runs", "--html", "--reference", "bogus"), "reference = bogus")
     assert_sentence(call("report", "runs", "--figures", "drawn", "-f", "csv"), "format = csv", "--figures")
     assert_sentence(call("report", "runs", "--figures", "drawn", "--out", "x"), "out = x", "--figures")
@@ -59,6 +64,7 @@ def test_the_text_report_says_what_its_marks_and_numbers_are(call, tmp_path: Pat
     assert "Observed against fedavg+fedheal" in done.out
 
 
+@pytest.mark.slow
 def test_a_diagnosis_is_a_table_sentences_and_a_picture(call, tmp_path: Path) -> None:
     run_folder(tmp_path / "run", rounds=6)
     done = call("report", "run", "--diagnose")
@@ -68,6 +74,10 @@ def test_a_diagnosis_is_a_table_sentences_and_a_picture(call, tmp_path: Path) ->
     assert done.out.splitlines()[-1] == "run/diagnosis-domain.png"
     assert call("report", "run", "--diagnose", "--by", "client", "--figures", "drawn").code == 0
     assert (tmp_path / "drawn" / "diagnosis-client.svg").exists()
+
+
+def test_a_diagnosis_that_cannot_be_made_is_refused(call, tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", rounds=2)
     assert_sentence(call("report", "run", "run", "--diagnose"), "one run")
     assert_sentence(call("report", "run", "--by", "client"), "by = client", "--diagnose")
     for idle in (["--out", "x"], ["--reference", "fedavg"], ["--html"], ["-f", "csv"]):

@@ -19,8 +19,8 @@ def test_a_result_of_the_paper_beside_ours(call, tmp_path: Path) -> None:
     command = ["reproduce", "table2", *words, "--data", "tiny_data:load", "--rows", "fedfv,uniform*", "--jobs", "1"]
     done = call(*command)
     assert (done.code, done.err) == (0, "")
-    for said in ("2 runs into runs/reproduce", "FedFV", "uniform weights", "our control"):
-        assert said in done.out
+    for message in ("2 runs into runs/reproduce", "FedFV", "uniform weights", "our control"):
+        assert message in done.out
     page = tmp_path / done.out.splitlines()[-1]
     assert "beside the paper" in page.read_text()
     models = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
@@ -30,7 +30,7 @@ def test_a_result_of_the_paper_beside_ours(call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["table9"], "there is no result 'table9'; choose one of headline, table1"),
         (["table1", "--smoke", "--rows", "bogus"], "rows = bogus"),
@@ -47,8 +47,8 @@ def test_a_result_of_the_paper_beside_ours(call, tmp_path: Path) -> None:
         (["table1", "--smoke", "--jobs", "-1"], "jobs = -1"),
     ],
 )
-def test_what_cannot_be_reproduced_is_a_sentence(call, tmp_path: Path, words: list[str], said: str) -> None:
-    assert_sentence(call("reproduce", *words), said)
+def test_what_cannot_be_reproduced_is_a_sentence(call, tmp_path: Path, words: list[str], message: str) -> None:
+    assert_sentence(call("reproduce", *words), message)
     assert list(tmp_path.iterdir()) == []
 
 

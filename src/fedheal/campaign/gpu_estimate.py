@@ -14,6 +14,7 @@ import torch
 
 from fedheal import data as datasets
 from fedheal import models
+from fedheal.data.embedded.scenes import SIZE as EMBEDDED_SIZE
 from fedheal.simulate.experiment import Experiment, wanted_of
 
 log = logging.getLogger("fedheal")
@@ -42,7 +43,9 @@ def _count_parameters(model: str, width: int | None) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _count_pixels(name: str, wanted: datasets.Wanted) -> int:
-    """Return the pixels of an image. A data set with a description need not be on disk."""
+    """Return the pixels of an image. A data set with a description need not be on disk, nor the embedded one be drawn."""
+    if name == "embedded":
+        return EMBEDDED_SIZE**2
     if name in datasets.DESCRIPTIONS:
         return (wanted.size or datasets.DESCRIPTIONS[name].size) ** 2
     height, width = datasets.load(name, wanted).domains[0].test.images.shape[-2:]
