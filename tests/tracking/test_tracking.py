@@ -49,7 +49,15 @@ def needs_library(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"{name} is not installed")
 
 
-each = pytest.mark.parametrize("name", [pytest.param(name, marks=needs_library(name)) for name in LIBRARIES])
+def mark_mlflow(test: Callable[..., None]) -> Callable[..., None]:
+    """A test with MLflow, which takes seconds to import and to create its database."""
+    return pytest.mark.slow(needs_library("mlflow")(test))
+
+
+SLOW = {"mlflow": [pytest.mark.slow]}
+each = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[needs_library(name), *SLOW.get(name, [])]) for name in LIBRARIES]
+)
 
 
 # --- records, and writing them
@@ -76,8 +84,8 @@ def records(last: int, first: int = 1) -> list[RoundRecord]:
 def drive(callback: Callback, done: Sequence[RoundRecord], new: Sequence[RoundRecord], end: bool = True) -> None:
     """What a run does; without an end it is one that fails."""
     callback.started(EXPERIMENT, done)
-    for one in new:
-        callback.round(one)
+    for item in new:
+        callback.round(item)
     if end:
         callback.finished(RESULT)
 
@@ -128,9 +136,9 @@ def _mlflow_run(folder: Path) -> tuple[Any, Any]:
 
 def read_wandb(folder: Path, ended: bool = True) -> Rounds:
     found: Rounds = {}
-    for one in _wandb_records(folder, ended):
-        if one.HasField("history"):
-            row = _items(one.history.item)
+    for item in _wandb_records(folder, ended):
+        if item.HasField("history"):
+            row = _items(item.history.item)
             step = int(row.pop("_step"))
             assert step not in found, f"step {step} stands twice"
             found[step] = {name: value for name, value in row.items() if not name.startswith("_")}
@@ -152,7 +160,7 @@ def _wandb_records(folder: Path, ended: bool = True) -> list[Any]:
     (file,) = (_wandb_folder(folder) / "latest-run").resolve().glob("run-*.wandb")
     for _ in range(500):  # the service ends the file a moment after the run's end
         found = [Record.FromString(frame) for frame in _frames(file.read_bytes())]
-        if not ended or any(one.HasField("exit") for one in found):
+        if not ended or any(item.HasField("exit") for item in found):
             return found
         time.sleep(0.01)
     raise AssertionError(f"{file} has no end")
@@ -185,7 +193,7 @@ def same(found: Mapping[int, Mapping[str, float]], expected: Sequence[RoundRecor
     rounds = {
         step: {key: value for key, value in row.items() if not key.startswith("result/")} for step, row in found.items()
     }
-    assert rounds == {one.round: pytest.approx(round_metrics(one), rel=1e-6) for one in expected}
+    assert rounds == {item.round: pytest.approx(round_metrics(item), rel=1e-6) for item in expected}
 
 
 # --- surroundings
@@ -306,7 +314,7 @@ def test_tensorboard_holds_experiment_and_result(tmp_path: Path) -> None:
         assert json.loads(text.tensor_proto.string_val[0]) == expected
 
 
-@needs_library("mlflow")
+@mark_mlflow
 def test_mlflow_holds_experiment_and_result(mlflow_place: Path) -> None:
     drive(tracker("mlflow", mlflow_place), [], records(1))
     _, found = _mlflow_run(mlflow_place)
@@ -322,12 +330,12 @@ def test_wandb_holds_experiment_and_result(tmp_path: Path) -> None:
     drive(Wandb("project", tmp_path), [], records(1))
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
-    for one in _wandb_records(tmp_path):
-        if one.HasField("run"):
-            assert (one.run.project, one.run.display_name) == ("project", "fedavg-tiny-seed3")
-            config |= _items(one.run.config.update)
-        if one.HasField("summary"):
-            summary |= _items(one.summary.update)
+    for item in _wandb_records(tmp_path):
+        if item.HasField("run"):
+            assert (item.run.project, item.run.display_name) == ("project", "fedavg-tiny-seed3")
+            config |= _items(item.run.config.update)
+        if item.HasField("summary"):
+            summary |= _items(item.summary.update)
     assert {key: config[key] for key in EXPERIMENT} == EXPERIMENT
     assert {key: summary[key] for key in result_metrics(RESULT)} == result_metrics(RESULT)
     assert summary["result/method"] == "fedavg"
@@ -339,8 +347,8 @@ def test_resume_goes_on_in_the_same_run(name: str, place: Path) -> None:
     drive(tracker(name, place), [], records(4), end=False)
     again = tracker(name, place)
     again.started(EXPERIMENT | {"name": "renamed", "workers": 4}, records(2))
-    for one in records(5, first=3):
-        again.round(one)
+    for item in records(5, first=3):
+        again.round(item)
     again.finished(RESULT)
     same(READERS[name](place), records(5))
 
@@ -375,7 +383,7 @@ def test_an_earlier_offline_run_is_left_alone(tmp_path: Path) -> None:
     assert len({path.name.rsplit("-", 1)[1] for path in tmp_path.glob("wandb/offline-run-*")}) == 2
 
 
-@needs_library("mlflow")
+@mark_mlflow
 def test_mlflow_by_uri(mlflow_place: Path) -> None:
     spec = f"mlflow:sqlite:///{mlflow_place / 'mlflow' / 'mlflow.db'}"
     drive(tracker(spec, mlflow_place / "out"), [], records(2), end=False)
@@ -383,7 +391,7 @@ def test_mlflow_by_uri(mlflow_place: Path) -> None:
     same(read_mlflow(mlflow_place), records(3))
 
 
-@needs_library("mlflow")
+@mark_mlflow
 def test_mlflow_makes_a_new_run_where_the_old_one_is_gone(mlflow_place: Path) -> None:
     drive(tracker("mlflow", mlflow_place), [], records(2), end=False)
     client, only = _mlflow_run(mlflow_place)
@@ -392,14 +400,14 @@ def test_mlflow_makes_a_new_run_where_the_old_one_is_gone(mlflow_place: Path) ->
     same(read_mlflow(mlflow_place), records(3))
 
 
-@needs_library("mlflow")
+@mark_mlflow
 def test_mlflow_takes_many_clients(mlflow_place: Path) -> None:
-    many = replace(record(1), weights={f"c{i}": i / 2500 for i in range(2500)})
+    many = replace(record(1), weights={f"c{i}": i / 1100 for i in range(1100)})
     drive(tracker("mlflow", mlflow_place), [], [many])
     assert _mlflow_run(mlflow_place)[1].data.metrics == round_metrics(many) | result_metrics(RESULT)
 
 
-@needs_library("mlflow")
+@mark_mlflow
 def test_a_run_that_fails_is_marked_so(mlflow_place: Path) -> None:
     with MLflow(mlflow_place / "mlflow") as writer:
         drive(writer, [], records(1), end=False)
@@ -441,7 +449,7 @@ def test_what_cannot_be_opened_is_an_error(name: str, tmp_path: Path) -> None:
         tracker(name, tmp_path).started(EXPERIMENT, [])
 
 
-@needs_library("mlflow")
+@mark_mlflow
 def test_a_uri_that_mlflow_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^mlflow cannot record this run: .*nowhere"):
         tracker("mlflow:nowhere://x", tmp_path).started(EXPERIMENT, [])
@@ -476,17 +484,18 @@ from fedheal.tracking import tracker
 assert not {"tensorboard", "mlflow", "wandb"} & set(sys.modules), "imported too early"
 from test_tracking import EXPERIMENT, forbid_network, records
 forbid_network(lambda tried: print(tried, flush=True))
-writers = [tracker(name, Path(sys.argv[1])) for name in ("tensorboard", "mlflow", "wandb")]
-for writer in writers:
+trackers = [tracker(name, Path(sys.argv[1])) for name in ("tensorboard", "mlflow", "wandb")]
+for writer in trackers:
     writer.started(EXPERIMENT, [])
 for record in records(3):
-    for writer in writers:
+    for writer in trackers:
         writer.round(record)
 time.sleep(1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 @needs_library("tensorboard")
 @needs_library("mlflow")
