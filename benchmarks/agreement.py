@@ -20,8 +20,9 @@ import torch
 from scipy import stats
 
 import fedheal
-from fedheal.simulate.experiment import Experiment, build, domains_of, overridden
-from fedheal.simulate.runner import device_of, hardware_of
+from fedheal.simulate.build import build_federation, load_domains
+from fedheal.simulate.devices import describe_hardware, resolve_device
+from fedheal.simulate.experiment import Experiment, parse_overrides
 
 PROTOCOL = {"model": "resnet10", "rounds": 20, "epochs": 1, "lr": 0.01}
 OURS = ("data", "device", "engine", "eval_every")  # fields that the options and the comparison itself set
@@ -39,15 +40,15 @@ def wanted(asked: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
         raise ValueError(f"repeats = {asked.repeats}: a spread needs at least 2")
     if asked.at_a_time < 1:
         raise ValueError(f"at-a-time = {asked.at_a_time}: use 1 or more")
-    said = overridden(asked.words)
+    said = parse_overrides(asked.words)
     if taken := [key for key in said if key in OURS]:
         raise ValueError(
             f"{taken[0]} cannot be given as {taken[0]}={said[taken[0]]}: the options or the comparison set it"
         )
-    device = device_of(asked.device)
+    device = resolve_device(asked.device)
     keys = PROTOCOL | said | {"data": asked.data, "device": str(device)}
     experiment = Experiment.of(keys)
-    build(experiment, domains_of(experiment), device)
+    build_federation(experiment, load_domains(experiment), device)
     return device, keys
 
 
@@ -76,7 +77,7 @@ def main() -> None:
         engine: np.array([[run[name] for name in names] for run in found[i * asked.repeats : (i + 1) * asked.repeats]])
         for i, engine in enumerate(engines)
     }
-    print(f"{date.today()} {hardware_of(device)}, torch {torch.__version__}, {asked.data}", end=", ")
+    print(f"{date.today()} {describe_hardware(device)}, torch {torch.__version__}, {asked.data}", end=", ")
     print(f"{keys['rounds']} rounds of {keys['epochs']} epochs, {asked.repeats} repeats of one seed\n")
     print(f"| accuracy in percent, mean ± sd | {' | '.join(names)} |")
     print("|---" * (len(names) + 1) + "|")

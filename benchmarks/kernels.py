@@ -20,9 +20,11 @@ import torch
 
 from fedheal.engine import trainer
 from fedheal.engine.precision import numerics
-from fedheal.simulate.experiment import Experiment, build
-from fedheal.simulate.round import Federation, initial_state, run_round
-from simulate import PROTOCOLS, domains_of
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
+from simulate import PROTOCOLS, load_domains
 
 OURS = {
     "_moments",
@@ -81,7 +83,7 @@ def main() -> None:
         sys.exit(2)
     device, protocol = torch.device("cuda"), PROTOCOLS[asked.protocol]
     experiment = Experiment.of({"method": asked.method, "device": "cuda", **protocol.keys})
-    fed = build(experiment, domains_of(protocol), device)
+    fed = build_federation(experiment, load_domains(protocol), device)
     fed = replace(fed, local_training=replace(fed.local_training, precision=asked.precision))
     print(f"{date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}, {asked.protocol}, {asked.method}, {asked.precision}\n")

@@ -29,9 +29,10 @@ from fedheal import methods
 from fedheal.core.layout import Packed
 from fedheal.engine.serial import ClientResult, Task
 from fedheal.engine.workers import Shared, trainer
-from fedheal.simulate.experiment import Experiment, build
-from fedheal.simulate.round import initial_state, rounds
-from fedheal.simulate.runner import device_of
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.devices import resolve_device
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.round import initial_state, run_rounds
 
 ROUNDS = 3
 EXTENSIONS = [f"fedavg+fedheal:{key}" for key in ("per_step=true", "soft=true", "forget=0.1", "per_domain=true")]
@@ -55,7 +56,7 @@ def cost(name: str) -> Cost:
     """Run a method for a few rounds."""
     validation = {"validation": 0.2} if name in ("fedce", "fedga") else {}
     experiment = Experiment(method=name, rounds=ROUNDS, epochs=1, samples_per_client=80, **validation)
-    federation = build(experiment, datasets.load("embedded"), device_of("cpu"))
+    federation = build_federation(experiment, datasets.load("embedded"), resolve_device("cpu"))
     spans, ends, done = [], [], []
     with trainer(federation.local_training, 1, 1) as train:
 
@@ -64,7 +65,7 @@ def cost(name: str) -> Cost:
             yield from train(model, shared, tasks)
             spans.append((start, time.process_time()))
 
-        for after in rounds(federation, initial_state(federation), timed, ROUNDS, every=ROUNDS):
+        for after in run_rounds(federation, initial_state(federation), timed, ROUNDS, eval_every=ROUNDS):
             ends.append(time.process_time())
             done.append(after)
     state, history = done[-1][0], [record for _, record in done]

@@ -33,10 +33,11 @@ from fedheal.campaign.placement import count_small_runs
 from fedheal.campaign.pool import run_all
 from fedheal.engine import trainer
 from fedheal.engine.precision import numerics
-from fedheal.simulate.experiment import Experiment, build
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.devices import resolve_device
+from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.round import initial_state, run_round
-from fedheal.simulate.runner import device_of
-from simulate import PROTOCOLS, domains_of
+from simulate import PROTOCOLS, load_domains
 
 GIB = 2**30
 
@@ -68,9 +69,9 @@ def described(model: str, device: str) -> Experiment:
 def worker(model: str, device_name: str, parent: Connection) -> None:
     """A run that trains so many rounds whenever it is told to."""
     torch.set_num_threads(1)
-    device = device_of(device_name)
+    device = resolve_device(device_name)
     experiment = described(model, device_name)
-    fed = build(experiment, domains_of(PROTOCOLS[CASES[model].protocol]), device)
+    fed = build_federation(experiment, load_domains(PROTOCOLS[CASES[model].protocol]), device)
     with numerics(fed.local_training.precision, False, device), trainer(fed.local_training) as train:
         begun = time.perf_counter()
         state, _ = run_round(fed, initial_state(fed), train)
@@ -130,7 +131,7 @@ def measured(model: str, device: str, numbers: list[int], rounds: int) -> None:
 
 
 def free_bytes(device: str) -> int:
-    return torch.cuda.mem_get_info(device_of(device))[0] if device.startswith("cuda") else 0
+    return torch.cuda.mem_get_info(resolve_device(device))[0] if device.startswith("cuda") else 0
 
 
 def whole(device: str, numbers: list[int], rounds: int) -> None:

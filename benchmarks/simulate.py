@@ -34,9 +34,11 @@ from fedheal.data.augment import MEAN, STD
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.engine import lanes, trainer
 from fedheal.engine.precision import numerics
-from fedheal.simulate.experiment import Experiment, build
-from fedheal.simulate.round import Federation, initial_state, run_round
-from fedheal.simulate.runner import device_of
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.devices import resolve_device
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
 
 ENGINES = ("lanes", "serial", "plain")
 
@@ -76,7 +78,7 @@ def images(number: int, side: int, chance: torch.Generator) -> Split:
     return Split(made, torch.randint(0, 10, (number,), generator=chance))
 
 
-def domains_of(protocol: Protocol) -> Domains:
+def load_domains(protocol: Protocol) -> Domains:
     chance = torch.Generator().manual_seed(0)
     made = [
         Domain(name, images(protocol.clients * train, protocol.side, chance), images(test, protocol.side, chance))
@@ -230,7 +232,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     asked = parser.parse_args()
     try:
-        device = device_of(asked.device)
+        device = resolve_device(asked.device)
         gpu = device.type == "cuda"
         name = asked.protocol or ("digits" if gpu else "small")
         protocol, methods, engines = PROTOCOLS[name], asked.methods.split(","), engines_of(asked.engines, gpu)
@@ -242,14 +244,14 @@ def main() -> None:
     except ValueError as error:
         print(f"simulate.py: {error}", file=sys.stderr)
         sys.exit(2)
-    data = domains_of(protocol)
+    data = load_domains(protocol)
     precisions = asked.precision.split(",") if gpu else ["fp32"]
     where = torch.cuda.get_device_name(device) if gpu else f"{torch.get_num_threads()} threads of a CPU"
     print(f"{date.today()} {where}, torch {torch.__version__}, Python {platform.python_version()}, protocol {name}\n")
     rows: list[Timed] = []
     operations = 0.0
     for method, experiment in experiments.items():
-        fed = build(experiment, data, device)
+        fed = build_federation(experiment, data, device)
         operations = operations or work(fed)
         for engine in (engine for engine in engines if engine != "plain"):
             rows += [timed(fed, engine, p, asked.rounds, asked.deterministic, asked.lanes) for p in precisions]

@@ -33,9 +33,11 @@ from torch import Tensor, nn
 
 from fedheal.core.layout import Layout
 from fedheal.engine import trainer
-from fedheal.simulate.experiment import Experiment, build
-from fedheal.simulate.round import Federation, initial_state, run_round
-from simulate import PROTOCOLS, Protocol, Timed, domains_of, plain_loop
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
+from simulate import PROTOCOLS, Protocol, Timed, load_domains, plain_loop
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 HERE = {
@@ -104,8 +106,10 @@ WAYS = {
 
 
 def federation(protocol: Protocol, way: Way) -> Federation:
-    fed = build(
-        Experiment.of({"method": "fedavg", "device": "cpu", **protocol.keys}), domains_of(protocol), torch.device("cpu")
+    fed = build_federation(
+        Experiment.of({"method": "fedavg", "device": "cpu", **protocol.keys}),
+        load_domains(protocol),
+        torch.device("cpu"),
     )
     if way.wrapped is None:
         return fed

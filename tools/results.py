@@ -27,7 +27,7 @@ from fedheal.reproduce import RECIPES, Options, planned
 from fedheal.reproduce.plans import Planned
 from fedheal.runs.folder import read_rounds, write_text
 from fedheal.runs.schema import FREE, RoundRecord
-from fedheal.simulate.experiment import Experiment, overridden
+from fedheal.simulate.experiment import Experiment, parse_overrides
 from fedheal.simulate.progress import format_accuracy
 
 RECIPE = RECIPES["headline"]
@@ -87,7 +87,7 @@ def plan(asked: argparse.Namespace) -> Planned:
     if asked.data not in PLAN:
         raise ValueError(f"data = {asked.data}: there is no plan for it; use one of {', '.join(PLAN)}")
     options = [f"{key}={value}" for key in ("rounds", "device") if (value := getattr(asked, key)) is not None]
-    values = PLAN[asked.data] | {"device": "cuda"} | overridden([*options, *asked.words])  # either form, but once
+    values = PLAN[asked.data] | {"device": "cuda"} | parse_overrides([*options, *asked.words])  # either form, but once
     if str(values["device"]).startswith("cuda"):
         values = {"precision": "bf16"} | values
     patterns = [word.strip() for word in asked.rows.split(",") if word.strip()]

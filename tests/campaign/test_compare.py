@@ -164,12 +164,12 @@ def test_more_seeds_than_anybody_waits_for_are_refused(text):
 
 def test_validation_examples_are_held_out_of_training():
     from fedheal import data as datasets
-    from fedheal.simulate.experiment import build
-    from fedheal.simulate.runner import device_of
+    from fedheal.simulate.build import build_federation
+    from fedheal.simulate.devices import resolve_device
 
     experiment = quick(validation=0.25)
-    federation = build(experiment, datasets.load(experiment.data), device_of("cpu"))
-    whole = build(quick(), datasets.load(experiment.data), device_of("cpu"))
+    federation = build_federation(experiment, datasets.load(experiment.data), resolve_device("cpu"))
+    whole = build_federation(quick(), datasets.load(experiment.data), resolve_device("cpu"))
     for client, split in federation.local_training.examples.items():
         held, everything = federation.validation[client], whole.local_training.examples[client]
         assert len(split) + len(held) == len(everything)

@@ -41,6 +41,7 @@ def test_a_run_that_cannot_be_inspected_is_not_small(fields):
     assert not is_small_run(quick(**fields))
 
 
+@pytest.mark.slow
 def test_the_size_of_embedded_images_is_known():
     assert data.load("embedded").domains[0].test.images.shape[-2:] == (EMBEDDED_SIZE, EMBEDDED_SIZE)
 

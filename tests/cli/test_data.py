@@ -12,7 +12,8 @@ from PIL import Image
 
 import layouts
 from fedheal import data
-from fedheal.simulate.experiment import Experiment, clients_of, domains_of
+from fedheal.simulate.build import load_domains, partition_clients
+from fedheal.simulate.experiment import Experiment
 
 QUICK = ["rounds=1", "epochs=1", "model=small_cnn", "samples_per_client=3", "clients_per_domain=2", "device=cpu"]
 
@@ -173,7 +174,7 @@ def test_numbers_for_each_domain_in_words_in_toml_and_in_python(root: Path, tmp_
         Experiment.read(None, [*words, "clients_per_domain={mnist=4,usps=1,svhn=2,syn_standin=3}"]),
     ]
     assert len({experiment.identity for experiment in ways}) == 1
-    clients = clients_of(ways[0], domains_of(ways[0]))
+    clients = partition_clients(ways[0], load_domains(ways[0]))
     client_domains = [client.domain for client in clients]
     assert {name: client_domains.count(name) for name in said} == said
     assert Experiment.of(tomllib.loads(ways[0].to_toml())) == ways[0]
@@ -182,7 +183,7 @@ def test_numbers_for_each_domain_in_words_in_toml_and_in_python(root: Path, tmp_
 def test_a_fraction_is_of_the_whole_set(root: Path) -> None:
     shares = {"mnist": 0.0005, "usps": 0.001, "svhn": 0.0002, "syn_standin": 0.001}
     experiment = Experiment(data="digits", data_root=str(root), clients_per_domain=1, fraction=shares)
-    sizes = {c.domain: len(c.indices) for c in clients_of(experiment, domains_of(experiment))}
+    sizes = {c.domain: len(c.indices) for c in partition_clients(experiment, load_domains(experiment))}
     assert sizes == {"mnist": 30, "usps": 7, "svhn": 14, "syn_standin": 10}
 
 
@@ -190,7 +191,7 @@ def test_the_split_depends_neither_on_rounds_nor_on_the_method(root: Path) -> No
     def held(**keys: object) -> dict[str, list[int]]:
         fields = {"data": "digits", "data_root": str(root), "samples_per_client": 5, "seed": 3} | keys
         experiment = Experiment(**fields)
-        return {c.id: c.indices.tolist() for c in clients_of(experiment, domains_of(experiment))}
+        return {c.id: c.indices.tolist() for c in partition_clients(experiment, load_domains(experiment))}
 
     for skew in ({}, {"dirichlet": 0.3}, {"class_filling": True}):
         assert held(**skew) == held(**skew, rounds=7, method="fedavg")

@@ -19,8 +19,9 @@ from fedheal import methods
 from fedheal.core.state import RunState, restored_state
 from fedheal.engine import serial
 from fedheal.engine.serial import ClientResult
-from fedheal.simulate.experiment import build
-from fedheal.simulate.round import Federation, initial_state, run_round, sample
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round, sample_cohort
 from tiny_data import load, quick
 
 VARIANTS = [
@@ -64,7 +65,7 @@ def one_thread() -> Iterator[None]:
 
 def federation(name: str, **keys: Any) -> Federation:
     given = {"method": name, "model": "tiny_data:featured", "rounds": 6, "lr": 0.02, "validation": 0.25}
-    return build(quick(**given | keys), load(), CPU)
+    return build_federation(quick(**given | keys), load(), CPU)
 
 
 def step(fed: Federation, state: RunState, order: int = 1, edit: Edit = iter) -> RunState:
@@ -311,7 +312,7 @@ def test_fedbn_under_partial_participation_gives_each_client_its_first_layers() 
     fed = federation("fedbn", participation=0.5)
     state, known, norm = initial_state(fed), set(), 4 * 16 + 8
     for number in range(1, 5):
-        cohort = sample(fed, state.seed, number)
+        cohort = sample_cohort(fed, state.seed, number)
         now = step(fed, copy.copy(state))
         assert now.sent - state.sent == sum(SIZE - norm * (client in known) for client in cohort)
         assert now.received - state.received == len(cohort) * (SIZE - norm)

@@ -16,7 +16,8 @@ import torch
 import fedheal
 import layouts
 from fedheal import data
-from fedheal.simulate.experiment import Experiment, clients_of, domains_of
+from fedheal.simulate.build import load_domains, partition_clients
+from fedheal.simulate.experiment import Experiment
 
 SMALL = ["samples_per_client=3", "clients_per_domain=2"]
 KEYS = {
@@ -41,8 +42,8 @@ def digits(tmp_path: Path, call) -> Path:
 
 def taken(root: Path, seed: int, **keys: object) -> dict[str, torch.Tensor]:
     experiment = Experiment(**KEYS | {"data": "digits", "data_root": str(root), "seed": seed} | keys)
-    domains = domains_of(experiment)
-    return {c.id: domains[c.domain].taken(c.indices).images for c in clients_of(experiment, domains)}
+    domains = load_domains(experiment)
+    return {c.id: domains[c.domain].taken(c.indices).images for c in partition_clients(experiment, domains)}
 
 
 @pytest.mark.parametrize("seed", [0, 1])

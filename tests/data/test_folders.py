@@ -13,7 +13,7 @@ import fedheal
 import layouts
 from fedheal import data
 from fedheal.data.readers import folders
-from fedheal.simulate.experiment import clients_of, domains_of
+from fedheal.simulate.build import load_domains, partition_clients
 
 
 def load(root: Path, **keys: object) -> data.Domains:
@@ -40,8 +40,8 @@ def test_classes_in_common_and_all_classes(root: Path) -> None:
 @pytest.mark.parametrize("number", [None, 2, 7])
 def test_everything_is_shared_out_unless_said_otherwise(root: Path, number: int | None) -> None:
     experiment = fedheal.Experiment(data=f"folder:{root}", clients_per_domain=number)
-    found = domains_of(experiment)
-    clients = clients_of(experiment, found)
+    found = load_domains(experiment)
+    clients = partition_clients(experiment, found)
     for domain in found.domains:
         sizes = [len(client.indices) for client in clients if client.domain == domain.name]
         assert sizes == [len(domain.train) // (number or 5)] * (number or 5)

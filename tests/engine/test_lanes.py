@@ -18,8 +18,9 @@ from fedheal.engine.graph_inputs import Unable, shape_of
 from fedheal.engine.lane import Lane
 from fedheal.engine.lanes import Lanes
 from fedheal.local.term import Batch, Context, Term
-from fedheal.simulate.experiment import build
-from fedheal.simulate.round import Federation, initial_state, run_round
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def federation(method: str = "fedavg", **keys: Any) -> Federation:
     given: dict[str, Any] = {"model": "tiny_data:featured", "epochs": 3, "augment": "crop-flip", "participation": 0.7}
     if method in ("fedce", "fedga"):
         given["validation"] = 0.25
-    return build(quick(method=method, rounds=4, **given | keys), load(), CPU)
+    return build_federation(quick(method=method, rounds=4, **given | keys), load(), CPU)
 
 
 def after(fed: Federation, trainer: Any, rounds: int = 4) -> list[Tensor]:

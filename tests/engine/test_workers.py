@@ -19,7 +19,7 @@ from fedheal.engine.serial import Task
 from fedheal.engine.workers import trainer
 from fedheal.local.term import Term
 from fedheal.methods import get
-from fedheal.simulate.experiment import build
+from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state
 from tiny_data import load, quick, words
 
@@ -32,7 +32,7 @@ def bits(**keys: Any) -> dict[str, bytes]:
 
 
 def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
-    local_training = build(quick(), load(), torch.device("cpu"))
+    local_training = build_federation(quick(), load(), torch.device("cpu"))
     with trainer(local_training.local_training, 1, 1) as train:
         replies = [
             t.reply for t in train(initial_state(local_training).model, (), [Task("plain-1", 1), Task("dark-0", 1)])
@@ -50,7 +50,7 @@ def test_two_workers_give_the_bits_of_one() -> None:
 @pytest.mark.slow
 def test_workers_answer_in_the_order_asked_for_pass_errors_on_and_end() -> None:
     """Tied weights too; and the module of this process is not touched by theirs."""
-    federation = build(quick(model="tiny_data:tied", epochs=20), load(), torch.device("cpu"))
+    federation = build_federation(quick(model="tiny_data:tied", epochs=20), load(), torch.device("cpu"))
     model = initial_state(federation).model
     asked = ["dark-0", "plain-1", "noisy-0"]
     before = {name: value.clone() for name, value in federation.local_training.module.state_dict().items()}

@@ -13,7 +13,7 @@ from fedheal import Experiment, data
 from fedheal.data.domains import Split
 from fedheal.flower import FairStrategy, client
 from fedheal.flower import messages as wire
-from fedheal.simulate.experiment import build
+from fedheal.simulate.build import build_federation
 from flower.local_grid import LocalGrid, Spoil
 from tiny_data import quick
 
@@ -24,7 +24,7 @@ class Sites:
     def __init__(self, folder: Path | None = None, **keys: Any) -> None:
         self.experiment: Experiment = quick(**{"model": "tiny_data:featured", **keys})
         torch.set_num_threads(self.experiment.threads)
-        self.federation = build(self.experiment, data.load(self.experiment.data), torch.device("cpu"))
+        self.federation = build_federation(self.experiment, data.load(self.experiment.data), torch.device("cpu"))
         # As it was built: the local_training's own module is trained in.
         built = self.federation.local_training.module.state_dict()
         self.initial = ArrayRecord({k: wire.widened(v.clone()) for k, v in built.items()})

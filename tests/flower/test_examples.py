@@ -14,7 +14,7 @@ from flwr.cli.typing import SuperLinkConnection
 from flwr.serverapp.strategy import Result
 
 from fedheal.flower import FairStrategy
-from fedheal.simulate.experiment import module_of
+from fedheal.simulate.build import build_module
 from flower.local_grid import LocalGrid
 
 FOLDER = Path(__file__).parents[2] / "examples" / "flower"
@@ -72,7 +72,7 @@ def test_a_method_that_validates_trains_with_examples_held_out(served):
     grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i, "num-partitions": 2} for i in range(2)})
     for context in grid.contexts.values():
         context.run_config = CONFIG | keys
-    initial = module_of(experiment(grid.contexts[7], 2), classes=10).state_dict()
+    initial = build_module(experiment(grid.contexts[7], 2), classes=10).state_dict()
     strategy.folder = None
     START(strategy, grid, ArrayRecord(initial), num_rounds=1)
     (record,) = strategy.history

@@ -7,7 +7,7 @@ import torch
 
 from fedheal.engine.workers import trainer
 from fedheal.flower import FedHEAL
-from fedheal.simulate.round import initial_state, rounds
+from fedheal.simulate.round import initial_state, run_rounds
 from flower.sites import Sites
 
 
@@ -16,7 +16,7 @@ def simulated(sites: Sites):
     federation, last = sites.federation, sites.experiment.rounds
     federation.local_training.module.load_state_dict({k: torch.from_numpy(v.numpy()) for k, v in sites.initial.items()})
     with trainer(federation.local_training, 1, 1) as train:
-        done = list(rounds(federation, initial_state(federation), train, last))
+        done = list(run_rounds(federation, initial_state(federation), train, last))
     return done[-1][0], [record for _, record in done]
 
 

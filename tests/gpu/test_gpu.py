@@ -19,7 +19,7 @@ from fedheal.engine import serial, trainer
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.precision import numerics
 from fedheal.local.term import Term
-from fedheal.simulate.experiment import build
+from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from needs import needs
 from tiny_data import load, quick
@@ -165,7 +165,7 @@ LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
 def test_lanes_equal_the_serial_engine_on_the_same_seeds(method, model):
     """fp32, deterministic, the same memory format: after 12 steps of each client in each of two rounds."""
     keys = {"epochs": 4, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
-    fed = build(quick(method=method, model=model, **keys), load(), torch.device("cuda"))
+    fed = build_federation(quick(method=method, model=model, **keys), load(), torch.device("cuda"))
     start = initial_state(fed)
     with numerics("fp32", True, torch.device("cuda")):
         sides = Lanes(fed.local_training, 3)
@@ -202,7 +202,9 @@ def test_deterministic_runs_repeat_bit_for_bit(precision):
 
 
 def test_dropout_in_lanes_draws_as_the_serial_engine_does():
-    fed = build(quick(model="tiny_data:dropping", rounds=2, epochs=4, device="cuda"), load(), torch.device("cuda"))
+    fed = build_federation(
+        quick(model="tiny_data:dropping", rounds=2, epochs=4, device="cuda"), load(), torch.device("cuda")
+    )
     state, finals = initial_state(fed), []
     with numerics("fp32", True, torch.device("cuda")):
         for engine in ("lanes", "serial"):
@@ -214,7 +216,9 @@ def test_dropout_in_lanes_draws_as_the_serial_engine_does():
 
 
 def test_a_module_that_cannot_be_captured_is_trained_one_client_after_another(caplog):
-    fed = build(quick(model="tiny_data:looking", rounds=1, epochs=5, device="cuda"), load(), torch.device("cuda"))
+    fed = build_federation(
+        quick(model="tiny_data:looking", rounds=1, epochs=5, device="cuda"), load(), torch.device("cuda")
+    )
     sides = Lanes(fed.local_training, 2)
     _, record = run_round(fed, initial_state(fed), sides, evaluate=False)
     assert "captured" in sides.reason
@@ -230,7 +234,7 @@ class Looking(Term):
 
 
 def test_so_is_a_term_that_cannot_be_captured(caplog):
-    fed = build(quick(epochs=5, device="cuda"), load(), torch.device("cuda"))
+    fed = build_federation(quick(epochs=5, device="cuda"), load(), torch.device("cuda"))
     local_training = replace(fed.local_training, terms=(Looking(),))
     tasks = [serial.Task(client, 1, ({},)) for client in fed.clients]
     sides, model = Lanes(local_training, 2), initial_state(fed).model

@@ -18,7 +18,8 @@ from fedheal.campaign.placement import DeviceSlots, plan_slots, query_gpus
 from fedheal.campaign.pool import describe_schedule, run_all
 from fedheal.engine.memory import give_back
 from fedheal.runs import folder as records
-from fedheal.simulate.experiment import Experiment, build, domains_of
+from fedheal.simulate.build import build_federation, load_domains
+from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.round import initial_state
 from needs import needs
 from tiny_data import quick
@@ -107,7 +108,7 @@ def test_a_run_with_too_little_memory_halves_its_lanes_and_gives_the_same(model,
     assert said
     assert all(message.startswith("out of memory with") for message in said)
     assert squeezed["bytes"] < eight["bytes"]
-    fed = build(described(1), domains_of(described(1)), torch.device("cuda"))
+    fed = build_federation(described(1), load_domains(described(1)), torch.device("cuda"))
     start = initial_state(fed).model.params.double().cpu()
     assert float((found - expected).norm()) <= apart * float((expected - start).norm())
 

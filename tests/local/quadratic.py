@@ -21,7 +21,7 @@ from fedheal.core.layout import Layout, Packed
 from fedheal.core.updates import Reply, Updates
 from fedheal.engine.serial import ClientResult, LocalTraining, Task, Training
 from fedheal.local.term import Arrays, Context, ServerContext, Term
-from fedheal.simulate.round import Federation
+from fedheal.simulate.federation import Federation
 
 Gradient = Callable[[Tensor], Tensor]
 

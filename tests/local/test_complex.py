@@ -6,19 +6,20 @@ import pytest
 import torch
 
 from fedheal.engine import serial
-from fedheal.simulate.experiment import build
-from fedheal.simulate.round import initial_state, judged_model, run_round
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.evaluation import select_evaluated_model
+from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
 
 
 def trained(method: str, model: str) -> torch.Tensor:
-    fed = build(quick(method=method, model=f"local.waves:{model}"), load(), torch.device("cpu"))
+    fed = build_federation(quick(method=method, model=f"local.waves:{model}"), load(), torch.device("cpu"))
     state = initial_state(fed)
     for _ in range(3):
         state, _ = run_round(
             fed, state, lambda m, s, tasks: (serial.train(fed.local_training, m, s, t) for t in tasks), False
         )
-    return judged_model(fed, state.model, state.terms).params
+    return select_evaluated_model(fed, state.model, state.terms).params
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fedheal.local.feddyn import Dynamic
-from fedheal.simulate.round import initial_state, judged_model, run_round
+from fedheal.simulate.evaluation import select_evaluated_model
+from fedheal.simulate.round import initial_state, run_round
 from local.quadratic import absorbed, bowl, client, federation, packed, trainer, vector
 
 
@@ -115,7 +116,7 @@ def test_two_rounds_of_two_clients_by_hand() -> None:
         state, _ = run_round(fed, state, train, evaluate=False)
         (kept,) = state.terms
         assert state.model.params.item() == pytest.approx(broadcast)
-        assert judged_model(fed, state.model, state.terms).params.item() == pytest.approx(average)
+        assert select_evaluated_model(fed, state.model, state.terms).params.item() == pytest.approx(average)
         assert kept.shared["h"].item() == pytest.approx(h)
         assert {c: s["g"].item() for c, s in kept.slots.items()} == pytest.approx(g)
 

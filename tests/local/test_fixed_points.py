@@ -16,7 +16,8 @@ from fedheal.local.feddyn import Dynamic
 from fedheal.local.fedprox import Proximal
 from fedheal.local.scaffold import ControlVariates
 from fedheal.local.term import Term
-from fedheal.simulate.round import drops_out, initial_state, judged_model, run_round
+from fedheal.simulate.evaluation import select_evaluated_model
+from fedheal.simulate.round import drops_out, initial_state, run_round
 from local.quadratic import bowl, federation, trainer, vector
 
 P = {"a": 0.7, "b": 0.2, "c": 0.1}
@@ -41,7 +42,7 @@ def limit(term: Term | None, p: dict[str, float], rounds: int, **keys: Any) -> t
     state, train = initial_state(fed), trainer(fed, GRADIENTS)
     for _ in range(rounds):
         state, _ = run_round(fed, state, train, evaluate=False)
-    return state.model.params, judged_model(fed, state.model, state.terms).params
+    return state.model.params, select_evaluated_model(fed, state.model, state.terms).params
 
 
 def settled(term: Term, p: dict[str, float], rounds: int, **keys: Any) -> float:

@@ -13,7 +13,7 @@ from fedheal.core.layout import Layout, Packed
 from fedheal.engine import serial
 from fedheal.local.moon import Contrastive
 from fedheal.local.term import Batch, Context
-from fedheal.simulate.experiment import build
+from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from local.quadratic import context
 from tiny_data import featured, load, quick
@@ -115,7 +115,7 @@ def test_reference_nets_are_in_evaluation_mode_and_nets_of_their_own() -> None:
 @pytest.mark.parametrize("method", ["moon", "moon+fphl", "moon+fedheal:tau=1"])
 def test_the_buffer_is_the_clients_raw_local_model(method: str) -> None:
     """What a mask leaves out of the average is in it all the same."""
-    fed = build(quick(method=method, model="tiny_data:featured", lr=0.5), load(), torch.device("cpu"))
+    fed = build_federation(quick(method=method, model="tiny_data:featured", lr=0.5), load(), torch.device("cpu"))
     state = initial_state(fed)
     for _ in range(3):
         before, replies = state.model, {}
@@ -136,7 +136,7 @@ def test_the_buffer_is_the_clients_raw_local_model(method: str) -> None:
 def test_the_first_round_is_fedavgs_and_the_second_is_not() -> None:
     ends = {}
     for method in ("fedavg", "moon"):
-        fed = build(quick(method=method, model="tiny_data:featured"), load(), torch.device("cpu"))
+        fed = build_federation(quick(method=method, model="tiny_data:featured"), load(), torch.device("cpu"))
         state, ends[method] = initial_state(fed), []
         for _ in range(2):
             state, _ = run_round(

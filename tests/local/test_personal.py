@@ -15,14 +15,16 @@ from fedheal.core.state import RunState
 from fedheal.engine import serial
 from fedheal.local import personal
 from fedheal.local.personal import Ditto, LocalNorm, norm_masks
-from fedheal.simulate.experiment import build
-from fedheal.simulate.round import Federation, initial_state, judged_model, run_round
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.evaluation import select_evaluated_model
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
 from local.quadratic import absorbed, context, packed, vector
 from tiny_data import featured, load, normed, quick
 
 
 def made(**keys: Any) -> Federation:
-    return build(quick(**{"model": "tiny_data:normed"} | keys), load(), torch.device("cpu"))
+    return build_federation(quick(**{"model": "tiny_data:normed"} | keys), load(), torch.device("cpu"))
 
 
 def after(fed: Federation, rounds: int) -> RunState:
@@ -91,7 +93,7 @@ def test_what_is_judged_is_the_weighted_mean_of_the_personal_models() -> None:
     fed = made(method="ditto")
     state = after(fed, 3)
     shares = {client: len(split) for client, split in fed.local_training.examples.items()}
-    judged = judged_model(fed, state.model, state.terms)
+    judged = select_evaluated_model(fed, state.model, state.terms)
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slot[name].double() for c, slot in state.terms[0].slots.items()) / sum(shares.values())
         assert torch.allclose(getattr(judged, name).double(), mean, atol=1e-6)
@@ -106,7 +108,7 @@ def test_absent_clients_personal_models_count_too(feedback: bool) -> None:
     slots = state.terms[0].slots
     assert len(slots) > 2, "take another seed"
     shares = {client: len(fed.local_training.examples[client]) for client in slots}
-    judged = judged_model(fed, state.model, state.terms)
+    judged = select_evaluated_model(fed, state.model, state.terms)
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slots[c][name].double() for c in slots) / sum(shares.values())
         assert torch.allclose(getattr(judged, name).double(), mean, atol=1e-6)
@@ -128,7 +130,7 @@ def test_reading_b_sends_the_mean_of_the_personal_models_back() -> None:
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slot[name].double() for c, slot in state.terms[0].slots.items()) / sum(shares.values())
         assert torch.allclose(getattr(state.model, name).double(), mean, atol=1e-6)
-    assert same(judged_model(fed, state.model, state.terms), state.model)
+    assert same(select_evaluated_model(fed, state.model, state.terms), state.model)
     assert not same(state.model, after(made(method="ditto"), 2).model)
 
 
@@ -230,7 +232,7 @@ def test_a_domain_is_judged_with_the_mean_of_its_clients_layers() -> None:
     params, buffers, _ = norm_masks(fed.local_training.module, fed.local_training.layout).values()
     slots = state.terms[0].slots
     for residents in (["plain-0", "plain-1"], ["dark-0"]):
-        judged = judged_model(fed, state.model, state.terms, residents)
+        judged = select_evaluated_model(fed, state.model, state.terms, residents)
         for name, mask in (("params", params), ("buffers", buffers)):
             mean = torch.stack([slots[c][name] for c in residents]).mean(dim=0)
             assert torch.allclose(getattr(judged, name)[mask], mean, atol=1e-6)
@@ -241,7 +243,7 @@ def test_a_domain_whose_clients_never_trained_is_judged_with_the_global_model() 
     fed = made(method="fedbn", without=["dark"])
     state = after(fed, 2)
     assert "dark-0" not in state.terms[0].slots
-    assert same(judged_model(fed, state.model, state.terms, ["dark-0"]), state.model)
+    assert same(select_evaluated_model(fed, state.model, state.terms, ["dark-0"]), state.model)
 
 
 def test_fedbn_is_a_personalised_row_and_the_others_are_not() -> None:

@@ -14,7 +14,7 @@ from fedheal.data.augment import normalised
 from fedheal.engine import serial
 from fedheal.local.prototypes import FPL, FedProc, FedProto, Prototypes
 from fedheal.local.term import Batch, Context
-from fedheal.simulate.experiment import build
+from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from local.quadratic import absorbed, context, packed, vector
 from tiny_data import load, quick
@@ -55,7 +55,7 @@ def test_class_means_are_collected_in_the_last_epoch_only() -> None:
 @pytest.mark.parametrize("method", ["fedproc", "fedproto", "fpl"])
 def test_the_engine_counts_each_example_once_and_the_features_it_trained_on(method: str) -> None:
     """One batch an epoch: the last epoch's features are those of the model that the epochs before have made."""
-    fed = build(
+    fed = build_federation(
         quick(method=method, model="tiny_data:featured", epochs=3, batch_size=100, momentum=0.0),
         load(),
         torch.device("cpu"),
@@ -195,7 +195,7 @@ def test_fedproc_without_first_round_ce_learns_nothing_at_first() -> None:
     """Only weight decay moves parameters, so without it nothing does."""
     keys = {"model": "tiny_data:featured", "weight_decay": 0.0}
     for first, moves in ((True, True), (False, False)):
-        fed = build(quick(method=f"fedproc:first_round_ce={first}", **keys), load(), torch.device("cpu"))
+        fed = build_federation(quick(method=f"fedproc:first_round_ce={first}", **keys), load(), torch.device("cpu"))
         state = initial_state(fed)
         done = serial.train(fed.local_training, state.model, ({},), serial.Task("plain-0", 1, ({},)))
         assert bool(done.reply.delta.any()) == moves
@@ -302,7 +302,7 @@ def test_prototypes_do_not_depend_on_the_averages_weights() -> None:
     """A first round with any stage leaves the prototypes of plain FedProto: they are features, not parameters."""
     ends = []
     for method in ("fedproto", "fedproto+uniform", "fedproto+afl:gamma=1", "fedproto+fedheal:tau=1"):
-        fed = build(quick(method=method, model="tiny_data:featured"), load(), torch.device("cpu"))
+        fed = build_federation(quick(method=method, model="tiny_data:featured"), load(), torch.device("cpu"))
         state, _ = run_round(
             fed,
             initial_state(fed),

@@ -9,13 +9,15 @@ import torch
 
 from fedheal.core.state import RunState
 from fedheal.engine import serial
-from fedheal.simulate.experiment import build
+from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
 
 
 def after(method: str, rounds: int, **keys: Any) -> RunState:
-    fed = build(quick(**{"method": method, "model": "tiny_data:featured"} | keys), load(), torch.device("cpu"))
+    fed = build_federation(
+        quick(**{"method": method, "model": "tiny_data:featured"} | keys), load(), torch.device("cpu")
+    )
     state = initial_state(fed)
     for _ in range(rounds):
         state, _ = run_round(

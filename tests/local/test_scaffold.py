@@ -8,7 +8,7 @@ import torch
 import fedheal
 from fedheal.local.scaffold import ControlVariates
 from fedheal.local.term import effective_step
-from fedheal.simulate.experiment import build
+from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from local.quadratic import absorbed, bowl, client, federation, packed, trainer, vector
 from tiny_data import load, quick
@@ -171,13 +171,13 @@ def test_clipping_bounds_the_corrected_gradient() -> None:
 
 
 def test_the_groups_preset_asks_for_plain_sgd() -> None:
-    fed = build(quick(method="scaffold:preset=group", momentum=0.9), load(), torch.device("cpu"))
+    fed = build_federation(quick(method="scaffold:preset=group", momentum=0.9), load(), torch.device("cpu"))
     assert (fed.local_training.training.momentum, fed.local_training.training.weight_decay) == (0.0, 0.0)
     assert fed.local_training.terms == (ControlVariates(2, 0.25, "uniform", 100.0),)
 
 
 def test_controls_cover_parameters_only() -> None:
-    fed = build(quick(method="scaffold", model="tiny_data:normed"), load(), torch.device("cpu"))
+    fed = build_federation(quick(method="scaffold", model="tiny_data:normed"), load(), torch.device("cpu"))
     assert initial_state(fed).terms[0].shared["c"].shape == (fed.local_training.layout.sizes().params,)
 
 

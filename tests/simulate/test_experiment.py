@@ -13,7 +13,7 @@ from pydantic import ValidationError
 import fedheal
 from fedheal import methods
 from fedheal.runs.schema import FREE
-from fedheal.simulate.experiment import Experiment, override
+from fedheal.simulate.experiment import Experiment, parse_override
 from tiny_data import QUICK, quick
 
 
@@ -183,7 +183,7 @@ def test_the_methods_parameters_travel() -> None:
     ],
 )
 def test_words_are_read_as_toml_or_else_as_text(word: str, pair: tuple[str, Any]) -> None:
-    assert override(word) == pair
+    assert parse_override(word) == pair
 
 
 def test_a_fraction_may_be_written_without_its_zero() -> None:
@@ -193,7 +193,7 @@ def test_a_fraction_may_be_written_without_its_zero() -> None:
 @pytest.mark.parametrize("word", ["rounds", "=3", "", "a-b=3", "3=a", "a b=3", "-x=1"])
 def test_what_is_no_word_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match="should be key=value"):
-        override(word)
+        parse_override(word)
 
 
 # What it refuses

@@ -75,7 +75,7 @@ def test_while_clients_train_it_stops_at_once_and_saves_the_round_before(
     ends_like_one_never_stopped(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("name", ["_stepped", "_absorb", "judge", "_traffic"])
+@pytest.mark.parametrize("name", ["measure_traffic", "apply_server_step", "evaluate_domains", "mean_train_loss"])
 def test_from_aggregation_on_the_round_is_finished_first(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -90,7 +90,7 @@ def test_from_aggregation_on_the_round_is_finished_first(
 def test_a_second_one_does_not_wait(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The round before cannot be saved any more, since its memory is in use; a resume starts from what there is: nothing."""
     with monkeypatch.context() as patch:
-        interrupted_in(patch, LOOP, "judge", 3, times=2)
+        interrupted_in(patch, LOOP, "evaluate_domains", 3, times=2)
         with pytest.raises(KeyboardInterrupt):
             fedheal.run(quick(**KEYS), tmp_path / "run", progress=False)
     assert records.states(tmp_path / "run") == []
@@ -109,7 +109,7 @@ def test_where_it_is_ignored_it_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Interrupts() as interrupts:
-            interrupts.held = True
+            interrupts.hold()
             signal.raise_signal(signal.SIGINT)
             interrupts.release()
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

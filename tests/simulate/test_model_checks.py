@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import fedheal
-from fedheal.simulate import experiment
+from fedheal.simulate import build
 from tiny_data import Unpooled, load, quick, uneven
 
 
 @pytest.mark.parametrize(
     ("model", "keys", "said"),
     [
-        ("narrow", {}, r"model 'tiny_data:narrow' tells 2 classes apart, and the data have 3"),
-        ("lazy", {}, r"model 'tiny_data:lazy' has layers whose sizes are not said \(lazy ones\)"),
+        ("narrow", {}, r"model 'tiny_data:narrow' has 2 outputs, but the data set has 3 classes"),
+        ("lazy", {}, r"model 'tiny_data:lazy' has lazy layers, whose sizes are not set"),
         ("frozen", {}, "model 'tiny_data:frozen' has no parameter to train"),
         ("empty", {}, "model 'tiny_data:empty' has no parameter to train"),
         ("broad", {}, r"model 'tiny_data:broad' does not fit images of shape \(3, 8, 8\)"),
@@ -44,7 +44,7 @@ from tiny_data import Unpooled, load, quick, uneven
         (
             "normed_flat",
             {"batch_size": 1},
-            "the last batch of client .* is a single image: another batch_size would help",
+            "the last batch of client .* is a single image: use another batch_size",
         ),
     ],
 )
@@ -59,10 +59,10 @@ def test_images_of_several_sizes_are_no_obstacle_to_a_model_that_takes_them():
     assert set(run.domains) == {"plain", "noisy", "dark"}
     # Side by side in lanes, which a GPU is for, they would have to be one size.
     gpu, train = torch.device("cuda"), {domain.name: domain.train for domain in uneven().domains}
-    with pytest.raises(ValueError, match=r"dark 16 x 16\), which only engine=serial takes"):
-        experiment._check_sizes(quick(data="tiny_data:uneven"), train, gpu)
-    experiment._check_sizes(quick(data="tiny_data:uneven", engine="serial"), train, gpu)
-    experiment._check_sizes(quick(), {"plain": train["plain"], "noisy": train["noisy"]}, gpu)
+    with pytest.raises(ValueError, match=r"dark 16 x 16\), which only engine=serial supports"):
+        build._check_image_sizes(quick(data="tiny_data:uneven"), train, gpu)
+    build._check_image_sizes(quick(data="tiny_data:uneven", engine="serial"), train, gpu)
+    build._check_image_sizes(quick(), {"plain": train["plain"], "noisy": train["noisy"]}, gpu)
 
 
 def test_sizes_of_images_that_nobody_trains_with_do_not_matter():
@@ -92,12 +92,12 @@ def test_a_model_that_cannot_be_copied_is_not_refused_for_that():
 def test_trying_a_model_leaves_no_trace():
     """Single images are tried too: one of 13 is left over."""
     before = torch.random.get_rng_state()
-    module = experiment.build(
+    module = build.build_federation(
         quick(model="tiny_data:normed", batch_size=4), load(), torch.device("cpu")
     ).local_training.module
-    experiment.build(quick(model="tiny_data:dropping", batch_size=4), load(), torch.device("cpu"))
+    build.build_federation(quick(model="tiny_data:dropping", batch_size=4), load(), torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), before)
-    made = experiment.module_of(quick(model="tiny_data:normed"), 3)
+    made = build.build_module(quick(model="tiny_data:normed"), 3)
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
     assert module.training

@@ -20,9 +20,12 @@ from fedheal import methods
 from fedheal.core.state import RunState
 from fedheal.engine import serial
 from fedheal.runs.schema import RoundRecord
-from fedheal.simulate.experiment import Experiment, build
-from fedheal.simulate.round import Federation, drops_out, initial_state, run_round, sample
-from fedheal.simulate.runner import Result, hardware_of
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.devices import describe_hardware
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import drops_out, initial_state, run_round, sample_cohort
+from fedheal.simulate.runner import Result
 from tiny_data import CLIENTS, SAMPLES, TEST, load, quick
 
 IDS = ["dark-0", "noisy-0", "noisy-1", "plain-0", "plain-1"]
@@ -41,7 +44,7 @@ def timeless(history: Sequence[RoundRecord]) -> list[dict[str, Any]]:
 
 
 def federation(**keys: Any) -> Federation:
-    return build(quick(**keys), load(), torch.device("cpu"))
+    return build_federation(quick(**keys), load(), torch.device("cpu"))
 
 
 # Chance
@@ -135,7 +138,7 @@ def test_the_order_in_which_clients_train_changes_nothing() -> None:
 def test_cohorts_have_the_share_that_was_asked_for(participation: float, size: int) -> None:
     fed = federation(participation=participation)
     for number in range(1, 30):
-        cohort = sample(fed, 0, number)
+        cohort = sample_cohort(fed, 0, number)
         assert len(cohort) == size
         assert cohort == sorted(set(cohort))
         assert set(cohort) <= set(IDS)
@@ -143,7 +146,7 @@ def test_cohorts_have_the_share_that_was_asked_for(participation: float, size: i
 
 def test_cohorts_differ_by_round_and_reach_everyone_evenly() -> None:
     fed = federation(participation=0.4)
-    cohorts = [sample(fed, 0, number) for number in range(1, 1001)]
+    cohorts = [sample_cohort(fed, 0, number) for number in range(1, 1001)]
     counts = np.array([sum(client in cohort for cohort in cohorts) for client in IDS])
     assert len({tuple(cohort) for cohort in cohorts}) == 10  # all pairs of five
     assert abs(counts - 400).max() < 65  # binomial: sqrt(1000 * 0.4 * 0.6) = 15.5; four deviations
@@ -303,7 +306,7 @@ def test_a_result_has_its_fields_and_says_what_its_file_says(tmp_path: Path) -> 
 def test_a_result_says_what_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(rounds=1).summary["hardware"].endswith(f", {os.cpu_count()} cores")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU number {device.index}")
-    assert hardware_of(torch.device("cuda", 1)) == "GPU number 1"
+    assert describe_hardware(torch.device("cuda", 1)) == "GPU number 1"
 
 
 def test_every_round_is_a_line_with_what_happened(tmp_path: Path) -> None:
@@ -419,7 +422,7 @@ def test_diverging_clients_are_skipped_counted_and_leave_the_model(kind: str, me
         assert sorted(record.report["skipped"]) == IDS
         assert set(record.weights.values()) == {0.0}
         assert record.replied == 5
-    before = build(experiment, load(), torch.device("cpu")).local_training.module
+    before = build_federation(experiment, load(), torch.device("cpu")).local_training.module
     assert bits(result.model) == bits(before)
 
 

@@ -19,8 +19,9 @@ from fedheal.local.fedprox import Proximal
 from fedheal.methods import get
 from fedheal.runs import folder as records
 from fedheal.runs.schema import RoundRecord
+from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
-from fedheal.simulate.runner import Result, device_of
+from fedheal.simulate.runner import Result
 from tiny_data import load, quick
 
 
@@ -47,7 +48,7 @@ def test_a_method_of_ones_own_can_be_resumed_and_loaded(tmp_path):
 
 def test_a_changed_method_needs_a_name_of_its_own():
     changed = replace(get("fedprox"), local=(Proximal(5.0),))
-    with pytest.raises(ValueError, match="method 'fedprox' is another one here: give yours a name of its own"):
+    with pytest.raises(ValueError, match="method 'fedprox' exists already: give yours another name"):
         quick(method=changed)
     assert quick(method=replace(changed, name="strong")).method_name == "strong"
     assert quick(method=get("fedprox", mu=0.5)).identity == quick(method="fedprox", mu=0.5).identity
@@ -260,6 +261,6 @@ def test_a_device_that_cannot_be_used_is_answered_with_those_that_can(monkeypatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     with pytest.raises(ValueError, match=re.escape(f"device = 'tpu' cannot be used here: use {usable}") + "$"):
-        device_of("tpu")
+        resolve_device("tpu")
     with pytest.raises(ValueError, match=r"device = 'cuda:99' cannot be used here \(.+\): use auto"):  # and why
-        device_of("cuda:99")
+        resolve_device("cuda:99")

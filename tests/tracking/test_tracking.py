@@ -22,7 +22,7 @@ import pytest
 from fedheal import tracking
 from fedheal.core.metrics import fairness
 from fedheal.runs.schema import RoundRecord
-from fedheal.simulate.round import Callback
+from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.runner import run
 from fedheal.tracking import MLflow, TensorBoard, Tracker, Wandb, tracker
 from fedheal.tracking.base import LAST_METRIC, result_metrics, round_metrics

@@ -8,7 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 from fair_digits.task import DOMAINS, experiment
 from fedheal import methods
 from fedheal.flower import FairStrategy, FedHEAL
-from fedheal.simulate.experiment import module_of
+from fedheal.simulate.build import build_module
 
 app = ServerApp()
 
@@ -22,7 +22,7 @@ def main(grid: Grid, context: Context) -> None:
         raise ValueError(
             f"method = '{described.method_name}' needs examples held out at each site: set validation = 0.2"
         )
-    module = module_of(described, classes=10)
+    module = build_module(described, classes=10)
     least = int(config["min-nodes"])
     settings = {
         "model": module,

@@ -6,8 +6,8 @@ import torch
 from flwr.app import Context
 
 from fedheal import Experiment, data
-from fedheal.simulate.experiment import build
-from fedheal.simulate.round import Federation
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.federation import Federation
 
 DOMAINS = ("handwritten", "print", "street", "display")
 
@@ -38,4 +38,4 @@ def experiment(context: Context, partitions: int) -> Experiment:
 def federation(described: Experiment) -> Federation:
     """The experiment's parts; made once a process, since a simulation runs many clients in one."""
     torch.set_num_threads(described.threads)  # their number changes sums
-    return build(described, data.load(described.data), torch.device("cpu"))
+    return build_federation(described, data.load(described.data), torch.device("cpu"))

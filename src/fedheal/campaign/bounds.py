@@ -12,7 +12,8 @@ from typing import Any
 
 from fedheal.data.domains import Domains
 from fedheal.report.rows import BOUNDS
-from fedheal.simulate.experiment import Experiment, clients_of, domains_of
+from fedheal.simulate.build import load_domains, partition_clients
+from fedheal.simulate.experiment import Experiment
 
 
 def load_bound_domains(methods: Sequence[str], values: Mapping[str, Any]) -> Domains | None:
@@ -22,7 +23,7 @@ def load_bound_domains(methods: Sequence[str], values: Mapping[str, Any]) -> Dom
     for field in ("only", "without", "pool"):
         if field in values:
             raise ValueError(f"{field} cannot be set in a comparison with bounds ({', '.join(BOUNDS)}): bounds set it")
-    return domains_of(Experiment.of(dict(values) | {"method": "fedavg"}))
+    return load_domains(Experiment.of(dict(values) | {"method": "fedavg"}))
 
 
 def plan_bound(bound: str, values: Mapping[str, Any], domains: Domains) -> list[Experiment]:
@@ -35,6 +36,6 @@ def plan_bound(bound: str, values: Mapping[str, Any], domains: Domains) -> list[
         names = [domain.name for domain in domains.domains]
         changes = [{"without": [name], "name": f"without-{name}-seed{seed}"} for name in names]
     else:
-        clients = [client.id for client in clients_of(Experiment.of(values), domains)]
+        clients = [client.id for client in partition_clients(Experiment.of(values), domains)]
         changes = [{"only": [client], "name": f"standalone-{client}-seed{seed}"} for client in clients]
     return [Experiment.of(values | change) for change in changes]

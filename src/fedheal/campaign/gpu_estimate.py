@@ -15,7 +15,8 @@ import torch
 from fedheal import data as datasets
 from fedheal import models
 from fedheal.data.embedded.scenes import SIZE as EMBEDDED_SIZE
-from fedheal.simulate.experiment import Experiment, wanted_of
+from fedheal.simulate.build import make_data_request
+from fedheal.simulate.experiment import Experiment
 
 log = logging.getLogger("fedheal")
 
@@ -27,7 +28,7 @@ CLASSES = 10  # of the model whose parameters are counted: their number hardly m
 def is_small_run(experiment: Experiment) -> bool:
     """Return whether the run leaves most of a GPU idle. False if its model or data cannot be inspected."""
     try:
-        pixels = _count_pixels(experiment.data, wanted_of(experiment))
+        pixels = _count_pixels(experiment.data, make_data_request(experiment))
         return _count_parameters(experiment.model, experiment.width) * pixels * experiment.batch_size < SMALL_STEP
     except Exception as error:  # a user's code may raise anything; the run itself will report it
         log.info("'%s' gets a GPU of its own, since its size is unknown: %s", experiment.folder_name, error)

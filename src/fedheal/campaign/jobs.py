@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedheal.engine.memory import give_back
-from fedheal.simulate.experiment import Experiment, check_method
-from fedheal.simulate.runner import check_owner, run
+from fedheal.simulate.build import check_method
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.runner import check_folder_owner, run
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Job:
     @property
     def is_finished(self) -> bool:
         """Whether the folder holds the result of this experiment. Raise ValueError if it holds another one."""
-        check_owner(self.folder, self.experiment)
+        check_folder_owner(self.folder, self.experiment)
         return (self.folder / "result.json").exists()
 
 

@@ -17,8 +17,8 @@ from multiprocessing import get_context
 import torch
 
 from fedheal.campaign.gpu_estimate import SMALL_RUN_BYTES, is_small_run
+from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
-from fedheal.simulate.runner import device_of
 
 MAX_RUNS_PER_GPU = 4
 USABLE_MEMORY = 0.9  # of what is free, since the estimate is not exact
@@ -91,7 +91,7 @@ def plan_slots(experiments: Sequence[Experiment], processes: int = 0) -> list[De
     kind, _, index = experiments[0].device.partition(":")
     indices = [i for i in range(count_gpus() if kind in ("auto", "cuda") else 0) if not index or index == str(i)]
     if not indices:
-        device_of(experiments[0].device)
+        resolve_device(experiments[0].device)
         cores_per_run = max(experiment.threads * experiment.workers for experiment in experiments)
         return [DeviceSlots(None, processes or max(1, count_cores() // cores_per_run))]
     number = len(indices)

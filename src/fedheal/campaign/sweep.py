@@ -21,7 +21,7 @@ import numpy as np
 from fedheal.campaign.jobs import Job
 from fedheal.report.rows import NEEDED, numbers, read_result
 from fedheal.runs.folder import fields
-from fedheal.simulate.experiment import PER_DOMAIN, Experiment, override
+from fedheal.simulate.experiment import PER_DOMAIN, Experiment, parse_override
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
 MAX_POINTS = 10_000  # values of a field, points of a grid, and trials
@@ -171,14 +171,14 @@ def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, A
     space: dict[str, list[Any]] = {}
     fixed: dict[str, Any] = {}
     for word in words:
-        key, value = override(word)
+        key, value = parse_override(word)
         text = word.partition("=")[2]
         if key in space or key in fixed:
             raise ValueError(f"'{key}' is given twice")
         if re.fullmatch(r"[-+.\deE]+:[-+.\deE]+:[-+.\deE]+", text):
             space[key] = _parse_range(word, text)
         elif "," in text and value == text and not _is_single_value(key, text):
-            space[key] = [override(f"{key}={part.strip()}")[1] for part in text.split(",")]
+            space[key] = [parse_override(f"{key}={part.strip()}")[1] for part in text.split(",")]
             if len(set(map(str, space[key]))) < len(space[key]):
                 raise ValueError(f"'{word}' has a value twice")
         else:

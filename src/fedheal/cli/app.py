@@ -33,7 +33,7 @@ from fedheal.reproduce import planned as planned_runs
 from fedheal.reproduce.outputs import reproduced
 from fedheal.runs import folder as records
 from fedheal.runs.schema import FREE
-from fedheal.simulate.experiment import Experiment, overridden
+from fedheal.simulate.experiment import Experiment, parse_overrides
 from fedheal.simulate.interrupts import stop_on_terminate
 from fedheal.simulate.progress import Progress
 from fedheal.simulate.runner import run
@@ -116,7 +116,7 @@ def run_command(
     if len(files) > 1:
         raise ValueError(f"one experiment file at most can be run, but there are {len(files)}: {', '.join(files)}")
     overrides = [word for word in words or () if word not in files]
-    if resume and out is not None and not files and overridden(overrides).keys() <= FREE:
+    if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
         files = [str(_find_experiment_file(out))]
     experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.folder_name
@@ -189,7 +189,7 @@ def compare(
     Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 5 rounds=10
     """
     overrides = [word for word in words if _is_override(word)]
-    values = overridden(overrides)
+    values = parse_overrides(overrides)
     if "data" in values:
         raise ValueError(f"the data set is set by --data: use --data {values['data']}")
     methods = [word for word in words if not _is_override(word)]
@@ -367,7 +367,7 @@ def reproduce(
     if result not in RECIPES:
         raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
     options_as_words = [f"{k}={v}" for k, v in {"rounds": rounds, "device": device}.items() if v is not None]
-    values = overridden([*options_as_words, *(words or [])])  # which refuses a field that is set in both forms
+    values = parse_overrides([*options_as_words, *(words or [])])  # which refuses a field that is set in both forms
     options = Options(parse_seeds(seeds), _split_list(row_names), _split_list(data), values, smoke)
     parts = planned_runs(RECIPES[result], options, records.check_folder(out))
     planned = list({job.folder: job for part in parts for job in part.jobs}.values())

@@ -23,7 +23,8 @@ from fedheal.data import inventory as inspect
 from fedheal.data import on_disk as real
 from fedheal.data.locate import located, root_of
 from fedheal.runs.folder import make_folder
-from fedheal.simulate.experiment import Experiment, clients_of, domains_of, overridden, wanted_of
+from fedheal.simulate.build import load_domains, make_data_request, partition_clients
+from fedheal.simulate.experiment import Experiment, parse_overrides
 
 data_app = typer.Typer(help="Data sets: what there is, what is on disk, and what to do with it.", no_args_is_help=True)
 
@@ -101,12 +102,12 @@ def show(
     from fedheal.data import preview as pictures  # matplotlib takes a while, and only this command needs it
 
     experiment = _experiment(data, data_root, allow_missing, words)
-    domains = domains_of(experiment)
+    domains = load_domains(experiment)
     if not clients:
         for path in pictures.sheets(domains, out):
             typer.echo(f"{path}")
         return
-    held = clients_of(experiment, domains)
+    held = partition_clients(experiment, domains)
     counts = pictures.label_counts(domains, held)
     table = Table("client", "domain", "samples", *domains.classes)
     for client, row in zip(held, counts, strict=True):
@@ -170,7 +171,7 @@ def prepare(
     """
     experiment = _experiment(data, data_root, allow_missing, words)
     started = time.monotonic()
-    found = real.opened(*datasets.description(data, wanted_of(experiment)))
+    found = real.opened(*datasets.description(data, make_data_request(experiment)))
     prepared = cache.prepare(found.recipe, again)
     domains = real.domains_of(found, prepared)
     for domain in domains.domains:
@@ -200,13 +201,13 @@ def export_command(
     """
     chosen = parse_seeds(seeds)
     experiment = _experiment(data, data_root, allow_missing, words)
-    if "seed" in overridden(words or ()):
+    if "seed" in parse_overrides(words or ()):
         raise ValueError(f"the seeds of an export are given by --seeds: it cannot be given as seed={experiment.seed}")
-    found = real.opened(*datasets.description(data, wanted_of(experiment)))
+    found = real.opened(*datasets.description(data, make_data_request(experiment)))
     domains = real.domains_of(found, cache.prepare(found.recipe))
     held: dict[str, list[Any]] = {}
     for seed in chosen:
-        for client in clients_of(experiment.model_copy(update={"seed": seed}), domains):
+        for client in partition_clients(experiment.model_copy(update={"seed": seed}), domains):
             held.setdefault(client.domain, []).append(client.indices)
     path = out or Path(f"{domains.name}.export")
     export.export(found, export.used(held), {"seeds": chosen, "fields": list(words or ())}, path)
@@ -235,7 +236,7 @@ def _say_export(packed: Path, lacking: Sequence[str]) -> int:
 
 
 def _experiment(data: str, root: str | None, allow_missing: bool, words: list[str] | None) -> Experiment:
-    values = overridden(words or ())
+    values = parse_overrides(words or ())
     said = {"data": data, "data_root": root, "allow_missing": allow_missing}
     given = {key: value for key, value in said.items() if value}
     for key in given.keys() & values.keys():

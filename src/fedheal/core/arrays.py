@@ -16,25 +16,29 @@ Integers = NDArray[np.int64]
 
 
 def tensor_of(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
-    """A tensor over the same memory where that can be, numpy arrays that may not be written to included."""
+    """Return a tensor that shares the array's memory where possible, also for read-only numpy arrays.
+
+    Raises:
+        TypeError: The array does not hold numbers that torch knows.
+    """
     if isinstance(array, Tensor):
         return array.detach()
-    found = np.asarray(array)
-    if found.dtype.kind not in "fiubc" or found.dtype in (np.longdouble, np.clongdouble):
-        raise TypeError(f"{name} is an array of dtype {found.dtype}, which does not hold numbers that torch knows")
-    if not found.flags.writeable:
-        found = found.view()
+    values = np.asarray(array)
+    if values.dtype.kind not in "fiubc" or values.dtype in (np.longdouble, np.clongdouble):
+        raise TypeError(f"{name} is an array of dtype {values.dtype}, which does not hold numbers that torch knows")
+    if not values.flags.writeable:
+        values = values.view()
         try:
-            found.flags.writeable = True  # torch has no read-only tensors; nothing here writes to an input
+            values.flags.writeable = True  # torch has no read-only tensors; nothing here writes to an input
         except ValueError:
-            found = found.copy()
-    if not found.dtype.isnative:
-        found = found.astype(found.dtype.newbyteorder("="))
-    regular = all(s >= 0 and s % found.itemsize == 0 for s in found.strides)
-    return torch.from_numpy(found if regular else found.copy())
+            values = values.copy()
+    if not values.dtype.isnative:
+        values = values.astype(values.dtype.newbyteorder("="))
+    regular = all(s >= 0 and s % values.itemsize == 0 for s in values.strides)
+    return torch.from_numpy(values if regular else values.copy())
 
 
 def normalised(values: Floats) -> Floats:
-    """Shares that sum to 1, or zeros; numbers whose sum would overflow are no exception."""
+    """Return non-negative values scaled to sum 1, or zeros if all are 0; a sum that would overflow is no exception."""
     top = values.max(initial=0.0)
     return (values / top) / (values / top).sum() if top > 0 else np.zeros_like(values)

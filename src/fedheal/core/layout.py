@@ -1,9 +1,9 @@
-"""The flat vector a model is: which slice of it belongs to which tensor.
+"""Map a model to flat vectors and back.
 
 Aggregation treats a model as three vectors: its *parameters*, its *float buffers* (running means and variances) and its
 *counters* (integers and booleans, such as the number of batches seen). `Layout` maps a `state_dict` to these vectors
-and back, bit for bit (but for which NaN a NaN is, where one vector must hold tensors of several dtypes).
-A tensor that stands under several names (tied parameters) is one slice.
+and back, bit for bit (only the payload of a NaN may change, where one vector holds tensors of several dtypes).
+A tensor with several names (tied parameters) is one slice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 Kind = Literal["param", "buffer", "counter"]
-ALIGNED = 16  # entries: what a GPU reads fastest begins at a multiple of so many
+ALIGNED = 16  # entries: rows that start at such a multiple are read fastest on a GPU
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Entry:
-    """One name of a `state_dict`: which vector it lives in, and where. Tied names share `start` and `stop`."""
+    """One name of a `state_dict`: its vector and its slice of it. Tied names share `start` and `stop`."""
 
     name: str
     kind: Kind
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What aggregation needs to know of a layout: the parameter tensors' names and lengths, and how much else there is."""
+    """The part of a layout that aggregation needs: parameter tensors with lengths, and the number of buffers and counters."""
 
     tensors: tuple[tuple[str, int], ...]
     buffers: int = 0
@@ -51,7 +51,7 @@ class Sizes:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the parameter tensors."""
+        """The lengths of the parameter tensors."""
         return [length for _, length in self.tensors]
 
     @property
@@ -61,7 +61,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Maps names and shapes to slices of the flat vectors.
+    """Map names and shapes to slices of the flat vectors.
 
     >>> layout = Layout.of(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     >>> layout.sizes()
@@ -72,7 +72,11 @@ class Layout:
 
     @staticmethod
     def of(module: nn.Module) -> Layout:
-        """The layout of `module.state_dict()`."""
+        """Return the layout of `module.state_dict()`.
+
+        Raises:
+            TypeError: The state holds something that is not a tensor.
+        """
         parameters = {id(p) for p in module.parameters()}
         entries: list[Entry] = []
         seen: dict[int, Entry] = {}
@@ -95,7 +99,7 @@ class Layout:
 
     @staticmethod
     def flat(size: int) -> Layout:
-        """One float32 parameter tensor called `params`, nothing else."""
+        """Return the layout of one float32 parameter tensor of this size, without buffers or counters."""
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"size = {size!r}: a flat layout needs a whole number of parameters, at least one")
         return Layout((Entry("params", "param", (size,), torch.float32, 0, size),))
@@ -105,7 +109,11 @@ class Layout:
         return Sizes(tensors, self._length("buffer"), self._length("counter"))
 
     def pack(self, state_dict: Mapping[str, Tensor]) -> Packed:
-        """The vectors of a `state_dict`, as fresh tensors on the device of its first tensor."""
+        """Return the vectors of a `state_dict`, as new tensors on the device of its first tensor.
+
+        Raises:
+            ValueError: A name, shape or dtype is not that of the layout.
+        """
         self._check(state_dict)
         device = next((t.device for t in state_dict.values()), torch.device("cpu"))
 
@@ -117,7 +125,11 @@ class Layout:
         return Packed(vector("param"), vector("buffer"), vector("counter"))
 
     def unpack(self, packed: Packed) -> dict[str, Tensor]:
-        """The `state_dict` of these vectors: fresh memory, the original names, shapes and dtypes; tied names share it."""
+        """Return the `state_dict` of these vectors, in new memory; tied names share it.
+
+        Raises:
+            ValueError: A vector does not have the layout's length.
+        """
         vectors: dict[Kind, Tensor] = {
             "param": packed.params.detach().clone(),
             "buffer": packed.buffers.detach().clone(),
@@ -138,19 +150,19 @@ class Layout:
         return result
 
     def _distinct(self, kind: Kind) -> list[Entry]:
-        found: dict[tuple[int, int, bool], Entry] = {}
+        distinct: dict[tuple[int, int, bool], Entry] = {}
         for position, e in enumerate(self.entries):
             if e.kind == kind:
-                # Empty tensors share slices without being tied: tell them apart by position.
+                # Empty tensors share slices without being tied: their position distinguishes them.
                 empty = e.start == e.stop
-                found.setdefault((e.start, position if empty else e.stop, empty), e)
-        return list(found.values())
+                distinct.setdefault((e.start, position if empty else e.stop, empty), e)
+        return list(distinct.values())
 
     def _length(self, kind: Kind) -> int:
         return max((e.stop for e in self.entries if e.kind == kind), default=0)
 
     def _dtype(self, kind: Kind) -> torch.dtype:
-        """One dtype that holds every entry exactly: the common one, else the wider of float32 and float64."""
+        """Return a dtype that holds every entry exactly: the common one, or else float32 or float64."""
         if kind == "counter":
             return torch.int64
         dtypes = {_real_dtype(e.dtype) for e in self.entries if e.kind == kind}
@@ -163,9 +175,9 @@ class Layout:
         missing = [name for name in names if name not in state_dict]
         extra = sorted(set(state_dict) - set(names))
         if missing or extra:
-            said = [f"lacks {missing[:3]}"] if missing else []
-            said += [f"has unknown {extra[:3]}"] if extra else []
-            raise ValueError(f"the state_dict does not belong to this layout: it {' and '.join(said)}")
+            problems = [f"lacks {missing[:3]}"] if missing else []
+            problems += [f"has unknown {extra[:3]}"] if extra else []
+            raise ValueError(f"the state_dict does not belong to this layout: it {' and '.join(problems)}")
         first: dict[tuple[Kind, int, int], str] = {}
         for e in self.entries:
             tensor = state_dict[e.name]
@@ -197,12 +209,12 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """As it stands in a flat vector: a complex number is its two parts."""
+    """Return a tensor as a flat vector holds it: a complex number becomes its two parts."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def unreal(vector: Tensor, dtype: torch.dtype) -> Tensor:
-    """Part of a flat vector as numbers of this dtype: a complex one stands there as its two parts."""
+    """Return part of a flat vector as numbers of this dtype; the inverse of `real`."""
     if dtype.is_complex:
         return torch.view_as_complex(vector.to(_real_dtype(dtype), copy=True).reshape(-1, 2))
     return vector.to(dtype)
@@ -216,7 +228,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def matrix(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a GPU each row begins at a multiple of `ALIGNED`, where vectors of entries can be read at once.
+    """Return zeros; on a GPU each row starts at a multiple of `ALIGNED` entries.
 
     >>> matrix(2, 3, torch.float32, torch.device("cpu"))
     tensor([[0., 0., 0.],

@@ -1,6 +1,6 @@
-"""Random numbers by purpose: derived from (seed, purpose, round, client, ...), never from a stream that is shared.
+"""Random numbers by purpose: derived from (seed, purpose, round, client, ...), never from a shared stream.
 
-So the engine, the order of clients, a resume or one more use of chance elsewhere cannot change what is drawn.
+The engine, the order of clients, a resume or another use of randomness elsewhere cannot change what is drawn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def derive(seed: int, purpose: str, *keys: str | int) -> int:
-    """A 63-bit seed for one purpose.
+    """Derive a 63-bit seed for one purpose.
 
     >>> derive(0, "batches", 3, "street-0") == derive(0, "batches", 3, "street-0")
     True
@@ -23,5 +23,5 @@ def derive(seed: int, purpose: str, *keys: str | int) -> int:
 
 
 def generator(seed: int, purpose: str, *keys: str | int) -> torch.Generator:
-    """A CPU generator of its own for one purpose."""
+    """Return a new CPU generator for one purpose."""
     return torch.Generator().manual_seed(derive(seed, purpose, *keys))

@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Reply(NamedTuple):
-    """What one client sends back; a plain tuple `(client, delta, num_examples)` will do as well."""
+    """One client's reply; a plain tuple `(client, delta, num_examples)` works as well."""
 
     client: str | int
     delta: Array
@@ -37,12 +37,17 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class Updates:
-    """One cohort's updates, a row a client.
+    """One cohort's updates, one row per client.
 
-    `clients`: stable ids (ints become strings). `deltas [K, G]`. `num_examples [K]`. `buffers [K, B]` and
-    `counters [K, C]`: the local *values*, or `None` where the model's own stay. `metrics`: name -> `[K]`, for example the
-    `loss` of the received model. `refused`: clients whose reply could not even be put into the matrix, with the reason.
-    `domains`: the domain of each client, `""` where it did not say, or `None` where nobody did.
+    Args:
+        clients: Ids that stay the same between rounds; ints become strings.
+        deltas: `[K, G]`, local minus global parameters.
+        num_examples: `[K]`.
+        buffers: `[K, B]`, the local values, or None to keep the model's.
+        counters: `[K, C]`, likewise.
+        metrics: Name -> `[K]`, for example the `loss` of the received model.
+        refused: Clients whose reply does not fit into the matrix, with the reason.
+        domains: The domain of each client, "" if it is unknown; None if all are.
 
     >>> Updates(["a", 7], np.zeros((2, 3)), [10, 20]).clients
     ('a', '7')
@@ -88,12 +93,12 @@ class Updates:
         folder: str | None = None,
         keep: bool = False,
     ) -> Updates:
-        """Take one reply at a time into a matrix; see `collect`."""
+        """Collect replies one at a time into a matrix; see `collect`."""
         return collect(replies, budget, on_bad_update, layout, folder, keep)
 
 
 def client_id(client: object) -> str:
-    """A client's id as a string; only strings and integers name a client."""
+    """Return a client's id as a string; only strings and integers are ids."""
     if isinstance(client, str):
         return client
     if isinstance(client, (int, np.integer)) and not isinstance(client, bool):
@@ -151,58 +156,88 @@ def collect(
     folder: str | None = None,
     keep: bool = False,
 ) -> Updates:
-    """Fill one `Updates` from replies `(client, delta, num_examples, buffers, counters, metrics, domain)`.
+    """Collect replies `(client, delta, num_examples, buffers, counters, metrics, domain)` into one `Updates`.
 
-    The last four are optional. `budget`: bytes of updates that may stay in memory (`None`: all); more goes to a temporary
-    file in `folder`. Every reply must have the lengths of `layout`, or else of the first good reply; updates are kept in that
-    reply's dtype. A metric that a client did not send is NaN. With `on_bad_update="skip"` replies that do not fit are left
-    out and named in `Updates.refused`. `keep=True` takes rows as they are, without a copy: nobody else may write to them then.
+    Args:
+        replies: The last four parts of a reply are optional. A metric that a client did not send is NaN.
+        budget: Bytes of updates to hold in memory; the rest goes to a temporary file. None: all in memory.
+        on_bad_update: "raise", or "skip" to leave out replies that do not fit and name them in `Updates.refused`.
+        layout: What every reply must fit; by default the first good reply, which also sets the dtype.
+        folder: Where the temporary file goes.
+        keep: Whether to take rows without a copy; nobody else may write to them then.
+
+    Returns:
+        The cohort's updates.
+
+    Raises:
+        ValueError: A reply does not fit, and `on_bad_update` is "raise".
 
     >>> collect([("a", np.ones(3), 10), ("b", np.zeros(3), 5)], budget=0).deltas.tolist()
     [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     """
-    if on_bad_update not in ("raise", "skip"):
-        raise ValueError(f"on_bad_update = {on_bad_update!r}: use 'raise' or 'skip'")
-    if budget is not None and budget < 0:
-        raise ValueError(f"budget = {budget}: give a number of bytes, 0 or more")
-    rows = _Rows(budget, folder, keep)
-    taken: list[Reply] = []
-    refused: dict[str, str] = {}
-    expected = None if layout is None else _lengths(layout.sizes())
-    for given in replies:
+    collector = Collector(budget, on_bad_update, layout, folder, keep)
+    for reply in replies:
+        collector.add(reply)
+    return collector.finish()
+
+
+class Collector:
+    """Collect the replies of one cohort as they arrive; see `collect` for the settings."""
+
+    def __init__(
+        self,
+        budget: int | None = None,
+        on_bad_update: str = "raise",
+        layout: Layout | None = None,
+        folder: str | None = None,
+        keep: bool = False,
+    ) -> None:
+        if on_bad_update not in ("raise", "skip"):
+            raise ValueError(f"on_bad_update = {on_bad_update!r}: use 'raise' or 'skip'")
+        if budget is not None and budget < 0:
+            raise ValueError(f"budget = {budget}: give a number of bytes, 0 or more")
+        self._rows = _Rows(budget, folder, keep)
+        self._skip = on_bad_update == "skip"
+        self._expected = None if layout is None else _lengths(layout.sizes())
+        self._replies: list[Reply] = []  # without their updates, which live in `_rows` alone
+        self._refused: dict[str, str] = {}
+
+    def add(self, reply: Reply | tuple[Any, ...]) -> None:
+        """Check a reply and add it to the matrix, or refuse it."""
         try:
-            reply = _reply(given)
-            delta, rest = _read(reply)
-            found = {"update": len(delta)} | {k: len(v) for k, v in _extras(rest).items() if v is not None}
-            expected = expected or found
-            _compare(found, expected)
-        except (TypeError, ValueError) as flaw:
-            client = str(given[0]) if isinstance(given, Sequence) and given else "?"
-            if on_bad_update == "raise":
-                rows.close()
-                raise ValueError(f"client '{client}': {flaw}") from None
-            refused[client] = str(flaw)
-            continue
-        rows.append(delta)
-        taken.append(rest)  # the update itself lives in `rows` alone
+            delta, rest = _read(_reply(reply))
+            lengths = {"update": len(delta)} | {k: len(v) for k, v in _extras(rest).items() if v is not None}
+            self._expected = self._expected or lengths
+            _compare(lengths, self._expected)
+        except (TypeError, ValueError) as error:
+            client = str(reply[0]) if isinstance(reply, Sequence) and reply else "?"
+            if not self._skip:
+                self._rows.close()
+                raise ValueError(f"client '{client}': {error}") from None
+            self._refused[client] = str(error)
+            return
+        self._rows.append(delta)
+        self._replies.append(rest)
 
-    def extras(name: str) -> Tensor | None:
-        values = [getattr(reply, name) for reply in taken]
-        return torch.stack(values) if values and values[0] is not None else None
+    def finish(self) -> Updates:
+        """Return the cohort's updates; the collector must not be used again."""
+        replies = self._replies
+        metrics = sorted({name for reply in replies for name in reply.metrics})
+        domains = [reply.domain or "" for reply in replies]
+        return Updates(
+            clients=[reply.client for reply in replies],
+            deltas=self._rows.matrix(),
+            num_examples=[reply.num_examples for reply in replies],
+            buffers=self._stack("buffers"),
+            counters=self._stack("counters"),
+            metrics={name: [reply.metrics.get(name, math.nan) for reply in replies] for name in metrics},
+            refused=self._refused,
+            domains=domains if any(domains) else None,
+        )
 
-    return Updates(
-        [r.client for r in taken],
-        rows.matrix(),
-        [r.num_examples for r in taken],
-        extras("buffers"),
-        extras("counters"),
-        {
-            name: [r.metrics.get(name, math.nan) for r in taken]
-            for name in sorted({n for r in taken for n in r.metrics})
-        },
-        refused,
-        [r.domain or "" for r in taken] if any(r.domain for r in taken) else None,
-    )
+    def _stack(self, name: str) -> Tensor | None:
+        vectors = [getattr(reply, name) for reply in self._replies]
+        return torch.stack(vectors) if vectors and vectors[0] is not None else None
 
 
 def _reply(given: Any) -> Reply:
@@ -215,7 +250,7 @@ def _reply(given: Any) -> Reply:
 
 
 def _read(reply: Reply) -> tuple[Tensor, Reply]:
-    """The reply's update, and the rest of it in plain types."""
+    """Return the reply's update, and the rest of the reply in plain types."""
     delta = tensor_of(reply.delta, "its update")
     if delta.ndim != 1:
         raise ValueError(f"its update has shape {tuple(delta.shape)}, not one dimension")
@@ -277,7 +312,7 @@ def _compare(found: dict[str, int], expected: dict[str, int]) -> None:
 
 
 class _Rows:
-    """Rows of one length and dtype: a list while they fit the budget, a file from then on."""
+    """Rows of one length and dtype: a list while they fit the budget, then a file."""
 
     def __init__(self, budget: int | None, folder: str | None, keep: bool) -> None:
         self.budget, self.folder, self.keep = budget, folder, keep
@@ -294,7 +329,7 @@ class _Rows:
             and self.budget is not None
             and self.count * self.length * self.dtype.itemsize > self.budget
         ):
-            # Unbuffered, so that a full disk shows where it can be told; the mapping outlives the file.
+            # Unbuffered, so that a full disk raises here; the mapping outlives the file.
             self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
             for held in self.held:
                 self._write(held)
@@ -344,7 +379,7 @@ class _Rows:
 
 
 def _one_matrix(rows: Sequence[Tensor]) -> Tensor | None:
-    """The matrix whose consecutive rows these are, if they are."""
+    """Return the matrix that these are the consecutive rows of, or None."""
     if not rows or not rows[0].numel():
         return None
     first, length, memory = rows[0], rows[0].shape[0], rows[0].untyped_storage().data_ptr()

@@ -1,65 +1,58 @@
-"""Being stopped where it does no harm: at once while clients train, after the round once updates are being aggregated.
+"""Defer Ctrl-C while a round aggregates.
 
-A round reuses the memory of the state it starts from as soon as aggregation begins, so from there until the round is over there
-is no whole state to save. That is short; a second Ctrl-C does not wait. SIGTERM, by which schedulers of clusters stop what they
-run, is taken like Ctrl-C where `stop_on_terminate` was called: by the command line, and by its processes.
+A round reuses the memory of the state it starts from once aggregation begins. From there until the round is over there is no
+whole state to save, so a first Ctrl-C waits; a second one does not. `stop_on_terminate` makes SIGTERM, which cluster schedulers
+send, act like Ctrl-C; the command line and its processes call it.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Self
-
-from fedheal.core.layout import Packed
-from fedheal.engine.serial import ClientResult, Task
-from fedheal.engine.workers import Shared, Trainer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stop_on_terminate() -> None:
-    """From now on SIGTERM is `KeyboardInterrupt`, so that a run saves what it has."""
+    """Raise KeyboardInterrupt on SIGTERM from now on, so that a run saves its state."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class Interrupts:
-    """While entered, Ctrl-C waits where it is `held`. Does nothing outside the main thread, or where it is ignored."""
+    """Defer signals between `hold` and `release`.
+
+    Does nothing outside the main thread, nor for a signal that the process ignores.
+    """
 
     def __init__(self) -> None:
-        self.held = self.pending = False
-        self.before: dict[int, Any] = {}
+        self.is_holding = self.is_pending = False
+        self.handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in SIGNALS if callable(signal.getsignal(number))]
-            self.before = {number: signal.signal(number, self._came) for number in heard}
+            handled = [number for number in SIGNALS if callable(signal.getsignal(number))]
+            self.handlers = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        if self.held and not self.pending:
-            self.pending = True
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.is_holding and not self.is_pending:
+            self.is_pending = True
         else:
-            self.before[number](number, frame)
+            self.handlers[number](number, frame)
+
+    def hold(self) -> None:
+        """Defer the first signal that arrives from now on."""
+        self.is_holding = True
 
     def release(self) -> None:
-        """Let it come; `KeyboardInterrupt` now if it came meanwhile."""
-        self.held = False
-        if self.pending:
-            self.pending = False
+        """Stop deferring; raise KeyboardInterrupt if a signal arrived meanwhile."""
+        self.is_holding = False
+        if self.is_pending:
+            self.is_pending = False
             raise KeyboardInterrupt
-
-    def around(self, train: Trainer) -> Trainer:
-        """Training that can be interrupted, and what follows it cannot be until `release`."""
-
-        def guarded(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
-            yield from train(model, shared, tasks)
-            self.held = True
-
-        return guarded

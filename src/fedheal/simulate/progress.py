@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 from fedheal.runs.schema import RoundRecord
-from fedheal.simulate.round import Callback
+from fedheal.simulate.callbacks import Callback
 
 
 def is_interactive() -> bool:

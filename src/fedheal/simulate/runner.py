@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import numba
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedheal import methods
 from fedheal.aggregate.masks.directions import spread
@@ -25,26 +24,39 @@ from fedheal.core.state import RunState, restored_state
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine import check_engine, trainer
 from fedheal.engine.precision import numerics, precision_of
-from fedheal.runs import folder as records
-from fedheal.runs.folder import read_toml
+from fedheal.runs import folder as files
+from fedheal.runs.resume import Checkpoint, load_newest_checkpoint
 from fedheal.runs.schema import RoundRecord
-from fedheal.simulate.experiment import Experiment, build, domains_of, module_of
+from fedheal.simulate.build import build_federation, build_module, load_domains
+from fedheal.simulate.callbacks import Callback
+from fedheal.simulate.devices import describe_hardware, resolve_device
+from fedheal.simulate.evaluation import select_evaluated_model
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.federation import Federation
 from fedheal.simulate.interrupts import Interrupts
 from fedheal.simulate.progress import Progress, is_interactive
-from fedheal.simulate.round import Callback, Federation, initial_state, judged_model, rounds
+from fedheal.simulate.round import initial_state, run_rounds
 from fedheal.version import __version__
 
 log = logging.getLogger("fedheal")
 
-Kept = tuple[dict[str, Tensor], dict[str, Any]]  # a saved state
-Used = Mapping[str, Any]  # what tells the data that a run uses from others
-# What is read of a result again.
-NEEDED = records.fields("method", "domains", "averaged", "classes", "avg", "std", "worst")
+# The fields of a result that a finished run is read back from.
+NEEDED = files.fields("method", "domains", "averaged", "classes", "avg", "std", "worst")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found. Accuracies in percent, means of the last five evaluated rounds."""
+    """The result of a run. Accuracies are in percent, means of the last five evaluated rounds.
+
+    Attributes:
+        domains: The accuracy of each domain.
+        avg: Their mean.
+        std: Their sample standard deviation.
+        worst: The lowest of them.
+        history: The record of every round.
+        model: The final model.
+        summary: The contents of `result.json`.
+    """
 
     domains: Mapping[str, float]
     avg: float
@@ -52,7 +64,7 @@ class Result:
     worst: float
     history: tuple[RoundRecord, ...]
     model: nn.Module
-    summary: Mapping[str, Any]  # what result.json holds
+    summary: Mapping[str, Any]
 
 
 def run(
@@ -62,98 +74,73 @@ def run(
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
 ) -> Result:
-    """Run an experiment, into the folder `out` if one is given.
+    """Run an experiment.
 
-    `resume=True` goes on from the folder's newest whole state. `progress`: a live display; `None` shows one on a terminal
-    and in a notebook.
+    Args:
+        experiment: The description of the run.
+        out: The run folder; None writes nothing.
+        resume: Whether to resume from the folder's newest checkpoint.
+        callbacks: Called before the first round, after every round and at the end.
+        progress: Whether to show a live display; None shows one on a terminal and in a notebook.
+
+    Returns:
+        The result; that of the folder if the run is finished already.
+
+    Raises:
+        ValueError: The experiment cannot be run, or the folder holds something else.
     """
-    device = device_of(experiment.device)
-    domains = domains_of(experiment)
+    device = resolve_device(experiment.device)
+    domains = load_domains(experiment)
     folder = None if out is None else Path(out)
     check_engine(device, experiment.engine, experiment.workers)
     with ExitStack() as stack:
-        stack.enter_context(_threads(experiment.threads))
+        stack.enter_context(_use_threads(experiment.threads))
         precision = precision_of(experiment.precision, device)
         stack.enter_context(numerics(precision, experiment.deterministic, device))
-        federation = build(experiment, domains, device)  # before the folder: what cannot be built leaves no trace
-        used = {
-            "fingerprint": fingerprint_of_used(federation.local_training.examples, federation.tests),
-            "classes": list(domains.classes),
-        }
-        kept, history = None, list[RoundRecord]()
+        federation = build_federation(experiment, domains, device)  # before the folder: a failure leaves no trace
+        data_identity = _identify_data(federation, domains)
+        checkpoint, history = None, list[RoundRecord]()
         if folder is not None:
-            _make(folder, experiment)
-            if not (folder / "result.json").exists():  # a finished run is only read
-                stack.enter_context(records.alone(folder))
-            kept, history = _open(folder, experiment, resume, used)
-            if (folder / "result.json").exists():
-                return _finished(folder, history)
-        state = initial_state(federation) if kept is None else restored_state(*kept, device)
-        shown = is_interactive() if progress is None else progress
-        watchers = [stack.enter_context(callback) for callback in [*callbacks, *([Progress()] if shown else [])]]
+            _prepare_folder(folder, experiment)
+            if not _is_finished(folder):
+                stack.enter_context(files.alone(folder))
+            checkpoint, history = _open_folder(folder, experiment, resume, data_identity)
+            if _is_finished(folder):
+                return _read_finished(folder, history)
+        state = initial_state(federation) if checkpoint is None else restored_state(*checkpoint, device)
+        show_progress = is_interactive() if progress is None else progress
+        watchers = [*callbacks, *([Progress()] if show_progress else [])]
         for callback in watchers:
+            stack.enter_context(callback)
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
-        ways = experiment.engine, experiment.workers, experiment.threads, experiment.lanes
-        train = stack.enter_context(trainer(federation.local_training, *ways))
-        interrupts = stack.enter_context(Interrupts())
-        saver = _Saver(folder, experiment, {"used": used}, state)
-        try:
-            for after, record in rounds(
-                federation, state, interrupts.around(train), experiment.rounds, experiment.eval_every
-            ):
-                state = after
-                history.append(record)
-                if folder is not None:
-                    records.append_round(folder, asdict(record))
-                interrupts.release()
-                saver.due(state)
-                for callback in watchers:
-                    callback.round(record)
-        except BaseException as stopped:
-            if not interrupts.held:  # else the state's memory is in use by the round that was under way
-                with nullcontext() if isinstance(stopped, KeyboardInterrupt) else suppress(OSError):
-                    saver.save(state)
-            raise
-        module = federation.local_training.module
-        final = judged_model(federation, state.model, state.terms, sorted(federation.client_domains))
-        module.load_state_dict(federation.local_training.layout.unpack(final))
-        result = _result(experiment, history, state, federation, domains, used)
+        saver = _Saver(folder, experiment, data_identity, state)
+        state = _train_to_end(experiment, federation, state, history, saver, watchers)
+        members = sorted(federation.client_domains)
+        model = select_evaluated_model(federation, state.model, state.terms, members)
+        federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
+        result = _make_result(experiment, history, state, federation, domains, data_identity)
         if folder is not None:
-            records.save_tensors(folder / "model.safetensors", module.state_dict())
-            records.write_text(folder / "result.json", json.dumps(result.summary, indent=2, allow_nan=False) + "\n")
+            files.save_tensors(folder / "model.safetensors", result.model.state_dict())
+            files.write_text(folder / "result.json", json.dumps(result.summary, indent=2, allow_nan=False) + "\n")
         for callback in watchers:
             callback.finished(result.summary)
     return result
 
 
-class _Saver:
-    """Saves a run's state every so often, at its end, and when asked."""
-
-    def __init__(self, folder: Path | None, experiment: Experiment, told: Mapping[str, Any], state: RunState) -> None:
-        self.folder, self.experiment, self.told = folder, experiment, told
-        self.round, self.at = state.round, time.monotonic()
-
-    def due(self, state: RunState) -> None:
-        if time.monotonic() - self.at >= self.experiment.save_seconds or state.round == self.experiment.rounds:
-            self.save(state)
-
-    def save(self, state: RunState) -> None:
-        if self.folder is not None and state.round > self.round:
-            arrays, described = state.to_arrays()
-            records.save_state(self.folder, state.round, arrays, {**described, **self.told}, self.experiment.identity)
-            self.round, self.at = state.round, time.monotonic()
-
-
 def load(folder: str | Path) -> nn.Module:
-    """The final model of a run, in evaluation mode."""
+    """Return the final model of a run, in evaluation mode.
+
+    Raises:
+        ValueError: The folder holds no finished run, or the model's class has changed since.
+    """
     path = Path(folder)
     for name in ("experiment.toml", "model.safetensors", "result.json"):
         if not (path / name).exists():
             raise ValueError(f"{path} holds no finished run: there is no {name}")
-    # Whichever method trained it: one of somebody's own has only its name there.
-    experiment = Experiment.of(read_toml(path / "experiment.toml") | {"method": "fedavg"})
-    module = module_of(experiment, len(records.read_result(path, records.fields("classes"))["classes"]))
-    values = records.load_tensors(path / "model.safetensors")
+    # The method does not matter here, and the folder has only the name of a user's own.
+    experiment = Experiment.of(files.read_toml(path / "experiment.toml") | {"method": "fedavg"})
+    module = build_module(experiment, len(files.read_result(path, files.fields("classes"))["classes"]))
+    values = files.load_tensors(path / "model.safetensors")
     try:
         module.load_state_dict(values)
     except RuntimeError as error:
@@ -164,178 +151,201 @@ def load(folder: str | Path) -> nn.Module:
     return module.eval()
 
 
-def _make(folder: Path, experiment: Experiment) -> None:
-    """Refuse what holds other things, and leave no trace there."""
-    check_owner(folder, experiment)
-    there = list(records.check_folder(folder).iterdir()) if folder.exists() else []
-    others = [path for path in there if path.suffix != ".tmp"]
-    if others and folder / "experiment.toml" not in others:
-        raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
-    records.make_folder(folder)
-
-
-def _open(folder: Path, experiment: Experiment, resume: bool, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
-    """Make the folder this experiment's, or go on in it: the newest whole state (or None) and its rounds."""
-    check_owner(folder, experiment)  # again: another run may have had the folder until now
-    if not _begun(folder):
-        (folder / "rounds.jsonl").unlink(missing_ok=True)  # it may hold half a line
-        records.write_text(folder / "experiment.toml", experiment.to_toml())
-        return None, []
-    if not resume:
-        raise ValueError(f"{folder} holds this experiment already: --resume goes on with it")
-    if (folder / "result.json").exists():
-        return None, _history(folder)
-    return _resumed(folder, experiment, used)
-
-
-def _begun(folder: Path) -> bool:
-    """Whether a run has left anything to go on from: what ended before its first round has not."""
-    there = (folder / "result.json").exists() or any((folder / "state").glob("*.safetensors"))
-    return there or bool(records.read_rounds(folder))
-
-
-def check_owner(folder: Path, experiment: Experiment) -> None:
-    """Refuse the folder of another experiment: its results are not this one's."""
-    if not (folder / "experiment.toml").exists() or not _begun(folder):
+def check_folder_owner(folder: Path, experiment: Experiment) -> None:
+    """Raise ValueError if the folder holds a run of another experiment."""
+    if not (folder / "experiment.toml").exists() or not _has_rounds(folder):
         return
-    there = read_toml(folder / "experiment.toml")
-    method = there.get("method")  # it may be of somebody's own, of which the folder has only the name
-    own = method == experiment.to_dict()["method"]
-    if own:
-        there["method"] = experiment.method
-    if not (own or methods.known(str(method))) or Experiment.of(there).identity != experiment.identity:
+    written = files.read_toml(folder / "experiment.toml")
+    method = written.get("method")
+    is_same_name = method == experiment.to_dict()["method"]
+    if is_same_name:  # a user's own method is known by its name alone
+        written["method"] = experiment.method
+    if not (is_same_name or methods.known(str(method))) or Experiment.of(written).identity != experiment.identity:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
-def _resumed(folder: Path, experiment: Experiment, used: Used) -> tuple[Kept | None, list[RoundRecord]]:
-    troubles: list[str] = []
-    for path in records.states(folder):
+def _train_to_end(
+    experiment: Experiment,
+    federation: Federation,
+    state: RunState,
+    history: list[RoundRecord],
+    saver: _Saver,
+    watchers: Sequence[Callback],
+) -> RunState:
+    """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong."""
+    engine = trainer(
+        federation.local_training, experiment.engine, experiment.workers, experiment.threads, experiment.lanes
+    )
+    with engine as train, Interrupts() as interrupts:
+        rounds = run_rounds(federation, state, train, experiment.rounds, experiment.eval_every, interrupts.hold)
         try:
-            arrays, described = records.load_state(path, experiment.identity)
-            if described["used"] != used:
-                raise ValueError(f"the data of {folder} have changed since it was begun: remove it, or restore them")
-            records.cut_rounds(folder, described["round"])
-            for trouble in troubles:
-                log.warning("%s; going on from %s", trouble, path.name)
-            return (arrays, described), _history(folder)
-        except records.BadState as trouble:
-            troubles.append(str(trouble))
-    if troubles:
-        raise ValueError(f"no state in {folder} can be used: {'; '.join(troubles)}")
-    records.cut_rounds(folder, 0)
-    return None, []
+            for after, record in rounds:
+                state = after
+                history.append(record)
+                if saver.folder is not None:
+                    files.append_round(saver.folder, asdict(record))
+                interrupts.release()
+                saver.save_if_due(state)
+                for callback in watchers:
+                    callback.round(record)
+        except BaseException as error:
+            if not interrupts.is_holding:  # else the round in progress is using the state's memory
+                with nullcontext() if isinstance(error, KeyboardInterrupt) else suppress(OSError):
+                    saver.save(state)
+            raise
+    return state
 
 
-def _history(folder: Path) -> list[RoundRecord]:
+class _Saver:
+    """Save checkpoints every `save_seconds`, at the end of a run, and when asked."""
+
+    def __init__(
+        self, folder: Path | None, experiment: Experiment, data_identity: Mapping[str, Any], state: RunState
+    ) -> None:
+        self.folder, self.experiment, self.data_identity = folder, experiment, data_identity
+        self.saved_round, self.saved_at = state.round, time.monotonic()
+
+    def save_if_due(self, state: RunState) -> None:
+        is_due = time.monotonic() - self.saved_at >= self.experiment.save_seconds
+        if is_due or state.round == self.experiment.rounds:
+            self.save(state)
+
+    def save(self, state: RunState) -> None:
+        if self.folder is not None and state.round > self.saved_round:
+            arrays, described = state.to_arrays()
+            described = {**described, "used": self.data_identity}
+            files.save_state(self.folder, state.round, arrays, described, self.experiment.identity)
+            self.saved_round, self.saved_at = state.round, time.monotonic()
+
+
+def _identify_data(federation: Federation, domains: Domains) -> dict[str, Any]:
+    """Return what distinguishes the data that a run uses from any other."""
+    used = fingerprint_of_used(federation.local_training.examples, federation.tests)
+    return {"fingerprint": used, "classes": list(domains.classes)}
+
+
+def _prepare_folder(folder: Path, experiment: Experiment) -> None:
+    """Make the folder; refuse one that holds anything else, without leaving a trace there."""
+    check_folder_owner(folder, experiment)
+    contents = list(files.check_folder(folder).iterdir()) if folder.exists() else []
+    others = [path for path in contents if path.suffix != ".tmp"]
+    if others and folder / "experiment.toml" not in others:
+        raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
+    files.make_folder(folder)
+
+
+def _open_folder(
+    folder: Path, experiment: Experiment, resume: bool, data_identity: Mapping[str, Any]
+) -> tuple[Checkpoint | None, list[RoundRecord]]:
+    """Make the folder this experiment's, or resume in it; return the newest checkpoint, if any, and its rounds."""
+    check_folder_owner(folder, experiment)  # again: another run may have held the folder until now
+    if not _has_rounds(folder):
+        (folder / "rounds.jsonl").unlink(missing_ok=True)  # it may hold half a line
+        files.write_text(folder / "experiment.toml", experiment.to_toml())
+        return None, []
+    if not resume:
+        raise ValueError(f"{folder} holds this experiment already: give --resume to resume it")
+    if _is_finished(folder):
+        return None, _read_history(folder)
+
+    def check_data(described: Mapping[str, Any]) -> None:
+        if described["used"] != data_identity:
+            raise ValueError(f"the data of {folder} have changed since it was begun: remove it, or restore them")
+
+    checkpoint = load_newest_checkpoint(folder, experiment.identity, log, check_data)
+    return checkpoint, _read_history(folder) if checkpoint else []
+
+
+def _is_finished(folder: Path) -> bool:
+    return (folder / "result.json").exists()
+
+
+def _has_rounds(folder: Path) -> bool:
+    """Return whether a run has left anything to resume from."""
+    return _is_finished(folder) or bool(files.states(folder)) or bool(files.read_rounds(folder))
+
+
+def _read_history(folder: Path) -> list[RoundRecord]:
     try:
-        return [RoundRecord(**record) for record in records.read_rounds(folder)]
+        return [RoundRecord(**record) for record in files.read_rounds(folder)]
     except TypeError as error:
         reason = str(error).removeprefix("RoundRecord.__init__() ")
         raise ValueError(f"{folder / 'rounds.jsonl'} is not what a run writes there ({reason})") from error
 
 
-def _result(
+def _read_finished(folder: Path, history: list[RoundRecord]) -> Result:
+    summary = files.read_result(folder, NEEDED)
+    accuracies = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
+    return Result(**accuracies, history=tuple(history), model=load(folder), summary=summary)
+
+
+def _make_result(
     experiment: Experiment,
     history: list[RoundRecord],
     state: RunState,
     federation: Federation,
     domains: Domains,
-    used: Used,
+    data_identity: Mapping[str, Any],
 ) -> Result:
-    judged = [record for record in history if record.domains is not None]
-    accuracy = last_mean([record.domains or {} for record in judged])
-    clients = last_mean([record.clients or {} for record in judged])
+    evaluated = [record for record in history if record.domains is not None]
+    accuracy = last_mean([record.domains or {} for record in evaluated])
+    clients = last_mean([record.clients or {} for record in evaluated])
     evenness = fairness(accuracy)
     phases = ("train", "aggregate", "evaluate")
-    trained = {client: federation.client_domains.get(client, "") for client in federation.clients}
+    device = state.model.params.device
     summary = {
         "method": experiment.method_name,
         "data": experiment.data,
         "seed": experiment.seed,
         "rounds": experiment.rounds,
-        "averaged": min(LAST, len(judged)),  # rounds that the accuracies are means of
+        "averaged": min(LAST, len(evaluated)),  # rounds that the accuracies are means of
         "domains": accuracy,
         **evenness,
         "clients": clients,
         "client_fairness": fairness(clients) if clients else {},
-        "validation": _validation(judged),
-        "trained": trained,
+        "validation": _summarise_validation(evaluated),
+        "trained": {client: federation.client_domains.get(client, "") for client in federation.clients},
         **{key: value for key, value in experiment.to_dict().items() if key in ("only", "without", "pool")},
         "classes": list(domains.classes),
         "test_sizes": {d.name: len(d.test) for d in domains.domains},
-        "device": str(state.model.params.device),
-        "hardware": hardware_of(state.model.params.device),
+        "device": str(device),
+        "hardware": describe_hardware(device),
         "precision": federation.local_training.precision,
         "threads": experiment.threads,
         "data_fingerprint": fingerprint(domains),
-        "used_fingerprint": used["fingerprint"],
+        "used_fingerprint": data_identity["fingerprint"],
         "data_notes": list(domains.notes),
         "bytes_sent": state.sent,
         "bytes_received": state.received,
         "consistency": spread(state.aggregator),
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
-        "versions": _versions(),
+        "versions": _list_versions(),
     }
     return Result(
-        accuracy,
-        evenness["avg"],
-        evenness["std"],
-        evenness["worst"],
-        tuple(history),
-        federation.local_training.module,
-        summary,
+        domains=accuracy,
+        avg=evenness["avg"],
+        std=evenness["std"],
+        worst=evenness["worst"],
+        history=tuple(history),
+        model=federation.local_training.module,
+        summary=summary,
     )
 
 
-def _validation(judged: list[RoundRecord]) -> dict[str, Any] | None:
-    accuracy = last_mean([record.validation for record in judged if record.validation])
+def _summarise_validation(evaluated: list[RoundRecord]) -> dict[str, Any] | None:
+    accuracy = last_mean([record.validation for record in evaluated if record.validation])
     return {"domains": accuracy, **fairness(accuracy)} if accuracy else None
 
 
-def _finished(folder: Path, history: list[RoundRecord]) -> Result:
-    """A run that needs no more running, read back."""
-    summary = records.read_result(folder, NEEDED)
-    found = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
-    return Result(**found, history=tuple(history), model=load(folder), summary=summary)
-
-
-def _versions() -> dict[str, str]:
-    """Asked of the modules themselves, which need not be installed to run."""
+def _list_versions() -> dict[str, str]:
+    """Return the versions of the libraries; asked of the modules, since packages need not be installed to run."""
     libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
     return {"fedheal": __version__, "python": platform.python_version(), **libraries}
 
 
-def device_of(name: str) -> torch.device:
-    """`auto` is a GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # Of a GPU torch knows why: no driver, no such number, in use. Of anything else it lists what no run can use.
-        reason = f" ({str(error).splitlines()[0].rstrip('.')})" if name.startswith("cuda") else ""
-        raise ValueError(f"device = {name!r} cannot be used here{reason}: use {_usable()}") from error
-    return device
-
-
-def _usable() -> str:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus:
-        return "auto or cpu (cuda and cuda:N need a GPU that torch can use, and here is none)"
-    return f"auto, cpu, cuda or {'cuda:0' if gpus == 1 else f'cuda:0 to cuda:{gpus - 1}'}"
-
-
-def hardware_of(device: torch.device) -> str:
-    """What a device is, in words: seconds mean nothing without it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """The number of threads is a part of the experiment, since it changes sums; the process gets its own back."""
+def _use_threads(number: int) -> Iterator[None]:
+    """Set torch's number of threads, which changes the order of sums, and restore it at the end."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from fedheal.runs.schema import FREE, RoundRecord
-from fedheal.simulate.round import Callback
+from fedheal.simulate.callbacks import Callback
 
 LAST_METRIC = "clients/replied"  # every round has it and it is written last: a round that has it is complete
 

@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 from fedheal import data
 from fedheal.data.domains import Split
 from fedheal.flower import client
-from fedheal.simulate.experiment import build
+from fedheal.simulate.build import build_federation
 from fragile.server_app import SITES, described
 
 app = ClientApp()
@@ -47,7 +47,7 @@ def evaluate(message: Message, context: Context) -> Message:
 def _parts(context):
     torch.set_num_threads(1)
     experiment = described(context.run_config)
-    here = build(experiment, data.load(experiment.data), torch.device("cpu"))
+    here = build_federation(experiment, data.load(experiment.data), torch.device("cpu"))
     return here, SITES[int(context.node_config["partition-id"])]
 
 

@@ -6,7 +6,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedheal import Experiment
 from fedheal.flower import FairStrategy, FedHEAL
-from fedheal.simulate.experiment import module_of
+from fedheal.simulate.build import build_module
 from tiny_data import QUICK
 
 SITES = ("plain-0", "plain-1", "noisy-0", "noisy-1")
@@ -26,7 +26,7 @@ def main(grid: Grid, context: Context) -> None:
     torch.set_num_threads(1)
     config = context.run_config
     experiment = described(config)
-    module = module_of(experiment, classes=3)
+    module = build_module(experiment, classes=3)
     settings = {
         "model": module,
         "folder": config["folder"],

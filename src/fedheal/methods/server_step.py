@@ -1,0 +1,156 @@
+"""The server's part of a round, shared by the simulator and by Flower.
+
+aggregate -> server optimiser -> each term absorbs its messages -> check that the model is finite -> next state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedheal.aggregate import Aggregated, Aggregator
+from fedheal.aggregate.reduce import finite
+from fedheal.aggregate.server_optimizer import Server
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.state import RunState, TermState
+from fedheal.core.updates import Updates
+from fedheal.local.term import Arrays, ServerContext, Term
+
+
+@dataclass(frozen=True)
+class ClientTerms:
+    """What the terms of local training left in one client's reply, in the order of the terms."""
+
+    messages: tuple[Arrays, ...] = ()  # to the server
+    slots: tuple[Arrays, ...] = ()  # what the client keeps; empty where clients keep it themselves
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """The fixed parts of a server step.
+
+    Args:
+        aggregator: Turns the cohort's updates into one model.
+        optimizer: Moves the global model towards the aggregated one.
+        terms: The local terms, which may take a last part in the step (`Term.absorb`).
+        layout: The model's layout.
+        rounds: How many rounds the run has; 0 if that is unknown.
+    """
+
+    aggregator: Aggregator
+    optimizer: Server
+    terms: tuple[Term, ...]
+    layout: Layout
+    rounds: int
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a server step gives.
+
+    `accepted` are the clients whose updates count. If `refusal` is not empty, the step would have made the model
+    non-finite: `state` then holds the old model and says nothing about this cohort except the aggregator's own history.
+    """
+
+    state: RunState
+    aggregated: Aggregated
+    accepted: tuple[str, ...]
+    refusal: str = ""
+
+    @property
+    def is_refused(self) -> bool:
+        return bool(self.refusal)
+
+
+def apply_server_step(
+    step: ServerStep, state: RunState, updates: Updates, replies: Mapping[str, ClientTerms], num_clients: int
+) -> StepOutcome:
+    """Take one server step from a cohort's updates.
+
+    Args:
+        step: The fixed parts.
+        state: The state before this round. Its buffers are reused: it must not be used again.
+        updates: The cohort's updates.
+        replies: What the terms left in each client's reply, by client.
+        num_clients: How many clients the federation has.
+
+    Returns:
+        The state after the round, the aggregation's result and the accepted clients. A cohort without weight leaves the
+        model, the optimiser and the terms as they were.
+    """
+    aggregated = step.aggregator.apply(state.model, updates, state.aggregator, donate=True)
+    skipped = aggregated.report["skipped"]
+    accepted = tuple(sorted(client for client in updates.clients if client not in skipped))
+    unmoved = replace(state, round=state.round + 1, aggregator=aggregated.state)
+    if not bool(aggregated.weights.any()):
+        return StepOutcome(unmoved, aggregated, accepted)
+    stepped, moments = step.optimizer.apply(state.model, aggregated.model, state.server)
+    model, terms = _absorb(step, state, stepped, updates, aggregated, replies, accepted, num_clients)
+    if model is not aggregated.model and not _is_finite(model):
+        return StepOutcome(unmoved, aggregated, accepted, _explain_overflow(step, stepped))
+    return StepOutcome(replace(unmoved, model=model, server=moments, terms=terms), aggregated, accepted)
+
+
+def mean_train_loss(updates: Updates, accepted: Sequence[str]) -> float | None:
+    """Return the mean training loss of the accepted clients that sent a finite one, or None."""
+    if "train_loss" not in updates.metrics:
+        return None
+    losses = updates.metrics["train_loss"][_rows(updates, accepted)]
+    losses = losses[losses.isfinite()]
+    return float(losses.mean()) if len(losses) else None
+
+
+def _absorb(
+    step: ServerStep,
+    state: RunState,
+    model: Packed,
+    updates: Updates,
+    aggregated: Aggregated,
+    replies: Mapping[str, ClientTerms],
+    accepted: Sequence[str],
+    num_clients: int,
+) -> tuple[Packed, tuple[TermState, ...]]:
+    """Let each term take its part in the step. A skipped client leaves no trace: its slots stay as they were."""
+    if not step.terms:
+        return model, state.terms
+    rows = _rows(updates, accepted)
+    if tuple(accepted) != updates.clients:
+        updates = Updates(accepted, updates.deltas[rows], updates.num_examples[rows])
+    after: list[TermState] = []
+    for i, (term, before) in enumerate(zip(step.terms, state.terms, strict=True)):
+        new_slots = {c: replies[c].slots[i] for c in accepted if replies[c].slots and replies[c].slots[i]}
+        slots = {**before.slots, **new_slots}
+        context = ServerContext(
+            round=state.round + 1,
+            rounds=step.rounds,
+            clients=num_clients,
+            updates=updates,
+            weights=aggregated.weights[rows],
+            unnormalised_weights=aggregated.unnormalised_weights[rows],
+            layout=step.layout,
+            slots=slots,
+        )
+        messages = [replies[client].messages[i] for client in accepted]
+        model, shared = term.absorb(state.model, model, messages, before.shared, context)
+        after.append(TermState(shared, slots))
+    return model, tuple(after)
+
+
+def _rows(updates: Updates, clients: Sequence[str]) -> torch.Tensor:
+    """Return the rows of these clients in the matrix of updates."""
+    row = {client: i for i, client in enumerate(updates.clients)}
+    return torch.tensor([row[client] for client in clients], dtype=torch.int64)
+
+
+def _is_finite(model: Packed) -> bool:
+    return finite(model.params) and finite(model.buffers)
+
+
+def _explain_overflow(step: ServerStep, stepped: Packed) -> str:
+    """Say which part of a step made the model non-finite, and what would help."""
+    if not _is_finite(stepped):
+        return f"server_lr = {step.optimizer.lr}: this round's step makes the global model infinite; use less"
+    names = ", ".join(type(term).__name__ for term in step.terms)
+    return f"the server step of {names} makes the global model infinite; use a smaller learning rate or more regularisation"

@@ -1,0 +1,61 @@
+"""Find the newest usable checkpoint of a run folder, and cut the rounds back to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedheal.runs import folder as files
+
+Checkpoint = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def load_newest_checkpoint(
+    folder: Path, owner: str, log: logging.Logger, check: Callable[[Mapping[str, Any]], None] = lambda described: None
+) -> Checkpoint | None:
+    """Load the newest checkpoint that can be used; drop the records of later rounds and a result of them.
+
+    Args:
+        folder: The run folder.
+        owner: Whose checkpoints these must be; see `save_state`.
+        log: Where to warn about checkpoints that cannot be used.
+        check: Called with a checkpoint's JSON before anything is cut; may raise ValueError.
+
+    Returns:
+        The checkpoint's tensors and JSON, or None if the folder holds no checkpoint.
+
+    Raises:
+        ValueError: There are checkpoints, and none can be used.
+    """
+    problems: list[str] = []
+    for path in files.states(folder):
+        try:
+            arrays, described = files.load_state(path, owner)
+            check(described)
+            _cut_back(folder, described["round"])
+        except files.BadState as problem:
+            problems.append(str(problem))
+            continue
+        for text in problems:
+            log.warning("%s; resuming from %s", text, path.name)
+        return arrays, described
+    if problems:
+        raise ValueError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
+    _cut_back(folder, 0)
+    return None
+
+
+def _cut_back(folder: Path, rounds: int) -> None:
+    if len(files.read_rounds(folder)) > rounds:
+        drop_result(folder)
+    files.cut_rounds(folder, rounds)
+
+
+def drop_result(folder: Path) -> None:
+    """Remove the result and the model of rounds that the folder will no longer end with."""
+    for name in ("result.json", "model.safetensors"):
+        (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,270 @@
+"""Build a federation from an experiment: its data, clients, model and method on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedheal import data as datasets
+from fedheal import models
+from fedheal.aggregate.server_optimizer import Server, check_plain
+from fedheal.core.errors import suggestion
+from fedheal.core.layout import Layout
+from fedheal.core.rng import derive
+from fedheal.data.augment import normalised
+from fedheal.data.domains import Domain, Domains, Split
+from fedheal.data.on_disk import share
+from fedheal.data.partition import Client, partition
+from fedheal.engine.precision import precision_of
+from fedheal.engine.serial import LocalTraining, Training, seeded, smallest_batch
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
+
+
+def make_data_request(experiment: Experiment) -> datasets.Wanted:
+    """Return which data the experiment asks for."""
+    return datasets.Wanted(experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size)
+
+
+def load_domains(experiment: Experiment) -> Domains:
+    """Load the experiment's data set."""
+    return datasets.load(experiment.data, make_data_request(experiment))
+
+
+def build_federation(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:
+    """Build the experiment's parts on a device.
+
+    Raises:
+        ValueError: The method, the model and the data do not fit each other.
+    """
+    for domain in domains.domains:
+        if not len(domain.test):
+            raise ValueError(
+                f"domain '{domain.name}' of '{experiment.data}' has no test examples to evaluate a model with"
+            )
+    check_method(experiment)
+    clients = partition_clients(experiment, domains)
+    module = build_module(experiment, len(domains.classes)).to(device)
+    if device.type == "cuda":
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    method = experiment.resolved_method
+    if any(term.features for term in method.local) and not (hasattr(module, "features") and hasattr(module, "head")):
+        raise ValueError(
+            f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none"
+        )
+    training = _choose_training(experiment)
+    train, validation = _split_examples(experiment, domains, clients, device)
+    precision = precision_of(experiment.precision, device)
+    _check_model(experiment, module, domains, train, training, precision)
+    local_training = LocalTraining(
+        module=module,
+        layout=Layout.of(module),
+        training=training,
+        seed=experiment.seed,
+        device=device,
+        examples=train,
+        classes=len(domains.classes),
+        rounds=experiment.rounds,
+        terms=method.local,
+        received_loss="loss" in method.aggregator.stage.needs,
+        validation=validation,
+        precision=precision,
+    )
+    return Federation(
+        local_training=local_training,
+        clients=tuple(train),
+        aggregator=replace(method.aggregator, on_bad_update=experiment.on_bad_update),
+        server=build_server_optimizer(experiment),
+        tests={d.name: Split(d.test.images.to(device), d.test.labels.to(device)) for d in domains.domains},
+        client_domains={client.id: client.domain for client in clients},
+        validation=validation,
+        participation=experiment.participation,
+        dropout=experiment.dropout,
+    )
+
+
+def build_module(experiment: Experiment, classes: int) -> nn.Module:
+    """Build the experiment's model with its initial values."""
+    keys = {} if experiment.width is None else {"width": experiment.width}
+    with seeded(derive(experiment.seed, "model"), torch.device("cpu")):
+        return models.build(experiment.model, classes, **keys)
+
+
+def build_server_optimizer(experiment: Experiment) -> Server:
+    """Build the experiment's server optimiser."""
+    return Server(experiment.server_optimizer, experiment.server_lr, experiment.server_momentum)
+
+
+def check_method(experiment: Experiment) -> None:
+    """Raise ValueError if the experiment lacks something that its method needs, whatever the data."""
+    method = experiment.resolved_method
+    for term in method.local:
+        if term.needs_plain_server:
+            check_plain(build_server_optimizer(experiment), term.needs_plain_server)
+    if experiment.pool and method.personalised:
+        raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
+    if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
+        raise ValueError(
+            f"method '{method.name}' needs examples held out of each client's training data: give validation=0.2"
+        )
+
+
+def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client, ...]:
+    """Partition the training data; return all clients, whether they train or not."""
+    names = [d.name for d in domains.domains]
+    sizes = {d.name: len(d.labels) for d in domains.domains}
+    default_numbers = dict(zip(names, domains.clients_per_domain, strict=True))
+    numbers = _fill_per_domain("clients_per_domain", experiment.clients_per_domain, default_numbers)
+    samples = {
+        name: number or sizes[name] // numbers[name]
+        for name, number in zip(names, domains.samples_per_client, strict=True)
+    }
+    samples = _apply_fraction(experiment, domains, samples)
+    clients = partition(
+        sizes,
+        numbers,
+        _fill_per_domain("samples_per_client", experiment.samples_per_client, samples),
+        experiment.seed,
+        {d.name: d.labels for d in domains.domains},
+        experiment.dirichlet,
+        experiment.class_filling,
+    )
+    known = {client.id for client in clients} | set(names)
+    for key in ("only", "without"):
+        unknown = sorted(set(getattr(experiment, key)) - known)
+        if unknown:
+            raise ValueError(
+                f"{key} names '{unknown[0]}'{suggestion(unknown[0], sorted(known))}; the domains are {names}"
+            )
+    if not any(takes_part(experiment, client) for client in clients):
+        raise ValueError(
+            f"only = {list(experiment.only)} and without = {list(experiment.without)} leave no client to train"
+        )
+    return clients
+
+
+def takes_part(experiment: Experiment, client: Client) -> bool:
+    """Return whether a client trains, according to `only` and `without`."""
+    names = {client.id, client.domain}
+    return (not experiment.only or bool(names & set(experiment.only))) and not names & set(experiment.without)
+
+
+def _choose_training(experiment: Experiment) -> Training:
+    """Return the settings of local training; a method may ask for its own momentum and weight decay."""
+    settings = {"momentum": experiment.momentum, "weight_decay": experiment.weight_decay}
+    settings |= experiment.resolved_method.training
+    return Training(
+        lr=experiment.lr,
+        batch_size=experiment.batch_size,
+        epochs=experiment.epochs,
+        steps=experiment.steps,
+        momentum=settings["momentum"],
+        weight_decay=settings["weight_decay"],
+        augment=experiment.augment,
+    )
+
+
+def _split_examples(
+    experiment: Experiment, domains: Domains, clients: tuple[Client, ...], device: torch.device
+) -> tuple[dict[str, Split], dict[str, Split]]:
+    """Return the examples that each client trains with, and those that it holds out, on the device."""
+    train, validation, by_domain = dict[str, Split](), dict[str, Split](), dict[str, Split]()
+    for client in clients:
+        train_indices, validation_indices = _hold_out(experiment, client)
+        if takes_part(experiment, client):
+            train[client.id] = _take_examples(domains[client.domain], train_indices, device)
+            by_domain[client.domain] = train[client.id]
+        if experiment.validation:
+            validation[client.id] = _take_examples(domains[client.domain], validation_indices, device)
+    _check_image_sizes(experiment, by_domain, device)
+    if experiment.pool:
+        images = torch.cat([split.images for split in train.values()])
+        labels = torch.cat([split.labels for split in train.values()])
+        train = {"pooled": Split(images, labels)}
+    return train, validation
+
+
+def _hold_out(experiment: Experiment, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of a client's training and validation examples; their order is random already."""
+    number = round(experiment.validation * len(client.indices))
+    if experiment.validation and not 0 < number < len(client.indices):
+        raise ValueError(
+            f"validation = {experiment.validation}: of the {len(client.indices)} examples of client '{client.id}' this "
+            f"leaves {number} to validate and {len(client.indices) - number} to train with"
+        )
+    cut = len(client.indices) - number
+    return client.indices[:cut], client.indices[cut:]
+
+
+def _take_examples(domain: Domain, indices: torch.Tensor, device: torch.device) -> Split:
+    split = domain.taken(indices)
+    return Split(split.images.to(device), split.labels.to(device))
+
+
+def _check_image_sizes(experiment: Experiment, by_domain: Mapping[str, Split], device: torch.device) -> None:
+    """Raise ValueError if images have several sizes where only one is possible."""
+    sizes = {domain: " x ".join(map(str, split.images.shape[2:])) for domain, split in by_domain.items()}
+    if len(set(sizes.values())) <= 1:
+        return
+    listed = ", ".join(f"{domain} {size}" for domain, size in sizes.items())
+    problem = f"the images of '{experiment.data}' are of several sizes ({listed})"
+    if experiment.pool:
+        raise ValueError(f"{problem} and cannot be pooled: bring them to one size")
+    if device.type == "cuda" and experiment.engine != "serial":
+        raise ValueError(f"{problem}, which only engine=serial supports: give that, or bring them to one size")
+
+
+def _check_model(
+    experiment: Experiment,
+    module: nn.Module,
+    domains: Domains,
+    train: Mapping[str, Split],
+    training: Training,
+    precision: str,
+) -> None:
+    """Try the model on one image of each shape: evaluate it and, where clients train with that shape, train it."""
+    check_model(module, experiment.model)
+    features = any(term.features for term in experiment.resolved_method.local)
+    device = next(module.parameters()).device
+    splits = [*train.values(), *(domain.test for domain in reversed(domains.domains))]
+    for shape, image in {split.images.shape[1:]: split.images[:1] for split in splits}.items():
+        sample, classes = normalised(image.to(device)), len(domains.classes)
+        check_evaluates(module, experiment.model, sample, classes)
+        sizes = {client: len(split) for client, split in train.items() if split.images.shape[1:] == shape}
+        single = next((client for client, size in sizes.items() if smallest_batch(size, training) == 1), None)
+        if sizes:
+            check_trains(module, experiment.model, sample, classes, single, features, precision)
+
+
+def _fill_per_domain(field: str, setting: int | dict[str, int] | None, defaults: dict[str, int]) -> dict[str, int]:
+    """Return one number per domain: the setting, or the data set's default where it says nothing."""
+    if not isinstance(setting, dict):
+        return {name: setting or number for name, number in defaults.items()}
+    _check_domain_names(field, setting, defaults)
+    return defaults | setting
+
+
+def _apply_fraction(experiment: Experiment, domains: Domains, samples: dict[str, int]) -> dict[str, int]:
+    """Return the samples per client where they are given as a fraction of the whole training set."""
+    fraction = experiment.fraction
+    if fraction is None:
+        return samples
+    if isinstance(fraction, dict):
+        _check_domain_names("fraction", fraction, samples)
+    samples = dict(samples)
+    for domain in domains.domains:
+        part = fraction.get(domain.name) if isinstance(fraction, dict) else fraction
+        if part is not None:
+            samples[domain.name] = share(part, domain.nominal or len(domain.labels))
+    return samples
+
+
+def _check_domain_names(field: str, setting: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    for name in setting:
+        if name not in names:
+            raise ValueError(f"{field} names '{name}'{suggestion(name, list(names))}; the domains are {list(names)}")
