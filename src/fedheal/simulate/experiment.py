@@ -127,6 +127,12 @@ class Experiment(BaseModel):
         """The method's canonical name."""
         return self.resolved_method.name
 
+    def __getstate__(self) -> dict[Any, Any]:
+        """Leave out the cached method: it holds functions, which cannot be pickled."""
+        state = super().__getstate__()
+        fields = {key: value for key, value in state["__dict__"].items() if key in type(self).model_fields}
+        return state | {"__dict__": fields}
+
     @cached_property
     def resolved_method(self) -> Method:
         """The method itself; its name is parsed once."""
