@@ -7,7 +7,7 @@
 Images are random bytes in the numbers and sizes of the Digits protocol. All processes start and warm up first (kernels are
 compiled, graphs captured), and then some of them train while the others wait. *A run's round*: the time in which a round of
 every run that is under way is done, divided by their number; where that falls, runs gain by being together. Beside it stand the
-number that `fedheal.campaign.placement` would choose, and the memory that it reckons with.
+number that `fedheal.campaign.placement` would choose, and the memory that a process takes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import NoReturn
 import torch
 
 from fedheal.campaign.compare import plan
-from fedheal.campaign.gpu_estimate import demand
-from fedheal.campaign.placement import side_by_side
+from fedheal.campaign.gpu_estimate import is_small_run
+from fedheal.campaign.placement import count_small_runs
 from fedheal.campaign.pool import run_all
 from fedheal.engine import open_engine
 from fedheal.engine.precision import use_precision
@@ -97,16 +97,15 @@ def measured(model: str, device: str, numbers: list[int], rounds: int) -> None:
         pipes.append(here)
     try:
         warm: list[Warm] = [pipe.recv() for pipe in pipes]
-        need = demand(described(model, device))
-        print(f"{model}: {need.flops_per_step / 1e9:.2f} GFLOP a step; ", end="")
-        print(f"first round {max(w.first for w in warm):.1f} s in {len(warm)} processes")
+        print(f"{model}: first round {max(w.first for w in warm):.1f} s in {len(warm)} processes")
         if free:
             each = (free - free_bytes(device)) / len(warm)
             print(
                 f"A process takes {each / GIB:.2f} GiB, {max(w.taken for w in warm) / GIB:.2f} of them by torch; ",
                 end="",
             )
-            print(f"{need.bytes / GIB:.2f} are reckoned with. The rule: {side_by_side(free, need)} at a time.")
+            at_a_time = count_small_runs(free) if is_small_run(described(model, device)) else 1
+            print(f"the rule: {at_a_time} at a time.")
         print("\n| at a time | a run's round, s | rounds a second, all together | faster than the first line |")
         print("|---|---|---|---|")
         base = 0.0

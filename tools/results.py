@@ -27,7 +27,7 @@ from fedheal.reproduce.plans import RecipePlan
 from fedheal.runs.folder import read_rounds, write_text
 from fedheal.runs.schema import FREE, RoundRecord
 from fedheal.simulate.experiment import Experiment, parse_overrides
-from fedheal.simulate.progress import summary
+from fedheal.simulate.progress import format_accuracy
 from results_data import UNFINISHED, read_experiment, read_run
 from results_page import write_page
 
@@ -60,7 +60,7 @@ class Deadline(fedheal.Callback):
         took, self.before = now - self.before, now
         if record.round % REPORT_EVERY == 0 and record.fairness:
             seconds = sum(record.seconds.values())
-            say(f"{self.label}: round {record.round}/{self.rounds} ({seconds:.2f} s)  {summary(record)}")
+            say(f"{self.label}: round {record.round}/{self.rounds} ({seconds:.2f} s)  {format_accuracy(record)}")
         if record.round < self.rounds and now + took > self.deadline:
             raise OutOfTime
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from fedheal.campaign import placement as places
-from fedheal.campaign import pool as schedule
-from fedheal.campaign.placement import FILLS, Demand, Gpu, Place
-from fedheal.campaign.pool import Job, at_a_time, run_all
+from fedheal.campaign import placement, pool
+from fedheal.campaign import ray as ray_jobs
+from fedheal.campaign.jobs import Job
+from fedheal.campaign.placement import DeviceSlots, Gpu
+from fedheal.campaign.pool import describe_schedule, run_all
 from fedheal.runs import folder as records
 from tiny_data import quick
 
@@ -27,19 +28,19 @@ class Threads(ThreadPoolExecutor):
 
     _processes = None
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: DeviceSlots) -> None:
         super().__init__(place.slots, thread_name_prefix=f"gpu{place.gpu}")
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    monkeypatch.setattr(places, "number", lambda: 2)
-    monkeypatch.setattr(places, "gpus", lambda: (Gpu(0, 80 * GIB), Gpu(1, 80 * GIB)))
-    monkeypatch.setattr(places, "cores", lambda: 16)
+    monkeypatch.setattr(placement, "count_gpus", lambda: 2)
+    monkeypatch.setattr(placement, "query_gpus", lambda: (Gpu(0, 80 * GIB), Gpu(1, 80 * GIB)))
+    monkeypatch.setattr(placement, "count_cores", lambda: 16)
 
 
-class Stage:
-    """What stands in for runs: where each was, and what it waits for before it ends."""
+class FakeRuns:
+    """Stands in for runs: records where each was, and what it waits for before it ends."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -48,7 +49,7 @@ class Stage:
         self.most = Counter[str]()  # at once on a GPU
         self.waits: dict[str, Callable[[], bool]] = {}
 
-    def do(self, job: Job) -> None:
+    def run(self, job: Job) -> None:
         name, gpu = job.folder.name, threading.current_thread().name.partition("_")[0]
         with self.lock:
             assert name not in self.where, "started twice"
@@ -65,91 +66,91 @@ class Stage:
 
 
 @pytest.fixture
-def stage(monkeypatch, two_gpus):
-    made = Stage()
-    monkeypatch.setattr(schedule, "_pool", Threads)
-    monkeypatch.setattr(schedule, "_do", made.do)
-    monkeypatch.setattr(schedule, "_do_there", made.do)
-    return made
+def runs(monkeypatch, two_gpus):
+    runs = FakeRuns()
+    monkeypatch.setattr(pool, "_start_pool", Threads)
+    monkeypatch.setattr(pool, "run_job", runs.run)
+    monkeypatch.setattr(pool, "_run_in_worker", runs.run)
+    return runs
 
 
 def jobs(folder: Path, *names: str, **keys: object) -> list[Job]:
     return [Job(quick(name=name, **{"device": "auto"} | keys), folder / name) for name in names]
 
 
-def test_whoever_is_free_takes_the_next_run(stage, tmp_path):
+def test_whoever_is_free_takes_the_next_run(runs, tmp_path):
     """Nine runs, one a GPU at a time: beside a long one the other GPU does all the rest."""
-    stage.waits["a"] = lambda: stage.ended == set("bcdefghi")
+    runs.waits["a"] = lambda: runs.ended == set("bcdefghi")
     done = [job.folder.name for job in run_all(jobs(tmp_path, *"abcdefghi"), 2)]
     assert sorted(done) == list("abcdefghi")
-    assert stage.where.pop("a") == "gpu0"
-    assert set(stage.where.values()) == {"gpu1"}
-    assert stage.most == {"gpu0": 1, "gpu1": 1}
+    assert runs.where.pop("a") == "gpu0"
+    assert set(runs.where.values()) == {"gpu1"}
+    assert runs.most == {"gpu0": 1, "gpu1": 1}
 
 
-def test_small_runs_share_gpus_and_large_ones_do_not(stage, tmp_path, monkeypatch):
+def test_small_runs_share_gpus_and_large_ones_do_not(runs, tmp_path, monkeypatch):
     for name in "abcdefgh":
-        stage.waits[name] = lambda: len(stage.where) >= 8
+        runs.waits[name] = lambda: len(runs.where) >= 8
     list(run_all(jobs(tmp_path, *"abcdefgh", "more"), 0))
-    assert stage.most == {"gpu0": 4, "gpu1": 4}
-    stage.most.clear()
-    monkeypatch.setattr(places, "demand", lambda _: Demand(4 * GIB, FILLS))
+    assert runs.most == {"gpu0": 4, "gpu1": 4}
+    runs.most.clear()
+    monkeypatch.setattr(placement, "is_small_run", lambda _: False)
     for name in "ij":
-        stage.waits[name] = lambda: {"i", "j"} <= set(stage.where)
+        runs.waits[name] = lambda: {"i", "j"} <= set(runs.where)
     list(run_all(jobs(tmp_path, *"ijkl"), 0))
-    assert stage.most == {"gpu0": 1, "gpu1": 1}
+    assert runs.most == {"gpu0": 1, "gpu1": 1}
 
 
-def test_after_an_error_nothing_new_starts(stage, tmp_path):
-    stage.waits["long"] = lambda: "bad" in stage.ended
-    stage.waits["bad"] = lambda: "long" in stage.where
+def test_after_an_error_nothing_new_starts(runs, tmp_path):
+    runs.waits["long"] = lambda: "bad" in runs.ended
+    runs.waits["bad"] = lambda: "long" in runs.where
     with pytest.raises(ValueError, match="a bad run"):
         list(run_all(jobs(tmp_path, "bad", "long", "never", "neither"), 2))
-    assert "bad" in stage.ended
-    assert "neither" not in stage.where  # one more may have begun if `long` was done first
+    assert "bad" in runs.ended
+    assert "neither" not in runs.where  # one more may have begun if `long` was done first
 
 
-def test_whoever_stops_asking_stops_the_rest(stage, tmp_path):
+def test_whoever_stops_asking_stops_the_rest(runs, tmp_path):
     asked = run_all(jobs(tmp_path, *"abcdefghi"), 2)
     next(asked)
     asked.close()
-    assert len(stage.where) == 2
+    assert len(runs.where) == 2
 
 
-def test_one_at_a_time_is_in_this_process(stage, tmp_path, monkeypatch):
-    monkeypatch.setattr(schedule, "_pool", lambda place: pytest.fail("a process was started"))
+def test_one_at_a_time_is_in_this_process(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "_start_pool", lambda place: pytest.fail("a process was started"))
     list(run_all(jobs(tmp_path, *"ab"), 1))
     list(run_all(jobs(tmp_path, "c"), 0))
-    monkeypatch.setattr(places, "number", lambda: 1)
-    monkeypatch.setattr(places, "demand", lambda _: Demand(4 * GIB, FILLS))
+    monkeypatch.setattr(placement, "count_gpus", lambda: 1)
+    monkeypatch.setattr(placement, "is_small_run", lambda _: False)
     list(run_all(jobs(tmp_path, *"de"), 0))
-    assert set(stage.where) == set("abcde")
-    assert set(stage.where.values()) == {"MainThread"}
+    assert set(runs.where) == set("abcde")
+    assert set(runs.where.values()) == {"MainThread"}
 
 
-def test_runs_on_different_devices_go_one_kind_after_the_other(stage, tmp_path):
-    stage.waits["a"] = lambda: "b" in stage.where
+def test_runs_on_different_devices_go_one_kind_after_the_other(runs, tmp_path):
+    runs.waits["a"] = lambda: "b" in runs.where
     mixed = [
         *jobs(tmp_path, "a", "b"),
         *jobs(tmp_path, "c", "d", device="cpu"),
         *jobs(tmp_path, "e", "f", device="cuda:1"),
     ]
-    assert at_a_time(mixed, 0) == "2 at a time on 2 GPUs, then 2 at a time, then 2 at a time"
+    assert describe_schedule(mixed, 0) == "2 at a time on 2 GPUs, then 2 at a time, then 2 at a time"
     assert [job.folder.name in "ab" for job in run_all(mixed, 0)] == [True, True, False, False, False, False]
-    assert stage.where == {"a": "gpu0", "b": "gpu1", "c": "gpuNone", "d": "gpuNone", "e": "gpuNone", "f": "gpuNone"}
+    assert runs.where == {"a": "gpu0", "b": "gpu1", "c": "gpuNone", "d": "gpuNone", "e": "gpuNone", "f": "gpuNone"}
 
 
-def test_it_is_said_beforehand(two_gpus, tmp_path):
+def test_the_schedule_is_described_beforehand(two_gpus, tmp_path):
     planned = jobs(tmp_path, *"abcdefghijkl")
-    assert at_a_time(planned, 0) == "8 at a time on 2 GPUs"
-    assert at_a_time(planned, 3) == "3 at a time on 2 GPUs"
-    assert at_a_time(planned[:1], 0) == "1 at a time on one GPU"
-    assert at_a_time(planned, 0, ray="auto") == "as tasks of a Ray cluster"
+    assert describe_schedule(planned, 0) == "8 at a time on 2 GPUs"
+    assert describe_schedule(planned, 3) == "3 at a time on 2 GPUs"
+    assert describe_schedule(planned[:1], 0) == "1 at a time on one GPU"
+    assert describe_schedule(planned, 0, ray="auto") == "as tasks of a Ray cluster"
     for job in planned:
         job.folder.mkdir()
         (job.folder / "experiment.toml").write_text(job.experiment.to_toml())
         (job.folder / "result.json").write_text("{}")
-    assert at_a_time(planned, 0) == "all of them finished"
+    assert describe_schedule(planned, 0) == "all of them finished"
 
 
 @pytest.mark.parametrize(
@@ -159,15 +160,16 @@ def test_it_is_said_beforehand(two_gpus, tmp_path):
         ({"device": "auto"}, False, 0.0),
         ({"device": "auto"}, True, 0.25),
         ({"device": "cuda"}, True, 0.25),
-        ({"device": "cuda", "model": "tiny_data:looking"}, True, 1.0),
+        ({"device": "cuda", "model": "tiny_data:unable"}, True, 1.0),
         ({"device": "cuda", "data": "digits", "model": "resnet10", "batch_size": 64}, True, 1.0),
     ],
     ids=str,
 )
 def test_on_a_cluster_small_runs_ask_for_a_part_of_a_gpu(keys, gpus, share):
-    assert schedule._resources(quick(threads=2, **keys), gpus) == {"num_cpus": 2, "num_gpus": share}
+    assert ray_jobs._choose_resources(quick(threads=2, **keys), gpus) == {"num_cpus": 2, "num_gpus": share}
 
 
+@pytest.mark.slow
 def test_real_processes_see_one_gpu_each_and_give_what_this_one_gives(tmp_path, monkeypatch, two_gpus):
     """The GPUs are made up, so that the runs end up on the CPU; what they see of the environment is real."""
     told = tmp_path / "told"
@@ -188,11 +190,12 @@ def test_real_processes_see_one_gpu_each_and_give_what_this_one_gives(tmp_path, 
         assert found["device"] == expected["device"] == "cpu"
 
 
+@pytest.mark.slow
 def test_an_error_in_a_process_is_the_error_here(tmp_path):
     planned = [*jobs(tmp_path, "bad", "worse", lr=1e9, device="cpu"), *jobs(tmp_path, "never", device="cpu")]
     with pytest.raises(ValueError, match="its update holds NaN"):
         list(run_all(planned, 2))
-    assert not any(job.finished for job in planned)
+    assert not any(job.is_finished for job in planned)
     assert not planned[2].folder.exists()
 
 
@@ -204,9 +207,9 @@ def test_a_folder_from_a_cluster_has_a_result_only_when_it_is_whole(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full)
         with pytest.raises(OSError, match="No space left"):
-            schedule._unpack(files, tmp_path)
+            ray_jobs._write_folder(files, tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    schedule._unpack(files, tmp_path)
+    ray_jobs._write_folder(files, tmp_path)
     assert (tmp_path / "result.json").read_bytes() == b"{}"
 
 
@@ -215,7 +218,7 @@ def test_an_error_on_a_cluster_is_the_error_here(monkeypatch):
     import ray
 
     cause = ValueError("model 'x' has no parameter to train")
-    there = ray.exceptions.RayTaskError("_do_elsewhere", "Traceback ...\n  File ...", cause).as_instanceof_cause()
+    there = ray.exceptions.RayTaskError("_run_on_cluster", "Traceback ...\n  File ...", cause).as_instanceof_cause()
     lost = ray.exceptions.WorkerCrashedError()
 
     def get(done: str) -> None:
@@ -223,7 +226,7 @@ def test_an_error_on_a_cluster_is_the_error_here(monkeypatch):
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(ValueError, match=r"^model 'x' has no parameter to train$") as raised:
-        schedule._answer("failed")
+        ray_jobs._get_files("failed")
     assert raised.value is cause
     with pytest.raises(ChildProcessError, match=r"a run on the Ray cluster was lost \(The worker died"):
-        schedule._answer("lost")
+        ray_jobs._get_files("lost")

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from fedheal.campaign import sweep
 from fedheal.campaign.pool import run_all
-from fedheal.campaign.sweep import Search, Trial, best, by_optuna, grid, randomly, space_of
+from fedheal.campaign.sweep import (
+    Search,
+    Trial,
+    choose_best,
+    parse_space,
+    search_grid,
+    search_randomly,
+    search_with_optuna,
+)
 from tiny_data import QUICK
 
 
@@ -25,17 +34,24 @@ def search(tmp_path, **more):
 def test_the_choice_is_made_on_validation_data_alone():
     honest = Trial({"tau": 0.1}, {"avg": (60.0, 62.0)}, {"avg": (10.0, 10.0)})
     tempting = Trial({"tau": 0.9}, {"avg": (59.0, 61.0)}, {"avg": (99.0, 99.0)})
-    assert best([tempting, honest], "avg") is honest
+    assert choose_best([tempting, honest], "avg") is honest
 
 
 def test_lower_is_better_for_std():
     even, uneven = Trial({}, {"std": (2.0,)}, {}), Trial({}, {"std": (5.0,)}, {})
-    assert best([uneven, even], "std") is even
+    assert choose_best([uneven, even], "std") is even
 
 
-def test_a_grid_runs_every_point_and_reads_both_numbers(tmp_path):
-    wanted = search(tmp_path)
-    trials = grid(wanted, run)
+@pytest.fixture(scope="module")
+def finished_grid(tmp_path_factory):
+    """The folder of a grid that has been searched, and its trials."""
+    folder = tmp_path_factory.mktemp("grid")
+    return folder, search_grid(search(folder), run)
+
+
+def test_a_grid_runs_every_point_and_reads_both_numbers(finished_grid):
+    folder, trials = finished_grid
+    wanted = search(folder)
     assert [t.point for t in trials] == [
         {"tau": 0.0, "lr": 0.05},
         {"tau": 0.0, "lr": 0.0005},
@@ -45,15 +61,15 @@ def test_a_grid_runs_every_point_and_reads_both_numbers(tmp_path):
     stored = json.loads((wanted.jobs(trials[0].point)[0].folder / "result.json").read_text())
     assert trials[0].validation["avg"] == (stored["validation"]["avg"],)
     assert trials[0].test["avg"] == (stored["avg"],)
-    assert best(trials, "avg").point["lr"] == 0.05  # the other one hardly learns
+    assert choose_best(trials, "avg").point["lr"] == 0.05  # the other one hardly learns
 
 
 def test_random_search_tries_different_points_of_the_grid_and_repeats_itself(tmp_path):
-    trials = randomly(search(tmp_path), run, 3, seed=1)
+    trials = search_randomly(search(tmp_path), run, 3, seed=1)
     points = [tuple(t.point.items()) for t in trials]
     assert len(set(points)) == 3
-    assert [tuple(t.point.items()) for t in randomly(search(tmp_path), run, 3, seed=1)] == points
-    assert len(randomly(search(tmp_path), run, 99)) == 4
+    assert [tuple(t.point.items()) for t in search_randomly(search(tmp_path), run, 3, seed=1)] == points
+    assert len(search_randomly(search(tmp_path), run, 99)) == 4
 
 
 def test_random_search_draws_from_a_grid_that_does_not_fit_into_memory(tmp_path):
@@ -67,15 +83,17 @@ def test_random_search_draws_from_a_grid_that_does_not_fit_into_memory(tmp_path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        randomly(Search(huge.space | {"lr": [0.1, 0.2]}, QUICK | {"method": "fedheal"}, [0], tmp_path), refuse, 5)
+        search_randomly(
+            Search(huge.space | {"lr": [0.1, 0.2]}, QUICK | {"method": "fedheal"}, [0], tmp_path), refuse, 5
+        )
     assert len({job.folder for job in planned}) == 5
     with pytest.raises(
-        ValueError, match="the grid has 10,000,000,000,000,000 points: 10,000 are the most; --search random"
+        ValueError, match="the grid has 10,000,000,000,000,000 points, more than 10,000: use --search random"
     ):
-        grid(huge, run)
+        search_grid(huge, run)
     larger = Search(huge.space | {"server_lr": huge.space["lr"]}, QUICK, [0], tmp_path)
     with pytest.raises(ValueError, match="too many to draw from"):
-        randomly(larger, run, 1)
+        search_randomly(larger, run, 1)
     small = search(tmp_path)
     listed = [{"tau": tau, "lr": lr} for tau in small.space["tau"] for lr in small.space["lr"]]
     assert [small.point(place) for place in range(small.size)] == listed
@@ -85,39 +103,39 @@ def test_random_search_draws_from_a_grid_that_does_not_fit_into_memory(tmp_path)
 @pytest.mark.parametrize("trials", [0, 10**10])
 def test_so_many_trials_are_refused(tmp_path, trials):
     with pytest.raises(ValueError, match=f"trials = {trials}: use 1 to 10,000"):
-        randomly(search(tmp_path), run, trials)
+        search_randomly(search(tmp_path), run, trials)
 
 
 @pytest.mark.parametrize(
     ("own", "lacking"),
     [({"avg": 3.0}, "std"), ({"avg": 3.0, "std": 1.0, "worst": 2.0}, "gap")],
 )
-def test_a_result_that_lacks_what_the_choice_is_made_by_is_named(tmp_path, own, lacking):
+def test_a_result_that_lacks_what_the_choice_is_made_by_is_named(tmp_path, finished_grid, own, lacking):
+    shutil.copytree(finished_grid[0], tmp_path, dirs_exist_ok=True)
     wanted = search(tmp_path)
-    grid(wanted, run)
     path = wanted.jobs(wanted.point(1))[0].folder / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"validation": own}))
-    with pytest.raises(ValueError, match=rf"result\.json: there is no validation\.{lacking}$"):
-        grid(wanted, run)
+    with pytest.raises(ValueError, match=rf"result\.json: validation = .* lacks some of {lacking}"):
+        search_grid(wanted, run)
 
 
 def test_optuna_proposes_points_and_a_restart_repeats_them(tmp_path):
     pytest.importorskip("optuna")
-    points = [t.point for t in by_optuna(search(tmp_path), run, 4)]
+    points = [t.point for t in search_with_optuna(search(tmp_path), run, 4)]
     assert len(points) == 4
     assert all(set(p) == {"tau", "lr"} for p in points)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
-    assert [t.point for t in by_optuna(search(tmp_path), run, 4)] == points
+    assert [t.point for t in search_with_optuna(search(tmp_path), run, 4)] == points
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == before
 
 
 def test_ranges_are_added_as_decimals():
-    space, fixed = space_of(["tau=0:0.9:0.1", "beta=0,0.4,1", "rounds=5", "method=fedavg,fedheal"])
+    space, fixed = parse_space(["tau=0:0.9:0.1", "beta=0,0.4,1", "rounds=5", "method=fedavg,fedheal"])
     assert space["tau"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     assert space["beta"] == [0, 0.4, 1]
     assert space["method"] == ["fedavg", "fedheal"]
     assert fixed == {"rounds": 5}
-    assert space_of(["method=fedheal:tau=0.1,beta=0.2"]) == ({}, {"method": "fedheal:tau=0.1,beta=0.2"})
+    assert parse_space(["method=fedheal:tau=0.1,beta=0.2"]) == ({}, {"method": "fedheal:tau=0.1,beta=0.2"})
 
 
 @pytest.mark.parametrize(
@@ -132,11 +150,11 @@ def test_ranges_are_added_as_decimals():
     ],
 )
 def test_a_value_that_has_commas_itself_is_one_value(word, value):
-    assert space_of([word]) == ({}, {word.partition("=")[0]: value})
+    assert parse_space([word]) == ({}, {word.partition("=")[0]: value})
 
 
 def test_numbers_of_clients_can_be_searched():
-    assert space_of(["clients_per_domain=1,2", "fraction=0.1:0.2:0.1"]) == (
+    assert parse_space(["clients_per_domain=1,2", "fraction=0.1:0.2:0.1"]) == (
         {"clients_per_domain": [1, 2], "fraction": [0.1, 0.2]},
         {},
     )
@@ -148,7 +166,7 @@ def test_numbers_of_clients_can_be_searched():
         (["tau=0.9:0:0.1"], "first:last:step"),
         (["tau=0:1:0"], "first:last:step"),
         (["tau=0.3,0.30"], "has a value twice"),
-        (["tau=0:1:1e-12"], "has 1,000,000,000,001 values: 10,000 are the most"),
+        (["tau=0:1:1e-12"], "has 1,000,000,000,001 values: use at most 10,000"),
         (["tau=1e:2:3"], "should be first:last:step, three numbers"),
         (["tau=0,1", "tau=0.5"], "given twice"),
         (["tau"], "should be key=value"),
@@ -156,7 +174,7 @@ def test_numbers_of_clients_can_be_searched():
 )
 def test_words_that_make_no_sense_are_refused(words, said):
     with pytest.raises(ValueError, match=said):
-        space_of(words)
+        parse_space(words)
 
 
 def test_nothing_to_search_or_to_judge_by_is_refused(tmp_path):
@@ -174,7 +192,7 @@ def test_what_a_sweep_has_ways_of_its_own_for_is_not_searched(tmp_path, field):
     with pytest.raises(ValueError, match=f"{field} cannot be searched"):
         Search({"tau": [0, 1], field: [0, 1]}, QUICK, [0], tmp_path)
     if field != "validation":
-        with pytest.raises(ValueError, match=f"{field} is what a sweep varies"):
+        with pytest.raises(ValueError, match=f"{field}=5 cannot be set in a sweep"):
             Search({"tau": [0, 1]}, QUICK | {field: 5}, [0], tmp_path)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedheal.cli.display import reported
+from fedheal.cli.display import format_report
 from fedheal.core.metrics import fairness
 from fedheal.report import conclusions, figures
 from fedheal.report.comparability import list_cautions
@@ -194,13 +194,13 @@ def test_enough_seeds_may_conclude():
 
 def test_a_reference_need_not_be_run_on_every_data_set():
     other = [row("fedavg", 0, 80.0, 60.0, data="other"), row("scaffold", 0, 80.0, 70.0, data="other")]
-    said = reported([*ROWS, *other], "text", "fedheal")
+    said = format_report([*ROWS, *other], "text", "fedheal")
     assert "There is no run of fedheal on other: fedavg is the reference there." in said
     assert "Observed against fedheal, in points: fedavg -4.50 in AVG" in said
     assert "Observed against fedavg, in points: scaffold +5.00 in AVG" in said
     assert said.count("There is no run of") == 1
     assert list_cautions(ROWS, "fedheal") == []
-    for refused in (reported, lambda *words: render_page(words[0], reference=words[2]), figures_of):
+    for refused in (format_report, lambda *words: render_page(words[0], reference=words[2]), figures_of):
         with pytest.raises(ValueError, match="reference = bogus: the methods are fedavg, fedheal, scaffold"):
             refused([*ROWS, *other], "text", "bogus")
 

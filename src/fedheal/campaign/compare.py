@@ -1,8 +1,6 @@
-"""Methods x seeds into one folder, paired: per seed the same split, cohorts, batches and initial model for every method.
+"""Plan a comparison: methods x seeds into one folder, paired.
 
-Beside methods, a comparison may have *bounds*, which say how far fairness could go: `standalone` (a model per client, of
-its own data alone), `centralised` (one model of all clients' data in one place) and `leave-one-domain-out` (for each domain,
-FedAvg over the clients of the others). A bound is a group of ordinary runs; `report.rows` puts them together again.
+For one seed, every method has the same split, cohorts, batches and initial model. Bounds (`campaign.bounds`) count as methods.
 """
 
 from __future__ import annotations
@@ -12,101 +10,99 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedheal.campaign.pool import Job
+from fedheal.campaign.bounds import load_bound_domains, plan_bound
+from fedheal.campaign.jobs import Job
 from fedheal.core.errors import suggest
-from fedheal.data.domains import Domains
 from fedheal.methods import get, parse
 from fedheal.report.rows import BOUNDS
-from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import Experiment
 
-MOST_SEEDS = 10_000
+MAX_SEEDS = 10_000
 
 
 def plan(
     methods: Sequence[str], seeds: Sequence[int], values: Mapping[str, Any], out: Path, track: str | None = None
 ) -> list[Job]:
-    """The runs of a comparison, all validated before the first starts."""
+    """Return the runs of a comparison, all validated.
+
+    Args:
+        methods: names of methods and bounds.
+        seeds: the seeds of each method.
+        values: fields that all experiments share.
+        out: the folder that the run folders go into.
+        track: a tracker for every run, as `fedheal.tracking.tracker` takes it.
+
+    Raises:
+        ValueError: if one of the runs could not be run.
+    """
     if not methods:
         raise ValueError("name at least one method to compare, for example: fedheal compare fedavg fedheal")
     if not seeds:
         raise ValueError("a comparison needs at least one seed")
     for field in ("seed", "method", "name"):
         if field in values:
-            raise ValueError(f"{field} is what a comparison varies: it cannot be given as {field}={values[field]}")
-    for field in ("only", "without", "pool"):
-        if field in values and set(methods) & set(BOUNDS):
-            raise ValueError(f"{field} is what bounds vary: it cannot be given beside {', '.join(BOUNDS)}")
+            raise ValueError(f"{field}={values[field]} cannot be set in a comparison, which sets {field} itself")
     _check_parameters(methods, values)
-    domains = load_domains(Experiment.of(dict(values) | {"method": "fedavg"})) if set(methods) & set(BOUNDS) else None
-    jobs = [
-        Job(experiment, out / experiment.folder_name, track)
-        for seed in seeds
-        for method in methods
-        for experiment in _experiments(method, dict(values) | {"seed": seed}, domains)
-    ]
-    twice = {folder.name for folder, times in Counter(job.folder for job in jobs).items() if times > 1}
-    if twice:
-        raise ValueError(f"two of the methods are the same: {sorted(twice)[0]}")
+    domains = load_bound_domains(methods, values)
+    jobs = []
+    for seed in seeds:
+        seed_values = dict(values) | {"seed": seed}
+        for method in methods:
+            if method in BOUNDS:
+                assert domains is not None
+                experiments = plan_bound(method, seed_values, domains)
+            else:
+                experiments = [_make_experiment(method, seed_values)]
+            jobs += [Job(experiment, out / experiment.folder_name, track) for experiment in experiments]
+    repeated = [folder.name for folder, times in Counter(job.folder for job in jobs).items() if times > 1]
+    if repeated:
+        raise ValueError(f"two of the methods are the same: {min(repeated)}")
     return jobs
 
 
-def _check_parameters(names: Sequence[str], values: Mapping[str, Any]) -> None:
-    """A parameter that only some of the methods have belongs into their names: the others could not be told what it means."""
+def _check_parameters(methods: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Raise ValueError if only some of the methods have a parameter: it belongs into their names."""
     for key in values.keys() - Experiment.model_fields.keys():
-        takes = {name: name not in BOUNDS and key in get(name).parameters for name in names}
-        if any(takes.values()) and not all(takes.values()):
-            having = [name for name in names if takes[name]]
-            lacking = [f"'{name}'" for name in names if not takes[name]]
-            written = " ".join(_written(name, key, values[key]) for name in having)
-            has = f"{', '.join(lacking)} {'has' if len(lacking) == 1 else 'have'}"
-            raise ValueError(f"{has} no parameter '{key}': write it with the methods that have it, {written}")
+        having = [name for name in methods if name not in BOUNDS and key in get(name).parameters]
+        lacking = [f"'{name}'" for name in methods if name not in having]
+        if having and lacking:
+            verb = "has" if len(lacking) == 1 else "have"
+            names = " ".join(_add_parameter(name, key, values[key]) for name in having)
+            raise ValueError(
+                f"{', '.join(lacking)} {verb} no parameter '{key}': write it with the methods that have it, {names}"
+            )
 
 
-def _written(name: str, key: str, value: Any) -> str:
-    """A method's name with a parameter behind the part that has it."""
+def _add_parameter(name: str, key: str, value: Any) -> str:
+    """Return a method's name with a parameter added to the part that has it."""
     parts = [part.set(key, str(value)) if key in part.parameters else part for part in parse(name)]
     return "+".join(part.format_explicit() for part in parts)
 
 
-def _experiments(method: str, values: dict[str, Any], domains: Domains | None) -> list[Experiment]:
-    if method in BOUNDS:
-        assert domains is not None
-        return [Experiment.of(values | {"method": "fedavg"} | part) for part in _parts(method, values, domains)]
+def _make_experiment(method: str, values: dict[str, Any]) -> Experiment:
     try:
-        return [Experiment.of(values | {"method": method})]
+        return Experiment.of(values | {"method": method})
     except ValueError as error:
-        close = suggest(method, list(BOUNDS))
-        raise ValueError(f"{error}{close}") from None
+        raise ValueError(f"{error}{suggest(method, list(BOUNDS))}") from None
 
 
-def _parts(bound: str, values: Mapping[str, Any], domains: Domains) -> list[dict[str, Any]]:
-    seed = values["seed"]
-    if bound == "centralised":
-        return [{"pool": True, "name": f"centralised-seed{seed}"}]
-    if bound == "leave-one-domain-out":
-        names = [domain.name for domain in domains.domains]
-        return [{"without": [name], "name": f"without-{name}-seed{seed}"} for name in names]
-    clients = partition_clients(Experiment.of(dict(values) | {"method": "fedavg"}), domains)
-    return [{"only": [c.id], "name": f"standalone-{c.id}-seed{seed}"} for c in clients]
+def parse_seeds(text: str) -> list[int]:
+    """Return the seeds that a text names: `5` means 0 to 4, `3-7` is a range, `1,4` a list.
 
-
-def seeds_of(text: str) -> list[int]:
-    """`5` is the seeds 0 to 4, `3-7` and `1,4` say which.
-
-    >>> seeds_of("3"), seeds_of("3-5"), seeds_of("1,4")
+    >>> parse_seeds("3"), parse_seeds("3-5"), parse_seeds("1,4")
     ([0, 1, 2], [3, 4, 5], [1, 4])
     """
+    seeds: Sequence[int]
     try:
         if "," in text:
-            found: Sequence[int] = [int(part) for part in text.split(",")]
+            seeds = [int(part) for part in text.split(",")]
         else:
             first, last = (int(part) for part in text.split("-")) if "-" in text else (0, int(text) - 1)
-            found = range(first, last + 1)
+            seeds = range(first, last + 1)
     except ValueError:
-        found = []
-    if found[MOST_SEEDS:]:
-        raise ValueError(f"seeds = {text}: {MOST_SEEDS:,} are the most")
-    if not found or len(set(found)) != len(found) or min(found) < 0:
+        seeds = []
+    if seeds[MAX_SEEDS:]:
+        raise ValueError(f"seeds = {text}: use at most {MAX_SEEDS:,} seeds")
+    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
         raise ValueError(f"seeds = {text}: use a number of seeds such as 5, a range such as 3-7, or a list such as 1,4")
-    return list(found)
+    return list(seeds)

@@ -1,4 +1,4 @@
-"""The command line. Bad input gets one sentence and exit code 2; nothing else here but saying and showing."""
+"""The command line: parse options, call the library, show the result. Bad input gets one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from rich.console import Console
 import fedheal
 from fedheal import methods as method_table
 from fedheal.campaign import sweep
-from fedheal.campaign.compare import plan, seeds_of
-from fedheal.campaign.pool import Job, at_a_time, run_all
-from fedheal.cli import display as show
+from fedheal.campaign.compare import parse_seeds, plan
+from fedheal.campaign.jobs import Job
+from fedheal.campaign.pool import describe_schedule, run_all
+from fedheal.cli import display
 from fedheal.cli.data import data_app
-from fedheal.cli.live_table import Board
+from fedheal.cli.live_table import LiveTable
 from fedheal.report import conclusions, rows, tables
 from fedheal.report import figures as drawing
 from fedheal.report.comparability import list_cautions
@@ -35,7 +36,7 @@ from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment, parse_overrides
 from fedheal.simulate.interrupts import stop_on_terminate
 from fedheal.simulate.progress import Progress
-from fedheal.simulate.runner import run as execute
+from fedheal.simulate.runner import run
 
 app = typer.Typer(
     name="fedheal",
@@ -47,26 +48,30 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 
 INTERRUPTED = 130
-DEMO = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
+DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
+REPORT_FORMATS = [*tables.FORMATS, "csv", "parquet"]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-Jobs = Annotated[int, typer.Option(help="Runs at a time; 0: one a core, or as many as the GPUs take.")]
-Seeds = Annotated[str, typer.Option(help="How many (5), a range (3-7) or a list (1,4).")]
+Jobs = Annotated[int, typer.Option(help="Runs at a time; 0: one per core, or as many as the GPUs take.")]
+Seeds = Annotated[str, typer.Option(help="A number of seeds (5), a range (3-7) or a list (1,4).")]
 Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]
 Ray = Annotated[
     str | None, typer.Option(help="Run on the Ray cluster at this address instead ('auto', 'local', HOST:PORT).")
 ]
+RunFolder = Annotated[Path | None, typer.Option(help="The run folder; default: runs/<name>.")]
+CompareFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/compare-<data>...")]
+SweepFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/sweep-...")]
 
 
 def main() -> None:
-    """The entry point: errors that a user can mend become a sentence."""
+    """Run the command line and exit. Errors that a user can fix are printed as one sentence."""
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a user's own models and data are found where the command is given
+        sys.path.insert(0, os.getcwd())  # for the user's own models, data and methods
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without ± is no reason to fail
+            stream.reconfigure(errors="replace")  # a terminal without ± must not fail
     stop_on_terminate()
-    with _sentences():
+    with _report_errors():
         try:
             code = app(standalone_mode=False)
         except click.exceptions.Abort:
@@ -74,27 +79,27 @@ def main() -> None:
         except click.exceptions.ClickException as error:
             error.show()
             sys.exit(2)
-        if code == INTERRUPTED:  # what typer makes of Ctrl-C
+        if code == INTERRUPTED:  # typer's exit code for Ctrl-C
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _show_version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
         typer.echo(f"fedheal {fedheal.__version__}")
         raise typer.Exit
 
 
-@app.command()
-def run(
+@app.command(name="run")
+def run_command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE.toml] [key=value ...]", help="A description and what differs from it."),
+        typer.Argument(metavar="[FILE.toml] [key=value ...]", help="An experiment file, and fields that override it."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder; runs/<name> if not given.")] = None,
+    out: RunFolder = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a run that was stopped; --resume --out FOLDER is enough.")
+        bool, typer.Option("--resume", help="Resume a stopped run; --resume --out FOLDER is enough.")
     ] = False,
     track: Track = None,
     quiet: Quiet = False,
@@ -103,60 +108,61 @@ def run(
     """Run one experiment into runs/<name>/.
 
     Fields: method, data, model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (docs/reference.md has all
-    of them); the method's own parameters, such as tau and beta, are given the same way: fedheal methods NAME lists them.
+    of them). The method's own parameters, such as tau and beta, are set the same way; fedheal methods NAME lists them.
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
-    given = words or []
-    files = [word for word in given if _is_file(word)]
+    files = [word for word in words or () if _is_file(word)]
     if len(files) > 1:
-        raise ValueError(f"one description at most can be run, but there are {len(files)}: {', '.join(files)}")
-    changes = [word for word in given if word not in files]
-    if resume and out is not None and not files and parse_overrides(changes).keys() <= FREE:
-        files = [str(_described(out))]
-    experiment = Experiment.read(files[0] if files else None, changes)
+        raise ValueError(f"one experiment file at most can be run, but there are {len(files)}: {', '.join(files)}")
+    overrides = [word for word in words or () if word not in files]
+    if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
+        files = [str(_find_experiment_file(out))]
+    experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.folder_name
-    watchers = [Progress(Console(quiet=quiet or as_json)), *_trackers(track, folder)]
-    result = execute(experiment, folder, resume, watchers, progress=False)
+    callbacks: list[fedheal.Callback] = [Progress(Console(quiet=quiet or as_json))]
+    if track is not None:
+        from fedheal.tracking import tracker  # imported late: its libraries are optional
+
+        callbacks.append(tracker(track, folder))
+    result = run(experiment, folder, resume, callbacks, progress=False)
     if as_json:
         typer.echo(json.dumps(dict(result.summary), indent=2))
     elif not quiet:
-        show.ran(result.summary, folder)
+        display.show_run(result.summary, folder)
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="The seed of all four runs.")] = 0,
     rounds: Annotated[
         int | None,
-        typer.Option(help="Fewer rounds than the data's protocol, for a first look; with an --out of its own."),
+        typer.Option(help="Fewer rounds than the data's protocol, for a first look; use a separate --out."),
     ] = None,
     jobs: Jobs = 0,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """FedAvg, FedAvg with uniform weights, and FedHEAL as in the paper and as released, on the embedded digits.
+    """Compare FedAvg, FedAvg with uniform weights, and FedHEAL as in the paper and as released, on the embedded digits.
 
-    A run that is finished is not run again; one that was stopped goes on.
+    Finished runs are not run again; stopped ones are resumed.
     """
-    planned = plan(DEMO, [seed], {} if rounds is None else {"rounds": rounds}, records.check_folder(out))
+    planned = plan(DEMO_METHODS, [seed], {} if rounds is None else {"rounds": rounds}, records.check_folder(out))
     console = Console(quiet=quiet or as_json)
-    how = at_a_time(planned, _processes(jobs))
-    console.print(f"Four methods on ten digits in four domains, seed {seed}, {how}:", highlight=False)
-    _run(planned, console, jobs)
+    _run_jobs(planned, console, f"Four methods on ten digits in four domains, seed {seed}", jobs)
     summaries = [rows.load_summary(job.folder) for job in planned]
-    found = rows.build_rows(summaries)
-    written = show.write_page(found, out / "report.html", "FedHEAL on four domains of digits")
+    runs = rows.build_rows(summaries)
+    page = display.write_page(runs, out / "report.html", "FedHEAL on four domains of digits")
     if as_json:
         typer.echo(json.dumps(summaries, indent=2))
     elif not quiet:
-        show.compared(summaries)
-        about = tables.build_tables(found)[0].about
+        display.show_comparison(summaries)
+        about = tables.build_tables(runs)[0].about
         typer.echo(
             f"{about[0].upper()}{about[1:]}. One seed: differences of a point or two are noise.\n"
-            f"Figures, and everything else: {written} (open it in a browser).\n"
-            f"The runs are in {out}/; try: {_command()} compare fedavg fedavg+uniform fedheal --seeds 5"
+            f"Figures and all numbers: {page} (open it in a browser).\n"
+            f"The runs are in {out}/; try: {_find_command()} compare fedavg fedavg+uniform fedheal --seeds 5"
         )
 
 
@@ -164,57 +170,43 @@ def demo(
 def compare(
     words: Annotated[
         list[str],
-        typer.Argument(
-            metavar="METHOD... [key=value ...]", help="Methods or bounds, and what differs from the protocol."
-        ),
+        typer.Argument(metavar="METHOD... [key=value ...]", help="Methods or bounds, and fields of all runs."),
     ],
     data: Annotated[str, typer.Option(help="The data set.")] = "embedded",
     seeds: Seeds = "5",
-    out: Annotated[Path | None, typer.Option(help="Where the runs go; runs/compare-<data>... if not given.")] = None,
+    out: CompareFolder = None,
     jobs: Jobs = 0,
     ray: Ray = None,
     track: Track = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Methods x seeds into one folder, paired, then a table and what may be concluded from it.
+    """Compare methods over seeds, paired, and show a table and what may be concluded from it.
 
-    Finished runs are not run again and stopped ones go on, so the same command may be repeated. A word with = and no earlier
-    : is an override. Bounds may stand beside methods: standalone, centralised, leave-one-domain-out.
+    Finished runs are not run again and stopped ones are resumed, so the command may be repeated. A word with = and no earlier :
+    is a field. Bounds may be compared with methods: standalone, centralised, leave-one-domain-out.
 
     Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 5 rounds=10
     """
     overrides = [word for word in words if _is_override(word)]
     values = parse_overrides(overrides)
     if "data" in values:
-        raise ValueError(f"the data set is given by --data: use --data {values['data']}")
-    named = [word for word in words if not _is_override(word)]
-    named_after = [
-        "compare",
-        data.replace(":", ".").replace("/", "_"),
-        *(o.replace("/", "_") for o in sorted(overrides)),
-    ]
-    folder = out or Path("runs") / "-".join(named_after)
-    planned = plan(named, seeds_of(seeds), values | {"data": data}, records.check_folder(folder), track)
-    console = Console(quiet=quiet or as_json)
-    how = at_a_time(planned, _processes(jobs), ray)
-    console.print(
-        f"{len(planned)} {'run' if len(planned) == 1 else 'runs'} into {folder}, {how}:",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-    _run(planned, console, jobs, ray)
-    found = rows.build_rows(rows.load_summary(job.folder) for job in planned)
+        raise ValueError(f"the data set is set by --data: use --data {values['data']}")
+    methods = [word for word in words if not _is_override(word)]
+    name = ["compare", data.replace(":", "."), *sorted(overrides)]
+    folder = out or Path("runs") / "-".join(name).replace("/", "_")
+    planned = plan(methods, parse_seeds(seeds), values | {"data": data}, records.check_folder(folder), track)
+    _run_jobs(planned, Console(quiet=quiet or as_json), _count_runs(planned, folder), jobs, ray)
+    runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
     if as_json:
-        said = [
+        sentences = [
             sentence
-            for own in rows.group_by_data(found).values()
-            for sentence in list_cautions(own) + conclusions.conclude(own)
+            for group in rows.group_by_data(runs).values()
+            for sentence in list_cautions(group) + conclusions.conclude(group)
         ]
-        typer.echo(json.dumps({"rows": tables.flatten_rows(found), "conclusions": said}, indent=2))
+        typer.echo(json.dumps({"rows": tables.flatten_rows(runs), "conclusions": sentences}, indent=2))
     elif not quiet:
-        typer.echo(show.reported(found, "text"))
+        typer.echo(display.format_report(runs, "text"))
 
 
 @app.command(name="sweep")
@@ -224,10 +216,10 @@ def sweep_command(
         typer.Argument(metavar="key=values ...", help="Several values: 0:0.9:0.1 or 0,0.4,1. One value: fixed."),
     ],
     seeds: Seeds = "1",
-    metric: Annotated[str, typer.Option(help=f"What to choose by: {', '.join(sweep.METRICS)}.")] = "avg",
+    metric: Annotated[str, typer.Option(help=f"The metric to choose by: {', '.join(sweep.METRICS)}.")] = "avg",
     search: Annotated[str, typer.Option(help="grid, random or optuna.")] = "grid",
     trials: Annotated[int, typer.Option(help="How many points random and optuna try.")] = 20,
-    out: Annotated[Path | None, typer.Option(help="Where the runs go; runs/sweep-... if not given.")] = None,
+    out: SweepFolder = None,
     jobs: Jobs = 0,
     ray: Ray = None,
     quiet: Quiet = False,
@@ -235,48 +227,49 @@ def sweep_command(
 ) -> None:
     """Search over any fields, judged on examples held out of the clients' training data (validation=0.2).
 
-    The test set is shown beside, for information; it has no part in the choice. What has commas itself is one value, as for a
-    run: only=plain,noisy, clients_per_domain=plain=5,noisy=3, and a method with parameters.
+    Results on the test set are shown for information; they have no part in the choice. A value that contains commas itself is
+    one value, as for a run: only=plain,noisy, clients_per_domain=plain=5,noisy=3, and a method with parameters.
 
     Example: fedheal sweep method=fedheal tau=0:0.9:0.1 beta=0,0.4,1 rounds=10
     """
-    space, fixed = sweep.space_of(words)
-    folder = out or Path("runs") / "-".join(
-        ["sweep", *(word.replace("/", "_").replace(":", "..") for word in sorted(words))]
-    )
-    wanted = sweep.Search(space, fixed, seeds_of(seeds), records.check_folder(folder), metric)
+    space, fixed = sweep.parse_space(words)
+    name = ["sweep", *(word.replace("/", "_").replace(":", "..") for word in sorted(words))]
+    folder = out or Path("runs") / "-".join(name)
+    wanted = sweep.Search(space, fixed, parse_seeds(seeds), records.check_folder(folder), metric)
     console = Console(quiet=quiet or as_json)
 
-    def runner(planned: Sequence[Job]) -> None:
-        _run(planned, console, jobs, ray)
+    def run_jobs(planned: Sequence[Job]) -> None:
+        _run_jobs(planned, console, "", jobs, ray)
 
     if search == "grid":
-        found = sweep.grid(wanted, runner)
-    elif search in ("random", "optuna"):
-        found = list((sweep.randomly if search == "random" else sweep.by_optuna)(wanted, runner, trials))
+        found = sweep.search_grid(wanted, run_jobs)
+    elif search == "random":
+        found = sweep.search_randomly(wanted, run_jobs, trials)
+    elif search == "optuna":
+        found = list(sweep.search_with_optuna(wanted, run_jobs, trials))
     else:
         raise ValueError(f"search = {search}: use grid, random or optuna")
-    chosen = sweep.best(found, metric)
-    described = {
+    best = sweep.choose_best(found, metric)
+    summary = {
         "metric": metric,
         "judged_on": "validation data held out of the clients' training data",
-        "chosen": chosen.point,
+        "chosen": best.point,
         "trials": [{"point": t.point, "validation": t.validation, "test": t.test} for t in found],
     }
-    records.write_text(folder / "sweep.json", json.dumps(described, indent=2) + "\n")
+    records.write_text(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
     if as_json:
-        typer.echo(json.dumps(described, indent=2))
+        typer.echo(json.dumps(summary, indent=2))
     elif not quiet:
-        show.searched(wanted, found, chosen)
+        display.show_search(wanted, found, best)
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Run folders, or folders of them.")],
     form: Annotated[str, typer.Option("--format", "-f", help="text, markdown, latex, csv or parquet.")] = "text",
     out: Annotated[Path | None, typer.Option(help="A file to write to instead of the screen.")] = None,
     reference: Annotated[
-        str | None, typer.Option(help="The method the others are compared with; FedAvg or the first if not given.")
+        str | None, typer.Option(help="The method the others are compared with; default: FedAvg or the first.")
     ] = None,
     html: Annotated[
         bool,
@@ -291,78 +284,62 @@ def report(
     ] = False,
     by: Annotated[str | None, typer.Option(help="With --diagnose: domain or client.")] = None,
 ) -> None:
-    """Tables of finished runs: mean and spread over seeds, the best of each column marked, and what may be concluded.
+    """Show tables of finished runs: mean and spread over seeds, the best of each column, and what may be concluded.
 
     Example: fedheal report runs/compare-embedded --html
     """
-    _refuse_idle(form, out, reference, html, figures, diagnose)
+    _check_report_options(form, out, reference, html, figures, diagnose)
     if figures is not None:
-        records.check_folder(figures)  # before a page is written beside them
+        records.check_folder(figures)  # before a page is written
     if diagnose:
-        show.diagnosed(runs, by, figures)
+        display.show_diagnosis(folders, by, figures)
         return
     if by is not None:
-        raise ValueError(f"by = {by}: it says whom --diagnose looks at; give both")
-    found = sorted(rows.build_rows(rows.find_results(runs)), key=lambda row: (row.method, row.seed))
-    if not found:
-        raise ValueError(f"there is no finished run in {', '.join(map(str, runs))}")
-    reference = _canonical(reference)
-    if html or figures is not None:
-        if html:
-            typer.echo(show.write_page(found, out or _folder(runs[0]) / "report.html", reference=reference))
-        if figures is not None:
-            written = drawing.write_figures(found, figures, reference)
-            typer.echo(f"{len(written)} files in {figures}")
-        return
-    if form == "parquet":
-        if out is None:
-            raise ValueError("Parquet is not for the screen: name a file with --out")
-        records.make_folder(out.parent)
-        tables.write_parquet(found, out)
-        return
-    if form == "csv":
-        text = tables.format_csv(found)
-    elif form in tables.FORMATS:
-        text = show.reported(found, form, reference)
-    else:
-        raise ValueError(f"format = {form}: use one of {', '.join([*tables.FORMATS, 'csv', 'parquet'])}")
-    if out is None:
-        typer.echo(text)
-    else:
-        records.make_folder(out.parent)
-        records.write_text(out, text + "\n")
+        raise ValueError(f"by = {by}: --by needs --diagnose; add --diagnose or leave out --by")
+    runs = sorted(rows.build_rows(rows.find_results(folders)), key=lambda row: (row.method, row.seed))
+    if not runs:
+        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}")
+    reference = _canonical_name(reference)
+    if html:
+        folder = folders[0] if folders[0].is_dir() else folders[0].parent
+        typer.echo(display.write_page(runs, out or folder / "report.html", reference=reference))
+    if figures is not None:
+        typer.echo(f"{len(drawing.write_figures(runs, figures, reference))} files in {figures}")
+    if not html and figures is None:
+        display.write_report(runs, form, out, reference)
 
 
-def _refuse_idle(
+def _check_report_options(
     form: str, out: Path | None, reference: str | None, html: bool, figures: Path | None, diagnose: bool
 ) -> None:
-    """Options of a report that would do nothing beside the others."""
-    given = {"--html": html, "--format": form != "text", "--out": out is not None, "--reference": reference is not None}
-    if diagnose and any(given.values()):
-        idle = next(option for option, there in given.items() if there)
-        raise ValueError(f"--diagnose makes a table and a picture of its own: leave out {idle}")
+    """Raise ValueError if an option of a report would have no effect with the others."""
+    if form not in REPORT_FORMATS:
+        raise ValueError(f"format = {form}: use one of {', '.join(REPORT_FORMATS)}")
+    used = {"--html": html, "--format": form != "text", "--out": out is not None, "--reference": reference is not None}
+    if diagnose and any(used.values()):
+        option = next(option for option, is_used in used.items() if is_used)
+        raise ValueError(f"--diagnose writes its own table and figure: leave out {option}")
     if html and form != "text":
-        raise ValueError(
-            f"format = {form}: the page of --html has its tables to copy in all formats; leave one of them out"
-        )
+        raise ValueError(f"format = {form}: --html writes a page with tables in all formats; leave one of them out")
     if figures is not None and form != "text":
-        raise ValueError(f"format = {form}: --figures writes no tables, but SVG, PDF and PNG; leave one of them out")
+        raise ValueError(f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave one of them out")
     if figures is not None and out is not None and not html:
         raise ValueError(f"out = {out}: --figures names the folder itself; leave out --out")
     if reference is not None and form in ("csv", "parquet"):
-        raise ValueError(
-            f"reference = {reference}: {form} has the numbers of every run and compares none; leave it out"
-        )
+        raise ValueError(f"reference = {reference}: {form} has no comparisons; leave it out")
+    if form == "parquet" and out is None:
+        raise ValueError("Parquet cannot be printed: name a file with --out")
 
 
 @app.command()
 def reproduce(
     result: Annotated[str, typer.Argument(metavar="RESULT", help=f"One of {', '.join(RECIPES)}.")],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value ...]", help="What differs from the paper's protocol.")
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="Fields that differ from the paper's protocol."),
     ] = None,
     seeds: Seeds = "1",
-    rows_: Annotated[
+    row_names: Annotated[
         str, typer.Option("--rows", help="Only these rows: names or patterns, such as 'fedavg*,moon+fedheal'.")
     ] = "",
     data: Annotated[str, typer.Option(help="Only these data sets: digits, office-caltech, or any other.")] = "",
@@ -375,140 +352,122 @@ def reproduce(
             help="A few rounds, on the embedded data unless --data names others: minutes on a CPU, numbers without meaning.",
         ),
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where the runs and the results go.")] = Path("runs/reproduce"),
+    out: Annotated[Path, typer.Option(help="The folder of the runs and the results.")] = Path("runs/reproduce"),
     jobs: Jobs = 0,
     ray: Ray = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """A result of the paper beside ours: headline, table1, table2, ablation, beta, tau, consistency or convergence.
+    """Show a result of the paper with ours: headline, table1, table2, ablation, beta, tau, consistency or convergence.
 
-    Finished runs are not run again (results share them) and stopped ones go on, so the same command may be repeated.
+    Finished runs are not run again (results share them) and stopped ones are resumed, so the command may be repeated.
 
     Example: fedheal reproduce table1 --smoke
     """
     if result not in RECIPES:
         raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
-    said = {"rounds": rounds, "device": device}
-    values = parse_overrides(
-        [*(f"{k}={v}" for k, v in said.items() if v is not None), *(words or [])]
-    )  # in either form, once
-    options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
+    options_as_words = [f"{k}={v}" for k, v in {"rounds": rounds, "device": device}.items() if v is not None]
+    values = parse_overrides([*options_as_words, *(words or [])])  # which refuses a field that is set in both forms
+    options = Options(parse_seeds(seeds), _split_list(row_names), _split_list(data), values, smoke)
     parts = plan_recipe(RECIPES[result], options, records.check_folder(out))
-    wanted = list({job.folder: job for part in parts for job in part.jobs}.values())
-    how = at_a_time(wanted, _processes(jobs), ray)
-    console = Console(quiet=quiet or as_json)
-    console.print(f"{len(wanted)} runs into {out}, {how}:", highlight=False, markup=False, soft_wrap=True)
-    _run(wanted, console, jobs, ray)
+    planned = list({job.folder: job for part in parts for job in part.jobs}.values())
+    _run_jobs(planned, Console(quiet=quiet or as_json), _count_runs(planned, out), jobs, ray)
     made = write_outputs(result, RECIPES[result], parts, out / f"{result}{make_suffix(options)}")
     title = f"{RECIPES[result].title}{' (a smoke run)' if smoke else ''}"
-    written = show.write_page(made.rows, out / f"{result}{make_suffix(options)}.html", title, sections=made.sections)
+    page = display.write_page(made.rows, out / f"{result}{make_suffix(options)}.html", title, sections=made.sections)
     if as_json:
         typer.echo(json.dumps(made.records, indent=2))
     elif not quiet:
         typer.echo("\n\n".join(made.texts))
-        typer.echo("\n".join(["", *map(str, made.files), written]))
-
-
-def _listed(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+        typer.echo("\n".join(["", *map(str, made.files), page]))
 
 
 @app.command()
 def methods(
-    name: Annotated[
-        str | None, typer.Argument(help="A method: its parameters, and the source of each default.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="A method, to show its parameters and their defaults.")] = None,
 ) -> None:
-    """The methods there are, and the parameters of their parts.
+    """List the parts that methods are made of, or the parameters of one method.
 
     Example: fedheal methods fedprox+fedheal
     """
     if name is not None:
-        show.wide().print(show.explained(name))
+        display.make_console().print(display.make_parameter_table(name))
         return
-    show.wide().print(show.parts())
-    typer.echo("fedheal methods NAME says what the parameters mean and where their defaults come from.")
+    display.make_console().print(display.make_parts_table())
+    typer.echo("fedheal methods NAME explains the parameters and where their defaults come from.")
 
 
-def _canonical(method: str | None) -> str | None:
-    """A method as runs name it: `fedheal` is `fedavg+fedheal`; what is no method is left for the report to refuse."""
+def _run_jobs(planned: Sequence[Job], console: Console, title: str, jobs: int, ray: str | None = None) -> None:
+    """Run the jobs with a live table, after a line with the title and how they are run."""
+    if jobs < 0:
+        raise ValueError(f"jobs = {jobs}: use 0 for as many as this machine takes, or a number of runs at a time")
+    schedule = describe_schedule(planned, jobs, ray)
+    if title:
+        console.print(f"{title}, {schedule}:", highlight=False, markup=False, soft_wrap=True)
+    with LiveTable(console, planned) as table:
+        for job in run_all(planned, jobs, ray):
+            table.report_finished(job)
+
+
+def _count_runs(planned: Sequence[Job], folder: Path) -> str:
+    return f"{len(planned)} {'run' if len(planned) == 1 else 'runs'} into {folder}"
+
+
+def _split_list(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _canonical_name(method: str | None) -> str | None:
+    """Return a method's name as runs have it: `fedheal` is `fedavg+fedheal`. The report refuses unknown names."""
     try:
         return None if method is None else method_table.get(method).name
     except ValueError:
         return method
 
 
-def _folder(path: Path) -> Path:
-    return path if path.is_dir() else path.parent
-
-
-def _run(planned: Sequence[Job], console: Console, jobs: int, ray: str | None = None) -> None:
-    with Board(console, planned) as board:
-        for job in run_all(planned, _processes(jobs), ray):
-            board.ended(job)
-
-
-def _processes(jobs: int) -> int:
-    if jobs < 0:
-        raise ValueError(f"jobs = {jobs}: use 0 for as many as this machine takes, or a number of runs at a time")
-    return jobs
-
-
-def _described(folder: Path) -> Path:
-    """The description that a run left in its folder."""
+def _find_experiment_file(folder: Path) -> Path:
     path = folder / "experiment.toml"
     if not path.exists():
-        raise ValueError(f"{folder} holds no run to go on with: there is no experiment.toml")
+        raise ValueError(f"{folder} holds no run to resume: there is no experiment.toml")
     return path
 
 
-def _trackers(track: str | None, folder: Path) -> list[fedheal.Callback]:
-    if track is None:
-        return []
-    from fedheal.tracking.base import tracker  # only those who track need its libraries
-
-    return [tracker(track, folder)]
-
-
-def _command() -> str:
-    """How this program is called in the user's shell, which may not know of its environment."""
-    here = Path(sys.executable).with_name("fedheal")
-    if shutil.which("fedheal") or not here.exists():
+def _find_command() -> str:
+    """Return how to call this program in the user's shell, which may not have its environment activated."""
+    program = Path(sys.executable).with_name("fedheal")
+    if shutil.which("fedheal") or not program.exists():
         return "fedheal"
-    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 
 
 def _is_file(word: str) -> bool:
-    """`name=x.toml` says a name; `runs/compare-embedded-lr=0.1/fedavg/experiment.toml` is a file all the same."""
+    """Return whether a word is a file: `name=x.toml` is a field, `runs/compare-embedded-lr=0.1/experiment.toml` a file."""
     key, equals, _ = word.partition("=")
     return not equals or (word.endswith(".toml") and not key.isidentifier())
 
 
 def _is_override(word: str) -> bool:
-    """A word with = and no earlier : is an override; `fedprox:mu=0.1` is a method."""
+    """Return whether a word is a field, with = and no earlier `:`; `fedprox:mu=0.1` is a method."""
     before, equals, _ = word.partition("=")
     return bool(equals) and ":" not in before
 
 
 @contextmanager
-def _sentences() -> Iterator[None]:
+def _report_errors() -> Iterator[None]:
+    """Print an error that a user can fix as one sentence, and exit."""
     try:
         yield
     except ValueError as error:
-        where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        typer.echo(f"fedheal: {error}{where}", err=True)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        typer.echo(f"fedheal: {error}{notes}", err=True)
     except OSError as error:
         typer.echo(f"fedheal: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", err=True)
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". GPU")[0]
-        helps = "fewer runs at a time (--jobs), a smaller batch_size or a smaller model will do"
-        typer.echo(f"fedheal: a GPU has too little memory ({reason}); {helps}", err=True)
+        remedy = "use fewer runs at a time (--jobs), a smaller batch_size or a smaller model"
+        typer.echo(f"fedheal: a GPU has too little memory ({reason}); {remedy}", err=True)
     except KeyboardInterrupt:
-        typer.echo(
-            "fedheal: stopped; the same command with --resume (for compare, sweep and reproduce, the same command) goes on",
-            err=True,
-        )
+        typer.echo("fedheal: stopped; rerun the command to resume (fedheal run needs --resume)", err=True)
         sys.exit(INTERRUPTED)
     else:
         return

@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.table import Table
 
 from fedheal import models
-from fedheal.campaign.compare import seeds_of
-from fedheal.cli.display import wide
+from fedheal.campaign.compare import parse_seeds
+from fedheal.cli.display import make_console
 from fedheal.data import DATASETS, SPECS, DataRequest, find_spec
 from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
@@ -46,7 +46,7 @@ def list_command() -> None:
         table.add_row(name, dataset.about, " ".join(f"{k}={v}" for k, v in dataset.protocol.items()))
     table.add_row("folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", "")
     table.add_row("package.module:function", "your own: a function that returns fedheal.data.domains.Domains", "")
-    wide().print(table)
+    make_console().print(table)
     typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
 
 
@@ -106,7 +106,7 @@ def show_command(
     table = Table("client", "domain", "samples", *domains.classes)
     for client, counts in zip(partition, preview.count_labels(domains, partition), strict=True):
         table.add_row(client.id, client.domain, str(counts.sum()), *map(str, counts))
-    wide().print(table)
+    make_console().print(table)
     make_folder(out)
     path = out / f"{domains.name}-clients.png"
     preview.plot_clients(domains, partition).savefig(path, dpi=150)
@@ -193,7 +193,7 @@ def export_command(
 
     Example: fedheal data export digits --seeds 0-2 --out digits.export
     """
-    chosen_seeds = seeds_of(seeds)
+    chosen_seeds = parse_seeds(seeds)
     experiment = _make_experiment(data, data_root, allow_missing, words)
     if "seed" in parse_overrides(words or ()):
         raise ValueError(f"seed={experiment.seed}: set the seeds of an export by --seeds")
@@ -221,7 +221,7 @@ def _report_statuses(name: str, statuses: Sequence[DomainStatus]) -> None:
     for status in statuses:
         sizes = (f"{status.train:,}", f"{status.test:,}")
         table.add_row(status.name, status.state, status.layout, *sizes, status.balance)
-    wide().print(table)
+    make_console().print(table)
     for status in statuses:
         where = f" in {status.folder}" if status.folder else ""
         detail = f": {status.detail}" if status.detail else ""

@@ -1,4 +1,4 @@
-"""What commands print and write: tables of runs, reports, the page, diagnoses."""
+"""Print and write what commands show: tables of runs, reports, the HTML page, diagnoses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rich.text import Text
 from fedheal import methods as method_table
 from fedheal.aggregate.registry import STAGES
 from fedheal.campaign import sweep
-from fedheal.core.parameter import get_parameters
 from fedheal.report import conclusions, rows, tables
 from fedheal.report.comparability import check_reference, list_cautions
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
@@ -26,130 +25,135 @@ from fedheal.report.html_page import Section, render_page
 from fedheal.runs import folder as records
 
 
-def wide() -> Console:
-    """Where nobody looks at a terminal there is no width to keep to. A domain may be called [old]: nothing is markup."""
+def make_console() -> Console:
+    """Return a console for tables: 200 columns if not on a terminal. Markup is off, since a domain may be called [old]."""
     return Console(width=None if sys.stdout.isatty() else 200, markup=False)
 
 
-def ran(summary: Mapping[str, Any], folder: Path) -> None:
-    """One run: its numbers, what they are, what is special about the data, and where it is."""
-    compared([summary])
+def show_run(summary: Mapping[str, Any], folder: Path) -> None:
+    """Print one run: its numbers, what they mean, notes on the data, and the folder."""
+    show_comparison([summary])
     about = f"Accuracy in percent, {tables.describe_averaging(frozenset({int(summary['averaged'])}))}."
-    typer.echo("\n".join([about, *notes([summary]), str(folder)]))
+    typer.echo("\n".join([about, *format_data_notes([summary]), str(folder)]))
 
 
-def compared(summaries: Sequence[Mapping[str, Any]]) -> None:
-    """Runs side by side, on the screen."""
-    wide().print(_table(summaries))
-
-
-def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """Methods against domains, AVG, STD and worst; the best of each column stands out."""
-    columns = list(summaries[0]["domains"])
+def show_comparison(summaries: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of methods against domains, AVG, STD and worst, the best of each column in bold."""
+    domains = list(summaries[0]["domains"])
     table = Table()
     table.add_column("method", no_wrap=True)
-    for name in (*columns, "AVG", "STD", "worst"):
+    for name in (*domains, "AVG", "STD", "worst"):
         table.add_column(name, justify="right")
-    values = [[s["domains"][c] for c in columns] + [s["avg"], s["std"], s["worst"]] for s in summaries]
-    best = [min(column) if i == len(columns) + 1 else max(column) for i, column in enumerate(zip(*values, strict=True))]
+    values = [[s["domains"][d] for d in domains] + [s["avg"], s["std"], s["worst"]] for s in summaries]
+    best = [min(column) if i == len(domains) + 1 else max(column) for i, column in enumerate(zip(*values, strict=True))]
     for summary, row in zip(summaries, values, strict=True):
         cells = [
             Text(f"{x:.1f}", style="bold" if len(values) > 1 and x == b else "") for x, b in zip(row, best, strict=True)
         ]
         table.add_row(summary["method"], *cells)
-    return table
+    make_console().print(table)
 
 
-def notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is special about the data, each thing once."""
+def format_data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the notes on the runs' data, each once."""
     return [f"Note: {note}." for note in rows.collect_data_notes(summaries)]
 
 
-def searched(search: sweep.Search, found: Sequence[sweep.Trial], chosen: sweep.Trial) -> None:
-    """What a search tried, what it chose, and what the choice is worth."""
-    wide().print(_trials(found, chosen))
-    best = " ".join(f"{key}={value}" for key, value in chosen.point.items())
-    said = [
-        f"Chosen by {search.metric} on validation data, {len(search.seeds)} seed(s): {best}. "
-        "The test set had no part in it."
-    ]
-    equals = sum(trial.score(search.metric) == chosen.score(search.metric) for trial in found)
+def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep.Trial) -> None:
+    """Print what a search tried and what it chose."""
+    make_console().print(_make_trial_table(trials, best))
+    point = " ".join(f"{key}={value}" for key, value in best.point.items())
+    typer.echo(
+        f"Chosen by {search.metric} on validation data, {len(search.seeds)} seed(s): {point}. "
+        "The test set had no part in the choice."
+    )
+    equals = sum(trial.score(search.metric) == best.score(search.metric) for trial in trials)
     if equals > 1:
-        said.append(f"{equals} points are equally good on it: this is the first, and no better than the others.")
-    typer.echo("\n".join([*said, f"The runs are in {search.out}."]))
+        typer.echo(f"{equals} points are equally good: this is the first of them, and no better than the others.")
+    typer.echo(f"The runs are in {search.out}.")
 
 
-def _trials(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
+def _make_trial_table(trials: Sequence[sweep.Trial], best: sweep.Trial) -> Table:
     table = Table(title="mean over seeds; chosen on validation, the test set for information", title_justify="left")
-    for key in chosen.point:
-        table.add_column(key, justify="right")
-    for where in ("validation", "test"):
-        for name in ("avg", "std", "worst"):
-            table.add_column(f"{where} {name}", justify="right")
+    metrics = ("avg", "std", "worst")
+    columns = [*best.point, *(f"{split} {name}" for split in ("validation", "test") for name in metrics)]
+    for column in columns:
+        table.add_column(column, justify="right")
     table.add_column("")
-    for trial in found:
-        numbers = [
-            sum(part[name]) / len(part[name])
-            for part in (trial.validation, trial.test)
-            for name in ("avg", "std", "worst")
-        ]
-        mark = "chosen" if trial is chosen else ""
-        table.add_row(*(str(v) for v in trial.point.values()), *(f"{x:.2f}" for x in numbers), mark)
+    for trial in trials:
+        means = [sum(part[name]) / len(part[name]) for part in (trial.validation, trial.test) for name in metrics]
+        mark = "chosen" if trial is best else ""
+        table.add_row(*map(str, trial.point.values()), *(f"{x:.2f}" for x in means), mark)
     return table
 
 
-def reported(found: Sequence[rows.Row], form: str, reference: str | None = None) -> str:
-    """A table for each data set, what may be concluded from it, and what is special about the data."""
-    check_reference(found, reference)
+def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = None) -> str:
+    """Return a table for each data set, what may be concluded from it, and notes on the data."""
+    check_reference(runs, reference)
+    bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
     parts = []
-    groups = rows.group_by_data(found)
-    for table in tables.build_tables(found):
-        own = groups[table.data]
+    groups = rows.group_by_data(runs)
+    for table in tables.build_tables(runs):
+        group = groups[table.data]
         parts.append(f"{table.data}: {table.about}")
         parts.append(tables.FORMATS[form](table))
-        said = list_cautions(own, reference) + conclusions.conclude(own, reference)
-        said += notes(summary for row in own for summary in row.summaries)
-        bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
-        parts.append("\n".join(f"{bullet}{sentence}" for sentence in said))
+        sentences = list_cautions(group, reference) + conclusions.conclude(group, reference)
+        sentences += format_data_notes(summary for row in group for summary in row.summaries)
+        parts.append("\n".join(f"{bullet}{sentence}" for sentence in sentences))
     if form == "latex":
         parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
     return "\n\n".join(part for part in parts if part)
 
 
+def write_report(runs: Sequence[rows.Row], form: str, out: Path | None, reference: str | None) -> None:
+    """Write a report of one of the formats to a file, or print it."""
+    if out is not None:
+        records.make_folder(out.parent)
+    if form == "parquet":
+        assert out is not None
+        tables.write_parquet(runs, out)
+        return
+    text = tables.format_csv(runs) if form == "csv" else format_report(runs, form, reference)
+    if out is None:
+        typer.echo(text)
+    else:
+        records.write_text(out, text + "\n")
+
+
 def write_page(
-    found: Sequence[rows.Row],
+    runs: Sequence[rows.Row],
     path: Path,
     title: str = "",
     reference: str | None = None,
     sections: Sequence[Section] = (),
 ) -> str:
-    """Write the HTML page and say where it is."""
-    text = render_page(found, title, reference, sections)
+    """Write the HTML page and return its path."""
+    text = render_page(runs, title, reference, sections)
     records.make_folder(path.parent)
     records.write_text(path, text)
     return str(path)
 
 
-def diagnosed(runs: Sequence[Path], by: str | None, figures: Path | None) -> None:
-    """Who is under-served in a run: a table, sentences and a picture."""
-    if len(runs) != 1:
-        raise ValueError(f"--diagnose looks at one run, but there are {len(runs)} folders: name one")
-    diagnosis = diagnose_run(runs[0], by)
-    head, *body = format_diagnosis(diagnosis)
+def show_diagnosis(folders: Sequence[Path], by: str | None, figures: Path | None) -> None:
+    """Print who is under-served in a run, as a table and sentences, and write a figure."""
+    if len(folders) != 1:
+        raise ValueError(f"--diagnose takes one run, but there are {len(folders)} folders: name one")
+    result = diagnose_run(folders[0], by)
+    head, *body = format_diagnosis(result)
     table = Table()
     for i, word in enumerate(head):
         table.add_column(word, justify="right" if i else "left")
     for line in body:
         table.add_row(*line)
-    wide().print(table)
-    typer.echo("\n".join(explain_diagnosis(diagnosis)))
-    written = save_figure((figures or runs[0]) / f"diagnosis-{diagnosis.kind}", partial(draw_diagnosis, diagnosis))
+    make_console().print(table)
+    typer.echo("\n".join(explain_diagnosis(result)))
+    written = save_figure((figures or folders[0]) / f"diagnosis-{result.kind}", partial(draw_diagnosis, result))
     if written:
         typer.echo(str(written[-1]))
 
 
-def parts() -> Table:
-    """What methods are put together from."""
+def make_parts_table() -> Table:
+    """Return a table of the parts that methods are made of."""
     table = Table(
         "part",
         "what it does",
@@ -158,27 +162,27 @@ def parts() -> Table:
         title_justify="left",
     )
     groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
-    for kind, named in groups:
-        for part_name, part in named.items():
-            keys = ", ".join(f"{key}={parameter.default}" for key, parameter in get_parameters(part).items())
-            table.add_row(f"{part_name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
+    for kind, parts in groups:
+        for name, part in parts.items():
+            keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
+            table.add_row(f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
     for bound, about in rows.BOUNDS.items():
         table.add_row(f"{bound} (bound)", about, "")
-    table.add_row("package.module:function", "your own: a function that returns a Stage, a Term or an Aggregator", "")
+    table.add_row("package.module:function", "your own function that returns a Stage, a Term or an Aggregator", "")
     return table
 
 
-def explained(name: str) -> Table:
-    """A method's parameters, and the source of each default."""
+def make_parameter_table(name: str) -> Table:
+    """Return a table of a method's parameters and the source of each default."""
     table = Table("part", "parameter", "default", "what it is", "source of the default", title_justify="left")
     method = method_table.get(name)
     table.title = method.name
     for part in method.parts:
         for key, parameter in part.parameters.items():
             value, default = part.values[key], parameter.default
-            shown = str(default).lower() if isinstance(default, bool) else str(default)
-            shown = shown if value == default else f"{shown} (here {value})"
-            table.add_row(part.name, key, shown, parameter.description, parameter.source)
+            text = str(default).lower() if isinstance(default, bool) else str(default)
+            cell = text if value == default else f"{text} (here {value})"
+            table.add_row(part.name, key, cell, parameter.description, parameter.source)
     if not table.rows:
         table.add_row(name, "no parameters", "", "", "")
     return table

@@ -1,4 +1,4 @@
-"""Many runs as they go, read from their folders."""
+"""Show many runs while they run, read from their folders."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedheal.campaign.pool import Job
+from fedheal.campaign.jobs import Job
 from fedheal.report.rows import load_summary
 from fedheal.runs.folder import read_rounds
 
-SHOWN = ("avg", "std", "worst", "seconds")
 
-
-class Board:
-    """Many runs as they go: a live table on a terminal, else a line a run that ends."""
+class LiveTable:
+    """A live table of runs on a terminal; elsewhere one line for each finished run."""
 
     def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
         self.console, self.jobs = console, jobs
-        self.live = Live(get_renderable=self.table, console=console, refresh_per_second=1, transient=True)
+        self.live = Live(get_renderable=self.make_table, console=console, refresh_per_second=1, transient=True)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -33,24 +31,24 @@ class Board:
         if self.console.is_terminal:
             self.live.stop()
 
-    def ended(self, job: Job) -> None:
-        """A run is finished, or was before."""
+    def report_finished(self, job: Job) -> None:
+        """Print a line about a finished run, unless the live table shows it."""
         if not self.console.is_terminal:
-            found = load_summary(job.folder, SHOWN)
+            result = load_summary(job.folder, ("avg", "std", "worst", "seconds"))
             self.console.print(
-                f"{job.folder.name}: AVG {found['avg']:.2f} STD {found['std']:.2f} worst {found['worst']:.2f} "
-                f"({sum(found['seconds'].values()):.0f} s)",
+                f"{job.folder.name}: AVG {result['avg']:.2f} STD {result['std']:.2f} worst {result['worst']:.2f} "
+                f"({sum(result['seconds'].values()):.0f} s)",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,
             )
 
-    def table(self) -> Table:
-        """Where each run stands, read from its folder."""
+    def make_table(self) -> Table:
+        """Return the rounds done by each run, and the numbers of its last evaluation."""
         table = Table("run", "rounds", "AVG", "STD", "worst")
         for job in self.jobs:
             done = read_rounds(job.folder)
-            judged = [record.fairness for record in done if record.fairness]
-            numbers = [f"{judged[-1][name]:.1f}" for name in ("avg", "std", "worst")] if judged else ["", "", ""]
-            table.add_row(Text(job.folder.name), f"{len(done)}/{job.experiment.rounds}", *numbers)
+            evaluated = [record.fairness for record in done if record.fairness]
+            metrics = [f"{evaluated[-1][name]:.1f}" if evaluated else "" for name in ("avg", "std", "worst")]
+            table.add_row(Text(job.folder.name), f"{len(done)}/{job.experiment.rounds}", *metrics)
         return table

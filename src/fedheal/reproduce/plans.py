@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from fedheal.campaign.pool import Job
+from fedheal.campaign.jobs import Job
 from fedheal.reproduce import paper
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment

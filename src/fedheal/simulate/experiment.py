@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,9 +125,9 @@ class Experiment(BaseModel):
         """The method's canonical name."""
         return self.resolved_method.name
 
-    @cached_property
+    @property
     def resolved_method(self) -> Method:
-        """The method itself; its name is parsed once."""
+        """The method itself. `methods.get` keeps it, so that a run parses the name once."""
         return self.method if isinstance(self.method, Method) else methods.get(self.method)
 
     @property

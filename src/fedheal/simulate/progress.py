@@ -1,4 +1,4 @@
-"""A run as it goes: a live display on a terminal or in a notebook, plain lines elsewhere."""
+"""Show a run while it runs: a live display on a terminal or in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import Progress as ProgressBar
 
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.callbacks import Callback
 
 
-def watched() -> bool:
-    """Whether somebody is looking: a terminal, or a notebook."""
+def is_interactive() -> bool:
+    """Return whether the output is a terminal or a notebook."""
     return sys.stdout.isatty() or "ipykernel" in sys.modules
 
 
 class Progress(Callback):
-    """Rounds done, time left, accuracy per domain."""
+    """A callback that shows rounds done, time left and accuracy per domain."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
-        self.live = self.console.is_terminal or self.console.is_jupyter
-        self.bar = Bar(
+        self.is_live = self.console.is_terminal or self.console.is_jupyter
+        self.bar = ProgressBar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -34,9 +34,8 @@ class Progress(Callback):
             TimeRemainingColumn(),
             TextColumn("{task.fields[accuracy]}", markup=False),  # a domain may be called [old]
             console=self.console,
-            disable=not self.live,
+            disable=not self.is_live,
         )
-        self.rounds = 0
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -48,24 +47,26 @@ class Progress(Callback):
     def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None:
         self.name, self.rounds = experiment["method"], int(experiment["rounds"])
         self.task = self.bar.add_task(self.name, total=self.rounds, completed=len(done), accuracy="")
-        if not self.live:
-            goes_on = f", going on after round {len(done)}" if done else ""
-            self._line(f"{self.name} on {experiment['data']}, seed {experiment['seed']}: {self.rounds} rounds{goes_on}")
+        resumed = f", resumed after round {len(done)}" if done else ""
+        self._print_line(
+            f"{self.name} on {experiment['data']}, seed {experiment['seed']}: {self.rounds} rounds{resumed}"
+        )
 
     def round(self, record: RoundRecord) -> None:
-        if record.fairness:
-            self.bar.update(self.task, accuracy=summary(record))
         self.bar.advance(self.task)
-        if not self.live and record.fairness:
-            took = sum(record.seconds.values())
-            self._line(f"{self.name} round {record.round}/{self.rounds} ({took:.1f} s)  {summary(record)}")
+        if record.fairness:
+            accuracy = format_accuracy(record)
+            self.bar.update(self.task, accuracy=accuracy)
+            seconds = sum(record.seconds.values())
+            self._print_line(f"{self.name} round {record.round}/{self.rounds} ({seconds:.1f} s)  {accuracy}")
 
-    def _line(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+    def _print_line(self, text: str) -> None:
+        if not self.is_live:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def summary(record: RoundRecord) -> str:
-    """One line on an evaluated round."""
+def format_accuracy(record: RoundRecord) -> str:
+    """Return the accuracies of an evaluated round in one line."""
     domains = "  ".join(f"{name} {accuracy:.1f}" for name, accuracy in (record.domains or {}).items())
-    evenness = record.fairness or {}
-    return f"{domains}  AVG {evenness['avg']:.1f} STD {evenness['std']:.1f}"
+    fairness = record.fairness or {}
+    return f"{domains}  AVG {fairness['avg']:.1f} STD {fairness['std']:.1f}"

@@ -34,7 +34,7 @@ from fedheal.simulate.evaluation import select_evaluated_model
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.interrupts import Interrupts
-from fedheal.simulate.progress import Progress, watched
+from fedheal.simulate.progress import Progress, is_interactive
 from fedheal.simulate.round import initial_state, run_rounds
 from fedheal.version import __version__
 
@@ -108,7 +108,7 @@ def run(
             if _is_finished(folder):
                 return _read_finished(folder, history)
         state = initial_state(federation) if checkpoint is None else RunState.from_arrays(*checkpoint, device)
-        show_progress = watched() if progress is None else progress
+        show_progress = is_interactive() if progress is None else progress
         watchers = [*callbacks, *([Progress()] if show_progress else [])]
         for callback in watchers:
             stack.enter_context(callback)

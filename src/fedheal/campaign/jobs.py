@@ -1,0 +1,40 @@
+"""One of many runs: an experiment, its folder and its tracker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedheal.engine.memory import release_gpu_memory
+from fedheal.simulate.build import check_method
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.runner import check_folder_owner, run
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run and the folder it writes to. Raise ValueError at once if the experiment cannot be run."""
+
+    experiment: Experiment
+    folder: Path
+    track: str | None = None
+
+    def __post_init__(self) -> None:
+        check_method(self.experiment)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the folder holds the result of this experiment. Raise ValueError if it holds another one."""
+        check_folder_owner(self.folder, self.experiment)
+        return (self.folder / "result.json").exists()
+
+
+def run_job(job: Job) -> None:
+    """Run or resume a job in this process, without a progress display."""
+    callbacks = []
+    if job.track is not None:
+        from fedheal.tracking import tracker  # imported late: its libraries are optional
+
+        callbacks.append(tracker(job.track, job.folder))
+    run(job.experiment, job.folder, resume=True, callbacks=callbacks, progress=False)
+    release_gpu_memory()  # other processes may share the GPU

@@ -1,0 +1,102 @@
+"""`fedheal compare`: what it prints and refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from command_line import assert_sentence
+from tiny_data import WORDS, words
+
+
+def test_a_parameter_that_only_some_methods_have_is_refused_with_what_to_write(call, tmp_path: Path) -> None:
+    done = call("compare", "fedavg", "fedheal", "fedprox:mu=1+fphl", "centralised", "tau=0.3", "--seeds", "1")
+    assert_sentence(
+        done, "'fedavg', 'centralised' have no parameter 'tau'", "fedheal:tau=0.3 fedprox:mu=1+fphl:tau=0.3"
+    )
+    assert_sentence(call("compare", "fedavg", "fedprox", "tau=0.4", "--seeds", "1"), "unknown field 'tau'")
+    assert_sentence(call("compare", "fedavg", "rounds=1", "rounds=2"), "'rounds' is given twice: rounds=1 and rounds=2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_comparison_that_cannot_be_finished_is_not_begun(call, tmp_path: Path) -> None:
+    given = [word for word in WORDS if not word.startswith("data=")]
+    command = ["compare", "fedavg", "fedce", "--data", "tiny_data:load", "--seeds", "1", *given]
+    assert_sentence(call(*command), "method 'fedce' needs examples held out", "validation=0.2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_without_numbers_is_named_in_a_comparison(call, tmp_path: Path) -> None:
+    given = [word for word in WORDS if not word.startswith("data=")]
+    command = ["compare", "fedavg", "--data", "tiny_data:load", "--seeds", "1", "--out", "here", "--jobs", "1", *given]
+    assert call(*command, "--quiet").code == 0
+    (result,) = tmp_path.glob("here/*/result.json")
+    result.write_text("{}")
+    done = call(*command)
+    assert done.code == 2
+    assert done.err.startswith("fedheal: here/fedavg-tiny_data_load-seed0/result.json: there is no ")
+    assert done.err.count("\n") == 1
+
+
+def test_a_comparison_says_how_many_runs_are_under_way(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedheal.campaign.placement.count_gpus", lambda: 2)
+    given = [word for word in words("device=auto") if not word.startswith("data=")]
+    command = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]
+    done = call(*command, "--out", "here")
+    assert (done.code, done.err) == (0, "")
+    assert "2 runs into here, 1 at a time on one GPU:" in done.out
+    assert "2 runs into here, all of them finished:" in call(*command, "--out", "here").out
+
+
+def test_a_comparison_says_which_finished_run_was_on_other_data(call, tmp_path: Path) -> None:
+    given = [word for word in words("rounds=1") if not word.startswith("data=")]
+    command = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]
+    before = call(*command, "--out", "here")
+    assert "Observed against fedavg" in before.out
+    (path,) = (tmp_path / "here").glob("fedavg-*/result.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"used_fingerprint": "other"}))
+    after = call(*command, "--out", "here")
+    message = "Not on the data of fedavg's run with the same seed, and therefore not compared with it: fedavg+fedheal"
+    assert message in after.out
+    assert "Observed against fedavg" not in after.out
+    assert message in json.loads(call(*command, "--out", "here", "--json").out)["conclusions"][0]
+
+
+def test_folders_of_one_name_are_compared_in_folders_of_their_own(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+
+    def plan(methods: object, seeds: object, values: object, folder: Path, track: object) -> None:
+        wanted.append(folder)
+        raise ValueError("this is as far as it goes")
+
+    monkeypatch.setattr(sys.modules["fedheal.cli.app"], "plan", plan)
+    for data in ("folder:a/photos", "folder:b/photos"):
+        assert call("compare", "fedavg", "--data", data).code == 2
+    assert [str(folder) for folder in wanted] == ["runs/compare-folder.a_photos", "runs/compare-folder.b_photos"]
+
+
+def test_a_gpu_that_is_too_small_is_a_sentence(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(job: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("fedheal.campaign.pool.run_job", full)
+    done = call("compare", "fedavg", "--seeds", "1", "--quiet")
+    assert_sentence(done, "too little memory (CUDA out of memory. Tried to allocate 3.00 GiB)", "--jobs")
+
+
+def test_an_error_among_many_runs_says_in_which(call, tmp_path: Path) -> None:
+    more = [word for word in WORDS if not word.startswith("data=")]
+    done = call(
+        "compare", "fedavg", "--data", "tiny_data:load", *more, "lr=1e30", "--seeds", "1", "--jobs", "1", "--quiet"
+    )
+    assert_sentence(done, "(in the run runs/compare-tiny_data.load", "fedavg-tiny_data_load-seed0)")
+
+
+def test_a_device_that_cannot_be_used_is_refused_before_anything_is_printed(call, tmp_path: Path) -> None:
+    done = call("compare", "fedavg", "--seeds", "1", "device=tpu")
+    assert_sentence(done, "device = 'tpu' cannot be used here")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,98 @@
+"""`fedheal report`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from command_line import assert_sentence, read_files
+from fedheal import methods
+from made_up import run_folder
+from tiny_data import WORDS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--html", "--out", "taken/report.html"], "taken is a file: name another folder"),
+        (["--html", "--out", "there"], "there is a folder: name a file"),
+        (["--html", "--figures", "taken"], "taken is a file: name another folder"),
+        (["-f", "csv", "--out", "taken/rows.csv"], "taken is a file: name another folder"),
+        (["-f", "latex", "--out", "there"], "there is a folder: name a file"),
+        (["-f", "parquet", "--out", "taken/rows.parquet"], "taken is a file: name another folder"),
+        (["--diagnose", "--figures", "taken"], "taken is a file: name another folder"),
+    ],
+)
+def test_a_report_that_cannot_be_written_there_is_a_sentence(
+    call, tmp_path: Path, options: list[str], message: str
+) -> None:
+    run_folder(tmp_path / "one")
+    (tmp_path / "taken").write_text("mine")
+    (tmp_path / "there").mkdir()
+    before = read_files(tmp_path)
+    assert_sentence(call("report", "one", *options), message)
+    assert read_files(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_reports_as_a_page_and_as_figures(call, tmp_path: Path) -> None:
+    for method in ("fedavg", "fedheal"):
+        run_folder(tmp_path / "runs" / method, methods.get(method).name, rounds=4)
+    done = call("report", "runs", "--html", "--reference", "fedheal")
+    assert (done.code, done.out, done.err) == (0, "runs/report.html\n", "")
+    assert "fedavg against fedavg+fedheal" in (tmp_path / "runs" / "report.html").read_text()
+    assert call("report", "runs", "--html", "--out", "new/page.html").out == "new/page.html\n"
+    assert call("report", "runs", "--figures", "drawn").out == "24 files in drawn\n"
+    assert len(list((tmp_path / "drawn").iterdir())) == 24
+
+
+def test_options_without_effect_are_refused(call, tmp_path: Path) -> None:
+    run_folder(tmp_path / "runs" / "fedavg", rounds=2)
+    assert_sentence(call("report", "runs", "--html", "--reference", "bogus"), "reference = bogus")
+    assert_sentence(call("report", "runs", "--figures", "drawn", "-f", "csv"), "format = csv", "--figures")
+    assert_sentence(call("report", "runs", "--figures", "drawn", "--out", "x"), "out = x", "--figures")
+    assert_sentence(call("report", "runs", "-f", "csv", "--reference", "bogus"), "reference = bogus", "leave it out")
+
+
+def test_the_text_report_says_what_its_marks_and_numbers_are(call, tmp_path: Path) -> None:
+    for method in ("fedavg", "fedheal"):
+        run_folder(tmp_path / "runs" / method, methods.get(method).name, rounds=2)
+    done = call("report", "runs", "--reference", "fedheal")
+    assert "mean of the last 2 rounds" in done.out
+    assert "* best of its column" in done.out
+    assert "Observed against fedavg+fedheal" in done.out
+
+
+@pytest.mark.slow
+def test_a_diagnosis_is_a_table_sentences_and_a_picture(call, tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", rounds=6)
+    done = call("report", "run", "--diagnose")
+    assert (done.code, done.err) == (0, "")
+    assert "under-served since" in done.out
+    assert "syn is" in done.out
+    assert done.out.splitlines()[-1] == "run/diagnosis-domain.png"
+    assert call("report", "run", "--diagnose", "--by", "client", "--figures", "drawn").code == 0
+    assert (tmp_path / "drawn" / "diagnosis-client.svg").exists()
+
+
+def test_a_diagnosis_that_cannot_be_made_is_refused(call, tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", rounds=2)
+    assert_sentence(call("report", "run", "run", "--diagnose"), "one run")
+    assert_sentence(call("report", "run", "--by", "client"), "by = client", "--diagnose")
+    for idle in (["--out", "x"], ["--reference", "fedavg"], ["--html"], ["-f", "csv"]):
+        assert_sentence(call("report", "run", "--diagnose", *idle), "its own table and figure: leave out --")
+    assert_sentence(call("report", "elsewhere", "--diagnose"), "elsewhere", "holds no rounds")
+
+
+def test_a_report_of_what_is_not_there_says_what_is(call, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "compare-embedded-rounds=2").mkdir(parents=True)
+    done = call("report", "runs/compare-embedded")
+    assert_sentence(done, "runs/compare-embedded does not exist; there is runs/compare-embedded-rounds=2")
+    assert_sentence(call("report", "runs/other"), "runs/other does not exist\n")
+
+
+def test_runs_of_other_settings_that_cannot_stand_in_one_table_say_which_settings(call) -> None:
+    for folder, rounds in (("one", 1), ("two", 2)):
+        assert call("run", *WORDS, f"rounds={rounds}", "--quiet", "--out", f"both/{folder}").code == 0
+    assert_sentence(call("report", "both"), "was run twice, with other settings (rounds)", "both/one and both/two")

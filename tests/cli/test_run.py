@@ -1,0 +1,302 @@
+"""`fedheal run`: what it prints, leaves behind and refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedheal
+from command_line import CONTROL, ENVIRONMENT, Done, assert_sentence, read_files
+from fedheal.runs.schema import RoundRecord
+from tiny_data import WORDS, quick, words
+
+WRONG = [
+    (["rounds=-1"], ["rounds", "-1"]),
+    (["rounds=1.5"], ["rounds", "1.5"]),
+    (["rounds=many"], ["rounds", "many"]),
+    (["rounds=true"], ["rounds"]),
+    (["lr=inf"], ["lr", "inf"]),
+    (["lr=nan"], ["lr", "nan"]),
+    (["server_lr=inf"], ["server_lr", "inf"]),
+    (["participation=0"], ["participation"]),
+    (["bogus=3"], ["bogus"]),
+    (["taw=.3"], ["taw", "tau"]),
+    (["taw=0.3"], ["taw", "tau"]),
+    (["tau=2"], ["tau", "2"]),
+    (["tau=x"], ["tau", "x"]),
+    (["sed=1"], ["sed", "seed"]),
+    (["=3"], ["=3", "key=value"]),
+    (["a-b=3"], ["a-b=3", "key=value"]),
+    (["method=fedhael"], ["fedhael", "fedheal"]),
+    (["method=fedavg+fedavg"], ["fedavg+fedavg"]),
+    (["method=fedheal+uniform"], ["fedheal+uniform", "weights"]),
+    (["method="], ["method"]),
+    (["method=3"], ["method", "3"]),
+    (["method=fedavg", "tau=0.3"], ["tau", "fedavg"]),
+    (["method=fedheal:tau=0.2", "tau=0.3"], ["tau", "0.2", "0.3"]),
+    (["data=nowhere"], ["nowhere", "embedded"]),
+    (["data=no_such_module:load"], ["no_such_module"]),
+    (["data=tiny_data:nothing"], ["tiny_data:nothing"]),
+    (["data=tiny_data:QUICK"], ["tiny_data:QUICK"]),
+    (["data=tiny_data:linear"], ["tiny_data:linear"]),
+    (["data=tiny_data:failing"], ["the data set's function 'tiny_data:failing' ended with KeyError: 'nothing'"]),
+    (["data=tiny_data:uneven"], ["tiny_data:linear", "does not fit images of shape (3, 16, 16)"]),
+    (["data=tiny_data:uneven", "pool=true"], ["several sizes (plain 8 x 8, noisy 8 x 8, dark 16 x 16)", "one size"]),
+    (["data=os:getcwd"], ["os:getcwd", "Domains"]),
+    (["data=.x:load"], [".x:load"]),
+    (["model=resnet11"], ["resnet11", "resnet10"]),
+    (["model=no_such_module:net"], ["no_such_module"]),
+    (["model=.x:net"], [".x:net"]),
+    (["model=os:getcwd"], ["os:getcwd"]),
+    (["width=3"], ["width", "tiny_data:linear"]),
+    (["model=tiny_data:unable"], ["the model's factory 'tiny_data:unable' ended with RuntimeError: no weights here"]),
+    (["model=tiny_data:Unpooled", "method=fedproto"], ["tiny_data:Unpooled", "in training"]),
+    (["samples_per_client=1000"], ["1000"]),
+    (["device=tpu"], ["fedheal: device = 'tpu' cannot be used here: use auto"]),
+    (["device=meta"], ["fedheal: device = 'meta' cannot be used here: use auto"]),
+    (["device=cuda:x"], ["device = 'cuda:x' cannot be used here (Invalid device string: 'cuda:x'): use auto"]),
+    (["tau=0.3", "tau=0.4"], ["'tau' is given twice", "tau=0.3", "tau=0.4"]),
+    (["missing.toml"], ["missing.toml", "No such file"]),
+    (["one.toml", "two.toml"], ["one.toml", "two.toml"]),
+    (["."], [".", "directory"]),
+]
+
+
+def test_a_run_leaves_a_folder_and_prints_plain_lines(call, tmp_path: Path) -> None:
+    done = call("run", *WORDS, "name=first", "method=fedavg+uniform")
+    assert (done.code, done.err) == (0, "")
+    for word in ("fedavg+uniform", "plain", "noisy", "dark", "AVG", "STD", "worst", "round 1/3", "round 3/3"):
+        assert word in done.out
+    assert CONTROL.search(done.out) is None
+    assert done.out.endswith("\nruns/first\n")
+    folder = tmp_path / "runs" / "first"
+    assert {p.name for p in folder.iterdir()} >= {"experiment.toml", "rounds.jsonl", "result.json", "model.safetensors"}
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
+
+
+def test_without_a_name_the_folder_says_method_data_and_seed(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "method=fedheal", "tau=0.4", "seed=5", "--quiet")
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["fedavg+fedheal_tau=0.4-tiny_data_load-seed5"]
+
+
+def test_json_is_alone_on_stdout_and_the_same_as_the_file(call, tmp_path: Path) -> None:
+    done = call("run", *WORDS, "--json", "--out", "here")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out) == json.loads((tmp_path / "here" / "result.json").read_text())
+
+
+def test_quiet_prints_nothing(call, tmp_path: Path) -> None:
+    assert call("run", *WORDS, "--quiet", "--out", "here") == Done(0, "", "")
+    assert (tmp_path / "here" / "result.json").exists()
+
+
+def test_a_file_and_words_which_win(call, tmp_path: Path) -> None:
+    lines = [f'{key} = "{value}"' if not value[0].isdigit() else f"{key} = {value}" for key, value in
+             (word.split("=") for word in WORDS)]  # fmt: skip
+    (tmp_path / "one.toml").write_text("\n".join([*lines, "tau = 0.4", "seed = 3"]))
+    done = call("run", "one.toml", "rounds=2", "--json", "--out", "here")
+    result = json.loads(done.out)
+    assert (result["rounds"], result["seed"], result["method"]) == (2, 3, "fedavg+fedheal:tau=0.4")
+
+
+def test_the_experiment_file_of_a_run_runs_again_to_the_same_bits(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "tau=0.4", "--quiet", "--out", "one")
+    call("run", "one/experiment.toml", "--quiet", "--out", "two")
+    one, two = read_files(tmp_path / "one"), read_files(tmp_path / "two")
+    assert one["model.safetensors"] == two["model.safetensors"]
+    assert one["experiment.toml"] == two["experiment.toml"]
+
+
+@pytest.mark.parametrize("extreme", ["tau=1", "tau=0", "beta=1", "beta=0", "lr=1", "server_lr=2"])
+def test_a_whole_number_for_a_fraction_can_be_resumed(call, extreme: str) -> None:
+    assert call("run", *WORDS, "rounds=1", extreme, "--quiet", "--out", "here").code == 0
+    done = call("run", *WORDS, "rounds=1", extreme, "--quiet", "--out", "here", "--resume")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_resuming_a_finished_run_returns_at_once_with_the_same_result(call, tmp_path: Path) -> None:
+    first = call("run", *WORDS, "--json", "--out", "here")
+    before = read_files(tmp_path / "here")
+    started = time.monotonic()
+    again = call("run", *WORDS, "--json", "--out", "here", "--resume")
+    assert time.monotonic() - started < 5
+    assert again.out == first.out
+    assert read_files(tmp_path / "here") == before
+
+
+def test_resume_of_a_run_that_never_began_starts_it(call) -> None:
+    assert call("run", *WORDS, "--resume", "--quiet", "--out", "here") == Done(0, "", "")
+
+
+def test_a_folder_is_enough_to_go_on(call, tmp_path: Path) -> None:
+    """A run stopped after round 2 of 5; what decides nothing may be message anew."""
+    whole = fedheal.run(quick(rounds=5, tau=0.4), tmp_path / "whole", progress=False)
+
+    class Stop(fedheal.Callback):
+        def round(self, record: RoundRecord) -> None:
+            if record.round == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedheal.run(quick(rounds=5, tau=0.4), tmp_path / "here", callbacks=[Stop()], progress=False)
+    assert [p.name for p in (tmp_path / "here" / "state").iterdir()] == ["00000002.safetensors"]
+    done = call("run", "--resume", "--out", "here", "save_seconds=5", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["domains"] == dict(whole.domains)
+    assert (tmp_path / "here/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    assert call("run", "--resume", "--out", "here", "--json").out == done.out  # it is finished
+
+
+def test_a_folder_without_a_run_is_not_enough(call, tmp_path: Path) -> None:
+    assert_sentence(call("run", "--resume", "--out", "nowhere"), "nowhere holds no run to resume")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_does_not_stand_for_what_the_words_leave_out(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "--quiet", "--out", "here")
+    assert_sentence(call("run", "rounds=3", "--out", "here", "--resume"), "here", "another experiment")
+
+
+def test_a_name_may_end_as_files_do_and_a_files_folder_may_have_an_equals_sign(call, tmp_path: Path) -> None:
+    assert call("run", *WORDS, "name=x.toml", "--quiet").code == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["x.toml"]
+    (tmp_path / "lr=0.05").mkdir()
+    (tmp_path / "runs" / "x.toml" / "experiment.toml").rename(tmp_path / "lr=0.05" / "e.toml")
+    assert call("run", "./lr=0.05/e.toml", "--quiet", "--out", "again").code == 0
+
+
+def test_words_win_over_what_a_run_wrote_of_its_method(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "tau=0.2", "--quiet", "--out", "one")
+    assert call("run", "one/experiment.toml", "tau=0.5", "--quiet", "--out", "two").code == 0
+    assert "tau=0.5" in json.loads((tmp_path / "two" / "result.json").read_text())["method"]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_wrong_input_is_a_sentence_and_nothing_is_written(
+    call, tmp_path: Path, words: list[str], message: list[str]
+) -> None:
+    assert_sentence(call("run", *WORDS, *words), *message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"rounds = \n", "not TOML"),
+        (b"rounds = 3\nrounds = 4\n", "not TOML"),
+        (b'name = "\xe9t\xe9"\n', "not TOML"),
+        (b"\x00\x01\x02", "not TOML"),
+        (b"\xff\xfer\x00o\x00", "not TOML"),
+        (b"[rounds]\nx = 1\n", "rounds"),
+        (b"rounds = [1, 2]\n", "rounds"),
+        (b"rounds = 2024-01-01\n", "rounds"),
+        (b'rounds = "x\\ny"\n', "rounds"),
+        (b"bogus = 1\n", "bogus"),
+    ],
+)
+def test_an_unreadable_description_is_a_sentence(call, tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "bad.toml").write_bytes(content)
+    assert_sentence(call("run", "bad.toml"), message)
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.toml"]
+
+
+def test_a_folder_of_another_experiment_is_refused_and_left_alone(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "--quiet", "--out", "here")
+    before = read_files(tmp_path)
+    for extra in ([], ["--resume"]):
+        assert_sentence(call("run", *WORDS, "seed=1", "--out", "here", *extra), "here", "another experiment")
+    assert read_files(tmp_path) == before
+
+
+def test_an_existing_run_needs_resume(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "--quiet", "--out", "here")
+    before = read_files(tmp_path)
+    assert_sentence(call("run", *WORDS, "--out", "here"), "here", "--resume")
+    assert read_files(tmp_path) == before
+
+
+@pytest.mark.parametrize("extra", [[], ["--resume"]])
+def test_a_folder_that_is_no_run_is_refused_and_left_alone(call, tmp_path: Path, extra: list[str]) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "thesis.tex").write_text("important")
+    assert_sentence(call("run", *WORDS, "--out", "here", *extra), "here", "not a run folder")
+    assert read_files(tmp_path) == {"here/thesis.tex": b"important"}
+
+
+def test_a_run_whose_description_is_damaged_is_refused_with_its_name(call, tmp_path: Path) -> None:
+    call("run", *WORDS, "--quiet", "--out", "here")
+    (tmp_path / "here" / "experiment.toml").write_text("rounds = ")
+    before = read_files(tmp_path)
+    assert_sentence(call("run", *WORDS, "--out", "here", "--resume"), "here/experiment.toml")
+    assert read_files(tmp_path) == before
+
+
+def test_a_diverging_run_is_a_sentence(call) -> None:
+    done = call("run", *WORDS, "lr=1e30", "--quiet")
+    assert_sentence(done, "client 'dark-0'", "on_bad_update")
+
+
+def test_a_name_cannot_lead_out_of_the_runs_folder(call, tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    for name in ("..", "../../up", "/tmp/elsewhere", ".", "a/b"):
+        call("run", *WORDS, "rounds=1", f'name="{name}"', "--quiet")
+    assert {p.name for p in tmp_path.iterdir()} == {"inside", "runs"}
+    assert all(p.is_dir() for p in (tmp_path / "runs").iterdir())
+
+
+@pytest.mark.slow
+def test_the_module_is_a_command_and_ascii_terminals_will_do(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedheal", "run", *WORDS, "name=plain"]
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert CONTROL.search(done.stdout.decode("ascii")) is None
+    assert "runs/plain" in done.stdout.decode("ascii")
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedheal", "run", *words("rounds=300", "save_seconds=0"), "--out", "here"]
+    process = subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  (background jobs ignore it)
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "here" / "state").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in message
+    assert "rerun the command to resume (fedheal run needs --resume)" in message
+    stopped = len((tmp_path / "here" / "rounds.jsonl").read_text().splitlines())
+    assert 0 < stopped < 300
+    done = subprocess.run(
+        [*command, "--resume"], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert f"resumed after round {stopped}" in done.stdout
+    whole = fedheal.run(quick(rounds=300, save_seconds=0), progress=False).model.state_dict()
+    resumed = fedheal.load(tmp_path / "here").state_dict()
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("word", ["engine=lanes", "precision=bf16", "precision=tf32"])
+def test_what_needs_a_gpu_is_said_before_anything_is_written(call, word: str) -> None:
+    assert_sentence(call("run", *WORDS, word, "--out", "here"), word.partition("=")[0], "needs a GPU")
+    assert not Path("here").exists()
+
+
+def test_more_rounds_than_anyone_waits_for_are_refused(call) -> None:
+    assert_sentence(call("run", *WORDS, "rounds=99999999999999999999999"), "rounds = 99999999999999999999999")
