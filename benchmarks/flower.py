@@ -28,8 +28,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import fedheal
 from fedheal import Updates, aggregate
-from fedheal.flower import FedHEAL, Uniform
-from fedheal.flower import messages as wire
+from fedheal.flower import FedHEAL, Uniform, messages
 from fedheal.models import build
 
 # Messages name the task that made them; a benchmark is its own.
@@ -65,7 +64,7 @@ def calls(model_name: str, number: int) -> tuple[dict[str, Callable[[], Any]], i
     whole = build(model_name, classes=10).state_dict()
     model = {name: value for name, value in whole.items() if value.is_floating_point()}
     initial = ArrayRecord(model)
-    layout = wire.layout_of(initial)
+    layout = messages.infer_layout(initial)
     grid: Any = Nodes(number)
     ours = {
         "fedheal.flower.FedHEAL": FedHEAL(min_available_nodes=number),

@@ -1,4 +1,4 @@
-"""A place where only 127.0.0.1 can be reached, for tests that start servers."""
+"""A network namespace with nothing but loopback, for tests that start servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def loopback() -> Iterator[list[str]]:
-    """The words that run a command there. Whatever still runs there at the end is stopped, each by its id."""
+    """Make a namespace and yield the command prefix that runs a process in it; stop what still runs there, each by its id."""
     name = f"fedheal-{uuid.uuid4().hex[:8]}"
     inside = ["ip", "netns", "exec", name]
     subprocess.run(["ip", "netns", "add", name], check=True)
@@ -25,8 +25,8 @@ def loopback() -> Iterator[list[str]]:
         subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
-def pids(inside: list[str]) -> list[int]:
-    """The processes of that place."""
+def list_pids(inside: list[str]) -> list[int]:
+    """Return the processes in the namespace."""
     listed = subprocess.run(["ip", "netns", "pids", inside[-1]], capture_output=True, text=True, check=True)
     return [int(pid) for pid in listed.stdout.split()]
 
@@ -34,8 +34,8 @@ def pids(inside: list[str]) -> list[int]:
 def _stop(name: str) -> None:
     for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         deadline = time.monotonic() + patience
-        for pid in pids([name]):
+        for pid in list_pids([name]):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        while pids([name]) and time.monotonic() < deadline:
+        while list_pids([name]) and time.monotonic() < deadline:
             time.sleep(0.2)

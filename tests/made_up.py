@@ -1,4 +1,4 @@
-"""Run folders of runs that never ran, of any size: what a report reads, and nothing else."""
+"""Run folders with invented numbers, of any size: what a report reads, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_folder(
     tensors: int = 8,
     finished: bool = True,
 ) -> Path:
-    """A run that climbs towards a level of its own in every domain; the last domain lags."""
+    """Write a run whose accuracy rises towards a level of its own in every domain; the last domain lags."""
     rng = np.random.default_rng([seed, sum(method.encode()), len(data)])
     domains = DOMAINS.get(data, ("photo", "sketch", "paint"))
     client_domains = {f"{domain}-{k}": domain for domain in domains for k in range(per_domain)}
@@ -34,7 +34,7 @@ def run_folder(
     for t in range(1, rounds + 1):
         accuracy = level * (1 - np.exp(-3 * t / rounds)) + rng.normal(0, 0.6, len(domains))
         weights = rng.dirichlet(np.full(len(client_domains), 30.0))
-        judged = dict(zip(domains, accuracy.tolist(), strict=True))
+        by_domain = dict(zip(domains, accuracy.tolist(), strict=True))
         report: dict[str, Any] = {"skipped": {}}
         if masks:
             report["kept"] = dict(zip(client_domains, rng.uniform(0.6, 1, len(client_domains)).tolist(), strict=True))
@@ -47,8 +47,8 @@ def run_folder(
         records.append({
             "round": t, "cohort": len(client_domains), "replied": len(client_domains), "train_loss": 1.0, "report": report,
             "weights": dict(zip(client_domains, weights.tolist(), strict=True)),
-            "seconds": {"train": 1.0, "aggregate": 0.1, "evaluate": 0.2}, "domains": judged,
-            "clients": {c: judged[d] for c, d in client_domains.items()}, "fairness": fairness(judged),
+            "seconds": {"train": 1.0, "aggregate": 0.1, "evaluate": 0.2}, "domains": by_domain,
+            "clients": {c: by_domain[d] for c, d in client_domains.items()}, "fairness": fairness(by_domain),
             "client_fairness": None, "validation": None,
         })  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,6 +77,6 @@ def _result(method, data, seed, rounds, records, client_domains, masks, rng) -> 
     }  # fmt: skip
 
 
-def found(folder: Path) -> list[rows.Row]:
-    """All runs in a folder as the report command takes them."""
-    return sorted(rows.rows(rows.find([folder])), key=lambda row: (row.method, row.seed))
+def load_rows(folder: Path) -> list[rows.Row]:
+    """Return the rows of all runs in a folder, in the order of the report command."""
+    return sorted(rows.build_rows(rows.find_results([folder])), key=lambda row: (row.method, row.seed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -15,9 +16,10 @@ from playwright.sync_api import sync_playwright
 
 from fedheal.campaign.compare import plan
 from fedheal.campaign.pool import run_all
-from fedheal.report import diagnose, figures
-from fedheal.report.html_page import page
-from fedheal.report.rows import Row, rows
+from fedheal.report.diagnose import diagnose_run, draw_diagnosis
+from fedheal.report.figures import save_figure, write_figures
+from fedheal.report.html_page import render_page
+from fedheal.report.rows import Row, build_rows
 from fedheal.runs.folder import read_json, write_text
 
 METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
@@ -35,11 +37,11 @@ def main() -> None:
     planned = plan(METHODS, SEEDS, {}, asked.runs)
     for job in run_all(planned, asked.processes):
         print(job.folder.name)
-    found = rows(read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned)
+    found = build_rows(read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned)
     asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        figures.write(found, Path(scratch))
-        diagnose.write_picture(diagnose.diagnose(planned[0].folder), Path(scratch) / "diagnosis")
+        write_figures(found, Path(scratch))
+        save_figure(Path(scratch) / "diagnosis", partial(draw_diagnosis, diagnose_run(planned[0].folder)))
         for name in (*SHOWN, "diagnosis"):
             small(Path(scratch) / f"{name}.png", asked.out / f"{name}.png", width=1400)
         photographed(found, Path(scratch), asked.out)
@@ -50,7 +52,7 @@ def main() -> None:
 def photographed(found: list[Row], scratch: Path, out: Path) -> None:
     """The page's beginning in both themes."""
     file = scratch / "report.html"
-    write_text(file, page(found, "Four methods on the embedded digits"))
+    write_text(file, render_page(found, "Four methods on the embedded digits"))
     browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])

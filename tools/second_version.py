@@ -42,22 +42,22 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # ---- the data
 
 
-def prepare(asked: argparse.Namespace) -> None:
-    """Draw the clients' images and keep them with the test images, 32 x 32, as bytes."""
-    if not asked.file.parent.is_dir():
-        raise ValueError(f"{asked.file}: there is no folder {asked.file.parent}")
-    where = asked.data / "digits"
+def prepare(options: argparse.Namespace) -> None:
+    """Draw the clients' images and store them with the test images, 32 x 32, as bytes."""
+    if not options.file.parent.is_dir():
+        raise ValueError(f"{options.file}: there is no folder {options.file.parent}")
+    where = options.data / "digits"
     read: dict[str, Callable[[], tuple[Pair, Pair]]] = {
-        "mnist": lambda: (_idx(where / "mnist", "train"), _idx(where / "mnist", "t10k")),
-        "usps": lambda: (_libsvm(where / "usps/usps.bz2"), _libsvm(where / "usps/usps.t.bz2")),
-        "svhn": lambda: (_mat(where / "svhn/train_32x32.mat"), _mat(where / "svhn/test_32x32.mat")),
+        "mnist": lambda: (_read_idx(where / "mnist", "train"), _read_idx(where / "mnist", "t10k")),
+        "usps": lambda: (_read_libsvm(where / "usps/usps.bz2"), _read_libsvm(where / "usps/usps.t.bz2")),
+        "svhn": lambda: (_read_mat(where / "svhn/train_32x32.mat"), _read_mat(where / "svhn/test_32x32.mat")),
         "syn_standin": lambda: (
-            _mat(where / "syn_standin/synth_train_32x32.mat"),
-            _mat(where / "syn_standin/synth_test_32x32.mat"),
+            _read_mat(where / "syn_standin/synth_train_32x32.mat"),
+            _read_mat(where / "syn_standin/synth_test_32x32.mat"),
         ),
     }
-    draw = np.random.default_rng(asked.split)
-    kept: Arrays = {"split": np.array(asked.split)}
+    draw = np.random.default_rng(options.split)
+    arrays: Arrays = {"split": np.array(options.split)}
     for domain, size in SIZES.items():
         try:
             (images, labels), (test_images, test_labels) = read[domain]()
@@ -68,13 +68,13 @@ def prepare(asked: argparse.Namespace) -> None:
         if len(images) < CLIENTS * size:
             raise ValueError(f"{domain}: {len(images)} training images, but the clients need {CLIENTS * size}")
         chosen = draw.permutation(len(images))[: CLIENTS * size]
-        kept |= {f"{domain}_x": _resized(images[chosen]), f"{domain}_y": labels[chosen]}
-        kept |= {f"{domain}_test_x": _resized(test_images), f"{domain}_test_y": test_labels}
+        arrays |= {f"{domain}_x": _resize(images[chosen]), f"{domain}_y": labels[chosen]}
+        arrays |= {f"{domain}_test_x": _resize(test_images), f"{domain}_test_y": test_labels}
         print(f"{domain}: {len(chosen)} of {len(images)} training images, {len(test_images)} test images")
-    np.savez_compressed(asked.file, **kept)  # type: ignore[arg-type]
+    np.savez_compressed(options.file, **arrays)  # type: ignore[arg-type]
 
 
-def _idx(folder: Path, part: str) -> Pair:
+def _read_idx(folder: Path, part: str) -> Pair:
     def read(name: str) -> npt.NDArray[np.uint8]:
         raw = gzip.decompress((folder / f"{part}-{name}-ubyte.gz").read_bytes())
         axes = raw[3]
@@ -84,7 +84,7 @@ def _idx(folder: Path, part: str) -> Pair:
     return read("images-idx3"), read("labels-idx1").astype(np.int64)
 
 
-def _libsvm(path: Path) -> Pair:
+def _read_libsvm(path: Path) -> Pair:
     images, labels = [], []
     for line in bz2.decompress(path.read_bytes()).decode().splitlines():
         label, *pixels = line.split()
@@ -97,12 +97,12 @@ def _libsvm(path: Path) -> Pair:
     return np.array(images).astype(np.uint8), np.array(labels, np.int64)
 
 
-def _mat(path: Path) -> Pair:
-    held = scipy.io.loadmat(path)
-    return held["X"].transpose(3, 0, 1, 2), held["y"].ravel().astype(np.int64) % 10  # SVHN writes a zero as 10
+def _read_mat(path: Path) -> Pair:
+    content = scipy.io.loadmat(path)
+    return content["X"].transpose(3, 0, 1, 2), content["y"].ravel().astype(np.int64) % 10  # SVHN writes a zero as 10
 
 
-def _resized(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def _resize(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     if images.shape[1:3] == (SIZE, SIZE):
         return images
     new = [Image.fromarray(image).resize((SIZE, SIZE), Image.Resampling.BILINEAR) for image in images]
@@ -141,11 +141,11 @@ class Network(nn.Module):
         return self.linear(F.adaptive_avg_pool2d(maps, 1).flatten(1))  # type: ignore[no-any-return]
 
 
-# ---- one client
+# ---- local training
 
 
 class Trainer:
-    """A network and its optimiser, whose steps are captured once a batch size where the device can."""
+    """A network and its optimiser. On a GPU its steps are captured, once per batch size."""
 
     def __init__(self, width: int, device: str) -> None:
         self.device = device
@@ -166,9 +166,9 @@ class Trainer:
             return
         if len(y) not in self.captured:
             self.captured[len(y)] = self._capture(x.clone(), y.clone())
-        graph, held_x, held_y = self.captured[len(y)]
-        held_x.copy_(x)
-        held_y.copy_(y)
+        graph, graph_x, graph_y = self.captured[len(y)]
+        graph_x.copy_(x)
+        graph_y.copy_(y)
         graph.replay()
 
     def _step(self, x: Tensor, y: Tensor) -> None:
@@ -202,20 +202,20 @@ def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             target.copy_(value)
 
 
-def _scaled(images: Tensor) -> Tensor:
+def _scale(images: Tensor) -> Tensor:
     mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (MEAN, STD))
     return (images.float() / 255 - mean) / std
 
 
-def _batches(x: Tensor, y: Tensor, epochs: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffled, each image shifted by up to four pixels with black around it."""
+def _make_batches(x: Tensor, y: Tensor, epochs: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield shuffled batches, each image shifted by up to four pixels with black around it."""
     framed, span = F.pad(x, [PAD] * 4), torch.arange(SIZE, device=x.device)
     for _ in range(epochs):
         order = torch.randperm(len(y), generator=draw).to(x.device)
         shifts = torch.randint(0, 2 * PAD + 1, (2, len(y)), generator=draw).to(x.device)
         rows, columns = (shift[:, None] + span for shift in shifts)
         shifted = framed[order[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-        inputs, labels = _scaled(shifted), y[order]
+        inputs, labels = _scale(shifted), y[order]
         for start in range(0, len(y), BATCH):
             yield inputs[start : start + BATCH], labels[start : start + BATCH]
 
@@ -223,108 +223,108 @@ def _batches(x: Tensor, y: Tensor, epochs: int, draw: torch.Generator) -> Iterat
 # ---- the federation
 
 
-def run(asked: argparse.Namespace) -> None:
-    """Train, average, judge; a record of the accuracies of every round."""
-    device = asked.device
+def run(options: argparse.Namespace) -> None:
+    """Train, average and evaluate; write a record with the accuracies of every round."""
+    device = options.device
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device = cuda: there is no GPU here; use cpu, which takes hours")
+        raise ValueError("device = cuda: no GPU is available; use cpu, which takes hours")
     for name in ("rounds", "epochs", "width"):
-        if getattr(asked, name) < 1:
-            raise ValueError(f"{name} = {getattr(asked, name)}: use 1 or more")
-    if not asked.seconds > 0:
-        raise ValueError(f"seconds = {asked.seconds:g}: use a positive number, or leave it out for no limit")
-    path = asked.out / f"{asked.weights}-seed{asked.seed}.json"
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} = {getattr(options, name)}: use 1 or more")
+    if not options.seconds > 0:
+        raise ValueError(f"seconds = {options.seconds:g}: use a positive number, or leave it out for no limit")
+    path = options.out / f"{options.weights}-seed{options.seed}.json"
     if path.exists():
         raise ValueError(f"{path} is there already: remove it, or name another folder with --out")
-    torch.manual_seed(asked.seed)
-    draw = torch.Generator().manual_seed(asked.seed + 1)
-    trainer = Trainer(asked.width, device)
-    split, clients, tests = _loaded(asked.file, device)
+    torch.manual_seed(options.seed)
+    draw = torch.Generator().manual_seed(options.seed + 1)
+    trainer = Trainer(options.width, device)
+    split, clients, tests = _load(options.file, device)
     sizes = np.array([len(y) for _, y in clients], np.float64)
-    weights = sizes / sizes.sum() if asked.weights == "size" else np.full(len(clients), 1 / len(clients))
+    weights = sizes / sizes.sum() if options.weights == "size" else np.full(len(clients), 1 / len(clients))
     model = [value.clone() for value in trainer.floats]
     rounds: list[dict[str, float]] = []
     record = {
-        "weights": asked.weights,
-        "seed": asked.seed,
+        "weights": options.weights,
+        "seed": options.seed,
         "split": split,
-        "width": asked.width,
-        "epochs": asked.epochs,
+        "width": options.width,
+        "epochs": options.epochs,
         "hardware": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "torch": torch.__version__,
         "rounds": rounds,
     }
-    asked.out.mkdir(parents=True, exist_ok=True)
-    begun = time.monotonic()
-    while len(rounds) < asked.rounds and time.monotonic() - begun < asked.seconds:
+    options.out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    while len(rounds) < options.rounds and time.monotonic() - started < options.seconds:
         trainer.network.train()
         total = [torch.zeros_like(value, dtype=torch.float64) for value in model]
         for (x, y), weight in zip(clients, weights, strict=True):
             trainer.start_from(model)
-            for inputs, labels in _batches(x, y, asked.epochs, draw):
+            for inputs, labels in _make_batches(x, y, options.epochs, draw):
                 trainer.step(inputs, labels)
             for sums, value in zip(total, trainer.floats, strict=True):
                 sums.add_(value.double(), alpha=float(weight))
         model = [sums.float() for sums in total]
         trainer.start_from(model)
-        rounds.append({domain: _accuracy(trainer, x, y) for domain, (x, y) in tests.items()})
-        said = "  ".join(f"{domain} {accuracy:.1f}" for domain, accuracy in rounds[-1].items())
-        print(f"{asked.weights}, seed {asked.seed}, round {len(rounds)}: {said}", flush=True)
+        rounds.append({domain: _evaluate(trainer, x, y) for domain, (x, y) in tests.items()})
+        line = "  ".join(f"{domain} {accuracy:.1f}" for domain, accuracy in rounds[-1].items())
+        print(f"{options.weights}, seed {options.seed}, round {len(rounds)}: {line}", flush=True)
         path.with_suffix(".tmp").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         path.with_suffix(".tmp").replace(path)
     print(path)
 
 
-def _loaded(file: Path, device: str) -> tuple[int, list[Examples], dict[str, Examples]]:
-    """The seed of the draw, what the clients hold, and the test sets."""
+def _load(file: Path, device: str) -> tuple[int, list[Examples], dict[str, Examples]]:
+    """Return the seed of the split, the clients' examples and the test sets."""
     try:
         with np.load(file) as stored:
-            held = dict(stored)
+            arrays = dict(stored)
     except (ValueError, EOFError, zlib.error, zipfile.BadZipFile):
         raise ValueError(f"{file} is not what prepare makes") from None
     if missing := sorted(
-        {"split", *(f"{d}{end}" for d in SIZES for end in ("_x", "_y", "_test_x", "_test_y"))} - {*held}
+        {"split", *(f"{d}{end}" for d in SIZES for end in ("_x", "_y", "_test_x", "_test_y"))} - {*arrays}
     ):
         raise ValueError(f"{file} is not what prepare makes: it has no {', '.join(missing)}")
     clients: list[Examples] = []
     tests: dict[str, Examples] = {}
     for domain, size in SIZES.items():
         number = CLIENTS * size
-        if not len(held[f"{domain}_x"]) == len(held[f"{domain}_y"]) == number:
+        if not len(arrays[f"{domain}_x"]) == len(arrays[f"{domain}_y"]) == number:
             raise ValueError(f"{file} is not what prepare makes: {domain} has not {number} images and labels")
-        x, y = _pixels(held[f"{domain}_x"], device), torch.from_numpy(held[f"{domain}_y"]).to(device)
+        x, y = _to_tensor(arrays[f"{domain}_x"], device), torch.from_numpy(arrays[f"{domain}_y"]).to(device)
         clients += [(x[i : i + size], y[i : i + size]) for i in range(0, number, size)]
-        test_y = torch.from_numpy(held[f"{domain}_test_y"]).to(device)
-        tests[domain] = _pixels(held[f"{domain}_test_x"], device), test_y
-    return int(held["split"]), clients, tests
+        test_y = torch.from_numpy(arrays[f"{domain}_test_y"]).to(device)
+        tests[domain] = _to_tensor(arrays[f"{domain}_test_x"], device), test_y
+    return int(arrays["split"]), clients, tests
 
 
-def _pixels(images: npt.NDArray[np.generic], device: str) -> Tensor:
+def _to_tensor(images: npt.NDArray[np.generic], device: str) -> Tensor:
     pixels = torch.from_numpy(images)
     pixels = pixels[:, None].expand(-1, 3, -1, -1) if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
     return pixels.contiguous().to(device)
 
 
 @torch.no_grad()
-def _accuracy(trainer: Trainer, x: Tensor, y: Tensor) -> float:
+def _evaluate(trainer: Trainer, x: Tensor, y: Tensor) -> float:
     trainer.network.eval()
     right = 0
     for start in range(0, len(y), 1000):
         with torch.autocast(trainer.device, torch.bfloat16):
-            logits = trainer.network(_scaled(x[start : start + 1000]))
+            logits = trainer.network(_scale(x[start : start + 1000]))
         right += int((logits.argmax(1) == y[start : start + 1000]).sum())
     return 100 * right / len(y)
 
 
-def parser() -> argparse.ArgumentParser:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = words.add_subparsers(required=True, metavar="COMMAND")
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     preparing = commands.add_parser("prepare", help="read the files, draw the clients' images")
     preparing.add_argument("data", type=Path, help="the folder that holds digits/")
     preparing.add_argument("file", type=Path, help="where the images go (.npz)")
     preparing.add_argument("--split", type=int, default=7, help="seed of the draw")
     preparing.set_defaults(do=prepare)
-    running = commands.add_parser("run", help="train and judge")
+    running = commands.add_parser("run", help="train and evaluate")
     running.add_argument("file", type=Path, help="what prepare made")
     running.add_argument("--weights", choices=["size", "uniform"], default="size", help="FedAvg's, or all alike")
     running.add_argument("--rounds", type=int, default=200)
@@ -335,13 +335,13 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     running.add_argument("--out", type=Path, default=Path("results/second-version"))
     running.set_defaults(do=run)
-    return words
+    return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    asked = parser().parse_args(words)
+    options = make_parser().parse_args(words)
     try:
-        asked.do(asked)
+        options.do(options)
     except OSError as error:
         print(
             f"second_version: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}",

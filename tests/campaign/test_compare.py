@@ -15,7 +15,7 @@ import pytest
 import fedheal
 from fedheal.campaign.compare import plan, seeds_of
 from fedheal.campaign.pool import Job, run_all
-from fedheal.report.rows import BOUNDS, find, rows
+from fedheal.report.rows import BOUNDS, build_rows, find_results
 from fedheal.runs import folder as records
 from tiny_data import QUICK, quick
 
@@ -104,9 +104,9 @@ def test_two_processes_give_what_one_gives(tmp_path):
 
 def test_bounds_are_rows_like_others(tmp_path):
     planned = plan(["fedavg", *BOUNDS], [0], QUICK | {"rounds": 2}, tmp_path)
-    found = {row.method: row for row in rows(ran(planned))}
+    found = {row.method: row for row in build_rows(ran(planned))}
     assert set(found) == {"fedavg", *BOUNDS}
-    summaries = find([tmp_path])
+    summaries = find_results([tmp_path])
     by_name = {Path(s["folder"]).name: s for s in summaries}
     # standalone: each client's own model on its own domain, mean over the domain's clients
     plain = [by_name[f"standalone-plain-{i}-seed0"]["domains"]["plain"] for i in range(2)]
@@ -118,9 +118,9 @@ def test_bounds_are_rows_like_others(tmp_path):
     assert by_name["centralised-seed0"]["trained"] == {"pooled": ""}
     # a bound whose runs are not all there is no row yet
     some = [s for s in summaries if not s["folder"].endswith("without-noisy-seed0")]
-    assert "leave-one-domain-out" not in {row.method for row in rows(some)}
+    assert "leave-one-domain-out" not in {row.method for row in build_rows(some)}
     some = [s for s in summaries if not s["folder"].endswith("standalone-plain-1-seed0")]
-    assert "standalone" not in {row.method for row in rows(some)}
+    assert "standalone" not in {row.method for row in build_rows(some)}
 
 
 def test_pooled_training_is_one_client_with_everything(tmp_path):

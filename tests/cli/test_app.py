@@ -537,8 +537,8 @@ def test_fewer_than_no_runs_at_a_time_are_refused(call, tmp_path: Path, command:
         (["table1", "--smoke", "--rows", "bogus"], "rows = bogus"),
         (["table1", "--smoke", "--rounds", "0"], "rounds = 0"),
         (["table1", "--smoke", "--seeds", "x"], "seeds = x"),
-        (["table1", "--smoke", "method=fedavg"], "method is what a recipe sets"),
-        (["consistency", "--smoke", "clients_per_domain=2"], "clients_per_domain is what a recipe sets"),
+        (["table1", "--smoke", "method=fedavg"], "method is set by the recipe"),
+        (["consistency", "--smoke", "clients_per_domain=2"], "clients_per_domain is set by the recipe"),
         (["table1", "--smoke", "--rounds", "1", "rounds=2"], "'rounds' is given twice: rounds=1 and rounds=2"),
         (
             ["table1", "--smoke", "--device", "cpu", "device=cuda:0"],

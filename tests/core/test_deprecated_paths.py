@@ -18,6 +18,7 @@ SHOWN = {
     "fedheal.execute": ["run"],
     "fedheal.experiment": ["Experiment", "build", "module_of"],
     "fedheal.recipes": ["RECIPES", "Options", "paper", "planned"],
+    "fedheal.flower.client": ["judged", "name_of", "received"],
     "fedheal.records": ["read_rounds"],
     "fedheal.report.diagnose": ["diagnose", "sentences"],
     "fedheal.rng": ["generator"],

@@ -37,7 +37,9 @@ def test_a_name_is_shown_as_it_is_while_a_run_goes(name, live):
     with Progress(Console(file=file, force_terminal=live, width=200, color_system=None)) as progress:
         progress.started({"method": f"mine{name}", "rounds": 2, "data": "x", "seed": 0}, [])
         seconds = {"train": 1.0}
-        progress.round(RoundRecord(1, 1, 1, {}, None, {}, seconds, domains={name: 51.5}, fairness=evenness))
+        progress.round(
+            RoundRecord(round=1, cohort=1, replied=1, seconds=seconds, domains={name: 51.5}, fairness=evenness)
+        )
     assert f"mine{name}" in file.getvalue()
     assert f"{name} 51.5" in file.getvalue()
 

@@ -12,6 +12,7 @@ import pytest
 
 import fedheal
 from fedheal.runs import folder as records
+from fedheal.runs.lock import LOCK
 from needs import missing, needs
 from tiny_data import quick, words
 
@@ -68,17 +69,17 @@ def test_a_full_disk_is_a_sentence_and_resume_finishes_with_the_same_bits(disk: 
     fedheal.run(experiment, tmp_path / "whole", progress=False)
     ballast = fill(disk, leaving=16 * 4096)
     assert_sentence(call(disk / "run"))
-    states = records.states(disk / "run")
+    states = records.list_checkpoints(disk / "run")
     assert states, "there should have been room for a state"
     for path in states:
-        records.load_state(path, experiment.identity)  # every state that is there is whole
-    assert [path.name for path in (disk / "run").rglob("*.tmp")] == [records.LOCK]
+        records.load_checkpoint(path, experiment.identity)  # every state that is there is whole
+    assert [path.name for path in (disk / "run").rglob("*.tmp")] == [LOCK]
     assert_sentence(call(disk / "run", "--resume"))  # still full
     ballast.unlink()
     done = call(disk / "run", "--resume")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (disk / "run" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
-    assert [r["round"] for r in records.read_rounds(disk / "run")] == list(range(1, 31))
+    assert [r.round for r in records.read_rounds(disk / "run")] == list(range(1, 31))
 
 
 @pytest.mark.parametrize("leaving", range(0, 24 * 4096, 3 * 4096))

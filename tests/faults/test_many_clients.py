@@ -1,4 +1,4 @@
-"""A thousand clients: what the server remembers grows with the clients seen, a byte a parameter, and then no more."""
+"""A thousand clients: the server's state grows by a byte a parameter for each new client, and then no more."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(json.dumps({"rounds": meter.found, "parameters": sum(p.numel() for p in mo
 """
 
 
-def measured(**keys: Any) -> tuple[list[dict[str, int]], int]:
+def measure_memory(**keys: Any) -> tuple[list[dict[str, int]], int]:
     # What is freed goes back to the system at once, so that the memory in use is what is held.
     exact = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment = os.environ | {"PYTHONPATH": str(TESTS)} | exact
@@ -56,8 +56,8 @@ def measured(**keys: Any) -> tuple[list[dict[str, int]], int]:
 
 @pytest.mark.slow
 def test_memory_grows_by_a_byte_a_parameter_for_each_new_client() -> None:
-    """Ten of a thousand a round. Four bytes a parameter, or keeping the updates, would be found out."""
-    rounds, parameters = measured(width=512, participation=0.01, rounds=130, eval_every=1000)
+    """Ten of a thousand a round. Four bytes a parameter, or stored updates, would fail."""
+    rounds, parameters = measure_memory(width=512, participation=0.01, rounds=130, eval_every=1000)
     assert {r["cohort"] for r in rounds} == {10}
     start, end = rounds[9], rounds[-1]
     assert (start["round"], end["round"]) == (10, 130)
@@ -71,7 +71,7 @@ def test_memory_grows_by_a_byte_a_parameter_for_each_new_client() -> None:
 
 @pytest.mark.slow
 def test_memory_is_flat_once_everybody_has_been_seen() -> None:
-    rounds, parameters = measured(width=128, participation=1.0, rounds=9, eval_every=1000)
+    rounds, parameters = measure_memory(width=128, participation=1.0, rounds=7, eval_every=1000)
     assert all(r["seen"] == 1000 for r in rounds)
     memory = [r["memory"] for r in rounds[2:]]
     # One more byte a parameter and client each round would be at least twice this; the allocator's own moods are half of it.
@@ -83,6 +83,6 @@ def test_memory_is_flat_once_everybody_has_been_seen() -> None:
 
 @pytest.mark.slow
 def test_a_small_network_with_statistics_and_a_thousand_clients() -> None:
-    rounds, _ = measured(model="small_cnn", width=2, participation=0.01, rounds=30, eval_every=1000)
+    rounds, _ = measure_memory(model="small_cnn", width=2, participation=0.01, rounds=30, eval_every=1000)
     assert {r["cohort"] for r in rounds} == {10}
     assert rounds[-1]["memory"] - rounds[9]["memory"] < 30 * MB

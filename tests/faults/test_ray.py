@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster, in a network namespace that has nothing but loopback."""
+"""Runs on a Ray cluster, in a network namespace with nothing but loopback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PORT = 6391
 
 @contextmanager
 def cluster(inside: list[str], folder: Path) -> Iterator[str]:
-    """A head node of its own, ended with all its children by the process group."""
+    """Start a head node; stop it with all its children by the process group."""
     command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={PORT}"]
     command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2"]
     command += [f"--temp-dir={folder}"]
@@ -52,23 +52,27 @@ def cluster(inside: list[str], folder: Path) -> Iterator[str]:
                 head.wait()
 
 
-def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """What a command printed and how it ended, however that was."""
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command and return its output and exit code."""
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=240)
 
 
-def test_runs_on_a_cluster_are_those_of_this_machine(tmp_path, tmp_path_factory):
+def test_runs_on_a_cluster_equal_local_ones_and_errors_are_one_line(tmp_path, tmp_path_factory):
     needs("root", "netns")
     words = [f"{key}={value}" for key, value in QUICK.items() if key != "data"]
     command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2"]
-    here = ended([*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
+    here = run_command([*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
     assert here.returncode == 0, here.stderr
     # Ray's sockets need short paths.
     sockets = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"
     sockets.mkdir()
     with loopback() as inside, cluster(inside, sockets) as address:
-        there = ended([*inside, *command, *words, "--ray", address, "--json", "--out", str(tmp_path / "there")])
-        wrong = ended([*inside, *command, *words, "width=4", "--ray", address, "--out", str(tmp_path / "wrong")])
+        there = run_command([*inside, *command, *words, "--ray", address, "--json", "--out", str(tmp_path / "there")])
+        no_cluster = run_command([*inside, *command, *words, "--ray", "127.0.0.1:1", "--out", str(tmp_path / "none")])
+        wrong = run_command([*inside, *command, *words, "width=4", "--ray", address, "--out", str(tmp_path / "wrong")])
+    assert no_cluster.returncode == 2
+    assert "no Ray cluster answers at '127.0.0.1:1'" in no_cluster.stderr
+    assert "Traceback" not in no_cluster.stderr
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
     said = wrong.stderr.splitlines()[-1]  # after what Ray has to say on its connection
@@ -78,13 +82,3 @@ def test_runs_on_a_cluster_are_those_of_this_machine(tmp_path, tmp_path_factory)
     one, two = (tmp_path / where / "fedavg-tiny_data_load-seed1" for where in ("here", "there"))
     assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
-
-
-def test_no_cluster_is_a_sentence(tmp_path):
-    needs("root", "netns")
-    command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "--seeds", "1", "--ray", "127.0.0.1:1"]
-    with loopback() as inside:
-        done = ended([*inside, *command, "--out", str(tmp_path / "out")])
-    assert done.returncode == 2
-    assert "no Ray cluster answers at '127.0.0.1:1'" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from loopback import pids
+from loopback import list_pids
 
 TESTS = Path(__file__).parents[1]
 APP = Path(__file__).parent / "fragile"
@@ -36,7 +36,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 class Deployment:
-    """A SuperLink, its SuperNodes by number, and runs of an app; `link`, `node` and `connection` say how they trust."""
+    """A SuperLink, its SuperNodes by number, and runs of an app; `link`, `node` and `connection` are their TLS options."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Deployment:
         words = ["flower-superlink", *self.link_words, "--host", "127.0.0.1", "--port", "8000"]
         words += ["--database", str(self.folder / "state.db"), "--disable-runtime-dependency-installation"]
         link = self.link = self.start("link", words)
-        until(lambda: link.poll() is not None or listens(link.pid, 8000), 90, lambda: self.log("link"))
+        wait_for(lambda: link.poll() is not None or listens(link.pid, 8000), 90, lambda: self.log("link"))
         assert link.poll() is None, self.log("link")
 
     def start_node(self, number: int, key: int | None = None) -> None:
@@ -86,20 +86,20 @@ class Deployment:
         self.nodes[number] = self.start(f"node{number}", words)
 
     def kill(self, process: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
-        """The process and its children, at once."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         process.wait(30)
 
     def run(self, folder: Path, **config: Any) -> subprocess.Popen[bytes]:
-        values = {"folder": str(folder), **config}
-        told = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in values.items())
-        return self.start(f"run-{folder.name}", ["flwr", "run", str(APP), "dep", "--stream", "--run-config", told])
+        settings = {"folder": str(folder), **config}
+        values = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in settings.items())
+        return self.start(f"run-{folder.name}", ["flwr", "run", str(APP), "dep", "--stream", "--run-config", values])
 
     def processes(self, word: str) -> list[int]:
-        """The processes of this deployment whose command holds this word."""
+        """Return the processes of this deployment whose command line contains this word."""
         found = []
-        for pid in pids(self.inside):
+        for pid in list_pids(self.inside):
             with suppress(OSError):
                 if word in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
                     found.append(pid)
@@ -107,7 +107,7 @@ class Deployment:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether somebody listens on this port of 127.0.0.1 where this process lives."""
+    """Return whether a process listens on this port of 127.0.0.1 in the namespace of process `pid`."""
     try:
         lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     except OSError:
@@ -115,8 +115,8 @@ def listens(pid: int, port: int) -> bool:
     return any(line.split()[1] == f"0100007F:{port:04X}" and line.split()[3] == "0A" for line in lines)
 
 
-def until(what: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
-    """Wait for something to be true, and return it."""
+def wait_for(what: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
+    """Wait until the condition is true, and return its value."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := what():

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 def certificates(folder: Path, name: str) -> None:
-    """`name.ca`, and `name.crt` with `name.key` for a server on 127.0.0.1 that this authority has signed."""
+    """Write `name.ca`, and `name.crt` with `name.key`, signed by it, for a server on 127.0.0.1."""
     authority = ec.generate_private_key(ec.SECP384R1())
     issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"authority {name}")])
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
@@ -40,7 +40,7 @@ def certificates(folder: Path, name: str) -> None:
 
 
 def node_key(path: Path) -> None:
-    """`path` and `path.pub`, as ssh-keygen would make them."""
+    """Write `path` and `path.pub`, as ssh-keygen does."""
     key = ec.generate_private_key(ec.SECP384R1())
     _write_key(path, key, serialization.PrivateFormat.OpenSSH)
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)

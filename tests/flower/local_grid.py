@@ -1,4 +1,4 @@
-"""A Grid in this process: client apps are called in turn, and what they answer can be spoilt on the way."""
+"""A Grid in this process: it calls client apps in turn, and a test can change their replies."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from flwr.clientapp import ClientApp
 
 from fedheal import Experiment, data
 from fedheal.data.domains import Split
-from fedheal.flower import FairStrategy, client
-from fedheal.flower import messages as wire
+from fedheal.flower import FairStrategy, client, messages
 from fedheal.simulate.build import build_federation
 from flower.local_grid import LocalGrid, Spoil
 from tiny_data import quick
@@ -27,7 +26,7 @@ class Sites:
         self.federation = build_federation(self.experiment, data.load(self.experiment.data), torch.device("cpu"))
         # As it was built: the local_training's own module is trained in.
         built = self.federation.local_training.module.state_dict()
-        self.initial = ArrayRecord({k: wire.widened(v.clone()) for k, v in built.items()})
+        self.initial = ArrayRecord({k: messages.widen_bfloat16(v.clone()) for k, v in built.items()})
         self.names = sorted(self.federation.clients)
         self.folder = folder
         self.app = ClientApp()

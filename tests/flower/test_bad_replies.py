@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -95,10 +96,10 @@ CASES = {
     "a wrong dtype": (arrays(put("head.bias", Array(np.zeros(3, np.int32)))), "int32"),
     "complex numbers": (arrays(put("head.bias", Array(np.zeros(3, np.complex64)))), "complex64"),
     "a complex buffer": (arrays(put("body.1.running_var", Array(np.zeros(4, np.complex128)))), "complex128"),
-    "text for numbers": (arrays(put("head.bias", Array("float32", (3,), "numpy.ndarray", b"hello"))), "no array"),
-    "too few bytes": (arrays(lambda r: put("head.bias", _cut(r["head.bias"]))(r)), "no array"),
+    "text for numbers": (arrays(put("head.bias", Array("float32", (3,), "numpy.ndarray", b"hello"))), "not an array"),
+    "too few bytes": (arrays(lambda r: put("head.bias", _cut(r["head.bias"]))(r)), "not an array"),
     "another serialisation": (arrays(put("head.bias", Array("float32", (3,), "pickle", b""))), "pickle"),
-    "an archive": (archive, "no array"),
+    "an archive": (archive, "not an array"),
     "Python objects": (object_array, "objects"),
     "a missing array": (arrays(lambda record: record.pop("head.bias")), "lacks"),
     "an unknown array": (arrays(put("more", Array(np.zeros(1)))), "unknown"),
@@ -110,7 +111,7 @@ CASES = {
     "a list of examples": (metric("num-examples", [1.0, 2.0]), "num-examples"),
     "an old round": (about(round=1), "answers round 1"),
     "an old message": (replayed, "not sent in this round"),
-    "twice": (lambda reply: [reply, reply], "answers 2 times"),
+    "twice": (lambda reply: [reply, reply], "replied 2 times"),
 }
 
 
@@ -130,14 +131,21 @@ def run(spoil: Callable[[Message], list[Message]], method: str = "fedheal", **se
     return strategy, sites.names[BAD - 100]
 
 
+@cache
+def params_without_reply(method: str = "fedheal") -> tuple[torch.Tensor, torch.Tensor]:
+    """Parameters and buffers after a run in which the node does not reply."""
+    model = run(ABSENT, method)[0].state.model
+    return model.params, model.buffers
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_reply_counts_as_an_absent_client(case, caplog):
     spoil, words = CASES[case]
     with caplog.at_level(logging.WARNING, "flwr.fedheal"):
         strategy, name = run(spoil)
-    expected, _ = run(ABSENT)
-    assert torch.equal(strategy.state.model.params, expected.state.model.params)
-    assert torch.equal(strategy.state.model.buffers, expected.state.model.buffers)
+    params, buffers = params_without_reply()
+    assert torch.equal(strategy.state.model.params, params)
+    assert torch.equal(strategy.state.model.buffers, buffers)
     second = strategy.history[1]
     assert second.weights.get(name, 0.0) == 0
     if words is None:
@@ -149,11 +157,11 @@ def test_a_bad_reply_counts_as_an_absent_client(case, caplog):
     assert name in caplog.text
 
 
-def test_an_update_beyond_the_norm_bound_is_left_out():
+def test_an_update_above_max_norm_is_skipped():
     far = arrays(put("head.bias", Array(np.full(3, 50, np.float32))))
     bounded, name = run(far, max_norm=10.0)
     assert "max_norm = 10" in bounded.history[1].report["skipped"][name]
-    assert torch.equal(bounded.state.model.params, run(ABSENT)[0].state.model.params)
+    assert torch.equal(bounded.state.model.params, params_without_reply()[0])
     free, _ = run(far)
     assert free.history[1].report["skipped"] == {}
 
@@ -168,14 +176,14 @@ def test_a_node_that_was_not_asked_does_not_count():
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_client_that_did_not_count_forgets_that_round(number):
+def test_a_client_discards_its_state_of_a_round_that_was_not_accepted(number):
     """SCAFFOLD's control variate must not move on the client when it did not on the server, not even in the first round."""
 
     def params(asked: bool) -> torch.Tensor:
         sites = Sites(method="scaffold")
         grid, strategy = sites.grid(), sites.strategy(fraction_evaluate=0.0)
         strategy.begin(sites.initial)
-        strategy._rounds = 3
+        strategy._num_rounds = 3
         for now in (1, 2, 3):
             messages = strategy.configure_train(now, strategy._sent, ConfigRecord(), grid)
             if now == number and not asked:
@@ -201,20 +209,38 @@ def test_everyone_bad_leaves_the_model_as_it_was():
     assert [len(record.report["skipped"]) for record in strategy.history] == [5, 5]
 
 
+def test_a_server_step_that_overflows_leaves_the_model_and_says_why():
+    """FedDyn adds its history to the mean: 2e38 + 2e38 is beyond float32, though each client's model is finite."""
+    sites = Sites(method="feddyn", rounds=2)
+    strategy, far = sites.strategy(fraction_evaluate=0.0), arrays(put("head.bias", Array(np.full(3, 2e38, np.float32))))
+    models = []
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        models.append(strategy.state.model.params.clone())
+        return far(reply) if strategy._round.number == 1 else [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=2)
+    first, second = strategy.history
+    assert "makes the global model infinite" in first.report["unmoved"]
+    assert torch.equal(models[0], models[-1])  # of round 1 and of round 2
+    assert "unmoved" not in second.report
+    assert not torch.equal(strategy.state.model.params, models[0])
+
+
 def test_too_few_replies_leave_the_model_as_it_was():
     strategy, _ = run(ABSENT, min_replies=5)
     assert [any(record.weights.values()) for record in strategy.history] == [True, False, True]
     assert "min_replies = 5" in next(iter(strategy.history[1].report["skipped"].values()))
 
 
-def test_a_metric_that_nobody_sends_is_a_mistake_of_the_app():
+def test_a_metric_that_no_client_sends_is_an_error_of_the_app():
     sites = Sites(method="afl")
     drop = lambda node, reply: (reply.content["metrics"].pop("loss"), [reply])[1]  # noqa: E731
     with pytest.raises(ValueError, match=r"'fedavg\+afl' needs the client metric 'loss', which no client sends"):
         sites.run(drop)
 
 
-def test_one_client_without_the_metric_ends_nothing_while_the_others_are_silent_or_fail():
+def test_a_missing_metric_does_not_end_the_run_while_others_are_silent_or_fail():
     sites = Sites(method="afl", rounds=2)
     strategy = sites.strategy(fraction_evaluate=0.0)
 
@@ -231,27 +257,27 @@ def test_one_client_without_the_metric_ends_nothing_while_the_others_are_silent_
     assert len(strategy.history[1].weights) == 5
 
 
-def test_one_client_without_the_metric_is_left_out():
+def test_a_client_without_a_needed_metric_is_skipped():
     def drop(reply: Message) -> list[Message]:
         del reply.content["metrics"]["loss"]
         return [reply]
 
     strategy, name = run(drop, "afl")
     assert "no metric 'loss'" in strategy.history[1].report["skipped"][name]
-    assert torch.equal(strategy.state.model.params, run(ABSENT, "afl")[0].state.model.params)
+    assert torch.equal(strategy.state.model.params, params_without_reply("afl")[0])
 
 
 @pytest.mark.parametrize(
     ("spoilt", "words"),
     [
-        (metric("accuracy", 7.0), r"^accuracy = 7\.0$"),
-        (metric("num-examples", 0), "^num-examples = 0; a positive number"),
+        (metric("accuracy", 7.0), r"^accuracy = 7\.0: use a number from 0 to 1$"),
+        (metric("num-examples", 0), "^num-examples = 0 must be positive"),
         (metric("num-examples", [3.0]), "^it sends no metric 'num-examples' that is a number$"),
         (without_metrics, "^it sends no metric 'num-examples' that is a number$"),
         (error, "^its node reports an error: RuntimeError: out of memory$"),
     ],
 )
-def test_a_bad_judge_is_left_out_of_the_evidence(spoilt, words):
+def test_a_bad_evaluation_reply_is_skipped(spoilt, words):
     sites = Sites(method="fedheal", rounds=1)
 
     def spoil(node: int, reply: Message) -> list[Message]:
@@ -282,10 +308,10 @@ def test_a_metric_that_is_not_a_number_does_not_cost_a_site_its_accuracy():
     assert result.evaluate_metrics_clientapp[1]["recall"] == pytest.approx([0.25, 0.75])
 
 
-def test_an_unsound_initial_model_is_refused_before_anyone_trains():
+def test_a_non_finite_initial_model_is_rejected_before_training():
     sites = Sites(rounds=1)
     grid = sites.grid()
     bad = ArrayRecord({**sites.initial, "head.bias": Array(np.full(3, math.nan, np.float32))})
-    with pytest.raises(ValueError, match="holds NaN or infinity: start from a sound one"):
+    with pytest.raises(ValueError, match="holds NaN or infinity: start from a finite one"):
         sites.strategy().start(grid, bad, num_rounds=1)
     assert grid.asked == []

@@ -1,4 +1,7 @@
-"""The real thing: SuperLink, SuperNodes and runs as processes, and what happens when they die."""
+"""One deployment with TLS and node keys for all tests: SuperLink, SuperNodes and runs as processes, some of which are killed.
+
+The tests run in this order; the last one leaves a node dead.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import fedheal
-from flower.deployment import Deployment, until
+from flower.deployment import Deployment, wait_for
 from flower.keys import certificates, node_key
 from loopback import loopback
 from needs import needs
@@ -24,20 +27,8 @@ SITES = ("plain-0", "plain-1", "noisy-0", "noisy-1")
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Iterator[Deployment]:
-    needs("root", "netns")
-    with loopback() as inside:
-        deployment = Deployment(tmp_path_factory.mktemp("plain") / "d", inside)
-        deployment.start_link()
-        for number in range(4):
-            deployment.start_node(number)
-        yield deployment
-        deployment.close()
-
-
-@pytest.fixture(scope="module")
-def secure(tmp_path_factory) -> Iterator[Deployment]:
-    """With TLS and node keys; SuperNodes 0 to 3 have registered keys, 4 has one that is not."""
+def deployment(tmp_path_factory) -> Iterator[Deployment]:
+    """SuperNodes 0 to 3 have registered keys, 4 has one that is not."""
     needs("root", "netns")
     folder = tmp_path_factory.mktemp("secure")
     certificates(folder, "good")
@@ -60,9 +51,13 @@ def secure(tmp_path_factory) -> Iterator[Deployment]:
             f'root-certificates = "{good}.ca"',
         )
         deployment.start_link()
-        for number in range(4):
-            words = ["flwr", "supernode", "register", f"{folder}/key{number}.pub", "dep", "--name", f"site-{number}"]
-            assert deployment.start("register", words).wait(90) == 0, deployment.log("register")
+        register = ["flwr", "supernode", "register"]
+        registrations = [
+            deployment.start("register", [*register, f"{folder}/key{number}.pub", "dep", "--name", f"site-{number}"])
+            for number in range(4)
+        ]
+        for number, registration in enumerate(registrations):
+            assert registration.wait(120) == 0, deployment.log("register")
             deployment.start_node(number)
         yield deployment
         deployment.close()
@@ -92,71 +87,70 @@ def wait(deployment: Deployment, run, folder: Path, seconds: float) -> None:
     assert (folder / "model.safetensors").exists(), deployment.log(f"run-{folder.name}")
 
 
-def test_over_tls_with_node_keys_the_model_is_the_simulators(secure, tmp_path):
-    run = secure.run(tmp_path / "parity", rounds=3, evaluate=1.0, every=3)
-    # Meanwhile two that must stay outside: a key nobody registered, and a node that trusts another authority.
-    secure.start_node(4)
-    until(lambda: secure.nodes[4].poll() is not None or "412" in secure.log("node4"), 90, lambda: secure.log("node4"))
-    other = secure.folder.parent / "other.ca"
+def test_over_tls_with_node_keys_the_model_matches_the_simulator(deployment, tmp_path):
+    run = deployment.run(tmp_path / "parity", rounds=2, evaluate=1.0, every=2)
+    # Meanwhile two that must stay outside: a key that is not registered, and a node that trusts another authority.
+    deployment.start_node(4)
+    wait_for(
+        lambda: deployment.nodes[4].poll() is not None or "412" in deployment.log("node4"),
+        90,
+        lambda: deployment.log("node4"),
+    )
+    other = deployment.folder.parent / "other.ca"
     words = ["flower-supernode", "--superlink", "127.0.0.1:8000", "--root-certificates", str(other)]
     words += ["--host", "127.0.0.1", "--port", "9199", "--max-retries", "1"]
-    stranger = secure.start("stranger", words)
-    until(lambda: "CERTIFICATE_VERIFY_FAILED" in secure.log("stranger"), 90, lambda: secure.log("stranger"))
-    wait(secure, run, tmp_path / "parity", 240)
-    for process in (stranger, secure.nodes.pop(4)):
-        secure.kill(process)
-    assert difference(tmp_path / "parity", simulated(3)) <= 1e-6
-    found = rounds(tmp_path / "parity")
-    assert [record["cohort"] for record in found] == [4, 4, 4]  # the strangers were never asked
+    stranger = deployment.start("stranger", words)
+    wait_for(lambda: "CERTIFICATE_VERIFY_FAILED" in deployment.log("stranger"), 90, lambda: deployment.log("stranger"))
+    wait(deployment, run, tmp_path / "parity", 240)
+    for process in (stranger, deployment.nodes.pop(4)):
+        deployment.kill(process)
+    assert difference(tmp_path / "parity", simulated(2)) <= 1e-6
+    records = rounds(tmp_path / "parity")
+    assert [record["cohort"] for record in records] == [4, 4]  # the strangers were never asked
     result = json.loads((tmp_path / "parity" / "result.json").read_text())
     assert result["trained"] == {site: site.split("-")[0] for site in sorted(SITES)}
     assert result["test_sizes"] == {"noisy": 15, "plain": 20}
 
 
-def test_a_round_survives_a_dead_node_a_raising_site_and_nan(plain, tmp_path):
-    folder = tmp_path / "faults"
-    run = plain.run(folder, rounds=3, timeout=90.0, faults="raise plain-1 2, nan noisy-0 2, sleep noisy-1 2")
-    until(lambda: len(rounds(folder)) == 1, 180, lambda: plain.log("run-faults"))
-    until(lambda: len(plain.processes("flwr-clientapp")) > 0, 60)
-    plain.kill(plain.nodes[3])  # the site that sleeps in round 2
-    plain.start_node(3)
-    wait(plain, run, folder, 300)
-    first, second, third = rounds(folder)
-    assert set(first["weights"]) == set(SITES)
-    skipped, missing = second["report"]["skipped"], second["report"]["missing"]
-    assert {*skipped, *missing} == {
-        "plain-1",
-        "noisy-0",
-        "noisy-1",
-    }  # of the dead node the SuperLink may tell, or nobody
-    assert "out of order" in skipped["plain-1"]
+def test_killed_servers_are_resumed_to_the_same_model(deployment, tmp_path):
+    """A method with state on both sides; the ServerApp dies after round 1, the SuperLink after round 2."""
+    folder, config = tmp_path / "killed", {"rounds": 3, "method": "scaffold+fedheal", "memory": str(tmp_path / "sites")}
+    run = deployment.run(folder, **config)
+    wait_for(lambda: len(rounds(folder)) == 1, 240, lambda: deployment.log("run-killed"))
+    for pid in wait_for(lambda: deployment.processes("flwr-serverapp"), 10):
+        os.kill(pid, signal.SIGKILL)
+    deployment.kill(run, signal.SIGTERM)
+    run = deployment.run(folder, resume=True, **config)
+    wait_for(lambda: len(rounds(folder)) == 2, 240, lambda: deployment.log("run-killed"))
+    assert deployment.link is not None
+    os.kill(deployment.link.pid, signal.SIGKILL)
+    deployment.link.wait(30)
+    deployment.kill(run, signal.SIGTERM)
+    deployment.start_link()
+    for pid in deployment.processes("flwr-serverapp"):  # it may not notice for minutes, and locks the folder until then
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not deployment.processes("flwr-serverapp"), 30)
+    run = deployment.run(folder, resume=True, **config)
+    wait(deployment, run, folder, 300)
+    assert [record["round"] for record in rounds(folder)] == [1, 2, 3]
+    assert difference(folder, simulated(3, "scaffold+fedheal")) <= 1e-6
+
+
+def test_a_round_survives_a_dead_node_a_raising_site_and_nan(deployment, tmp_path):
+    folder, faults = tmp_path / "faults", "raise plain-1 1, nan noisy-0 1, sleep noisy-1 1"
+    run = deployment.run(folder, rounds=2, nodes=3, timeout=90.0, faults=faults)
+    wait_for((folder / "federation.toml").exists, 120, lambda: deployment.log("run-faults"))
+    wait_for(lambda: deployment.processes("flwr-clientapp"), 60, lambda: deployment.log("run-faults"))
+    deployment.kill(deployment.nodes[3])  # the site that sleeps in round 1
+    wait(deployment, run, folder, 300)
+    first, second = rounds(folder)
+    skipped, missing = first["report"]["skipped"], first["report"]["missing"]
+    assert len({*skipped, *missing}) == 3  # the SuperLink may report the dead node, or nobody
+    assert (
+        sum("out of order" in reason for reason in skipped.values()) == 1
+    )  # in the first round a node has no name yet
     assert "NaN" in skipped["noisy-0"]
-    assert (second["cohort"], second["replied"]) == (4, 2)
-    assert second["seconds"]["train"] < 90 + 15  # no longer than the timeout that was given
-    assert {"plain-0", "plain-1", "noisy-0"} <= set(third["weights"])
+    assert (first["cohort"], first["replied"]) == (4, 2)
+    assert first["seconds"]["train"] < 90 + 15  # no longer than the timeout
+    assert {"plain-0", "plain-1", "noisy-0"} <= set(second["weights"])
     assert all(bool(v.isfinite().all()) for v in load_file(folder / "model.safetensors").values())
-
-
-def test_killed_servers_are_resumed_to_the_same_model(plain, tmp_path):
-    """Method with memory on both sides; the ServerApp dies after round 2, the SuperLink after round 3."""
-    folder, config = tmp_path / "killed", {"rounds": 4, "method": "scaffold+fedheal", "memory": str(tmp_path / "sites")}
-    run = plain.run(folder, **config)
-    until(lambda: len(rounds(folder)) == 2, 240, lambda: plain.log("run-killed"))
-    servers = until(lambda: plain.processes("flwr-serverapp"), 10)
-    for pid in servers:
-        os.kill(pid, signal.SIGKILL)
-    plain.kill(run, signal.SIGTERM)
-    run = plain.run(folder, resume=True, **config)
-    until(lambda: len(rounds(folder)) == 3, 240, lambda: plain.log("run-killed"))
-    assert plain.link is not None
-    os.kill(plain.link.pid, signal.SIGKILL)
-    plain.link.wait(30)
-    plain.kill(run, signal.SIGTERM)
-    plain.start_link()
-    for pid in plain.processes("flwr-serverapp"):  # it may not notice for minutes, and holds the folder until then
-        os.kill(pid, signal.SIGKILL)
-    until(lambda: not plain.processes("flwr-serverapp"), 30)
-    run = plain.run(folder, resume=True, **config)
-    wait(plain, run, folder, 300)
-    assert [record["round"] for record in rounds(folder)] == [1, 2, 3, 4]
-    assert difference(folder, simulated(4, "scaffold+fedheal")) <= 1e-6

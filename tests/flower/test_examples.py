@@ -1,4 +1,4 @@
-"""What the ready apps make of their settings, and Flower of the guide's, without its engine."""
+"""The example apps and the guide's configuration, without Flower's engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def served(monkeypatch):
 def test_masks_on_the_sites_take_the_methods_parameters(served):
     strategy = served(method="fedheal:tau=0.7,beta=0.1", placement="client")
     assert strategy.name == "fedavg+fedheal:tau=0.7,beta=0.1 (on clients)"
-    assert (strategy.tau, strategy.admission.masked) == (0.7, True)
+    assert (strategy.settings.tau, strategy.requirements.masked) == (0.7, True)
     assert served(method="fedheal:tau=0.7", placement="server").name == "fedavg+fedheal:tau=0.7"
 
 
@@ -56,23 +56,24 @@ def test_an_unknown_placement_is_refused(served):
         served(method="fedheal", placement="clients")
 
 
-def test_a_method_that_validates_is_told_to_hold_examples_out(served):
+def test_a_method_that_validates_needs_held_out_examples(served):
     with pytest.raises(
         ValueError, match=r"method = '.*fedga' needs examples held out at each site: set validation = 0.2"
     ):
         served(method="fedga")
 
 
+@pytest.mark.slow
 def test_a_method_that_validates_trains_with_examples_held_out(served):
     from fair_digits import client_app
-    from fair_digits.task import experiment
+    from fair_digits.task import describe_experiment
 
     keys = {"method": "fedga", "validation": 0.2, "steps": 1, "num-server-rounds": 1}
     strategy = served(**keys)
     grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i, "num-partitions": 2} for i in range(2)})
     for context in grid.contexts.values():
         context.run_config = CONFIG | keys
-    initial = build_module(experiment(grid.contexts[7], 2), classes=10).state_dict()
+    initial = build_module(describe_experiment(grid.contexts[7], 2), classes=10).state_dict()
     strategy.folder = None
     START(strategy, grid, ArrayRecord(initial), num_rounds=1)
     (record,) = strategy.history
@@ -81,7 +82,7 @@ def test_a_method_that_validates_trains_with_examples_held_out(served):
 
 
 @pytest.mark.parametrize("silent", [1, 2])
-def test_a_summary_of_very_many_clients_outlives_rounds_without_a_reply(silent, monkeypatch, tmp_path):
+def test_the_summary_of_many_clients_handles_rounds_without_replies(silent, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(FOLDER.parent / "many_clients"))
     from many_clients import client_app, server_app
 
@@ -103,6 +104,25 @@ def test_a_summary_of_very_many_clients_outlives_rounds_without_a_reply(silent, 
     assert (found["rounds"], found["clients seen"]) == (2, 2 * (silent - 1))
     assert found["kept entries in the last round"] is None
     assert (found["numbers kept per client"] is None) == (silent == 1)
+
+
+@pytest.mark.slow
+def test_masks_on_many_clients_cost_the_server_four_numbers_each(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "many_clients"))
+    from many_clients import client_app, server_app
+
+    config = {"num-server-rounds": 8, "fraction": 0.1, "tau": 0.6, "summary": str(tmp_path / "summary.json")}
+    grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i} for i in range(150)})
+    server_app.app(grid, Context(1, 1, {}, RecordDict(), config))
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["clients"], found["rounds"], found["asked a round"], found["no reply"]) == (150, 8, 15, 0)
+    assert found["clients seen"] > 50
+    assert found["numbers kept per client"] == 4
+    assert found["bytes kept"] < found["bytes of sign counts on a server"] / 100
+    assert (
+        0.5 < found["kept entries in the last round"] < 1
+    )  # a client that returns drops what disagrees with its history
+    assert found["training loss"][1] < found["training loss"][0] / 2
 
 
 def test_the_guides_connection_is_one_that_flower_takes():

@@ -18,40 +18,40 @@ from flower.sites import Sites
 from flower.test_bad_replies import error_of_the_superlink
 
 
-def renamed(reply: Message, name: str | None) -> list[Message]:
+def rename_client(reply: Message, name: str | None) -> list[Message]:
     about = {k: v for k, v in reply.content["fedheal"].items() if k != "client"}
     reply.content["fedheal"] = ConfigRecord(about | ({} if name is None else {"client": name}))
     return [reply]
 
 
 def test_the_name_in_the_reply_is_the_clients_name():
-    strategy = Sites(rounds=1).run(lambda node, reply: renamed(reply, f"hospital {node}"))
+    strategy = Sites(rounds=1).run(lambda node, reply: rename_client(reply, f"hospital {node}"))
     assert sorted(strategy.history[0].weights) == [f"hospital {node}" for node in range(100, 105)]
 
 
 @pytest.mark.parametrize("where", ["config", "metrics"])
-def test_else_the_partition_id_that_a_reply_holds(where):
+def test_otherwise_the_partition_id_is_the_name(where):
     def spoil(node: int, reply: Message) -> list[Message]:
         if where == "config":
             reply.content["mine"] = ConfigRecord({"partition-id": node - 100})
         else:
             reply.content["metrics"] = MetricRecord({**reply.content["metrics"], "partition-id": node - 100})
-        return renamed(reply, None)
+        return rename_client(reply, None)
 
     strategy = Sites(rounds=1).run(spoil)
     assert sorted(strategy.history[0].weights) == [f"partition-{i}" for i in range(5)]
 
 
-def test_else_the_node_id_with_one_warning_a_node(caplog):
+def test_otherwise_the_node_id_is_the_name_with_one_warning_a_node(caplog):
     with caplog.at_level(logging.WARNING, "flwr.fedheal"):
-        strategy = Sites(rounds=2).run(lambda node, reply: renamed(reply, None))
+        strategy = Sites(rounds=2).run(lambda node, reply: rename_client(reply, None))
     assert sorted(strategy.history[0].weights) == [f"node-{i}" for i in range(100, 105)]
-    assert caplog.text.count("gives no name") == 5
+    assert caplog.text.count("sends no client name") == 5
 
 
 def test_two_nodes_with_one_name_are_refused_with_both_ids():
     sites = Sites(rounds=2)
-    same = lambda node, reply: renamed(reply, "clinic") if node in (101, 103) else [reply]  # noqa: E731
+    same = lambda node, reply: rename_client(reply, "clinic") if node in (101, 103) else [reply]  # noqa: E731
     strategy = sites.run(same)
     for record in strategy.history:
         assert "nodes 101 and 103 both use this name" in record.report["skipped"]["clinic"]
@@ -76,19 +76,19 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
     assert third.weights[own] > 0  # node 204 speaks for it now
     assert third.report["missing"] == [own]
     assert "nodes 104 and 204 both use this name" in fourth.report["skipped"][own]  # both answer: nobody can tell
-    assert strategy.roll.names.get(204) == own
-    assert 104 not in strategy.roll.names  # the name has moved
+    assert strategy.registry.names.get(204) == own
+    assert 104 not in strategy.registry.names  # the name has moved
 
 
-def test_runs_with_node_ids_of_their_own_leave_one_node_a_name(tmp_path):
+def test_a_name_keeps_one_node_when_node_ids_change(tmp_path):
     sites = Sites(rounds=3)
     for number, first in enumerate((100, 500, 900), 1):
         strategy = sites.strategy(fraction_evaluate=0.0, roll_call=True, folder=tmp_path / "run", resume=number > 1)
         strategy.start(sites.grid(first=first), sites.initial, num_rounds=number)
-        assert strategy.known.nodes == {str(first + i): name for i, name in enumerate(sites.names)}
+        assert strategy.federation.nodes == {str(first + i): name for i, name in enumerate(sites.names)}
 
 
-def test_an_error_of_the_old_node_does_not_speak_for_a_client_that_answers_from_its_new_one():
+def test_an_error_of_the_old_node_does_not_skip_a_client_that_replies_from_a_new_one():
     sites = Sites(method="scaffold", rounds=3)
     strategy, grid, own = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
 
@@ -104,10 +104,10 @@ def test_an_error_of_the_old_node_does_not_speak_for_a_client_that_answers_from_
     assert third.weights[own] > 0
     assert third.report["skipped"] == {}
     assert third.report["missing"] == [own]  # the old node, under the name it had
-    assert strategy.known.accepted[own] == 3
+    assert strategy.federation.accepted[own] == 3
 
 
-def half_named(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
+def make_half_named_app(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
     """Training gives a name and a domain; what evaluation gives is up to the caller."""
     app = ClientApp()
 
@@ -115,7 +115,7 @@ def half_named(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         i, number = context.node_config["partition-id"], message.content["config"]["server-round"]
         step = torch.tensor([1.0, (-1.0) ** (number + i), 1.0 if number % (i + 2) else -1.0])
-        model = {"w": client.received(message)["w"] + step}
+        model = {"w": client.read_model(message)["w"] + step}
         return client.reply(message, context, model, 10, name=f"site{i}", domain="rural" if i else "city")
 
     app.evaluate()(evaluate)
@@ -138,19 +138,21 @@ def with_partition(message: Message, context: Context) -> Message:
 
 def with_helper(message: Message, context: Context) -> Message:
     i = context.node_config["partition-id"]
-    return client.judged(message, context, 10, accuracy(context), name=f"site{i}", domain="rural" if i else "city")
+    return client.reply_evaluation(
+        message, context, 10, accuracy(context), name=f"site{i}", domain="rural" if i else "city"
+    )
 
 
 @pytest.mark.parametrize("evaluate", [unnamed, with_partition, with_helper])
-def test_an_evaluation_that_says_less_keeps_the_name_the_domain_and_the_memory(evaluate, tmp_path):
+def test_an_evaluation_without_a_name_keeps_the_known_name_domain_and_state(evaluate, tmp_path):
     def run(**settings: Any) -> FairStrategy:
         strategy = FedHEAL(tau=0.6, placement="client", **settings)
-        grid = LocalGrid(half_named(evaluate), {7 + i: {"partition-id": i} for i in range(3)})
+        grid = LocalGrid(make_half_named_app(evaluate), {7 + i: {"partition-id": i} for i in range(3)})
         strategy.start(grid, ArrayRecord({"w": torch.zeros(3)}), num_rounds=6)
         return strategy
 
     judged, blind = run(folder=tmp_path / "run"), run(fraction_evaluate=0.0)
-    assert judged.roll.names == {7: "site0", 8: "site1", 9: "site2"}
+    assert judged.registry.names == {7: "site0", 8: "site1", 9: "site2"}
     assert min(judged.history[-1].report["kept"].values()) < 1  # the clients' sign counts are still there
     assert torch.equal(judged.state.model.params, blind.state.model.params)
     result = records.read_json(tmp_path / "run" / "result.json")
@@ -164,7 +166,7 @@ def test_history_belongs_to_the_name_whatever_the_node():
     sites = Sites(rounds=4)
     whole = sites.run(fraction_evaluate=0.0)
     strategy = sites.strategy(fraction_evaluate=0.0)
-    strategy._rounds = 4
+    strategy._num_rounds = 4
     arrays = strategy.begin(sites.initial)
     old, new = sites.grid(), sites.grid(first=900)
     for number in (1, 2, 3, 4):

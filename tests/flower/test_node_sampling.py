@@ -21,23 +21,23 @@ from flower.sites import Sites
 def test_too_few_nodes_end_the_run_after_the_stated_wait():
     sites = Sites()
     began = time.monotonic()
-    with pytest.raises(NotEnoughNodes, match=r"5 of the 6 nodes .* wait_seconds = 0.5"):
+    with pytest.raises(NotEnoughNodes, match=r"only 5 of the 6 nodes .* wait_seconds = 0.5"):
         sites.run(min_available_nodes=6, wait_seconds=0.5)
     assert 0.5 <= time.monotonic() - began < 5
 
 
-def test_too_few_nodes_end_the_run_with_what_is_left_of_it(tmp_path):
+def test_the_error_for_too_few_nodes_says_what_is_saved(tmp_path):
     sites, few = Sites(), {"min_available_nodes": 6, "wait_seconds": 0.0}
     with pytest.raises(NotEnoughNodes, match=r"wait_seconds = 0; without a folder nothing is saved$"):
         sites.run(**few)
-    with pytest.raises(NotEnoughNodes, match=r"; finished rounds are saved, and resume=True goes on from them$"):
+    with pytest.raises(NotEnoughNodes, match=r"; finished rounds are saved; resume=True continues from them$"):
         sites.run(**few, folder=tmp_path / "run")
     strategy = sites.strategy(**few, folder=tmp_path / "looped")
     with pytest.raises(NotEnoughNodes, match=r"; finished rounds are saved$"):  # Flower's own loop cannot be resumed
         strategy.configure_train(1, sites.initial, ConfigRecord(), sites.grid())
 
 
-def test_nodes_that_come_while_it_waits_take_part():
+def test_nodes_that_connect_during_the_wait_take_part():
     sites = Sites(rounds=1)
     grid = sites.grid()
     late, polls = grid.contexts.pop(104), [0]
@@ -116,12 +116,12 @@ def test_evaluation_every_so_many_rounds_and_in_the_last():
         ({"max_examples": "3"}, "max_examples = '3': use a finite number above 0"),
     ],
 )
-def test_settings_that_cannot_be_are_named(keys, words):
+def test_invalid_settings_are_rejected_by_name(keys, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         FedHEAL(**keys)
 
 
-def test_a_number_of_rounds_that_cannot_be_is_named():
+def test_an_invalid_number_of_rounds_is_rejected():
     for rounds in ("3", -1, 2.5, True):
         with pytest.raises(ValueError, match=f"num_rounds = {rounds!r}: use a whole number"):
             Sites(rounds=1).strategy().start(Sites(rounds=1).grid(), Sites(rounds=1).initial, num_rounds=rounds)
@@ -134,8 +134,8 @@ def test_masks_on_clients_are_for_methods_without_a_mask_or_a_mean_of_their_own(
     FairStrategy("fedavg+uniform", placement="client")
 
 
-def test_methods_that_need_more_than_a_federation_gives_are_refused():
-    for method, words in (("scaffold:fair_controls=p", "fair_controls = 'p'"), ("fedce", "fedce tells every client")):
+def test_methods_that_cannot_run_in_a_federation_are_rejected():
+    for method, words in (("scaffold:fair_controls=p", "fair_controls = 'p'"), ("fedce", "fedce sends each client")):
         with pytest.raises(ValueError, match=words):
             Sites(method="fedavg").strategy().__class__(method)
 
@@ -158,7 +158,7 @@ def test_with_a_roll_call_the_same_sites_are_drawn_whatever_their_node_ids():
     assert cohorts([0, 1, 2, 3, 4]) == cohorts([3, 1, 4, 0, 2])
 
 
-def test_the_cohort_by_names_is_the_simulators():
+def test_the_cohort_by_names_matches_the_simulator():
     sites = Sites(rounds=4, participation=0.4)
     strategy = sites.run(fraction_train=0.4, fraction_evaluate=0.0, roll_call=True)
     expected = fedheal.run(sites.experiment)
@@ -186,14 +186,14 @@ def test_a_resumed_run_draws_the_same_cohorts(tmp_path):
     assert torch.equal(part.state.model.params, whole.state.model.params)
 
 
-def test_nobody_judges_where_the_fraction_is_nothing():
+def test_no_node_evaluates_if_the_fraction_is_zero():
     sites = Sites(rounds=1)
     grid = sites.grid()
     sites.strategy(fraction_evaluate=0.0).start(grid, sites.initial, num_rounds=1)
     assert len(grid.asked) == 1
 
 
-def test_nobody_trains_where_the_fraction_is_nothing():
+def test_no_node_trains_if_the_fraction_is_zero():
     sites = Sites(rounds=2)
     grid = sites.grid()
     strategy = sites.strategy(fraction_train=0.0)

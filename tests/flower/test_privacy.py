@@ -30,7 +30,7 @@ def app(mods: list[Any], helped: bool) -> ClientApp:
 
     @made.train()
     def train(message: Message, context: Context) -> Message:
-        model = {"w": client.received(message)["w"] + torch.tensor(STEPS[context.node_config["partition-id"]])}
+        model = {"w": client.read_model(message)["w"] + torch.tensor(STEPS[context.node_config["partition-id"]])}
         if helped:
             return client.reply(message, context, model, 10)
         metrics = MetricRecord({"num-examples": 10})
@@ -38,7 +38,7 @@ def app(mods: list[Any], helped: bool) -> ClientApp:
 
     @made.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        return client.judged(message, context, 10, {"accuracy": 0.5})
+        return client.reply_evaluation(message, context, 10, {"accuracy": 0.5})
 
     return made
 
@@ -82,15 +82,15 @@ def test_local_noise_goes_with_masks_on_the_server_and_is_refused_with_masks_on_
         assert placed.history[0].weights == {}
 
 
-def wrapped(folder, noise: float, rounds: int, nodes: LocalGrid | None = None, **settings: Any):
+def run_wrapped(folder, noise: float, rounds: int, nodes: LocalGrid | None = None, **settings: Any):
     strategy = FedHEAL(folder=folder, **settings)
     wrapper = DifferentialPrivacyServerSideFixedClipping(strategy, noise, 1.5, 3)
     return strategy, wrapper.start(nodes or grid(), START, num_rounds=rounds)
 
 
 def test_flowers_own_loop_leaves_a_whole_run_folder(tmp_path):
-    strategy, result = wrapped(tmp_path / "run", 0.5, 3)
-    assert [record["round"] for record in records.read_rounds(tmp_path / "run")] == [1, 2, 3]
+    strategy, result = run_wrapped(tmp_path / "run", 0.5, 3)
+    assert [record.round for record in records.read_rounds(tmp_path / "run")] == [1, 2, 3]
     assert records.read_json(tmp_path / "run" / "result.json")["rounds"] == 3
     saved = records.load_tensors(tmp_path / "run" / "model.safetensors")["w"]
     assert np.array_equal(saved.numpy(), result.arrays["w"].numpy())  # with the wrapper's noise
@@ -101,20 +101,20 @@ def test_flowers_own_loop_leaves_a_whole_run_folder(tmp_path):
     ]
 
 
-def test_flowers_own_loop_cannot_go_on_from_a_folder(tmp_path):
+def test_flowers_own_loop_cannot_resume_from_a_folder(tmp_path):
     FedHEAL(folder=tmp_path / "run").start(grid(), START, num_rounds=2)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     nodes = grid()
     with pytest.raises(ValueError, match="round 1 cannot follow round 2: Flower's own loop"):
-        wrapped(tmp_path / "run", 0.5, 3, nodes, resume=True)
+        run_wrapped(tmp_path / "run", 0.5, 3, nodes, resume=True)
     assert nodes.asked == []
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_round_whose_replies_a_wrapper_keeps_to_itself_is_a_round_without_replies(tmp_path):
+def test_a_round_whose_replies_a_wrapper_withholds_is_recorded_without_replies(tmp_path):
     nodes = grid()
     nodes.spoil = lambda node, reply: error(reply) if node == 8 and len(nodes.asked) == 3 else [reply]
-    strategy, result = wrapped(
+    strategy, result = run_wrapped(
         tmp_path / "run", 0.0, 3, nodes
     )  # of each round's two calls, the third trains for round 2
     assert [len(record.weights) for record in strategy.history] == [3, 0, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import tomllib
@@ -41,7 +42,7 @@ def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
     assert tomllib.loads((tmp_path / "federation" / "federation.toml").read_text())["method"] == strategy.name
 
 
-def test_rounds_have_the_simulators_fields_and_who_was_missing(tmp_path, caplog):
+def test_rounds_have_the_simulators_fields_and_the_missing_clients(tmp_path, caplog):
     sites = Sites(method="fedheal", rounds=2)
     strategy = sites.strategy(folder=tmp_path / "run")
     grid = sites.grid(lambda node, reply: [] if node == 101 and strategy._round.number == 2 else [reply])
@@ -49,12 +50,15 @@ def test_rounds_have_the_simulators_fields_and_who_was_missing(tmp_path, caplog)
         strategy.start(grid, sites.initial, num_rounds=2)
     first, second = records.read_rounds(tmp_path / "run")
     simulated = fedheal.run(sites.experiment, tmp_path / "simulation")
-    assert first.keys() == records.read_rounds(tmp_path / "simulation")[0].keys() | {"client_domains"}
-    assert set(first["report"]) == set(simulated.history[0].report) | {"missing"}
-    assert (second["cohort"], second["replied"], second["report"]["missing"]) == (5, 4, [sites.names[1]])
+    ours, theirs = (
+        json.loads((tmp_path / where / "rounds.jsonl").read_text().splitlines()[0]) for where in ("run", "simulation")
+    )
+    assert [*theirs, "client_domains"] == [*ours]
+    assert set(first.report) == set(simulated.history[0].report) | {"missing"}
+    assert (second.cohort, second.replied, second.report["missing"]) == (5, 4, [sites.names[1]])
     summary = records.read_json(tmp_path / "run" / "result.json")
     assert summary["dropouts"] == 1
-    worst = min(first["clients"], key=first["clients"].get)
+    worst = min(first.clients, key=first.clients.get)
     assert f"worst served: '{worst}'" in caplog.text
     assert summary["bytes_sent"] == 2 * 5 * sum(len(a.data) for a in sites.initial.values())
 
@@ -72,7 +76,7 @@ def test_a_federation_under_way_is_diagnosed_by_domain(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         strategy.start(sites.grid(spoil), sites.initial, num_rounds=3)
     client_domains = {name: sites.federation.client_domains[name] for name in sites.names}
-    assert [record["client_domains"] for record in records.read_rounds(tmp_path / "run")] == [
+    assert [record.client_domains for record in records.read_rounds(tmp_path / "run")] == [
         client_domains,
         client_domains,
     ]
@@ -91,7 +95,7 @@ def test_without_accuracies_there_is_a_model_but_no_result(tmp_path, caplog):
     assert "no client sent an 'accuracy'" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_anyone_trains(tmp_path):
+def test_an_unusable_folder_is_rejected_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     sites = Sites(rounds=1)
     grid = sites.grid()
@@ -115,7 +119,7 @@ def test_federation_toml_has_what_the_strategy_was_given(tmp_path):
     }
 
 
-def test_a_rounds_line_is_on_the_disk_before_the_state_that_counts_it(tmp_path, monkeypatch):
+def test_a_rounds_line_is_synced_before_its_checkpoint(tmp_path, monkeypatch):
     synced: list[str] = []
 
     def fsync(opened: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import fedheal
 from fedheal import Layout, Updates, aggregate, methods
 from fedheal.aggregate import kernels
-from fedheal.aggregate.draft import Kept
+from fedheal.aggregate.draft import CountMask
 from fedheal.core.layout import matrix
 from fedheal.engine import open_engine, serial
 from fedheal.engine.lanes import Lanes
@@ -95,9 +95,9 @@ def test_two_gpu_runs_start_from_the_model_of_a_cpu_run():
 
 
 def test_the_kernel_is_chosen_by_where_the_updates_are():
-    assert kernels.choose("auto", torch.zeros(1, 1, device="cuda")).__name__.endswith(".cuda")
+    assert kernels.choose_kernel("auto", torch.zeros(1, 1, device="cuda")).__name__.endswith(".cuda")
     with pytest.raises(ValueError, match="on 'cuda"):
-        kernels.choose("cpu", torch.zeros(1, 1, device="cuda"))
+        kernels.choose_kernel("cpu", torch.zeros(1, 1, device="cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -125,8 +125,8 @@ def test_the_cuda_kernel_has_the_bits_of_the_reference(dtype, width, sign, align
     found = []
     for kernel in (reference, cuda):
         table = rows_of(counts.contiguous().clone())
-        measured = kernel.observe(deltas, rows, tensors, table, slots, low, high, sign)
-        kept = Kept(table, slots, low, high, sign)
+        kept = CountMask(counts=table, slots=slots, at_least=low, below=high, sign=sign)
+        measured = kernel.observe(deltas, rows, tensors, kept)
         found.append(
             (
                 measured,
@@ -151,8 +151,9 @@ def test_the_cuda_kernel_names_bad_rows_and_leaves_the_counts():
     deltas[2, 9999], deltas[0, 17] = torch.nan, torch.inf
     counts = torch.randint(0, 9, (4, 10000), dtype=torch.uint8, device="cuda")
     before, three = counts.clone(), np.array([3, 3, 3, 3])
+    mask = CountMask(counts=counts, slots=np.arange(4), at_least=three, below=three, sign=1)
     with pytest.raises(kernels.NonFinite) as found:
-        cuda.observe(deltas, np.arange(4), [4000, 6000], counts, np.arange(4), three, three, 1)
+        cuda.observe(deltas, np.arange(4), [4000, 6000], mask)
     assert sorted(found.value.rows) == [0, 2]
     assert torch.equal(counts, before)
 

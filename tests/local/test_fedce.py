@@ -11,7 +11,7 @@ import torch
 
 import fedheal
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.whole.fedce import cosines_to_others, fedce
+from fedheal.aggregate.whole.fedce import cosines_to_others, fedce_stage
 from fedheal.engine import serial
 from fedheal.local.fedce import FedCE
 from local.quadratic import absorbed, context, packed, vector
@@ -118,7 +118,7 @@ def test_fedce_by_hand() -> None:
 
     The new weights are those of this round's average.
     """
-    weights = AggregatorRounds(Aggregator(fedce("times")), 2)
+    weights = AggregatorRounds(Aggregator(fedce_stage("times")), 2)
     found = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
     assert found == pytest.approx([0.5 / 1.001, 0.5 / 1.001, 0.001 / 1.001], rel=1e-9)
     assert weights.model.tolist() == pytest.approx([0.501 / 1.001, 0.501 / 1.001], rel=1e-9)
@@ -130,7 +130,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
     With the weights of round 1, (500, 500, 1)/1001: the others' sums are (1, 501), (501, 1), (500, 500), all over 1001.
     """
     for mode in ("times", "plus"):
-        weights = AggregatorRounds(Aggregator(fedce(mode)), 2)
+        weights = AggregatorRounds(Aggregator(fedce_stage(mode)), 2)
         first = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
         if mode == "times":
             e = np.array(first)
@@ -152,7 +152,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
 
 def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
     """Equal directions; the model without a does well on its data, the one without b does not."""
-    weights = AggregatorRounds(Aggregator(fedce()), 2)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     assert weights("ab", orthogonal, without_me=[0.0, 0.0], judged=[0, 0]) == pytest.approx([0.5, 0.5])
     found = weights("ab", orthogonal, without_me=[0.8, 0.0], judged=[1, 1])
@@ -169,7 +169,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
         return cosines_to_others(gram, e)
 
     monkeypatch.setattr("fedheal.aggregate.whole.fedce.cosines_to_others", noted)
-    weights = AggregatorRounds(Aggregator(fedce()), 8)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 8)
     axes = dict(zip("abcdefgh", np.eye(8).tolist(), strict=True))
     for cohort in ("abcde", "f", "abfgh", "gf"):
         found = weights(cohort, [axes[c] for c in cohort], without_me=[0.0] * len(cohort), judged=[0] * len(cohort))
@@ -179,7 +179,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
 
 def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
     """0.6 and 1 over 1.6 among two are 0.75 and 1.25 of a half. Alone, a has an equal part of one, all of it; b keeps its."""
-    weights = AggregatorRounds(Aggregator(fedce()), 2)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     for without_me, judged in (([0.0, 0.0], [0, 0]), ([0.8, 0.0], [1, 1])):
         weights("ab", [[1.0, 0.0], [0.0, 1.0]], without_me=without_me, judged=judged)
     assert weights.state.stage.e.tolist() == pytest.approx([0.75, 1.25])
@@ -189,7 +189,7 @@ def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
 
 def test_fedce_with_everyone_there_takes_the_first_rounds_accuracy_for_nothing() -> None:
     """In round t an accuracy of 0.8 in every round but the first is 0.8 (t-1)/t on average, as in the original."""
-    weights = AggregatorRounds(Aggregator(fedce()), 2)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     for t in range(1, 6):
         found = weights("ab", orthogonal, without_me=[0.8 * (t > 1), 0.0], judged=[t - 1, t - 1])
@@ -199,7 +199,7 @@ def test_fedce_with_everyone_there_takes_the_first_rounds_accuracy_for_nothing()
 
 def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
     """0.8 and 0.4 are known, so c, a newcomer, counts with 0.6: in round 2, 1 - (0.4, 0.2, 0.3) over 2.1."""
-    weights = AggregatorRounds(Aggregator(fedce()), 3)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 3)
     axes = np.eye(3).tolist()
     weights("ab", axes[:2], without_me=[0.0, 0.0], judged=[0, 0])
     found = weights("abc", axes, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 0])
@@ -208,7 +208,7 @@ def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
 
 def test_fedce_gives_equal_clients_equal_weights_however_seldom_they_come() -> None:
     """Four of them come one time in ten, the others four in five; without any of them the others are right in 4 of 5."""
-    rng, weights, term = np.random.default_rng(0), AggregatorRounds(Aggregator(fedce()), 20), FedCE()
+    rng, weights, term = np.random.default_rng(0), AggregatorRounds(Aggregator(fedce_stage()), 20), FedCE()
     names, axes, slots, shared = "abcdefghijklmnopqrst", np.eye(20).tolist(), {}, {}
     for number in range(1, 61):
         here = [c for i, c in enumerate(names) if rng.random() < (0.1 if i < 4 else 0.8)]

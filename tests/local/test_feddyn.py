@@ -96,7 +96,7 @@ def test_clipping_at_ten_as_the_authors_do() -> None:
     """The gradient -100 is cut to -10, with the regulariser in it: one step of lr 0.1 goes 1, not 10."""
     local, _, _ = client(FedDyn(), packed(0.0), bowl(vector(100.0)))
     assert local.params.tolist() == pytest.approx([1.0], rel=1e-6)
-    local, _, _ = client(FedDyn(clip=None), packed(0.0), bowl(vector(100.0)))
+    local, _, _ = client(FedDyn(clip=0.0), packed(0.0), bowl(vector(100.0)))
     assert local.params.tolist() == pytest.approx([10.0], rel=1e-6)
 
 

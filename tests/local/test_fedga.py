@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.whole.fedga import fedga
+from fedheal.aggregate.whole.fedga import fedga_stage
 from fedheal.local.fedga import FedGA
 from local.quadratic import context, packed
 from local.rounds import AggregatorRounds
@@ -28,7 +28,7 @@ def test_fedga_by_hand_more_weight_to_whom_averaging_hurts_most() -> None:
 
     1/2 + 0.05 * 1 = 0.55 and 1/2 + 0.05 * 0.5 = 0.525, over 1.075.
     """
-    weights = AggregatorRounds(Aggregator(fedga(0.2)))
+    weights = AggregatorRounds(Aggregator(fedga_stage(0.2)))
     assert weights("ab", **losses([9.0, 1.0], [1.0, 1.0], 0.0)) == pytest.approx([0.5, 0.5])
     second = weights("ab", **losses([1.5, 1.25], [1.0, 1.0], 0.5))
     assert second == pytest.approx([0.55 / 1.075, 0.525 / 1.075], rel=1e-9)
@@ -38,7 +38,7 @@ def test_fedga_by_hand_more_weight_to_whom_averaging_hurts_most() -> None:
 
 def test_fedga_takes_from_whom_averaging_helps_and_goes_on_from_there() -> None:
     """Gaps -0.5 and 0.25 at s = 0.2: 0.5 - 0.1 and 0.5 + 0.05, over 0.95. Then equal gaps of 1: both + 0.1, over 1.2."""
-    weights = AggregatorRounds(Aggregator(fedga(0.2)))
+    weights = AggregatorRounds(Aggregator(fedga_stage(0.2)))
     weights("ab", **losses([1.0, 1.0], [1.0, 1.0], 0.0))
     second = weights("ab", **losses([0.5, 1.25], [2.0, 3.0], 0.0))
     assert second == pytest.approx([0.4 / 0.95, 0.55 / 0.95], rel=1e-9)
@@ -56,17 +56,17 @@ def test_fedgas_first_step_is_s0() -> None:
 
 
 def test_fedga_without_gaps_or_step_stays() -> None:
-    weights = AggregatorRounds(Aggregator(fedga(0.2)))
+    weights = AggregatorRounds(Aggregator(fedga_stage(0.2)))
     weights("ab", **losses([1.0, 1.0], [1.0, 2.0], 0.0))
     assert weights("ab", **losses([1.0, 2.0], [1.0, 1.0], 0.5)) == [0.5, 0.5]
-    still = AggregatorRounds(Aggregator(fedga(0.0)))
+    still = AggregatorRounds(Aggregator(fedga_stage(0.0)))
     still("ab", **losses([1.0, 1.0], [1.0, 1.0], 0.0))
     assert still("ab", **losses([9.0, 1.0], [1.0, 1.0], 0.5)) == [0.5, 0.5]
 
 
 def test_fedga_with_absent_clients_and_a_newcomer() -> None:
     """b keeps its half of the weight while a is alone; c then joins with a third, the others make room."""
-    weights = AggregatorRounds(Aggregator(fedga(0.2)))
+    weights = AggregatorRounds(Aggregator(fedga_stage(0.2)))
     weights("ab", **losses([1.0, 1.0], [1.0, 1.0], 0.0))
     assert weights("a", **losses([5.0], [1.0], 0.1)) == [1.0]
     assert weights("abc", **losses([1.0, 1.0, 7.0], [1.0, 1.0, 1.0], 0.2)) == pytest.approx([1 / 3] * 3)
@@ -75,7 +75,7 @@ def test_fedga_with_absent_clients_and_a_newcomer() -> None:
 @pytest.mark.parametrize("clients", ["a", "ab"])
 def test_fedga_keeps_its_weights_where_a_step_would_leave_none(clients: str) -> None:
     """s0 = 1: 1/K - 1/K for everyone."""
-    weights, k = AggregatorRounds(Aggregator(fedga(1.0))), len(clients)
+    weights, k = AggregatorRounds(Aggregator(fedga_stage(1.0))), len(clients)
     weights(clients, **losses([1.0] * k, [1.0] * k, 0.0))
     assert weights(clients, **losses([0.5] * k, [1.0] * k, 0.0)) == [1 / k] * k
 
@@ -85,7 +85,7 @@ def test_fedga_compares_only_models_that_follow_each_other() -> None:
 
     Then gaps of 0.5, 0.2 and -0.5 at s/K = 0.2/3: 1/3 + (1, 0.4, -1) 0.2/3, over 1 + 0.08/3.
     """
-    weights = AggregatorRounds(Aggregator(fedga(0.2)))
+    weights = AggregatorRounds(Aggregator(fedga_stage(0.2)))
     weights("ac", **losses([1.0, 1.0], [1.0, 9.0], 0.0))
     weights("a", **losses([1.5], [1.0], 0.0))
     assert weights("abc", **losses([1.5, 7.0, 1.0], [1.0, 1.0, 1.0], 0.0)) == pytest.approx([1 / 3] * 3)
@@ -97,7 +97,7 @@ def test_fedga_compares_only_models_that_follow_each_other() -> None:
 
 def test_fedga_does_not_take_weight_from_who_is_seldom_there() -> None:
     """Equal clients whose loss falls all the time, four of them there one time in ten and the others three in five."""
-    rng, weights = np.random.default_rng(0), AggregatorRounds(Aggregator(fedga(0.2)))
+    rng, weights = np.random.default_rng(0), AggregatorRounds(Aggregator(fedga_stage(0.2)))
     for t in range(1, 201):
         here = "".join(c for i, c in enumerate("abcdefghijklmnopqrst") if rng.random() < (0.1 if i < 4 else 0.6))
         level = 2.3 * np.exp(-t / 60)

@@ -82,14 +82,12 @@ CORRECTED = [
     pytest.param(Scaffold, {}, {}, id="scaffold"),
     pytest.param(Scaffold, {"option": 1}, {"lr": 0.3}, id="scaffold-option-1"),
     pytest.param(Scaffold, {}, {"momentum": 0.9, "lr": 0.03}, id="scaffold-momentum"),
-    pytest.param(FedDyn, {"alpha": 0.5, "clip": None}, {"lr": 0.4}, id="feddyn"),
-    pytest.param(
-        FedDyn, {"alpha": 0.5, "clip": None}, {"momentum": 0.8, "lr": 0.05, "steps": 10}, id="feddyn-momentum"
-    ),
+    pytest.param(FedDyn, {"alpha": 0.5, "clip": 0.0}, {"lr": 0.4}, id="feddyn"),
+    pytest.param(FedDyn, {"alpha": 0.5, "clip": 0.0}, {"momentum": 0.8, "lr": 0.05, "steps": 10}, id="feddyn-momentum"),
 ]
 PARTIAL = [
     pytest.param(Scaffold, {}, {}, id="scaffold"),
-    pytest.param(FedDyn, {"alpha": 0.5, "clip": None}, {"lr": 0.4}, id="feddyn"),
+    pytest.param(FedDyn, {"alpha": 0.5, "clip": 0.0}, {"lr": 0.4}, id="feddyn"),
 ]
 
 

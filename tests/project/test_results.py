@@ -1,4 +1,4 @@
-"""The results that are kept: their page is current, and the tool that makes it runs, stops, collects and counts right."""
+"""The page of results/ is current, and tools/results.py runs, stops, collects and counts right."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def results(monkeypatch) -> ModuleType:
 
 
 @pytest.fixture
-def table(results) -> ModuleType:
-    return importlib.import_module("results_table")
+def page_tool(results) -> ModuleType:
+    return importlib.import_module("results_page")
 
 
 @pytest.fixture
@@ -76,14 +76,14 @@ def clock(monkeypatch, results):
     monkeypatch.setattr(results, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
 
-def of(method, under):
+def find_run(method, under):
     (folder,) = (path.parent for path in under.rglob("result.json") if read_json(path)["method"] == method)
     return folder
 
 
-def test_the_page_is_current(results, table):
+def test_the_page_is_current(results, page_tool):
     written = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-    assert written == table.page(RECIPE, results.parts(ROOT / "results")), "run: make results"
+    assert written == page_tool.write_page(RECIPE, results.list_data_sets(ROOT / "results")), "run: make results"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_is_said_elsewhere_is_what_was_found(page, data):
         f"{entry.label}, seed {run['seed']}" if run["seed"] else entry.label: [
             f"{value:.2f}" for value in [*run["domains"].values(), run["avg"], run["std"]]
         ]
-        for entry in RECIPE.entries(data)
+        for entry in RECIPE.list_rows(data)
         for run in runs
         if Experiment(method=entry.method, data=data).method_name == run["method"]
     }
@@ -115,18 +115,20 @@ def test_only_light_files_are_kept():
     assert all(path.stat().st_size < 1_500_000 for path in kept)
 
 
+@pytest.mark.slow
 def test_running_needs_nothing_that_only_pages_and_commands_need(tmp_path):
     code = (
         "import sys\n"
         "for name in ('jinja2', 'plotly', 'matplotlib', 'typer', 'click', 'playwright'): sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
-        "import results, results_table\n"
-        "print(len(results.RECIPE.entries('digits')))\n"
+        "import results\n"
+        "print(len(results.RECIPE.list_rows('digits')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "11", done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_stops_in_time_and_goes_on_to_the_same_result(tool, results, monkeypatch, capsys, tmp_path):
     with monkeypatch.context() as patch:
         clock(patch, results)
@@ -136,25 +138,25 @@ def test_a_run_stops_in_time_and_goes_on_to_the_same_result(tool, results, monke
     assert out == ["FedAvg: starts", "open: FedAvg (at round 2 of 3), uniform weights"]
     assert run(tool, "--rows", "fedavg,uniform weights") == 0
     out = capsys.readouterr().out
-    assert "FedAvg: goes on after round 2" in out
+    assert "FedAvg: resumes after round 2" in out
     assert "nothing is open: all 2 runs are finished" in out
     assert run(tool, "--rows", "fedavg", "--runs", "whole") == 0
-    stopped, whole = of("fedavg", tmp_path / "runs"), of("fedavg", tmp_path / "whole")
-    assert [r["domains"] for r in read_rounds(stopped)] == [r["domains"] for r in read_rounds(whole)]
+    stopped, whole = find_run("fedavg", tmp_path / "runs"), find_run("fedavg", tmp_path / "whole")
+    assert [r.domains for r in read_rounds(stopped)] == [r.domains for r in read_rounds(whole)]
     assert read_json(stopped / "result.json")["avg"] == read_json(whole / "result.json")["avg"]
 
 
 def test_what_is_finished_is_not_run_again_and_no_row_starts_without_time(tool, capsys, tmp_path):
     run(tool, "--rows", "fedavg")
-    before = (of("fedavg", tmp_path) / "result.json").stat().st_mtime_ns
+    before = (find_run("fedavg", tmp_path) / "result.json").stat().st_mtime_ns
     capsys.readouterr()
     assert run(tool, "--rows", "fedavg,*released*", "--seconds", "1e-9") == 0
     assert capsys.readouterr().out == "open: FedHEAL (released)\n"
-    assert (of("fedavg", tmp_path) / "result.json").stat().st_mtime_ns == before
+    assert (find_run("fedavg", tmp_path) / "result.json").stat().st_mtime_ns == before
 
 
 def test_a_run_says_how_it_goes(tool, results, monkeypatch, capsys):
-    monkeypatch.setattr(results, "SAID_EVERY", 2)
+    monkeypatch.setattr(results, "REPORT_EVERY", 2)
     run(tool, "rounds=5", "--rows", "fedavg", "--seeds", "1,2")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines if "round " in line and "/" in line] == [
@@ -189,7 +191,7 @@ def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, resul
         (["run", "--data", "digitz"], "data = digitz: there is no plan for it; use one of tiny_data:load"),
         (
             ["run", "--data", DATA, "--device", "cpu", "--rows", "fedavgg"],
-            "rows = fedavgg: no row is called so; the rows are 'FedAvg' (fedavg), ",
+            "rows = fedavgg: no row has this label or method; the rows are 'FedAvg' (fedavg), ",
         ),
         (["run", "--data", DATA, "--device", "cpu", "--seconds", "0"], "seconds = 0: use a positive number"),
         (["run", "--data", DATA, "--device", "cpu", "--seconds", "nan"], "seconds = nan: use a positive number"),
@@ -198,7 +200,7 @@ def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, resul
         (["run", "--data", DATA, "--rounds", "0", "rounds=2"], "'rounds' is given twice: rounds=0 and rounds=2"),
         (["run", "--data", DATA, "--device", "cpu", "device=cpu"], "'device' is given twice"),
         (["run", "--data", DATA, "--device", "cpu", "bogus=1"], "bogus"),
-        (["run", "--data", DATA, "--device", "cpu", "seed=1"], "seed is what a recipe sets"),
+        (["run", "--data", DATA, "--device", "cpu", "seed=1"], "seed is set by the recipe"),
         (["run", "--data", DATA, "--device", "nowhere"], "device = 'nowhere' cannot be used here"),
         (["collect", "--runs", "nowhere"], "nowhere does not exist"),
         (["table", "--results", "nowhere"], "results = nowhere: there is no such folder"),
@@ -232,7 +234,7 @@ def test_collecting_takes_what_is_light_and_leaves_what_is_there(tool, capsys, t
     first = (taken / "rounds.jsonl").read_text() + "\n"
     (taken / "rounds.jsonl").write_text(first)
     tool("collect")
-    assert "is there already\n" in capsys.readouterr().out
+    assert "exists already\n" in capsys.readouterr().out
     assert (taken / "rounds.jsonl").read_text() == first
     (taken / "result.json").write_text(json.dumps(read_json(taken / "result.json") | {"seconds": {}}))
     tool("collect")
@@ -240,7 +242,7 @@ def test_collecting_takes_what_is_light_and_leaves_what_is_there(tool, capsys, t
     assert read_json(taken / "result.json")["seconds"] == {}
 
 
-def edited(name, change):
+def edit_file(name, change):
     """Damage: a file of a kept run, its text changed (or the file removed, where nothing is given back)."""
 
     def edit(folder):
@@ -250,16 +252,16 @@ def edited(name, change):
     return edit
 
 
-def said_otherwise(**keys):
+def with_result(**keys):
     """`result.json` with other values, without those that are None."""
 
     def change(text):
         return json.dumps({key: value for key, value in (json.loads(text) | keys).items() if value is not None})
 
-    return edited("result.json", change)
+    return edit_file("result.json", change)
 
 
-def scored_otherwise(text):
+def change_last_score(text):
     *lines, last = text.splitlines()
     record = json.loads(last)
     return "\n".join([*lines, json.dumps(record | {"domains": record["domains"] | {"plain": 1.25}})])
@@ -268,39 +270,32 @@ def scored_otherwise(text):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (edited("rounds.jsonl", lambda text: None), "rounds.jsonl is missing"),
-        (edited("rounds.jsonl", lambda text: ""), "rounds.jsonl: it holds 0 rounds, but experiment.toml says 3"),
-        (edited("rounds.jsonl", lambda text: text + "gar"), "rounds.jsonl: line 4 is no record of round 4"),
-        (edited("rounds.jsonl", lambda text: text[:-9]), "rounds.jsonl: line 3 is no record of round 3"),
-        (edited("rounds.jsonl", lambda text: text.split("\n", 1)[1]), "rounds.jsonl: line 1 is no record of round 1"),
-        (edited("rounds.jsonl", lambda text: text.replace("plain", "plane")), "rounds.jsonl: line 1 has not the acc"),
+        (edit_file("rounds.jsonl", lambda text: None), "rounds.jsonl is missing"),
+        (edit_file("rounds.jsonl", lambda text: text + "gar"), "its 4 lines are not the records of the 3 rounds"),
+        (edit_file("rounds.jsonl", lambda text: text[:-9]), "its 3 lines are not the records of the 3 rounds"),
         (
-            edited("rounds.jsonl", lambda text: text.replace('"seconds"', '"minutes"')),
-            "rounds.jsonl: line 1 has no sec",
+            edit_file("rounds.jsonl", lambda text: text.split("\n", 1)[1]),
+            "its 2 lines are not the records of the 3 rounds",
         ),
-        (edited("rounds.jsonl", scored_otherwise), "but the last rounds of rounds.jsonl give"),
-        (edited("result.json", lambda text: None), "result.json is missing"),
-        (edited("result.json", lambda text: "{}"), "result.json: there is no method"),
-        (edited("result.json", lambda text: "[]"), "result.json does not hold a JSON object"),
-        (edited("result.json", lambda text: text[: len(text) // 2]), "result.json is not JSON: "),
-        (said_otherwise(hardware=None), "result.json: there is no hardware"),
-        (said_otherwise(versions="1"), "result.json: versions = '1' is of the wrong kind"),
-        (said_otherwise(domains={"plain": "good"}), "result.json: domains = {'plain': 'good'} are no accuracies"),
+        (edit_file("rounds.jsonl", lambda text: text.replace("plain", "plane")), "rounds.jsonl: round 1 lacks the acc"),
+        (edit_file("rounds.jsonl", lambda text: text.replace('"seconds"', '"minutes"')), "round 1 has no seconds"),
+        (edit_file("rounds.jsonl", change_last_score), "but the last rounds of rounds.jsonl give"),
+        (edit_file("result.json", lambda text: None), "result.json is missing"),
+        (with_result(hardware=None), "result.json: there is no hardware"),
+        (with_result(domains={"plain": "good"}), "result.json: domains.plain must be a valid number, got 'good'"),
         (
-            said_otherwise(domains={"plain": 1.0, "noisy": 99.999, "dark": 1.0}),
+            with_result(domains={"plain": 1.0, "noisy": 99.999, "dark": 1.0}),
             "result.json: plain = 1.0, but the last",
         ),
-        (said_otherwise(avg=99.999), "result.json: avg = 99.999, but the last rounds of rounds.jsonl give"),
-        (said_otherwise(std=float("nan")), "result.json: std = nan, but the last rounds of rounds.jsonl give"),
-        (said_otherwise(averaged=2), "result.json: averaged = 2, but rounds.jsonl has 3 evaluated rounds"),
-        (said_otherwise(seed=1), "result.json: seed = 1, but experiment.toml says 0"),
-        (said_otherwise(method="fedprox"), "result.json: method = fedprox, but experiment.toml says fedavg"),
-        (said_otherwise(rounds=200), "result.json: rounds = 200, but experiment.toml says 3"),
-        (edited("experiment.toml", lambda text: None), "experiment.toml cannot be read"),
-        (edited("experiment.toml", lambda text: text + "bogus = 1"), "experiment.toml: "),
+        (with_result(avg=99.999), "result.json: avg = 99.999, but the last rounds of rounds.jsonl give"),
+        (with_result(std=float("nan")), "result.json: std = nan, but the last rounds of rounds.jsonl give"),
+        (with_result(averaged=2), "result.json: averaged = 2, but rounds.jsonl has 3 evaluated rounds"),
+        (with_result(seed=1), "result.json: seed = 1, but experiment.toml has 0"),
+        (edit_file("experiment.toml", lambda text: None), "experiment.toml cannot be read"),
+        (edit_file("experiment.toml", lambda text: text + "bogus = 1"), "experiment.toml: "),
         (
             lambda folder: shutil.copytree(folder, folder.with_name("copy")),
-            "copy: its run belongs into a folder called",
+            "copy: the folder of this run must be called",
         ),
     ],
 )
@@ -345,7 +340,7 @@ def test_the_full_run_takes_the_place_of_a_shorter_one_and_not_the_other_way_rou
         (["--runs", "short"], f"{finished.name}: taken\n"),
         (["--runs", "full"], f"{finished.name}: taken, with 3 rounds in place of 2\n"),
         (["--runs", "short"], f"left, since it has 2 rounds, and {target.relative_to(tmp_path)} has 3\n"),
-        (["--runs", "full"], f"{finished.name}: is there already\n"),
+        (["--runs", "full"], f"{finished.name}: exists already\n"),
     ):
         capsys.readouterr()
         assert tool("collect", *words) == 0
@@ -367,7 +362,7 @@ def test_a_replacement_that_fails_leaves_what_was_there(tool, results, finished,
 
     monkeypatch.setattr(Path, "replace", failing)
     with pytest.raises(OSError, match="Input/output"):
-        results.take(finished, Experiment.read(finished / "experiment.toml"), target)
+        results.copy_run(finished, Experiment.read(finished / "experiment.toml"), target)
     assert list(target.parent.iterdir()) == [target]
     assert Experiment.read(target / "experiment.toml").rounds == 2
 
@@ -385,15 +380,16 @@ def test_a_damaged_run_is_not_taken(tool, finished, capsys, tmp_path):
 def test_where_data_lay_is_not_kept(tool, tmp_path):
     run(tool, "--rows", "fedavg", "data_root=somewhere")
     tool("collect")
-    assert 'data_root = "somewhere"' in (of("fedavg", tmp_path / "runs") / "experiment.toml").read_text()
-    kept = of("fedavg", tmp_path / "results") / "experiment.toml"
+    assert 'data_root = "somewhere"' in (find_run("fedavg", tmp_path / "runs") / "experiment.toml").read_text()
+    kept = find_run("fedavg", tmp_path / "results") / "experiment.toml"
     assert "somewhere" not in kept.read_text()
     assert (
-        Experiment.read(kept).identity == Experiment.read(of("fedavg", tmp_path / "runs") / "experiment.toml").identity
+        Experiment.read(kept).identity
+        == Experiment.read(find_run("fedavg", tmp_path / "runs") / "experiment.toml").identity
     )
 
 
-def lines_of(page, words):
+def read_table(page, words):
     """The first table at or below these words: cells by row."""
     below = page[page.index(words) :].splitlines()
     rest = itertools.dropwhile(lambda line: not line.startswith("|"), below)
@@ -405,8 +401,8 @@ def test_the_numbers_of_the_page_are_those_of_the_runs(tool, tmp_path):
     run(tool, "--rows", "fedavg,uniform weights,fedavg+fedheal")
     tool("collect")
     page = (tmp_path / "results" / "README.md").read_text()
-    plain = read_json(of("fedavg", tmp_path / "results") / "result.json")
-    even = read_json(of("fedavg+uniform", tmp_path / "results") / "result.json")
+    plain = read_json(find_run("fedavg", tmp_path / "results") / "result.json")
+    even = read_json(find_run("fedavg+uniform", tmp_path / "results") / "result.json")
     row = next(line for line in page.splitlines() if line.startswith("| [FedAvg](tiny_data.load/"))
     for value in (*plain["domains"].values(), plain["avg"], plain["std"], plain["worst"]):
         assert f" {value:.2f} |" in row
@@ -414,12 +410,12 @@ def test_the_numbers_of_the_page_are_those_of_the_runs(tool, tmp_path):
     assert row.endswith(f"| 3 | fp32 | {plain['hardware']} |")
     apart = [even["domains"][d] - plain["domains"][d] for d in plain["domains"]]
     apart += [even[key] - plain[key] for key in ("avg", "std", "worst")]
-    assert lines_of(page, "| less FedAvg ")["uniform weights"] == [*(f"{x:+.2f}" for x in apart), "1"]
+    assert read_table(page, "| less FedAvg ")["uniform weights"] == [*(f"{x:+.2f}" for x in apart), "1"]
     assert any(apart)
-    assert lines_of(page, "| less uniform weights ")["FedAvg"] == [*(f"{0.0 - x:+.2f}" for x in apart), "1"]
-    records = read_rounds(of("fedavg", tmp_path / "results"))
-    moved = np.std([r["fairness"]["avg"] for r in records], ddof=1)
-    noise = lines_of(page, "### How much the last rounds move")["FedAvg"]
+    assert read_table(page, "| less uniform weights ")["FedAvg"] == [*(f"{0.0 - x:+.2f}" for x in apart), "1"]
+    records = read_rounds(find_run("fedavg", tmp_path / "results"))
+    moved = np.std([r.fairness["avg"] for r in records], ddof=1)
+    noise = read_table(page, "### How much the last rounds move")["FedAvg"]
     assert noise[4] == f"{moved:.2f}"  # after the seed and three domains
     assert noise[-1] == "3"
     left = page.partition("### Open")[2]
@@ -436,21 +432,22 @@ def test_runs_with_other_settings_are_not_subtracted(tool, tmp_path):
     run(tool, "--rows", "fedavg+fedheal")
     tool("collect")
     page = (tmp_path / "results" / "README.md").read_text()
-    assert set(lines_of(page, "| less FedAvg ")) >= {"FedHEAL (paper)"}
+    assert set(read_table(page, "| less FedAvg ")) >= {"FedHEAL (paper)"}
     assert "nothing is subtracted: uniform weights, 4 rounds (beside FedAvg), FedAvg (beside uniform weights)," in page
 
 
+@pytest.mark.slow
 def test_more_seeds_are_paired(tool, tmp_path):
     run(tool, "--rows", "fedavg,uniform weights", "--seeds", "2")
     run(tool, "--rows", "fedavg+fedheal")
     tool("collect")
     page = (tmp_path / "results" / "README.md").read_text()
-    assert lines_of(page, "| less FedAvg ")["uniform weights"][-1] == "2"
-    assert lines_of(page, "| less FedAvg ")["FedHEAL (paper)"][-1] == "1"
+    assert read_table(page, "| less FedAvg ")["uniform weights"][-1] == "2"
+    assert read_table(page, "| less FedAvg ")["FedHEAL (paper)"][-1] == "1"
     assert "1 to 2 seeds, ± standard deviation over them" in page
 
 
-def forged(folder, data, method, domains, rounds, seconds=()):
+def make_run(folder, data, method, domains, rounds, seconds=()):
     """A run that never was, with these accuracies."""
     experiment = Experiment(data=data, method=method, rounds=rounds)
     path = folder / experiment.folder_name
@@ -469,10 +466,10 @@ def forged(folder, data, method, domains, rounds, seconds=()):
     (path / "result.json").write_text(json.dumps(summary))
 
 
-def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside(table, tmp_path):
+def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside(page_tool, tmp_path):
     near = {"mnist": 91.6 - 5.1, "usps": 91.6 + 3.1, "svhn": 81.6 - 2.9, "syn_standin": 50.0}
-    forged(tmp_path, "digits", "fedavg", near, 200)
-    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    make_run(tmp_path, "digits", "fedavg", near, 200)
+    page = page_tool.write_page(RECIPE, [("digits", tmp_path, 200)])
     assert page.count("| syn_standin (stand-in for syn) |") == 6  # in all tables but that of differences
     assert "syn_standin is a stand-in for syn: its column is no result on syn" in page
     assert "| difference | **-5.1** | **+3.1** | -2.9 | +27.0 |" in page
@@ -484,18 +481,13 @@ def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside
     assert "|  | paper | 89.84 | 93.25 | 79.54 |  | 41.35 | 76.00 | 23.82 |  |" in page
 
 
-def test_fewer_rounds_are_said_and_not_held_against_an_independent_version(table, tmp_path):
-    forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}, 20)
-    page = table.page(RECIPE, [("digits", tmp_path, 200)])
-    assert "Not the protocol's 200 rounds: FedAvg (20)." in page
-    assert "### Beside an independent" not in page
-
-
-def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(table, tmp_path):
+def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(page_tool, tmp_path):
     accuracy = {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}
-    forged(tmp_path, "digits", "fedavg", accuracy, 20)
-    forged(tmp_path, "digits", "fedavg+fedheal:variant=released", accuracy, 200)
-    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+    make_run(tmp_path, "digits", "fedavg", accuracy, 20)
+    make_run(tmp_path, "digits", "fedavg+fedheal:variant=released", accuracy, 200)
+    page = page_tool.write_page(RECIPE, [("digits", tmp_path, 200)])
+    assert "Not the protocol's 200 rounds: FedAvg (20)." in page
+    assert "| ours |" not in page.partition("### Beside an independent")[2].partition("| FedHEAL")[0]
     beside = page.partition("### Beside the paper")[2].partition("###")[0]
     assert "| FedAvg, 20 rounds | ours | 50.00 |" in beside
     assert [line.split(" | ")[1] for line in beside.splitlines() if line.startswith("|  | ")][1:] == [
@@ -511,9 +503,11 @@ def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(
     assert "FedHEAL (released)" not in left
 
 
-def test_what_is_quoted_is_said_at_the_head(table, tmp_path):
-    forged(tmp_path, "digits", "fedavg+uniform", {"mnist": 90.0, "usps": 90.0, "svhn": 80.0, "syn_standin": 30.0}, 200)
-    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+def test_what_is_quoted_is_said_at_the_head(page_tool, tmp_path):
+    make_run(
+        tmp_path, "digits", "fedavg+uniform", {"mnist": 90.0, "usps": 90.0, "svhn": 80.0, "syn_standin": 30.0}, 200
+    )
+    page = page_tool.write_page(RECIPE, [("digits", tmp_path, 200)])
     head, _, below = page.partition("## digits")
     assert "numbers and those of an independent implementation are quoted" in head
     assert "Everything else is computed from what is in the folders." in head
@@ -522,32 +516,32 @@ def test_what_is_quoted_is_said_at_the_head(table, tmp_path):
     assert "difference to the nearest" not in below  # it has one seed of this row
 
 
-def test_seconds_are_of_all_phases_as_mean_and_median_over_rounds(table, tmp_path):
-    forged(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 60.0}, 3, seconds=(5.0, 1.0, 1.5))
-    page = table.page(RECIPE, [("digits", tmp_path, 200)])
+def test_seconds_are_of_all_phases_as_mean_and_median_over_rounds(page_tool, tmp_path):
+    make_run(tmp_path, "digits", "fedavg", {"mnist": 50.0, "usps": 60.0}, 3, seconds=(5.0, 1.0, 1.5))
+    page = page_tool.write_page(RECIPE, [("digits", tmp_path, 200)])
     assert "| 2.50 | 1.50 | 3 | bf16 | a GPU |" in page
     assert "the first round of a process compiles what the others use" in page
 
 
-def test_a_run_that_is_no_row_is_refused_by_name(table, tmp_path):
-    forged(tmp_path, "digits", "fedprox", {"mnist": 50.0}, 20)
-    with pytest.raises(ValueError, match="no row of the plan is fedprox; the rows are fedavg, fedavg"):
-        table.page(RECIPE, [("digits", tmp_path, 200)])
+def test_a_run_that_is_no_row_is_refused_by_name(page_tool, tmp_path):
+    make_run(tmp_path, "digits", "fedprox", {"mnist": 50.0}, 20)
+    with pytest.raises(ValueError, match="fedprox is not in the plan; the rows are fedavg, fedavg"):
+        page_tool.write_page(RECIPE, [("digits", tmp_path, 200)])
 
 
-def test_where_a_result_might_have_ended_is_said(table):
+def test_where_a_result_might_have_ended_is_said(page_tool):
     judged = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 0.0]
     run = SimpleNamespace(
         label="FedAvg",
         experiment=SimpleNamespace(seed=0),
-        records=[{"domains": {"a": value, "b": 90.0}} for value in judged] + [{"domains": None}],
+        accuracies=[{"a": value, "b": 90.0} for value in judged],
         summary={"domains": {"a": 36.0, "b": 90.0}},
     )
-    said = "\n\n".join(table._noise([run], "digits"))
-    reach = lines_of(said, "in it.")["FedAvg"]  # means of five in a row: 30, 40, 36
+    said = "\n\n".join(page_tool._measure_noise([run], "digits"))
+    reach = read_table(said, "in it.")["FedAvg"]  # means of five in a row: 30, 40, 36
     assert reach == ["0", "30.0 to 40.0", "90.0 to 90.0", "60.0 to 65.0", "35.4 to 42.4", "30.0 to 40.0", "7"]
     assert "Lowest and highest mean of 5 rounds in a row" in said
-    longer = lines_of(said, "might have ended.")["FedAvg"]  # the mean of all seven is 30
+    longer = read_table(said, "might have ended.")["FedAvg"]  # the mean of all seven is 30
     assert longer == ["0", "30.00", "90.00", "60.00", "42.43", "30.00", "7"]
-    few = SimpleNamespace(**vars(run) | {"records": run.records[:5]})
-    assert "Lowest" not in "\n\n".join(table._noise([few], "digits"))
+    few = SimpleNamespace(**vars(run) | {"accuracies": run.accuracies[:5]})
+    assert "Lowest" not in "\n\n".join(page_tool._measure_noise([few], "digits"))

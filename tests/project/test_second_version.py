@@ -16,6 +16,7 @@ import layouts
 from fedheal import data
 from fedheal.models import build
 from fedheal.reproduce import RECIPES
+from fedheal.runs.schema import RoundRecord
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--device", "cpu", "--width", "16", "--epochs", "1", "--rounds", "2")
@@ -105,20 +106,22 @@ def test_a_step_is_that_of_torch(second):
 
 def test_shifts_are_within_four_pixels_with_black_around(second):
     x = torch.full((64, 3, 32, 32), 255, dtype=torch.uint8)
-    (batch,) = (inputs for inputs, _ in second._batches(x, torch.arange(64), 1, torch.Generator().manual_seed(0)))
-    black = (batch - second._scaled(torch.zeros(1, 3, 1, 1, dtype=torch.uint8))).abs().amax(dim=1) < 1e-6
+    (batch,) = (inputs for inputs, _ in second._make_batches(x, torch.arange(64), 1, torch.Generator().manual_seed(0)))
+    black = (batch - second._scale(torch.zeros(1, 3, 1, 1, dtype=torch.uint8))).abs().amax(dim=1) < 1e-6
     rows, columns = black.all(dim=2).sum(dim=1), black.all(dim=1).sum(dim=1)
     assert set(rows.tolist()) == set(columns.tolist()) == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.slow
 def test_a_record_has_the_accuracies_of_every_round(second, prepared):
     record = run(second, prepared, "--weights", "uniform")
     assert (record["weights"], record["seed"], record["split"], record["width"]) == ("uniform", 0, 7, 16)
     assert [[*line] for line in record["rounds"]] == [["mnist", "usps", "svhn", "syn_standin"]] * 2
 
 
+@pytest.mark.slow
 def test_a_run_is_repeatable_and_seeds_and_weights_matter(second, prepared, monkeypatch):
-    monkeypatch.setattr(second, "_accuracy", lambda trainer, x, y: float(sum(v.abs().sum() for v in trainer.floats)))
+    monkeypatch.setattr(second, "_evaluate", lambda trainer, x, y: float(sum(v.abs().sum() for v in trainer.floats)))
     wanted = [("uniform", "0"), ("uniform", "0"), ("uniform", "1"), ("size", "0")]
     first, again, *others = [run(second, prepared, "--weights", w, "--seed", seed)["rounds"] for w, seed in wanted]
     assert first == again
@@ -139,7 +142,7 @@ def test_the_average_is_by_weights(second, prepared, monkeypatch):
     seen = {}
     monkeypatch.setattr(second.Trainer, "step", to_a_constant)
     monkeypatch.setattr(
-        second, "_accuracy", lambda trainer, x, y: seen.setdefault("mean", float(trainer.floats[0].mean()))
+        second, "_evaluate", lambda trainer, x, y: seen.setdefault("mean", float(trainer.floats[0].mean()))
     )
     run(second, prepared, "--weights", "size", "--rounds", "1")
     sizes = np.repeat([8, 2, 8, 3], 5)
@@ -194,10 +197,10 @@ def test_too_few_images_are_refused(second, prepared, monkeypatch, capsys):
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch) -> ModuleType:
+def page_tool(tmp_path, monkeypatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "tools")
     (tmp_path / "second-version").mkdir()
-    return importlib.import_module("results_second")
+    return importlib.import_module("results_page")
 
 
 def record(**keys):
@@ -206,18 +209,18 @@ def record(**keys):
     return whole | keys
 
 
-def test_its_rounds_stand_beside_as_many_of_ours(kept, tmp_path):
+def test_its_rounds_stand_beside_as_many_of_ours(page_tool, tmp_path):
     (tmp_path / "second-version" / "size-seed0.json").write_text(json.dumps(record()))
     (tmp_path / "second-version" / "uniform-seed0.json").write_text(json.dumps(record(weights="uniform")))
-    entries = {entry.label: entry for entry in RECIPES["headline"].entries("digits")}
+    entries = {entry.label: entry for entry in RECIPES["headline"].list_rows("digits")}
 
     class Ours:
-        entry, full, experiment = entries["FedAvg"], True, type("", (), {"seed": 3})
-        records = tuple({"domains": {"mnist": 2.0 * number}} for number in range(1, 201))
+        entry, is_full, experiment = entries["FedAvg"], True, type("", (), {"seed": 3})
+        records = tuple(RoundRecord(round=number, domains={"mnist": 2.0 * number}) for number in range(1, 201))
 
-    seconds = kept.read_all(tmp_path)
+    seconds = page_tool.read_second_runs(tmp_path)
     assert [second.row for second in seconds] == ["FedAvg", "uniform weights"]
-    assert kept.lines(seconds, [Ours()], ["mnist"]) == [
+    assert page_tool.tabulate_second_runs(seconds, [Ours()], ["mnist"]) == [
         ["FedAvg", "20", "second version, seed 0", "18.0"],
         ["", "", "ours, seed 3", "36.0"],
         ["", "", "second version less the mean of ours", "-18.0"],
@@ -232,19 +235,19 @@ def test_its_rounds_stand_beside_as_many_of_ours(kept, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"weights": "half"}, "weights = half: use one of size, uniform"),
-        ({"seed": "0"}, "seed = '0' is of the wrong kind"),
-        ({"split": True}, "split = True is of the wrong kind"),
-        ({"width": 4}, "width = 4, but the protocol has 64"),
-        ({"epochs": 1}, "epochs = 1, but the protocol has 10"),
-        ({"rounds": [{"mnist": 1.0}] * 4}, "rounds are not 5 or more accuracies"),
-        ({"rounds": [{"mnist": 1.0}] * 5 + [{"usps": 1.0}]}, "rounds are not 5 or more accuracies"),
-        ({"rounds": [{"mnist": "x"}] * 5}, "rounds are not 5 or more accuracies"),
+        ({"weights": "half"}, "weights must be 'size' or 'uniform', got 'half'"),
+        ({"seed": "0"}, "seed must be a valid integer, got '0'"),
+        ({"split": True}, "split must be a valid integer, got True"),
+        ({"width": 4}, "width must be 64, got 4"),
+        ({"epochs": 1}, "epochs must be 10, got 1"),
+        ({"rounds": [{"mnist": 1.0}] * 4}, "rounds must have at least 5 items"),
+        ({"rounds": [{"mnist": 1.0}] * 5 + [{"usps": 1.0}]}, "rounds must all have the same domains"),
+        ({"rounds": [{"mnist": "x"}] * 5}, "rounds.0.mnist must be a valid number, got 'x'"),
     ],
 )
-def test_a_record_that_is_none_is_named(kept, tmp_path, keys, said):
+def test_a_record_that_is_none_is_named(page_tool, tmp_path, keys, said):
     path = tmp_path / "second-version" / "size-seed0.json"
     path.write_text(json.dumps(record(**keys)))
     with pytest.raises(ValueError, match=r"size-seed0\.json") as error:
-        kept.read_all(tmp_path)
+        page_tool.read_second_runs(tmp_path)
     assert said in str(error.value)

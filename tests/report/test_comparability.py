@@ -8,13 +8,13 @@ import re
 import numpy as np
 import pytest
 
-from fedheal.report import comparability as alike
-from fedheal.report import conclusions
-from fedheal.report.html_page import page
-from fedheal.report.rows import find, rows
-from fedheal.report.series import series
-from fedheal.report.tables import tidy
-from made_up import found, run_folder
+from fedheal.report.comparability import compare_settings, list_cautions
+from fedheal.report.conclusions import conclude, describe_gains, describe_leaders
+from fedheal.report.html_page import render_page
+from fedheal.report.rows import build_rows, find_results
+from fedheal.report.series import build_series
+from fedheal.report.tables import flatten_rows
+from made_up import load_rows, run_folder
 
 
 def edited(folder, **values):
@@ -38,51 +38,52 @@ def runs(tmp_path):
 
 
 def test_runs_that_differ_by_method_and_seed_alone_need_no_caution(runs):
-    assert conclusions.cautions(found(runs)) == []
-    assert "Not the same" not in page(found(runs))
+    assert list_cautions(load_rows(runs)) == []
+    assert "differ between runs" not in render_page(load_rows(runs))
 
 
 def test_runs_on_other_data_are_named_and_not_subtracted(runs):
-    before = conclusions.sentences(found(runs))
+    before = conclude(load_rows(runs))
     edited(runs / "fedavg+fedheal-1", used_fingerprint="other")
-    changed = found(runs)
-    (said,) = conclusions.cautions(changed)
+    changed = load_rows(runs)
+    (said,) = list_cautions(changed)
     assert said == (
-        "Not on the data of fedavg's run with the same seed, and therefore not compared with it: "
+        "Not on the same data as the run of fedavg with the same seed, and therefore not compared with it: "
         f"fedavg+fedheal with seed 1 ({runs / 'fedavg+fedheal-1'})."
     )
-    assert said in page(changed).replace("&#39;", "'")
-    after = conclusions.sentences(changed)
+    assert said in render_page(changed).replace("&#39;", "'")
+    after = conclude(changed)
     assert before[0].startswith("2 seeds cannot")
     assert after[0].startswith("1 seed cannot")
     alone = [row for row in changed if row.seed == 0]
-    assert conclusions.gains(changed) == conclusions.gains(alone)
+    assert describe_gains(changed) == describe_gains(alone)
     # Where no seed is left, nothing is said of the method at all.
     edited(runs / "fedavg+fedheal-0", used_fingerprint="other")
-    assert conclusions.gains(found(runs)) == []
-    assert not any(
-        "fedavg+fedheal" in s for s in conclusions.sentences(found(runs)) + conclusions.headline(found(runs))
-    )
+    assert describe_gains(load_rows(runs)) == []
+    assert not any("fedavg+fedheal" in s for s in conclude(load_rows(runs)) + describe_leaders(load_rows(runs)))
 
 
 def test_what_a_run_does_not_say_of_its_data_is_no_difference(runs):
     edited(runs / "fedavg-0", used_fingerprint="")  # of an earlier version: only the whole data set's
-    assert conclusions.cautions(found(runs)) == []
+    assert list_cautions(load_rows(runs)) == []
     edited(runs / "fedavg-0", data_fingerprint="another")
-    assert len(conclusions.cautions(found(runs))) == 1
+    assert len(list_cautions(load_rows(runs))) == 1
     edited(runs / "fedavg-0", data_fingerprint="")  # of a federation: none
-    assert conclusions.cautions(found(runs)) == []
+    assert list_cautions(load_rows(runs)) == []
 
 
 def test_settings_that_differ_are_named_with_every_table(runs):
     described(runs / "fedavg-0", lr=0.5, workers=3)
     described(runs / "fedavg+fedheal-1", dirichlet=0.1)
-    (said,) = conclusions.cautions(found(runs))
+    (said,) = list_cautions(load_rows(runs))
     assert said.startswith(
-        "Not the same in all runs: lr (0.5, 0.001), dirichlet (not set, 0.1). Differences between rows"
+        "Settings that differ between runs: lr (0.5, 0.001), dirichlet (not set, 0.1). Differences between rows"
     )
-    assert said in page(found(runs))
-    assert alike.settings(found(runs)).differ["workers"] == ["3", "not set"]  # on the page, though it changes nothing
+    assert said in render_page(load_rows(runs))
+    assert compare_settings(load_rows(runs)).differing["workers"] == [
+        "3",
+        "not set",
+    ]  # on the page, though it changes nothing
 
 
 def test_a_federation_does_not_differ_in_what_it_does_not_say(runs):
@@ -90,7 +91,7 @@ def test_a_federation_does_not_differ_in_what_it_does_not_say(runs):
     (runs / "fedavg-0" / "experiment.toml").rename(runs / "fedavg-0" / "federation.toml")
     text = (runs / "fedavg-0" / "federation.toml").read_text()
     (runs / "fedavg-0" / "federation.toml").write_text(text.replace("lr = 0.001\n", ""))
-    (said,) = conclusions.cautions(found(runs))
+    (said,) = list_cautions(load_rows(runs))
     assert "rounds (30, 20)." in said
     assert "lr" not in said
 
@@ -99,16 +100,16 @@ def test_the_parts_of_a_bound_are_no_difference(runs):
     folder = run_folder(runs / "centralised", "fedavg", seed=0)
     described(folder, pool="true")
     edited(folder, pool=True, used_fingerprint="pooled")
-    changed = found(runs)
+    changed = load_rows(runs)
     assert "centralised" in {row.method for row in changed}
-    assert conclusions.cautions(changed) == []
+    assert list_cautions(changed) == []
 
 
 def test_a_damaged_description_is_named(runs):
     path = runs / "fedavg-1" / "experiment.toml"
     path.write_text("what\n")
     with pytest.raises(ValueError, match=f"{path} is not TOML"):
-        page(found(runs))
+        render_page(load_rows(runs))
 
 
 @pytest.mark.parametrize(
@@ -117,46 +118,49 @@ def test_a_damaged_description_is_named(runs):
         ("{}", "there is no method"),
         ("[]", "does not hold a JSON object"),
         ("{", "is not JSON"),
-        (None, "domains = {} are no accuracies"),
+        (None, "domains must have at least 1 items"),
     ],
 )
 def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, sentence):
     path = runs / "fedavg-1" / "result.json"
     path.write_text(text or json.dumps(json.loads(path.read_text()) | {"domains": {}, "test_sizes": {}}))
     with pytest.raises(ValueError, match=f"{path}.*{sentence}"):
-        find([runs])
+        find_results([runs])
 
 
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ({"avg": "x"}, "avg = 'x' is of the wrong kind"),
-        ({"averaged": "five"}, "averaged = 'five' is of the wrong kind"),
-        ({"seconds": {"train": "long"}}, "seconds = {'train': 'long'} is of the wrong kind"),
-        ({"trained": {"a": []}}, "trained = {'a': []} is of the wrong kind"),
-        ({"only": [["a"]]}, "only = [['a']] is of the wrong kind"),
-        ({"data_notes": [{}]}, "data_notes = [{}] is of the wrong kind"),
-        ({"consistency": {"a": [0.5, 0.5], "b": [1.0]}}, "consistency = {'a': [0.5, 0.5], 'b': [1.0]} is of the wrong"),
-        ({"consistency": {"a": "even"}}, "consistency = {'a': 'even'} is of the wrong kind"),
-        ({"validation": {"avg": 80.0}}, "validation = {'avg': 80.0} lacks some of avg, std, worst"),
-        ({"versions": ["1"]}, "versions = ['1'] is of the wrong kind"),
+        ({"avg": "x"}, "avg must be a valid number, got 'x'"),
+        ({"averaged": "five"}, "averaged must be a valid integer, got 'five'"),
+        ({"seconds": {"train": "long"}}, "seconds.train must be a valid number, got 'long'"),
+        ({"trained": {"a": []}}, "trained.a must be a valid string, got []"),
+        ({"only": [["a"]]}, "only.0 must be a valid string, got ['a']"),
+        ({"data_notes": [{}]}, "data_notes.0 must be a valid string, got {}"),
+        (
+            {"consistency": {"a": [0.5, 0.5], "b": [1.0]}},
+            "consistency must have lists of one length, got {'a': [0.5",
+        ),
+        ({"consistency": {"a": "even"}}, "consistency.a must be a valid list, got 'even'"),
+        ({"validation": {"avg": 80.0}}, "there is no validation.std"),
+        ({"versions": ["1"]}, "versions must be a valid dictionary, got ['1']"),
     ],
 )
 def test_a_result_that_is_not_what_a_run_writes_is_refused_by_name(runs, said, sentence):
     """Even where a report has the number from elsewhere: somebody has made something else of this file."""
     edited(runs / "fedavg-1", **said)
     with pytest.raises(ValueError, match=re.escape(f"{runs / 'fedavg-1' / 'result.json'}: {sentence}")):
-        find([runs])
+        find_results([runs])
 
 
 def test_every_record_for_programs_says_what_sets_it_apart(runs):
-    assert [record["notes"] for record in tidy(found(runs))] == ["", "", "", ""]
+    assert [record["notes"] for record in flatten_rows(load_rows(runs))] == ["", "", "", ""]
     described(runs / "fedavg-0", lr=0.5, workers=3)
     edited(runs / "fedavg+fedheal-1", used_fingerprint="other", data_notes=["syn_standin stands in for syn"])
     edited(runs / "fedavg-1", used_fingerprint="one")
     for method in ("fedavg", "fedavg+fedheal"):
         run_folder(runs / f"{method}-elsewhere", method, "own", seed=7)  # alike in itself
-    notes = {(record["method"], record["seed"]): record["notes"] for record in tidy(found(runs))}
+    notes = {(record["method"], record["seed"]): record["notes"] for record in flatten_rows(load_rows(runs))}
     usual = "lr = 0.001, which is not the same in all runs"
     assert notes == {
         ("fedavg", 0): "lr = 0.5, which is not the same in all runs",  # the number of workers changes no result
@@ -166,7 +170,7 @@ def test_every_record_for_programs_says_what_sets_it_apart(runs):
         (
             "fedavg+fedheal",
             1,
-        ): f"syn_standin stands in for syn; {usual}; not on the data of fedavg's run with the same seed",
+        ): f"syn_standin stands in for syn; {usual}; not on the same data as the run of fedavg with the same seed",
         ("fedavg+fedheal", 7): "",
     }
 
@@ -181,28 +185,28 @@ def test_curves_are_means_of_the_same_rounds(runs):
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         result = path.with_name("result.json")
         result.write_text(json.dumps(json.loads(result.read_text()) | {"rounds": 6}))
-    fedavg = next(s for s in series(found(runs)) if s.method == "fedavg")
+    fedavg = next(s for s in build_series(load_rows(runs)) if s.method == "fedavg")
     assert fedavg.rounds.tolist() == [6.0]
     assert fedavg.curves["mnist"].mean.tolist() == [60.5]
     assert np.array_equal(fedavg.all_rounds, np.arange(1, 7))
-    assert len(rows(find([runs]))) == 4
+    assert len(build_rows(find_results([runs]))) == 4
 
 
 def test_one_name_that_stands_for_two_methods_is_a_caution(runs):
     for seed in (0, 1):
         described(runs / f"fedavg+fedheal-{seed}", method=f'"fedavg+fedheal:tau=0.{seed + 3}"')
-    (said,) = conclusions.cautions(found(runs))
+    (said,) = list_cautions(load_rows(runs))
     assert said == (
-        "The runs of fedavg+fedheal are not of one and the same method: fedavg+fedheal:tau=0.3, fedavg+fedheal:tau=0.4. "
-        "They are not seeds of one thing."
+        "The runs of fedavg+fedheal are not all of the same method: fedavg+fedheal:tau=0.3, fedavg+fedheal:tau=0.4. "
+        "They are not seeds of one experiment."
     )
-    assert [bool(record["notes"]) for record in tidy(found(runs))] == [False, False, True, True]
+    assert [bool(record["notes"]) for record in flatten_rows(load_rows(runs))] == [False, False, True, True]
 
 
 def test_code_of_ones_own_that_changed_under_its_name_is_a_caution(runs):
     for seed in (0, 1):
         edited(runs / f"fedavg+fedheal-{seed}", own=[["Proximal", {"mu": "0.1"}]])
-    assert conclusions.cautions(found(runs)) == []
+    assert list_cautions(load_rows(runs)) == []
     edited(runs / "fedavg+fedheal-1", own=[["Proximal", {"mu": "0.2"}]])
-    (said,) = conclusions.cautions(found(runs))
-    assert "are not of one and the same method, though the parameters in its name are the same" in said
+    (said,) = list_cautions(load_rows(runs))
+    assert "are not all of the same method, although the parameters in its name are equal" in said

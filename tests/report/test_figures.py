@@ -9,14 +9,18 @@ import pytest
 from PIL import Image
 
 from fedheal.report import figures
-from fedheal.report.series import pareto, thinned
-from made_up import found, run_folder
+from fedheal.report.series import find_pareto_front, pick_evenly
+from made_up import load_rows, run_folder
 
 EVERY = {"domains", "spread", "rounds", "curves", "weights", "kept", "consistency", "time"}
 
 
-def test_every_figure_in_three_formats(few, tmp_path):
-    written = figures.write(found(few), tmp_path / "figures")
+@pytest.fixture(scope="module")
+def written(few, tmp_path_factory):
+    return figures.write_figures(load_rows(few), tmp_path_factory.mktemp("figures"))
+
+
+def test_every_figure_in_three_formats(written):
     assert {path.name for path in written} == {f"{name}.{form}" for name in EVERY for form in ("svg", "pdf", "png")}
     for path in written:
         if path.suffix == ".svg":
@@ -35,34 +39,38 @@ def test_every_figure_in_three_formats(few, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_runs_give_the_same_files(few, tmp_path):
-    once, twice = (figures.write(found(few), tmp_path / name) for name in ("a", "b"))
-    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(once, twice, strict=True))
+def test_the_same_runs_give_the_same_files(written, few, tmp_path):
+    again = figures.write_figures(load_rows(few), tmp_path)
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(written, again, strict=True))
 
 
-def test_what_was_not_recorded_is_not_drawn(tmp_path):
+@pytest.fixture
+def one_format(monkeypatch):
+    monkeypatch.setattr(figures, "FORMATS", ("svg",))
+
+
+def test_what_was_not_recorded_is_not_drawn(tmp_path, one_format):
     run_folder(tmp_path / "run", "fedavg")
-    written = figures.write(found(tmp_path / "run"), tmp_path / "figures")
+    written = figures.write_figures(load_rows(tmp_path / "run"), tmp_path / "figures")
     assert {path.stem for path in written} == EVERY - {"spread", "kept", "consistency"}
 
 
-@pytest.mark.slow
-def test_several_data_sets_have_files_of_their_own(tmp_path):
+def test_several_data_sets_have_files_of_their_own(tmp_path, one_format):
     for data in ("digits", "office-caltech"):
         run_folder(tmp_path / "runs" / data, "fedavg", data, rounds=3)
-    names = {path.name for path in figures.write(found(tmp_path / "runs"), tmp_path / "figures")}
+    names = {path.name for path in figures.write_figures(load_rows(tmp_path / "runs"), tmp_path / "figures")}
     assert {"digits-domains.svg", "office-caltech-domains.svg"} <= names
 
 
 @pytest.mark.slow
-def test_many_methods_fit(table1, tmp_path):
-    written = figures.write(found(table1 / "digits"), tmp_path)
+def test_many_methods_fit(table1, tmp_path, one_format):
+    written = figures.write_figures(load_rows(table1 / "digits"), tmp_path)
     assert {path.stem for path in written} == EVERY
 
 
 def test_the_front_and_thinning():
     points = {"a": (80.0, 10.0), "b": (80.0, 10.0), "c": (70.0, 12.0), "d": (90.0, 20.0)}
-    assert pareto(points) == ["a", "b", "d"]
-    assert thinned(1000, 5)[0] == 0
-    assert thinned(1000, 5)[-1] == 999
-    assert thinned(0, 5) == []
+    assert find_pareto_front(points) == ["a", "b", "d"]
+    assert pick_evenly(1000, 5)[0] == 0
+    assert pick_evenly(1000, 5)[-1] == 999
+    assert pick_evenly(0, 5) == []

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from fedheal.report.rows import rows
-from fedheal.report.tables import tables
-from made_up import found, run_folder
+from fedheal.report.rows import build_rows
+from fedheal.report.tables import build_tables
+from made_up import load_rows, run_folder
 
 HIGH, LOW = {"a": 90.0, "b": 50.0}, {"a": 10.0, "b": 20.0}
 
@@ -37,7 +37,7 @@ def shown(found_rows):
 
 @pytest.mark.parametrize(("bound", "parts"), [("leave-one-domain-out", without), ("standalone", alone)])
 def test_bounds_of_several_data_sets_are_rows_of_their_own(bound, parts):
-    both = shown(rows([*parts(), *parts(data="other", domains=LOW)]))
+    both = shown(build_rows([*parts(), *parts(data="other", domains=LOW)]))
     assert both == [("toy", bound, HIGH), ("other", bound, LOW)]
 
 
@@ -45,7 +45,7 @@ def test_only_parts_with_the_same_settings_make_a_bound(tmp_path):
     one, two = without()
     # Another number of rounds, another method, another seed: a part of each is not a bound.
     for other in (two | {"rounds": 9}, two | {"method": "fedavg+fedheal"}, two | {"seed": 1}):
-        assert "leave-one-domain-out" not in {row.method for row in rows([one, other])}
+        assert "leave-one-domain-out" not in {row.method for row in build_rows([one, other])}
     # So it is for settings that only the description has; one that changes no result does not count.
     for name, line, bound in (("lr", "lr = 0.5", False), ("workers", "workers = 4", True)):
         folder = tmp_path / name
@@ -56,18 +56,18 @@ def test_only_parts_with_the_same_settings_make_a_bound(tmp_path):
         description = folder / "photo" / "experiment.toml"
         kept = [old for old in description.read_text().splitlines() if not old.startswith(name)]
         description.write_text("\n".join([*kept, line]) + "\n")
-        assert ([row.method for row in found(folder)] == ["leave-one-domain-out"]) is bound
+        assert ([row.method for row in load_rows(folder)] == ["leave-one-domain-out"]) is bound
 
 
 def test_a_part_that_comes_twice_is_refused_by_name():
     doubled = [*without(), run(domains=LOW, without=["a"], folder="again")]
-    assert "leave-one-domain-out" not in {row.method for row in rows(doubled)}
+    assert "leave-one-domain-out" not in {row.method for row in build_rows(doubled)}
     with pytest.raises(ValueError, match=r"fedavg without=a with seed 0 was run twice .*again\)"):
-        tables(rows(doubled))
+        build_tables(build_rows(doubled))
     with pytest.raises(ValueError, match=r"fedavg only=b-0 with seed 0 was run twice"):
-        tables(rows([*alone(), *alone()[1:]]))
+        build_tables(build_rows([*alone(), *alone()[1:]]))
     with pytest.raises(ValueError, match=r"leave-one-domain-out with seed 0 was run twice"):
-        tables(rows([*without(), *without(rounds=9)]))
+        build_tables(build_rows([*without(), *without(rounds=9)]))
 
 
 def test_runs_without_everyone_are_shown_under_names_of_their_own():
@@ -82,6 +82,6 @@ def test_runs_without_everyone_are_shown_under_names_of_their_own():
         "fedavg+fedheal pool=true": run(method="fedavg+fedheal", pool=True),
     }
     for name, summary in own.items():
-        assert [row.method for row in rows([summary])] == [name]
+        assert [row.method for row in build_rows([summary])] == [name]
     everyone = [*own.values(), run(), run(pool=True)]
-    assert {row.method for row in rows(everyone)} == {*own, "fedavg", "centralised"}
+    assert {row.method for row in build_rows(everyone)} == {*own, "fedavg", "centralised"}

@@ -12,9 +12,10 @@ import pytest
 from fedheal.cli.display import reported
 from fedheal.core.metrics import fairness
 from fedheal.report import conclusions, figures
-from fedheal.report.html_page import page
+from fedheal.report.comparability import list_cautions
+from fedheal.report.html_page import render_page
 from fedheal.report.rows import Row
-from fedheal.report.tables import csv_text, latex, markdown, tables, text, write_parquet
+from fedheal.report.tables import build_tables, format_csv, format_latex, format_markdown, format_text, write_parquet
 
 
 def row(method, seed, a, b, folder="runs/x", data="toy"):
@@ -33,7 +34,7 @@ ROWS = [
 
 
 def test_mean_spread_and_best():
-    (table,) = tables(ROWS)
+    (table,) = build_tables(ROWS)
     assert table.columns == ("photo", "line_art", "AVG", "STD", "worst")
     # fedavg photo: (80 + 84)/2 = 82, sd = |84 - 80| / sqrt 2 = 2.83;  fedheal line_art: 71, 1.41
     photo, art = table.cells["fedavg"]["photo"], table.cells["fedheal"]["line_art"]
@@ -48,29 +49,31 @@ def test_mean_spread_and_best():
 
 
 def test_markdown_latex_and_text():
-    (table,) = tables(ROWS)
-    assert "| fedavg | **82.00** ± 2.83 | 60.00 ± 0.00 |" in markdown(table)
-    made = latex(table)
+    (table,) = build_tables(ROWS)
+    assert "| fedavg | **82.00** ± 2.83 | 60.00 ± 0.00 |" in format_markdown(table)
+    made = format_latex(table)
     assert r"fedavg & \textbf{82.00} {\scriptsize$\pm$2.83} & 60.00 {\scriptsize$\pm$0.00}" in made
     assert r"line\_art" in made
     assert made.count(r"\midrule") == 2  # the bounds stand below a rule of their own
-    *lines, legend = text(table).splitlines()
+    *lines, legend = format_text(table).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert legend == "* best of its column (STD: the lowest)"
-    assert "*" not in text(tables(ROWS[:2])[0])  # one method alone is not the best of anything, and has no legend
+    assert "*" not in format_text(
+        build_tables(ROWS[:2])[0]
+    )  # one method alone is not the best of anything, and has no legend
     assert "82.00* ± 2.83" in lines[2]
-    assert "*" not in text(tables([*ROWS[:2], ROWS[-1]])[0])  # nor is it beside a bound
-    assert "**" not in markdown(tables([*ROWS[:2], ROWS[-1]])[0])
+    assert "*" not in format_text(build_tables([*ROWS[:2], ROWS[-1]])[0])  # nor is it beside a bound
+    assert "**" not in format_markdown(build_tables([*ROWS[:2], ROWS[-1]])[0])
 
 
 def test_names_do_not_become_markup():
     domains = {"a|b": 80.0, "c^d~e\\f{g}": 60.0}
-    (table,) = tables([replace(row("x|y", 0, 0.0, 0.0), domains=domains, evenness=fairness(domains))])
-    head, rule, line = markdown(table).splitlines()
+    (table,) = build_tables([replace(row("x|y", 0, 0.0, 0.0), domains=domains, fairness=fairness(domains))])
+    head, rule, line = format_markdown(table).splitlines()
     assert head == r"| method | a\|b | c^d~e\f{g} | AVG | STD | worst | seeds |"
     assert rule.count("---") == 7
     assert line.startswith(r"| x\|y | 80.00 |")
-    assert r"c\textasciicircum{}d\textasciitilde{}e\textbackslash{}f\{g\}" in latex(table)
+    assert r"c\textasciicircum{}d\textasciitilde{}e\textbackslash{}f\{g\}" in format_latex(table)
 
 
 def test_what_the_numbers_are_is_not_said_of_rounds_there_were_not():
@@ -78,38 +81,38 @@ def test_what_the_numbers_are_is_not_said_of_rounds_there_were_not():
         found = [row("fedavg", seed, 80.0, 60.0) for seed in seeds]
         for one in found:
             one.summaries[0]["averaged"] = rounds
-        return tables(found)[0].about
+        return build_tables(found)[0].about
 
     assert about(5) == "accuracy in percent, mean of the last five rounds"
     assert about(2, (0, 1)) == "accuracy in percent, mean of the last 2 rounds, ± standard deviation over seeds"
     assert about(1) == "accuracy in percent, in the last round"
     earlier = row("fedavg", 0, 80.0, 60.0)  # a run of an earlier version, of five rounds
-    assert tables([earlier])[0].about.endswith("last five rounds")
+    assert build_tables([earlier])[0].about.endswith("last five rounds")
 
 
-def test_who_gains_and_who_pays():
-    said = conclusions.gains(ROWS)
+def test_gains_and_losses_by_domain():
+    said = conclusions.describe_gains(ROWS)
     # line_art: +10 and +12, standard error |12 - 10| / sqrt 2 / sqrt 2 = 1; photo: 0 and -4, mean -2, standard error 2
     assert said == [
         "fedheal against fedavg: line_art gains 11.0 points (standard error 1.0); "
-        "photo pays 2.0 points (standard error 2.0, which is within noise)."
+        "photo loses 2.0 points (standard error 2.0, which is within noise)."
     ]
     one = [row("fedavg", 0, 80.0, 60.0), row("fedheal", 0, 80.0, 70.0)]
     # One seed: 1000 images, sqrt(0.6 * 0.4 / 1000 + 0.7 * 0.3 / 1000) = 2.12 %
-    assert conclusions.gains(one)[0].startswith(
+    assert conclusions.describe_gains(one)[0].startswith(
         "fedheal against fedavg: line_art gains 10.0 points (standard error 2.1);"
     )
     # A seed that only one of them has is no part of it.
     unrelated = [row("fedavg", 0, 99.9, 99.9), row("fedavg", 1, 80.0, 60.0), row("fedheal", 1, 80.0, 70.0)]
-    assert conclusions.gains(unrelated) == conclusions.gains(one)
-    assert conclusions.gains([row("a", 0, 1.0, 2.0), row("b", 1, 1.0, 2.0)]) == [
+    assert conclusions.describe_gains(unrelated) == conclusions.describe_gains(one)
+    assert conclusions.describe_gains([row("a", 0, 1.0, 2.0), row("b", 1, 1.0, 2.0)]) == [
         "b and a share no seed: they are not compared."
     ]
 
 
 def test_the_headline_names_the_worst_served_and_who_is_ahead():
-    first, second = conclusions.headline(ROWS)
-    assert first == "With fedavg, line_art is served worst: 60.0 %, 11.0 points below the mean over domains."
+    first, second = conclusions.describe_leaders(ROWS)
+    assert first == "With fedavg, line_art has the lowest accuracy: 60.0 %, 11.0 points below the mean over domains."
     assert "highest AVG fedheal (75.5 %)" in second
     assert "best worst domain fedheal (71.0 %)" in second
 
@@ -118,25 +121,25 @@ def test_the_headline_has_the_numbers_of_the_table():
     """Over two seeds the first method's domains even out; in each of its runs they do not."""
     found = [row("fedavg", 0, 90.0, 50.0), row("fedavg", 1, 50.0, 90.0)]
     found += [row("fedheal", seed, 79.0, 60.0) for seed in (0, 1)]
-    said = conclusions.headline(found)[1]
+    said = conclusions.describe_leaders(found)[1]
     # STD: 40 / sqrt 2 = 28.3 in both runs of fedavg, 19 / sqrt 2 = 13.4 in fedheal's; worst: 50 and 60.
     assert said.endswith(
         "highest AVG fedavg (70.0 %), lowest STD fedheal (13.4 points), best worst domain fedheal (60.0 %)."
     )
-    (table,) = tables(found)
+    (table,) = build_tables(found)
     assert [m for m in table.cells if table.cells[m]["STD"].best] == ["fedheal"]
     assert [m for m in table.cells if table.cells[m]["worst"].best] == ["fedheal"]
 
 
 def test_csv_can_be_read_back(tmp_path):
-    found = list(csv.DictReader(io.StringIO(csv_text(ROWS))))
+    found = list(csv.DictReader(io.StringIO(format_csv(ROWS))))
     assert len(found) == 5
     assert float(found[1]["accuracy.photo"]) == 84.0
     assert found[1]["method"] == "fedavg"
     assert float(found[0]["std"]) == pytest.approx(20 / 2**0.5)
     assert found[0]["notes"] == ""
     special = replace(ROWS[0], summaries=({**ROWS[0].summaries[0], "data_notes": ["over 3 of 4 domains", "small"]},))
-    assert next(csv.DictReader(io.StringIO(csv_text([special]))))["notes"] == "over 3 of 4 domains; small"
+    assert next(csv.DictReader(io.StringIO(format_csv([special]))))["notes"] == "over 3 of 4 domains; small"
 
 
 def test_parquet_can_be_read_back(tmp_path):
@@ -148,8 +151,10 @@ def test_parquet_can_be_read_back(tmp_path):
 
 
 def test_two_runs_of_one_method_and_seed_cannot_both_be_a_row():
-    with pytest.raises(ValueError, match=r"fedavg with seed 0 was run twice \(runs/x and runs/y\): report them apart"):
-        tables([*ROWS, row("fedavg", 0, 1.0, 2.0, "runs/y")])
+    with pytest.raises(
+        ValueError, match=r"fedavg with seed 0 was run twice \(runs/x and runs/y\): report them separately"
+    ):
+        build_tables([*ROWS, row("fedavg", 0, 1.0, 2.0, "runs/y")])
 
 
 def test_rows_over_other_domains_are_refused_by_name():
@@ -158,21 +163,21 @@ def test_rows_over_other_domains_are_refused_by_name():
     with pytest.raises(
         ValueError, match=r"'toy' are not over the same .* runs/x has photo, line_art and runs/y has photo"
     ):
-        tables([*ROWS, other])
+        build_tables([*ROWS, other])
 
 
 def test_methods_that_share_no_seed_are_not_compared_and_the_others_are():
-    said = conclusions.sentences([*ROWS, row("fedavg+afl", 7, 80.0, 70.0)])
+    said = conclusions.conclude([*ROWS, row("fedavg+afl", 7, 80.0, 70.0)])
     assert said[0] == "fedavg+afl and fedavg share no seed: they are not compared."
-    assert said[1:3] == conclusions.sentences(ROWS)[:2]
+    assert said[1:3] == conclusions.conclude(ROWS)[:2]
 
 
 def test_data_sets_have_tables_of_their_own():
-    assert [t.data for t in tables([*ROWS, row("fedavg", 0, 1.0, 2.0, data="other")])] == ["toy", "other"]
+    assert [t.data for t in build_tables([*ROWS, row("fedavg", 0, 1.0, 2.0, data="other")])] == ["toy", "other"]
 
 
 def test_too_few_seeds_are_said_once_and_small_test_sets_are_named():
-    said = conclusions.sentences(ROWS)
+    said = conclusions.conclude(ROWS)
     assert said[0].startswith("2 seeds cannot show a difference at 0.05")
     assert said[1] == "Observed against fedavg, in points: fedheal +4.50 in AVG; fedheal -9.19 in STD."
     assert "photo (30 images" in said[2]
@@ -183,7 +188,7 @@ def test_enough_seeds_may_conclude():
     many = [row("fedavg", s, 80.0 + s % 3, 60.0) for s in range(8)] + [
         row("fedheal", s, 80.0 + s % 3, 70.0 + s % 2) for s in range(8)
     ]
-    said = conclusions.sentences(many)
+    said = conclusions.conclude(many)
     assert any("fedheal" in s and "better" in s and "8 seeds" in s for s in said)
 
 
@@ -194,11 +199,11 @@ def test_a_reference_need_not_be_run_on_every_data_set():
     assert "Observed against fedheal, in points: fedavg -4.50 in AVG" in said
     assert "Observed against fedavg, in points: scaffold +5.00 in AVG" in said
     assert said.count("There is no run of") == 1
-    assert conclusions.cautions(ROWS, "fedheal") == []
-    for refused in (reported, lambda *words: page(words[0], reference=words[2]), figures_of):
+    assert list_cautions(ROWS, "fedheal") == []
+    for refused in (reported, lambda *words: render_page(words[0], reference=words[2]), figures_of):
         with pytest.raises(ValueError, match="reference = bogus: the methods are fedavg, fedheal, scaffold"):
             refused([*ROWS, *other], "text", "bogus")
 
 
 def figures_of(found, form, reference):
-    return figures.write(found, Path("nowhere"), reference)
+    return figures.write_figures(found, Path("nowhere"), reference)

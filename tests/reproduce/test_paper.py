@@ -12,8 +12,8 @@ from fedheal.reproduce.plans import SMOKE_DATA
 PRINTED = [
     (data, name, numbers)
     for table in (paper.TABLE1, paper.TABLE2, paper.ABLATION)
-    for data, rows in table.items()
-    for name, numbers in rows.items()
+    for data, by_method in table.items()
+    for name, numbers in by_method.items()
 ]
 
 
@@ -48,20 +48,20 @@ def test_the_tables_agree_where_they_repeat_each_other():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("data", ["digits", "office-caltech", SMOKE_DATA, "mine:load"])
 def test_every_recipe_has_uniform_weights_and_methods_that_exist(recipe, data):
-    entries = RECIPES[recipe].entries(data)
-    assert any("uniform" in entry.method for entry in entries)
-    labels = [entry.label for entry in entries]
+    rows = RECIPES[recipe].list_rows(data)
+    assert any("uniform" in row.method for row in rows)
+    labels = [row.label for row in rows]
     assert len(set(labels)) == len(labels)
-    for entry in entries:
-        assert methods.get(entry.method)
-        assert len(entry.published) in (0, 2, 6)
-        assert not (entry.published and data == "mine:load")
-    for claim in RECIPES[recipe].claims():
+    for row in rows:
+        assert methods.get(row.method)
+        assert len(row.published) in (0, 2, 6)
+        assert not (row.published and data == "mine:load")
+    for claim in RECIPES[recipe].list_claims():
         assert {label for pair in claim.pairs for label in pair} <= set(labels)
 
 
 def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_it_has_them():
-    digits = {entry.method: entry.published for entry in RECIPES["headline"].entries("digits")}
+    digits = {row.method: row.published for row in RECIPES["headline"].list_rows("digits")}
     assert list(digits) == [
         "fedavg", "fedavg+uniform", "fedavg+fedheal:variant=released", "fedavg+fedheal", "fedavg+fael", "fedavg+fphl",
         "fedavg+fael-exact", "fedavg+afl", "fedavg+qffl", "fedfv:tau=1", "ditto",
@@ -71,7 +71,7 @@ def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_i
     assert digits["fedavg+fphl"] == paper.ABLATION["digits"]["fedavg+fphl"]
     assert digits["ditto"] == paper.TABLE2["digits"]["ditto"]
     assert [method for method, numbers in digits.items() if not numbers] == ["fedavg+uniform", "fedavg+fael-exact"]
-    office = [entry.method for entry in RECIPES["headline"].entries("office-caltech")]
+    office = [row.method for row in RECIPES["headline"].list_rows("office-caltech")]
     assert office == [
         "fedavg", "fedavg+uniform", "fedavg+fedheal:tau=0.4,variant=released", "fedavg+fedheal:tau=0.4",
         "fedavg+fedheal:tau=0.4,per_step=true",
@@ -79,10 +79,10 @@ def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_i
 
 
 def test_table1_is_seven_by_five_and_the_office_tau_is_the_papers():
-    entries = RECIPES["table1"].entries("office-caltech")
-    assert len(entries) == 35
-    assert sum(bool(entry.published) for entry in entries) == 28
-    assert {e.method for e in entries if "fedheal" in e.method} == {
+    rows = RECIPES["table1"].list_rows("office-caltech")
+    assert len(rows) == 35
+    assert sum(bool(row.published) for row in rows) == 28
+    assert {e.method for e in rows if "fedheal" in e.method} == {
         f"{local}+fedheal:tau=0.4"
         for local in ("fedavg", "fedprox", "scaffold", "moon", "feddyn", "fedproc", "fedproto")
     }

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import fedheal
 from fedheal.runs import folder as records
+from fedheal.runs.schema import RoundRecord, RunResult
 from fedheal.simulate.runner import Result
 from tiny_data import quick
 
@@ -32,7 +33,7 @@ DESCRIBED = {"round": 3, "seed": 0, "sent": 12345, "received": 678, "aggregator"
 
 
 def saved(folder: Path, number: int = 3) -> Path:
-    records.save_state(folder, number, ARRAYS, DESCRIBED, "me")
+    records.save_checkpoint(folder, number, ARRAYS, DESCRIBED, "me")
     return folder / "state" / f"{number:08d}.safetensors"
 
 
@@ -67,7 +68,7 @@ def model(folder: Path) -> bytes:
 
 
 def newest(folder: Path) -> Path:
-    return records.states(folder)[0]
+    return records.list_checkpoints(folder)[0]
 
 
 # Whole or not at all
@@ -121,7 +122,7 @@ def test_tensors_come_back_and_tied_ones_too(tmp_path: Path) -> None:
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    arrays, described = records.load_state(saved(tmp_path), "me")
+    arrays, described = records.load_checkpoint(saved(tmp_path), "me")
     assert described == DESCRIBED
     assert arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
@@ -133,7 +134,7 @@ def test_the_newest_two_states_are_kept_and_left_overs_cleared(tmp_path: Path) -
     for number in (1, 2, 9, 10, 100):
         saved(tmp_path, number)
         (tmp_path / "state" / "00000050.safetensors.tmp").write_bytes(b"half")
-    assert [path.stem for path in records.states(tmp_path)] == ["00000100", "00000010"]
+    assert [path.stem for path in records.list_checkpoints(tmp_path)] == ["00000100", "00000010"]
     saved(tmp_path, 101)
     assert sorted(p.name for p in (tmp_path / "state").iterdir()) == [
         "00000100.safetensors",
@@ -142,12 +143,12 @@ def test_the_newest_two_states_are_kept_and_left_overs_cleared(tmp_path: Path) -
 
 
 def test_there_are_no_states_before_the_first(tmp_path: Path) -> None:
-    assert records.states(tmp_path) == []
+    assert records.list_checkpoints(tmp_path) == []
 
 
 def test_a_state_of_another_experiment_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(records.BadState, match=r"00000003\.safetensors belongs to another experiment"):
-        records.load_state(saved(tmp_path), "you")
+    with pytest.raises(records.CheckpointError, match=r"00000003\.safetensors belongs to another experiment"):
+        records.load_checkpoint(saved(tmp_path), "you")
 
 
 @pytest.mark.parametrize(
@@ -156,21 +157,21 @@ def test_a_state_of_another_experiment_is_refused(tmp_path: Path) -> None:
 def test_a_file_of_another_format_is_refused(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(2)}, path, metadata)
-    with pytest.raises(records.BadState, match="not a state of this version"):
-        records.load_state(path, "me")
+    with pytest.raises(records.CheckpointError, match="not a checkpoint of this version"):
+        records.load_checkpoint(path, "me")
 
 
 @pytest.mark.parametrize("content", [b"", b"\0", b"junk" * 100, b"\xff" * 64, (2**40).to_bytes(8, "little") + b"{}"])
 def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(records.BadState, match=r"x\.safetensors is damaged"):
-        records.load_state(path, "me")
+    with pytest.raises(records.CheckpointError, match=r"x\.safetensors is damaged"):
+        records.load_checkpoint(path, "me")
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(records.BadState, match="damaged"):
-        records.load_state(tmp_path / "none.safetensors", "me")
+    with pytest.raises(records.CheckpointError, match="damaged"):
+        records.load_checkpoint(tmp_path / "none.safetensors", "me")
 
 
 def test_a_state_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
@@ -178,10 +179,10 @@ def test_a_state_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(records.BadState):
-            records.load_state(path, "me")
+        with pytest.raises(records.CheckpointError):
+            records.load_checkpoint(path, "me")
     path.write_bytes(whole)
-    records.load_state(path, "me")
+    records.load_checkpoint(path, "me")
 
 
 def test_a_state_with_any_byte_changed_is_refused(tmp_path: Path) -> None:
@@ -193,8 +194,8 @@ def test_a_state_with_any_byte_changed_is_refused(tmp_path: Path) -> None:
         for flip in {1, 1 << chance.randrange(1, 8)}:
             path.write_bytes(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
             try:
-                arrays, described = records.load_state(path, "me")
-            except records.BadState:
+                arrays, described = records.load_checkpoint(path, "me")
+            except records.CheckpointError:
                 continue
             same = described == DESCRIBED and all(torch.equal(arrays[k], ARRAYS[k]) for k in ARRAYS)
             if not same or arrays.keys() != ARRAYS.keys():
@@ -206,21 +207,21 @@ def test_a_state_with_any_byte_changed_is_refused(tmp_path: Path) -> None:
 
 
 def test_rounds_come_back_line_by_line(tmp_path: Path) -> None:
-    given = [{"round": i, "weights": {"ä-0": 0.1 + 0.2}, "loss": None} for i in (1, 2, 3)]
-    for record in given:
+    history = [RoundRecord(round=i, weights={"ä-0": 0.1 + 0.2}, mood="good") for i in (1, 2, 3)]
+    for record in history:
         records.append_round(tmp_path, record)
-    assert records.read_rounds(tmp_path) == given
+    assert records.read_rounds(tmp_path) == history
 
 
 def test_no_rounds_yet(tmp_path: Path) -> None:
     assert records.read_rounds(tmp_path) == []
-    records.cut_rounds(tmp_path, 0)
+    records.truncate_rounds(tmp_path, 0)
     assert records.read_rounds(tmp_path) == []
 
 
 def test_numbers_that_json_has_not_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        records.append_round(tmp_path, {"round": 1, "loss": float("nan")})
+    with pytest.raises(ValueError, match=r"round 1 cannot be recorded: domains.a = nan is not JSON-serialisable"):
+        records.append_round(tmp_path, RoundRecord(round=1, domains={"a": float("nan")}))
     assert records.read_rounds(tmp_path) == []
 
 
@@ -230,35 +231,35 @@ def test_a_torn_last_line_is_left_out_wherever_it_is_torn(tmp_path: Path) -> Non
     for length in range(len(torn)):
         text = "".join(json.dumps(record) + "\n" for record in whole).encode() + torn[:length]
         (tmp_path / "rounds.jsonl").write_bytes(text)
-        assert records.read_rounds(tmp_path) == whole, length
-        records.cut_rounds(tmp_path, 2)
-        assert records.read_rounds(tmp_path) == whole
-        records.append_round(tmp_path, {"round": 3})
-        assert [r["round"] for r in records.read_rounds(tmp_path)] == [1, 2, 3]
+        assert len(records.read_rounds(tmp_path)) == 2, length
+        records.truncate_rounds(tmp_path, 2)
+        assert [record.model_dump(exclude_unset=True) for record in records.read_rounds(tmp_path)] == whole
+        records.append_round(tmp_path, RoundRecord(round=3))
+        assert [r.round for r in records.read_rounds(tmp_path)] == [1, 2, 3]
 
 
 def test_a_last_line_without_its_end_of_line_does_not_swallow_the_next(tmp_path: Path) -> None:
     (tmp_path / "rounds.jsonl").write_text('{"round": 1}\n{"round": 2}')
-    records.cut_rounds(tmp_path, 2)
-    records.append_round(tmp_path, {"round": 3})
-    assert [r["round"] for r in records.read_rounds(tmp_path)] == [1, 2, 3]
+    records.truncate_rounds(tmp_path, 2)
+    records.append_round(tmp_path, RoundRecord(round=3))
+    assert [r.round for r in records.read_rounds(tmp_path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("there", [[], [1], [2, 3], [1, 3], [1, 2, 2, 3], [2, 1, 3]])
 def test_missing_rounds_are_noticed(tmp_path: Path, there: list[int]) -> None:
     for number in there:
-        records.append_round(tmp_path, {"round": number})
+        records.append_round(tmp_path, RoundRecord(round=number))
     before = (tmp_path / "rounds.jsonl").read_bytes() if there else b""
-    with pytest.raises(records.BadState, match=r"rounds\.jsonl lacks records of rounds"):
-        records.cut_rounds(tmp_path, 3)
+    with pytest.raises(records.CheckpointError, match=r"rounds\.jsonl lacks records of rounds"):
+        records.truncate_rounds(tmp_path, 3)
     assert ((tmp_path / "rounds.jsonl").read_bytes() if there else b"") == before
 
 
 def test_cutting_keeps_the_first_rounds(tmp_path: Path) -> None:
     for number in range(1, 6):
-        records.append_round(tmp_path, {"round": number, "x": number / 3})
-    records.cut_rounds(tmp_path, 2)
-    assert records.read_rounds(tmp_path) == [{"round": 1, "x": 1 / 3}, {"round": 2, "x": 2 / 3}]
+        records.append_round(tmp_path, RoundRecord(round=number, train_loss=number / 3))
+    records.truncate_rounds(tmp_path, 2)
+    assert [record.train_loss for record in records.read_rounds(tmp_path)] == [1 / 3, 2 / 3]
 
 
 def test_a_json_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
@@ -301,10 +302,10 @@ def other_kind(path: Path) -> None:
 
 
 def foreign(path: Path) -> None:
-    arrays, described = records.load_state(path, quick(rounds=4).identity)
+    arrays, described = records.load_checkpoint(path, quick(rounds=4).identity)
     folder = path.parents[2] / "foreign"
     folder.mkdir(exist_ok=True)
-    records.save_state(folder, int(path.stem), arrays, described, "another experiment's")
+    records.save_checkpoint(folder, int(path.stem), arrays, described, "another experiment's")
     shutil.copy(newest(folder), path)
 
 
@@ -319,15 +320,15 @@ def test_a_damaged_newest_state_gives_way_to_the_one_before(
     result = go(stopped)
     assert [record.round for record in result.history] == [1, 2, 3, 4]
     assert model(stopped) == model(finished)
-    assert [r["round"] for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
+    assert [r.round for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_two_damaged_states_are_a_sentence_and_nothing_is_lost(stopped: Path, damage: Callable[[Path], None]) -> None:
-    for path in records.states(stopped):
+    for path in records.list_checkpoints(stopped):
         damage(path)
     before = {p.name: p.read_bytes() for p in stopped.rglob("*") if p.is_file()}
-    with pytest.raises(ValueError, match=f"no state in {re.escape(str(stopped))} can be used") as error:
+    with pytest.raises(ValueError, match=f"no checkpoint in {re.escape(str(stopped))} can be used") as error:
         go(stopped)
     assert "00000004.safetensors" in str(error.value)
     assert "00000003.safetensors" in str(error.value)
@@ -340,7 +341,7 @@ def test_a_state_with_too_few_rounds_gives_way_to_the_one_before(finished: Path,
     (stopped / "rounds.jsonl").write_text("".join(lines[:3]) + lines[3][:30])
     go(stopped)
     assert model(stopped) == model(finished)
-    assert [r["round"] for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
+    assert [r.round for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
 
 
 def test_rounds_that_are_all_gone_are_a_sentence(stopped: Path) -> None:
@@ -353,7 +354,7 @@ def test_a_run_without_any_state_starts_again(finished: Path, stopped: Path) -> 
     shutil.rmtree(stopped / "state")
     go(stopped)
     assert model(stopped) == model(finished)
-    assert [r["round"] for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
+    assert [r.round for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
 
 
 def test_leftover_temporary_files_change_nothing(finished: Path, stopped: Path) -> None:
@@ -385,7 +386,7 @@ def test_a_finished_run_keeps_its_rounds_when_its_states_are_gone(finished: Path
 def test_a_finished_run_with_damaged_states_is_still_finished(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    for path in records.states(folder):
+    for path in records.list_checkpoints(folder):
         empty(path)
     assert bits(go(folder)) == bits(go(finished))
 
@@ -418,7 +419,7 @@ def test_two_runs_cannot_be_in_one_folder(tmp_path):
     assert len(intruder.said) == 2
     assert str(tmp_path / "run") in intruder.said[0]
     assert bits(disturbed) == bits(alone)
-    assert [record["round"] for record in records.read_rounds(tmp_path / "run")] == [1, 2]
+    assert [record.round for record in records.read_rounds(tmp_path / "run")] == [1, 2]
     fedheal.run(quick(rounds=2), tmp_path / "run", resume=True)  # the lock went with the run
 
 
@@ -435,20 +436,20 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
 
 def test_every_field_of_a_result_has_its_kind(finished: Path) -> None:
     """Or a field added to results would be the one that nobody checks."""
-    always = records.RESULT.keys() - {"own"}  # that of a method of one's own, which this is not
-    assert records.read_json(finished / "result.json").keys() == always
-    assert records.read_result(finished, records.fields(*always))["rounds"] == 4
+    always = [name for name, field in RunResult.model_fields.items() if field.is_required()]
+    assert list(records.read_json(finished / "result.json")) == always
+    assert records.read_result(finished, always)["rounds"] == 4
 
 
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ({"avg": "x"}, "avg = 'x' is of the wrong kind"),
-        ({"std": True}, "std = True is of the wrong kind"),
-        ({"seed": False}, "seed = False is of the wrong kind"),
-        ({"pool": 0}, "pool = 0 is of the wrong kind"),
-        ({"seconds": []}, "seconds = [] is of the wrong kind"),
-        ({"validation": list(range(10**6))}, "validation = [0, 1, 2, 3, 4, 5, ...] is of the wrong kind"),
+        ({"avg": "x"}, "avg must be a valid number, got 'x'"),
+        ({"std": True}, "std must be a valid number, got True"),
+        ({"seed": False}, "seed must be a valid integer, got False"),
+        ({"pool": 0}, "pool must be a valid boolean, got 0"),
+        ({"seconds": []}, "seconds must be a valid dictionary, got []"),
+        ({"versions": list(range(10**6))}, "versions must be a valid dictionary, got [0, 1, 2, 3, 4, 5, ...]"),
     ],
 )
 def test_a_result_of_the_wrong_kind_is_named_even_if_nobody_needs_it(
@@ -457,13 +458,13 @@ def test_a_result_of_the_wrong_kind_is_named_even_if_nobody_needs_it(
     whole = records.read_json(finished / "result.json")
     (tmp_path / "result.json").write_text(json.dumps(whole | said))
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'result.json'}: {sentence}") + "$"):
-        records.read_result(tmp_path, {})
+        records.read_result(tmp_path)
 
 
 def test_a_result_of_another_version_may_have_more_and_less(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"rounds": 3, "avg": 80, "validation": null, "mood": "good"}')
-    assert records.read_result(tmp_path, records.fields("rounds"))["avg"] == 80
+    assert records.read_result(tmp_path, ["rounds"])["avg"] == 80
     with pytest.raises(ValueError, match=r"result\.json: there is no seed$"):
-        records.read_result(tmp_path, records.fields("rounds", "seed"))
+        records.read_result(tmp_path, ["rounds", "seed"])
     with pytest.raises(ValueError, match=r"nowhere/result\.json is missing$"):
-        records.read_result(tmp_path / "nowhere", {})
+        records.read_result(tmp_path / "nowhere")

@@ -46,7 +46,7 @@ def interrupted_in(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, call:
 
 
 def newest(folder: Path) -> int:
-    return int(records.states(folder)[0].stem)
+    return int(records.list_checkpoints(folder)[0].stem)
 
 
 def ends_like_one_never_stopped(folder: Path, whole: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_second_one_does_not_wait(tmp_path: Path, whole: Path, monkeypatch: py
         interrupted_in(patch, LOOP, "evaluate_domains", 3, times=2)
         with pytest.raises(KeyboardInterrupt):
             fedheal.run(quick(**KEYS), tmp_path / "run", progress=False)
-    assert records.states(tmp_path / "run") == []
+    assert records.list_checkpoints(tmp_path / "run") == []
     ends_like_one_never_stopped(tmp_path / "run", whole)
 
 
@@ -102,7 +102,7 @@ def test_before_the_first_round_there_is_nothing_to_save(tmp_path: Path, monkeyp
         interrupted_in(patch, serial, "train_client", 1)
         with pytest.raises(KeyboardInterrupt):
             fedheal.run(quick(**KEYS), tmp_path / "run", progress=False)
-    assert records.states(tmp_path / "run") == []
+    assert records.list_checkpoints(tmp_path / "run") == []
 
 
 def test_where_it_is_ignored_it_stays_ignored() -> None:

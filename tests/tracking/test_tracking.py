@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,13 +58,20 @@ def record(number: int) -> RoundRecord:
     weights = {"plain-0": 0.25 + number / 100, "dark/é?": 0.75 - number / 100}
     kept = {"plain-0": 0.5, "dark/é?": 1 / number}
     seconds = {"train": 1.5 * number, "aggregate": 0.25, "evaluate": 0.125}
-    plain = RoundRecord(number, 2, 2, weights, 1 / number, {"kept": kept}, seconds)
+    plain = RoundRecord(
+        round=number,
+        cohort=2,
+        replied=2,
+        weights=weights,
+        train_loss=1 / number,
+        report={"kept": kept},
+        seconds=seconds,
+    )
     if number % 2 == 0:
         return plain
     domains, clients = {"plain": 60.0 + number, "dark": 40.0 - number}, {"plain-0": 61.0, "dark/é?": 30.0}
-    return replace(
-        plain, domains=domains, clients=clients, fairness=fairness(domains), client_fairness=fairness(clients)
-    )
+    evenness = {"fairness": fairness(domains), "client_fairness": fairness(clients)}
+    return plain.model_copy(update={"domains": domains, "clients": clients, **evenness})
 
 
 def records(last: int, first: int = 1) -> list[RoundRecord]:
@@ -272,7 +278,7 @@ def test_numbers_of_an_evaluated_round() -> None:
 
 
 def test_numbers_leave_out_what_is_not_there() -> None:
-    assert numbers(RoundRecord(1, 2, 0, {}, None, {}, {})) == {"clients/asked": 2.0, EVERY: 0.0}
+    assert numbers(RoundRecord(round=1, cohort=2)) == {"clients/asked": 2.0, EVERY: 0.0}
 
 
 @each
@@ -389,7 +395,7 @@ def test_mlflow_makes_a_new_run_where_the_old_one_is_gone(mlflow_place: Path) ->
 
 @needs_library("mlflow")
 def test_mlflow_takes_many_clients(mlflow_place: Path) -> None:
-    many = replace(record(1), weights={f"c{i}": i / 2500 for i in range(2500)})
+    many = record(1).model_copy(update={"weights": {f"c{i}": i / 2500 for i in range(2500)}})
     drive(tracker("mlflow", mlflow_place), [], [many])
     assert _mlflow_run(mlflow_place)[1].data.metrics == numbers(many) | result_numbers(RESULT)
 

@@ -1,11 +1,11 @@
-"""The server: one strategy, and a run folder that a crash cannot spoil."""
+"""The server: one strategy, and a run folder that survives a crash."""
 
 from typing import Any
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fair_digits.task import DOMAINS, experiment
+from fair_digits.task import DOMAINS, describe_experiment
 from fedheal import methods
 from fedheal.flower import FairStrategy, FedHEAL
 from fedheal.simulate.build import build_module
@@ -16,14 +16,14 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
-    described = experiment(context, len(DOMAINS))  # the model does not depend on how many sites there are
-    if any(term.validates for term in described.resolved_method.local) and not described.validation:
-        # Here, since every site would say so in every round, and the run would end with the model it began with.
+    experiment = describe_experiment(context, len(DOMAINS))  # the model does not depend on how many sites there are
+    if any(term.validates for term in experiment.resolved_method.local) and not experiment.validation:
+        # Otherwise every site would fail in every round, and the run would end with the initial model.
         raise ValueError(
-            f"method = '{described.method_name}' needs examples held out at each site: set validation = 0.2"
+            f"method = '{experiment.method_name}' needs examples held out at each site: set validation = 0.2"
         )
-    module = build_module(described, classes=10)
-    least = int(config["min-nodes"])
+    module = build_module(experiment, classes=10)
+    min_nodes = int(config["min-nodes"])
     settings = {
         "model": module,
         "folder": str(config["folder"]) or f"runs/{context.run_id}",
@@ -31,15 +31,15 @@ def main(grid: Grid, context: Context) -> None:
         "data": "embedded",
         "seed": int(config["seed"]),
         "fraction_train": float(config["fraction-train"]),
-        "min_train_nodes": min(2, least),
-        "min_evaluate_nodes": min(2, least),
-        "min_available_nodes": least,
+        "min_train_nodes": min(2, min_nodes),
+        "min_evaluate_nodes": min(2, min_nodes),
+        "min_available_nodes": min_nodes,
         "wait_seconds": float(config["wait-seconds"]),
     }
     if config["placement"] == "client":
-        strategy = placed_on_clients(described.method_name, **settings)
+        strategy = make_client_placed_strategy(experiment.method_name, **settings)
     else:
-        strategy = FairStrategy(described.resolved_method, placement=str(config["placement"]), **settings)
+        strategy = FairStrategy(experiment.resolved_method, placement=str(config["placement"]), **settings)
     strategy.start(
         grid,
         ArrayRecord(module.state_dict()),
@@ -48,11 +48,11 @@ def main(grid: Grid, context: Context) -> None:
     )
 
 
-def placed_on_clients(method: str, **settings: Any) -> FairStrategy:
-    """FedHEAL as `method` describes it, with FPHL's mask on the sites; no other method can be placed there."""
-    keys = {k: v for k, v in methods.parameters(method).items() if k in ("tau", "beta", "variant", "fphl", "fael")}
+def make_client_placed_strategy(method: str, **settings: Any) -> FairStrategy:
+    """Return FedHEAL with the parameters in `method` and FPHL's mask on the sites; no other method can be placed there."""
+    keys = {k: v for k, v in methods.get(method).parameters.items() if k in ("tau", "beta", "variant", "fphl", "fael")}
     if "tau" not in keys or methods.get("fedheal", **keys).name != method:
         raise ValueError(
-            f"placement = 'client' with method = '{method}': use 'fedheal', with tau, beta or fael if you like"
+            f"placement = 'client' with method = '{method}': use 'fedheal', optionally with tau, beta or fael"
         )
     return FedHEAL(placement="client", **keys, **settings)

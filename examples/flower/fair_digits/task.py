@@ -1,4 +1,4 @@
-"""What both sides agree on: the sites, their data, the model and how they train."""
+"""Shared by server and clients: the sites, their data, the model and the local training."""
 
 from functools import cache
 
@@ -12,13 +12,13 @@ from fedheal.simulate.federation import Federation
 DOMAINS = ("handwritten", "print", "street", "display")
 
 
-def site(partition: int) -> str:
-    """The site of a partition: the domains in turn, then each domain's second site, and so on."""
+def get_site_name(partition: int) -> str:
+    """Return the site of a partition: first one site of each domain, then each domain's second site, and so on."""
     return f"{DOMAINS[partition % len(DOMAINS)]}-{partition // len(DOMAINS)}"
 
 
-def experiment(context: Context, partitions: int) -> Experiment:
-    """The same description as for `fedheal run`, so that a simulation there gives the same model."""
+def describe_experiment(context: Context, partitions: int) -> Experiment:
+    """Describe the experiment as for `fedheal run`, which gives the same model."""
     config = context.run_config
     return Experiment(
         data="embedded",
@@ -29,13 +29,13 @@ def experiment(context: Context, partitions: int) -> Experiment:
         steps=int(config["steps"]) or None,
         validation=float(config["validation"]),
         clients_per_domain=-(-partitions // len(DOMAINS)),
-        only=tuple(site(i) for i in range(partitions)),
+        only=tuple(get_site_name(i) for i in range(partitions)),
         device="cpu",
     )
 
 
 @cache
-def federation(described: Experiment) -> Federation:
-    """The experiment's parts; made once a process, since a simulation runs many clients in one."""
-    torch.set_num_threads(described.threads)  # their number changes sums
-    return build_federation(described, data.load(described.data), torch.device("cpu"))
+def load_federation(experiment: Experiment) -> Federation:
+    """Build the experiment's parts, once a process: a simulation runs many clients in one."""
+    torch.set_num_threads(experiment.threads)  # the number of threads changes sums
+    return build_federation(experiment, data.load(experiment.data), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The server, and what it had to remember."""
+"""The server, and a summary of how much it has to store."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedheal.flower import FairStrategy, FedHEAL
-from many_clients.task import module
+from many_clients.task import make_module
 
 app = ServerApp()
 log = logging.getLogger("flwr.many_clients")
@@ -19,7 +19,7 @@ log = logging.getLogger("flwr.many_clients")
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     rounds, fraction = int(context.run_config["num-server-rounds"]), float(context.run_config["fraction"])
-    net = module()
+    net = make_module()
     strategy = FedHEAL(
         tau=float(context.run_config["tau"]),
         placement="client",
@@ -28,20 +28,20 @@ def main(grid: Grid, context: Context) -> None:
         evaluate_every=rounds,
         model=net,
     )
-    began = time.perf_counter()
+    start = time.perf_counter()
     strategy.start(grid, ArrayRecord(net.state_dict()), num_rounds=rounds, timeout=600)
-    found = summary(strategy, sum(p.numel() for p in net.parameters()))
-    found |= {"clients": len(list(grid.get_node_ids())), "seconds": round(time.perf_counter() - began, 1)}
-    log.info("%s", json.dumps(found, indent=2))
+    summary = summarise(strategy, sum(p.numel() for p in net.parameters()))
+    summary |= {"clients": len(list(grid.get_node_ids())), "seconds": round(time.perf_counter() - start, 1)}
+    log.info("%s", json.dumps(summary, indent=2))
     if context.run_config["summary"]:
-        Path(str(context.run_config["summary"])).write_text(json.dumps(found))
+        Path(str(context.run_config["summary"])).write_text(json.dumps(summary))
 
 
-def summary(strategy: FairStrategy, size: int) -> dict[str, object]:
+def summarise(strategy: FairStrategy, size: int) -> dict[str, object]:
     assert strategy.state is not None
     arrays, described = strategy.state.aggregator.to_arrays()
-    seen, last = len(strategy.known.accepted), strategy.history[-1]
-    kept = last.report.get("kept", {})  # of no client where a round had no usable reply
+    seen, last = len(strategy.federation.accepted), strategy.history[-1]
+    kept = last.report.get("kept", {})  # empty if the round had no usable reply
     return {
         "rounds": len(strategy.history),
         "asked a round": last.cohort,

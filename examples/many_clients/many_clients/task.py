@@ -12,33 +12,40 @@ CLASSES, SIDE, EXAMPLES = 4, 8, 24
 CPU = torch.device("cpu")
 
 
-def name(partition: int) -> str:
+def get_name(partition: int) -> str:
     return f"client-{partition:05d}"
 
 
-def domain(partition: int) -> str:
-    """One client in ten sees everything dimmer."""
+def get_domain(partition: int) -> str:
+    """Return the domain: one client in ten has dimmer images."""
     return "dim" if partition % 10 == 0 else "bright"
 
 
-def module() -> nn.Module:
+def make_module() -> nn.Module:
     with use_seed(0, CPU):
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
-def examples(partition: int, purpose: str) -> Split:
-    """Images in which two rows are brighter, each class others, drowned in noise of the client's own."""
+def make_examples(partition: int, purpose: str) -> Split:
+    """Make noisy images in which two rows are brighter; the class says which."""
     labels = torch.arange(EXAMPLES) % CLASSES
     images = 0.8 * torch.rand(EXAMPLES, 3, SIDE, SIDE, generator=generator(0, purpose, partition))
     for image, label in zip(images, labels.tolist(), strict=True):
         image[:, 2 * label : 2 * label + 2] += 0.15
-    if domain(partition) == "dim":
+    if get_domain(partition) == "dim":
         images = 0.4 * images
     return Split((255 * images.clamp(0, 1)).to(torch.uint8), labels)
 
 
-def bench(partition: int) -> LocalTraining:
+def make_local_training(partition: int) -> LocalTraining:
     torch.set_num_threads(1)
-    net = module()
-    mine = {name(partition): examples(partition, "train")}
-    return LocalTraining(net, Layout.of(net), Training(lr=0.05, batch_size=8), 0, CPU, mine, CLASSES)
+    net = make_module()
+    return LocalTraining(
+        module=net,
+        layout=Layout.of(net),
+        training=Training(lr=0.05, batch_size=8),
+        seed=0,
+        device=CPU,
+        examples={get_name(partition): make_examples(partition, "train")},
+        classes=CLASSES,
+    )

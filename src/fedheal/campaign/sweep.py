@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.campaign.pool import Job
-from fedheal.report.rows import NEEDED, numbers, read_result
-from fedheal.runs.folder import fields
+from fedheal.report.rows import load_summary
 from fedheal.simulate.experiment import PER_DOMAIN, Experiment, parse_override
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
@@ -144,11 +143,10 @@ def _check_trials(trials: int) -> None:
 
 def _result(folder: Path) -> dict[str, Any]:
     """What a run found, on both kinds of data."""
-    found = read_result(folder, {**NEEDED, **fields(*METRICS), "validation": dict})
-    own = found["validation"]
-    if not METRICS.keys() <= own.keys() or not numbers({name: own[name] for name in METRICS}):
-        raise ValueError(f"{folder / 'result.json'}: validation = {own!r} lacks some of {', '.join(METRICS)}")
-    return found
+    summary = load_summary(folder, [*METRICS, "validation", *(f"validation.{name}" for name in METRICS)])
+    if summary["validation"] is None:
+        raise ValueError(f"{folder / 'result.json'}: there is no accuracy on validation data")
+    return summary
 
 
 def _all(search: Search, points: Sequence[Point], run: Runner) -> list[Trial]:

@@ -27,9 +27,9 @@ from fedheal.cli.data import data_app
 from fedheal.cli.live_table import Board
 from fedheal.report import conclusions, rows, tables
 from fedheal.report import figures as drawing
-from fedheal.reproduce import RECIPES, Options, suffix
-from fedheal.reproduce import planned as planned_runs
-from fedheal.reproduce.outputs import reproduced
+from fedheal.report.comparability import list_cautions
+from fedheal.reproduce import RECIPES, Options, make_suffix, plan_recipe
+from fedheal.reproduce.outputs import write_outputs
 from fedheal.runs import folder as records
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment, parse_overrides
@@ -145,14 +145,14 @@ def demo(
     how = at_a_time(planned, _processes(jobs))
     console.print(f"Four methods on ten digits in four domains, seed {seed}, {how}:", highlight=False)
     _run(planned, console, jobs)
-    summaries = [rows.read_result(job.folder) for job in planned]
-    found = rows.rows(summaries)
+    summaries = [rows.load_summary(job.folder) for job in planned]
+    found = rows.build_rows(summaries)
     written = show.write_page(found, out / "report.html", "FedHEAL on four domains of digits")
     if as_json:
         typer.echo(json.dumps(summaries, indent=2))
     elif not quiet:
         show.compared(summaries)
-        about = tables.tables(found)[0].about
+        about = tables.build_tables(found)[0].about
         typer.echo(
             f"{about[0].upper()}{about[1:]}. One seed: differences of a point or two are noise.\n"
             f"Figures, and everything else: {written} (open it in a browser).\n"
@@ -205,14 +205,14 @@ def compare(
         soft_wrap=True,
     )
     _run(planned, console, jobs, ray)
-    found = rows.rows(rows.read_result(job.folder) for job in planned)
+    found = rows.build_rows(rows.load_summary(job.folder) for job in planned)
     if as_json:
         said = [
             sentence
-            for own in rows.by_data(found).values()
-            for sentence in conclusions.cautions(own) + conclusions.sentences(own)
+            for own in rows.group_by_data(found).values()
+            for sentence in list_cautions(own) + conclusions.conclude(own)
         ]
-        typer.echo(json.dumps({"rows": tables.tidy(found), "conclusions": said}, indent=2))
+        typer.echo(json.dumps({"rows": tables.flatten_rows(found), "conclusions": said}, indent=2))
     elif not quiet:
         typer.echo(show.reported(found, "text"))
 
@@ -303,7 +303,7 @@ def report(
         return
     if by is not None:
         raise ValueError(f"by = {by}: it says whom --diagnose looks at; give both")
-    found = sorted(rows.rows(rows.find(runs)), key=lambda row: (row.method, row.seed))
+    found = sorted(rows.build_rows(rows.find_results(runs)), key=lambda row: (row.method, row.seed))
     if not found:
         raise ValueError(f"there is no finished run in {', '.join(map(str, runs))}")
     reference = _canonical(reference)
@@ -311,7 +311,7 @@ def report(
         if html:
             typer.echo(show.write_page(found, out or _folder(runs[0]) / "report.html", reference=reference))
         if figures is not None:
-            written = drawing.write(found, figures, reference)
+            written = drawing.write_figures(found, figures, reference)
             typer.echo(f"{len(written)} files in {figures}")
         return
     if form == "parquet":
@@ -321,7 +321,7 @@ def report(
         tables.write_parquet(found, out)
         return
     if form == "csv":
-        text = tables.csv_text(found)
+        text = tables.format_csv(found)
     elif form in tables.FORMATS:
         text = show.reported(found, form, reference)
     else:
@@ -394,17 +394,17 @@ def reproduce(
         [*(f"{k}={v}" for k, v in said.items() if v is not None), *(words or [])]
     )  # in either form, once
     options = Options(seeds_of(seeds), _listed(rows_), _listed(data), values, smoke)
-    parts = planned_runs(RECIPES[result], options, records.check_folder(out))
+    parts = plan_recipe(RECIPES[result], options, records.check_folder(out))
     wanted = list({job.folder: job for part in parts for job in part.jobs}.values())
     how = at_a_time(wanted, _processes(jobs), ray)
     console = Console(quiet=quiet or as_json)
     console.print(f"{len(wanted)} runs into {out}, {how}:", highlight=False, markup=False, soft_wrap=True)
     _run(wanted, console, jobs, ray)
-    made = reproduced(result, RECIPES[result], parts, out / f"{result}{suffix(options)}")
+    made = write_outputs(result, RECIPES[result], parts, out / f"{result}{make_suffix(options)}")
     title = f"{RECIPES[result].title}{' (a smoke run)' if smoke else ''}"
-    written = show.write_page(made.rows, out / f"{result}{suffix(options)}.html", title, extras=made.extras)
+    written = show.write_page(made.rows, out / f"{result}{make_suffix(options)}.html", title, sections=made.sections)
     if as_json:
-        typer.echo(json.dumps(made.tidy, indent=2))
+        typer.echo(json.dumps(made.records, indent=2))
     elif not quiet:
         typer.echo("\n\n".join(made.texts))
         typer.echo("\n".join(["", *map(str, made.files), written]))

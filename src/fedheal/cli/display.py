@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from rich.text import Text
 from fedheal import methods as method_table
 from fedheal.aggregate.registry import STAGES
 from fedheal.campaign import sweep
+from fedheal.core.parameter import get_parameters
 from fedheal.report import conclusions, rows, tables
-from fedheal.report import diagnose as diagnosis
-from fedheal.report.html_page import Extra, page
+from fedheal.report.comparability import check_reference, list_cautions
+from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
+from fedheal.report.figures import save_figure
+from fedheal.report.html_page import Section, render_page
 from fedheal.runs import folder as records
 
 
@@ -30,7 +34,7 @@ def wide() -> Console:
 def ran(summary: Mapping[str, Any], folder: Path) -> None:
     """One run: its numbers, what they are, what is special about the data, and where it is."""
     compared([summary])
-    about = f"Accuracy in percent, {tables.over_rounds(frozenset({int(summary['averaged'])}))}."
+    about = f"Accuracy in percent, {tables.describe_averaging(frozenset({int(summary['averaged'])}))}."
     typer.echo("\n".join([about, *notes([summary]), str(folder)]))
 
 
@@ -58,7 +62,7 @@ def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
 
 def notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
     """What is special about the data, each thing once."""
-    return [f"Note: {note}." for note in rows.data_notes(summaries)]
+    return [f"Note: {note}." for note in rows.collect_data_notes(summaries)]
 
 
 def searched(search: sweep.Search, found: Sequence[sweep.Trial], chosen: sweep.Trial) -> None:
@@ -96,14 +100,14 @@ def _trials(found: Sequence[sweep.Trial], chosen: sweep.Trial) -> Table:
 
 def reported(found: Sequence[rows.Row], form: str, reference: str | None = None) -> str:
     """A table for each data set, what may be concluded from it, and what is special about the data."""
-    conclusions.check_reference(found, reference)
+    check_reference(found, reference)
     parts = []
-    groups = rows.by_data(found)
-    for table in tables.tables(found):
+    groups = rows.group_by_data(found)
+    for table in tables.build_tables(found):
         own = groups[table.data]
         parts.append(f"{table.data}: {table.about}")
         parts.append(tables.FORMATS[form](table))
-        said = conclusions.cautions(own, reference) + conclusions.sentences(own, reference)
+        said = list_cautions(own, reference) + conclusions.conclude(own, reference)
         said += notes(summary for row in own for summary in row.summaries)
         bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
         parts.append("\n".join(f"{bullet}{sentence}" for sentence in said))
@@ -117,10 +121,10 @@ def write_page(
     path: Path,
     title: str = "",
     reference: str | None = None,
-    extras: Sequence[Extra] = (),
+    sections: Sequence[Section] = (),
 ) -> str:
     """Write the HTML page and say where it is."""
-    text = page(found, title, reference, extras)
+    text = render_page(found, title, reference, sections)
     records.make_folder(path.parent)
     records.write_text(path, text)
     return str(path)
@@ -130,16 +134,16 @@ def diagnosed(runs: Sequence[Path], by: str | None, figures: Path | None) -> Non
     """Who is under-served in a run: a table, sentences and a picture."""
     if len(runs) != 1:
         raise ValueError(f"--diagnose looks at one run, but there are {len(runs)} folders: name one")
-    found = diagnosis.diagnose(runs[0], by)
-    head, *body = diagnosis.lines(found)
+    diagnosis = diagnose_run(runs[0], by)
+    head, *body = format_diagnosis(diagnosis)
     table = Table()
     for i, word in enumerate(head):
         table.add_column(word, justify="right" if i else "left")
     for line in body:
         table.add_row(*line)
     wide().print(table)
-    typer.echo("\n".join(diagnosis.sentences(found)))
-    written = diagnosis.write_picture(found, (figures or runs[0]) / f"diagnosis-{found.what}")
+    typer.echo("\n".join(explain_diagnosis(diagnosis)))
+    written = save_figure((figures or runs[0]) / f"diagnosis-{diagnosis.kind}", partial(draw_diagnosis, diagnosis))
     if written:
         typer.echo(str(written[-1]))
 
@@ -156,7 +160,7 @@ def parts() -> Table:
     groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
     for kind, named in groups:
         for part_name, part in named.items():
-            keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
+            keys = ", ".join(f"{key}={parameter.default}" for key, parameter in get_parameters(part).items())
             table.add_row(f"{part_name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
     for bound, about in rows.BOUNDS.items():
         table.add_row(f"{bound} (bound)", about, "")
@@ -167,10 +171,14 @@ def parts() -> Table:
 def explained(name: str) -> Table:
     """A method's parameters, and the source of each default."""
     table = Table("part", "parameter", "default", "what it is", "source of the default", title_justify="left")
-    table.title = method_table.get(name).name
-    for part, key, value, default, said in method_table.explained(name):
-        shown = str(default).lower() if isinstance(default, bool) else str(default)
-        table.add_row(part, key, shown if value == default else f"{shown} (here {value})", said.about, said.source)
+    method = method_table.get(name)
+    table.title = method.name
+    for part in method.parts:
+        for key, parameter in part.parameters.items():
+            value, default = part.values[key], parameter.default
+            shown = str(default).lower() if isinstance(default, bool) else str(default)
+            shown = shown if value == default else f"{shown} (here {value})"
+            table.add_row(part.name, key, shown, parameter.description, parameter.source)
     if not table.rows:
         table.add_row(name, "no parameters", "", "", "")
     return table

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedheal.campaign.pool import Job
-from fedheal.report.rows import NEEDED, read_result
-from fedheal.runs.folder import fields, read_rounds
+from fedheal.report.rows import load_summary
+from fedheal.runs.folder import read_rounds
 
-SHOWN = {**NEEDED, **fields("avg", "std", "worst", "seconds")}
+SHOWN = ("avg", "std", "worst", "seconds")
 
 
 class Board:
@@ -36,7 +36,7 @@ class Board:
     def ended(self, job: Job) -> None:
         """A run is finished, or was before."""
         if not self.console.is_terminal:
-            found = read_result(job.folder, SHOWN)
+            found = load_summary(job.folder, SHOWN)
             self.console.print(
                 f"{job.folder.name}: AVG {found['avg']:.2f} STD {found['std']:.2f} worst {found['worst']:.2f} "
                 f"({sum(found['seconds'].values()):.0f} s)",
@@ -50,7 +50,7 @@ class Board:
         table = Table("run", "rounds", "AVG", "STD", "worst")
         for job in self.jobs:
             done = read_rounds(job.folder)
-            judged = [record["fairness"] for record in done if record.get("fairness")]
+            judged = [record.fairness for record in done if record.fairness]
             numbers = [f"{judged[-1][name]:.1f}" for name in ("avg", "std", "worst")] if judged else ["", "", ""]
             table.add_row(Text(job.folder.name), f"{len(done)}/{job.experiment.rounds}", *numbers)
         return table

@@ -15,7 +15,7 @@ LAST = 5  # a result is the mean over this many last evaluated rounds
 
 
 def fairness(accuracy: Mapping[str, float]) -> dict[str, float]:
-    """All of the above, by name.
+    """Return the mean, spread and evenness of accuracies by name (formulas: see the module).
 
     >>> even = fairness({"a": 50.0, "b": 50.0})
     >>> even["avg"], even["std"], even["worst"], even["jain"]
@@ -46,10 +46,13 @@ def fairness(accuracy: Mapping[str, float]) -> dict[str, float]:
 
 
 def last_mean(rounds: Sequence[Mapping[str, float]], last: int = LAST) -> dict[str, float]:
-    """Per unit, the mean over the last evaluated rounds.
+    """Return, by unit, the mean over the last rounds in which it was evaluated.
 
-    >>> last_mean([{"a": 0.0}, {"a": 1.0}, {"a": 2.0}], last=2)
-    {'a': 1.5}
+    >>> last_mean([{"a": 0.0}, {"a": 1.0, "b": 7.0}, {"a": 2.0}], last=2)
+    {'a': 1.5, 'b': 7.0}
     """
-    tail = list(rounds)[-last:]
-    return {unit: float(np.mean([accuracy[unit] for accuracy in tail])) for unit in (tail[0] if tail else ())}
+    by_unit: dict[str, list[float]] = {}
+    for accuracy in rounds:
+        for unit, value in accuracy.items():
+            by_unit.setdefault(unit, []).append(value)
+    return {unit: float(np.mean(values[-last:])) for unit, values in by_unit.items()}

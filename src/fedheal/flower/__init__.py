@@ -3,7 +3,7 @@
     from fedheal.flower import FedHEAL
     strategy = FedHEAL(tau=0.3, beta=0.4, folder="runs/hospitals")     # in place of FedAvg(...)
 
-The server side is `strategy.py`, the client side `client.py`; what travels between them is in `wire.py`.
+The server side is `strategy.py`, the client side `client.py`; `messages.py` has what travels between them.
 """
 
 try:

@@ -1,7 +1,7 @@
 """The client's side: what a Flower client adds so that fair aggregation knows it and can ask more of it.
 
-With a training loop of your own, answer with `reply`: it sends the client's name and domain along, and masks the update where
-the server asks for that. `train` and `evaluate` do the whole work with fedheal's own engine, local terms included:
+With a training loop of your own, answer with `reply`: it sends the client's name and domain along, and masks the update if the
+server asks for that. `train` and `evaluate` do the whole work with fedheal's own engine, local terms included:
 
     app = ClientApp()
 
@@ -9,14 +9,14 @@ the server asks for that. `train` and `evaluate` do the whole work with fedheal'
     def train(message, context):
         return client.train(message, context, local_training, name)
 
-What a method keeps with a client lives in `context.state`, or in a `folder` that outlives the run.
+The state that a method keeps with a client is saved in `context.state`, or in a `folder` that outlives the run.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +24,55 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedheal.aggregate import State, client_share
+from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.layout import Layout, Packed
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.serial import LocalTraining, Task
-from fedheal.flower import messages as wire
-from fedheal.flower.client_state import Memory, lost, memory_of, newest, recalled
-from fedheal.flower.terms import spelled
+from fedheal.flower import messages
+from fedheal.flower.client_state import (
+    ClientStore,
+    SavedState,
+    describe_missing_state,
+    load_before_round,
+    load_newest,
+    open_store,
+)
+from fedheal.flower.masking import mask_client_model
+from fedheal.flower.messages import CLIENT_INFO, RoundInstructions
 
 log = logging.getLogger("flwr.fedheal")
 
+__getattr__ = warn_of_renames(
+    __name__, {"judged": "reply_evaluation", "name_of": "get_client_name", "received": "read_model"}
+)
 
-def name_of(context: Context) -> str:
-    """The site's name: `name` in the node's config, else its partition.
 
-    >>> name_of(Context(1, 2, {"partition-id": 3}, RecordDict(), {}))
+def get_client_name(context: Context) -> str:
+    """Return the site's name: `name` in the node's config, else its partition.
+
+    Raises:
+        ValueError: The node's config has neither.
+
+    >>> get_client_name(Context(1, 2, {"partition-id": 3}, RecordDict(), {}))
     'partition-3'
     """
-    for key, form in (("name", "{}"), ("partition-id", "partition-{}")):
+    for key, template in (("name", "{}"), ("partition-id", "partition-{}")):
         if key in context.node_config:
-            return form.format(context.node_config[key])
+            return template.format(context.node_config[key])
     raise ValueError(
         "the node's config has neither 'name' nor 'partition-id': start it with --node-config 'name=\"...\"'"
     )
 
 
-def received(message: Message, key: str = "arrays") -> dict[str, Tensor]:
-    """The model that the server sent, as a `state_dict`."""
-    return wire.tensors(message.content.array_records[key])
+def read_model(message: Message, key: str = "arrays") -> dict[str, Tensor]:
+    """Return the model that the server sent, as a `state_dict`."""
+    return messages.record_to_tensors(message.content.array_records[key])
 
 
 def introduce(message: Message, context: Context, name: str | None = None, domain: str | None = None) -> Message:
-    """The answer to a roll call, for `@app.query()`: who this is."""
-    return Message(_content(name or name_of(context), domain, message, 0, {}), reply_to=message)
+    """Answer a roll call with the client's name, for `@app.query()`."""
+    return Message(_make_content(name or get_client_name(context), domain, message, 0, {}), reply_to=message)
 
 
 def reply(
@@ -73,32 +88,43 @@ def reply(
     layout: Layout | None = None,
     key: str = "arrays",
 ) -> Message:
-    """The answer to a training message: the trained `model` (a `state_dict`), and who this is.
+    """Answer a training message with the trained model.
 
-    `metrics`: AFL, q-FFL and FedFV need the `loss` of the *received* model. Where the server leaves FPHL to its clients, the
-    entries that disagree with this client's history are put back to what was received; the history is kept in
-    `context.state`, or under `folder`. `layout` is only needed where the strategy was given the module as `model`.
+    If the server leaves FPHL to its clients, entries that disagree with this client's history are reset to the received
+    values.
+
+    Args:
+        message: The server's message.
+        context: The node's context.
+        model: The trained model, as a `state_dict`.
+        num_examples: The number of training examples.
+        metrics: Metrics to send. AFL, q-FFL and FedFV need the `loss` of the *received* model.
+        name: The client's name; by default `get_client_name(context)`.
+        domain: The client's domain, which a report groups by.
+        folder: Where to save the client's history; by default `context.state`.
+        layout: The model's layout; only needed if the strategy was given the module as `model`.
+        key: The model's record in the messages.
+
+    Returns:
+        The reply.
     """
-    name = name or name_of(context)
-    content = _content(name, domain, message, num_examples, metrics or {})
+    name = name or get_client_name(context)
+    content = _make_content(name, domain, message, num_examples, metrics or {})
     local = {k: v.detach().cpu() for k, v in model.items()}
-    told = _told(message)
-    if "tau" in told:
-        memory, counted = _memory(context, name, folder, told)
-        forgotten = lost(memory, name, counted)
-        arrays, described = recalled(memory, int(told["round"]), counted)
-        before = message.content.array_records[key]
-        layout = layout or wire.layout_of(before)
-        own = layout.pack(wire.fitted(layout, local))
-        masked, kept, state = _masked(layout, wire.packed(layout, before), own, told, arrays, described)
+    instructions = RoundInstructions.from_message(message)
+    if instructions.tau is not None:
+        session = _ClientSession.open(context, name, folder, instructions)
+        received = message.content.array_records[key]
+        layout = layout or messages.infer_layout(received)
+        packed = layout.pack(messages.match_bfloat16(layout, local))
+        masked = session.mask(content, layout, messages.record_to_model(layout, received), packed)
         local = layout.unpack(masked)
-        content[wire.KEPT] = wire.bits(kept)
-        _remember(memory, told, *_prefixed(state), forgotten)
-    content[key] = wire.record(local)
+        session.save()
+    content[key] = messages.tensors_to_record(local)
     return Message(content, reply_to=message)
 
 
-def judged(
+def reply_evaluation(
     message: Message,
     context: Context,
     num_examples: float,
@@ -107,8 +133,21 @@ def judged(
     name: str | None = None,
     domain: str | None = None,
 ) -> Message:
-    """The answer to an evaluation message: what was found (a report shows `accuracy`, from 0 to 1), and who this is."""
-    return Message(_content(name or name_of(context), domain, message, num_examples, metrics), reply_to=message)
+    """Answer an evaluation message.
+
+    Args:
+        message: The server's message.
+        context: The node's context.
+        num_examples: The number of test examples.
+        metrics: Metrics to send; a report shows `accuracy`, from 0 to 1.
+        name: The client's name; by default `get_client_name(context)`.
+        domain: The client's domain.
+
+    Returns:
+        The reply.
+    """
+    name = name or get_client_name(context)
+    return Message(_make_content(name, domain, message, num_examples, metrics), reply_to=message)
 
 
 def train(
@@ -121,42 +160,52 @@ def train(
     folder: str | Path | None = None,
     key: str = "arrays",
 ) -> Message:
-    """Train `client` of `local_training` from the received model, with the local_training's terms, and answer.
+    """Train from the received model with fedheal's engine, local terms included, and answer.
 
-    Chance derives from (the local_training's seed, the round, the client), as in a simulation: the results are the same.
+    Random numbers derive from (the seed of `local_training`, the round, the client), as in a simulation: the results are the
+    same.
+
+    Args:
+        message: The server's message.
+        context: The node's context.
+        local_training: How to train; it holds the client's examples.
+        client: The client's name there; by default `get_client_name(context)`.
+        domain: The client's domain.
+        folder: Where to save what the method keeps with the client; by default `context.state`.
+        key: The model's record in the messages.
+
+    Returns:
+        The reply.
     """
-    client = client or name_of(context)
-    told = _told(message)
-    memory, counted = _memory(context, client, folder, told)
-    forgotten = lost(memory, client, counted)
-    arrays, described = recalled(memory, int(told["round"]), counted)
-    slots = _slots(arrays, len(local_training.terms))
-    shared = wire.grouped(message.content.array_records.get(wire.SHARED), len(local_training.terms))
-    model = wire.packed(local_training.layout, message.content.array_records[key])
-    asked = replace(
-        local_training, rounds=int(told["rounds"]) or local_training.rounds, received_loss="loss" in told["needs"]
+    client = client or get_client_name(context)
+    instructions = RoundInstructions.from_message(message)
+    session = _ClientSession.open(context, client, folder, instructions)
+    num_terms = len(local_training.terms)
+    shared = messages.record_to_terms(message.content.array_records.get(messages.SHARED), num_terms)
+    model = messages.record_to_model(local_training.layout, message.content.array_records[key])
+    local_training = replace(
+        local_training,
+        rounds=instructions.rounds or local_training.rounds,
+        received_loss="loss" in instructions.needs,
     )
-    done = serial.train_client(asked, model, shared, Task(client, int(told["round"]), slots))
+    task = Task(client, instructions.round, _read_slots(session.loaded, num_terms))
+    result = serial.train_client(local_training, model, shared, task)
     local = Packed(
-        model.params + torch.as_tensor(done.reply.delta),
-        model.buffers if done.reply.buffers is None else torch.as_tensor(done.reply.buffers),
-        model.counters if done.reply.counters is None else torch.as_tensor(done.reply.counters),
+        model.params + torch.as_tensor(result.reply.delta),
+        model.buffers if result.reply.buffers is None else torch.as_tensor(result.reply.buffers),
+        model.counters if result.reply.counters is None else torch.as_tensor(result.reply.counters),
     )
-    content = _content(client, domain, message, done.reply.num_examples, done.reply.metrics)
-    kept_arrays = {f"slots.{i}.{n}": t for i, slot in enumerate(done.slots) for n, t in slot.items()}
-    kept_described: dict[str, Any] = {}
-    if "tau" in told:
-        local, kept, state = _masked(local_training.layout, model, local, told, arrays, described)
-        content[wire.KEPT] = wire.bits(kept)
-        signs, kept_described = _prefixed(state)
-        kept_arrays |= signs
+    content = _make_content(client, domain, message, result.reply.num_examples, result.reply.metrics)
+    session.arrays |= {f"slots.{i}.{n}": t for i, slot in enumerate(result.slots) for n, t in slot.items()}
+    if instructions.tau is not None:
+        local = session.mask(content, local_training.layout, model, local)
     if local_training.terms:
-        content.config_records[wire.ABOUT]["terms"] = spelled(local_training.terms)
-    if any(done.messages):
-        content[wire.MESSAGES] = wire.flattened(done.messages)
-    if kept_arrays:
-        _remember(memory, told, kept_arrays, kept_described, forgotten)
-    content[key] = wire.record_of(local_training.layout, local)
+        content.config_records[CLIENT_INFO]["terms"] = messages.describe_terms(local_training.terms)
+    if any(result.messages):
+        content[messages.TERM_MESSAGES] = messages.terms_to_record(result.messages)
+    if session.arrays:
+        session.save()
+    content[key] = messages.model_to_record(local_training.layout, local)
     return Message(content, reply_to=message)
 
 
@@ -171,86 +220,83 @@ def evaluate(
     folder: str | Path | None = None,
     key: str = "arrays",
 ) -> Message:
-    """Judge the received model on the client's own test examples; what a personalised method keeps here has its say."""
-    client = client or name_of(context)
-    model = wire.packed(local_training.layout, message.content.array_records[key])
-    told = _told(message)
-    memory, counted = _memory(context, client, folder, told)
-    # Nothing is forgotten yet: the server may die before it has saved this round.
-    arrays, _ = newest(memory, int(told["round"]) if counted is None else counted)
-    slots = _slots(arrays, len(local_training.terms))
+    """Evaluate the received model, or the client's personalised one, on the client's own test examples, and answer.
+
+    Args:
+        message: The server's message.
+        context: The node's context.
+        local_training: As for `train`.
+        test: The client's test examples.
+        client: The client's name; by default `get_client_name(context)`.
+        domain: The client's domain.
+        folder: As for `train`.
+        key: The model's record in the messages.
+
+    Returns:
+        The reply.
+    """
+    client = client or get_client_name(context)
+    model = messages.record_to_model(local_training.layout, message.content.array_records[key])
+    instructions = RoundInstructions.from_message(message)
+    accepted = instructions.get_accepted_round(client)
+    store = open_store(context, client, folder, instructions.federation)
+    # Nothing is dropped yet: the server may die before it has saved this round.
+    saved = load_newest(store, instructions.round if accepted is None else accepted)
+    slots = _read_slots(saved, len(local_training.terms))
     for term, slot in zip(local_training.terms, slots, strict=True):
         model = term.evaluated(model, {}, {client: slot})
     loss, accuracy = serial.evaluate_split(local_training, model, test)
-    found = {"eval_loss": loss, "accuracy": accuracy}
-    return judged(message, context, len(test), found, name=client, domain=domain)
+    metrics = {"eval_loss": loss, "accuracy": accuracy}
+    return reply_evaluation(message, context, len(test), metrics, name=client, domain=domain)
 
 
-def _told(message: Message) -> dict[str, Any]:
-    """What the strategy says of the round; a stock strategy says less."""
-    told: dict[str, Any] = {"round": 1, "rounds": 0, "needs": [], "federation": ""}
-    for record in message.content.config_records.values():
-        told |= {"round": record["server-round"]} if "server-round" in record else {}
-        told |= {key.removeprefix(wire.TOLD): value for key, value in record.items() if key.startswith(wire.TOLD)}
-    return told
+@dataclass
+class _ClientSession:
+    """A client's saved state in one training round: what it loaded, and what it will save."""
+
+    store: ClientStore
+    instructions: RoundInstructions
+    warning: str | None  # about a state that is missing
+    loaded: SavedState
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+    described: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls, context: Context, client: str, folder: str | Path | None, instructions: RoundInstructions
+    ) -> _ClientSession:
+        accepted = instructions.get_accepted_round(client)
+        store = open_store(context, client, folder, instructions.federation)
+        warning = describe_missing_state(store, client, accepted)
+        return cls(store, instructions, warning, loaded=load_before_round(store, instructions.round, accepted))
+
+    def mask(self, content: RecordDict, layout: Layout, received: Packed, local: Packed) -> Packed:
+        """Mask the local model, put the mask into the reply, and keep the new sign counts."""
+        assert self.instructions.tau is not None
+        masked, kept, (signs, described) = mask_client_model(
+            layout, received, local, float(self.instructions.tau), *self.loaded
+        )
+        content[messages.MASK] = messages.mask_to_record(kept)
+        self.arrays |= signs
+        self.described |= described
+        return masked
+
+    def save(self) -> None:
+        """Save for the next round. Only a method that saves something can have lost it, so the warning comes here."""
+        if self.warning:
+            log.warning("%s", self.warning)
+        self.store.save(self.instructions.round, self.arrays, self.described)
 
 
-def _content(
+def _make_content(
     name: str, domain: str | None, message: Message, num_examples: float, metrics: Mapping[str, float]
 ) -> RecordDict:
-    about: dict[str, Any] = {"client": name, "round": _told(message)["round"]}
-    about |= {} if domain is None else {"domain": domain}
+    info: dict[str, Any] = {"client": name, "round": RoundInstructions.from_message(message).round}
+    info |= {} if domain is None else {"domain": domain}
     numbers: dict[str, Any] = {"num-examples": num_examples, **metrics}
-    return RecordDict({"metrics": MetricRecord(numbers), wire.ABOUT: ConfigRecord(about)})
+    return RecordDict({"metrics": MetricRecord(numbers), CLIENT_INFO: ConfigRecord(info)})
 
 
-def _memory(
-    context: Context, client: str, folder: str | Path | None, told: Mapping[str, Any]
-) -> tuple[Memory, int | None]:
-    """Where the client remembers, and which of its rounds counted last, where the server says so."""
-    federation, found = str(told["federation"]), told.get("counted")
-    memory = memory_of(context, client, folder, federation)
-    return memory, None if found is None else wire.counted_of(client, str(found), federation)
-
-
-def _remember(
-    memory: Memory,
-    told: Mapping[str, Any],
-    arrays: Mapping[str, Tensor],
-    described: Mapping[str, Any],
-    forgotten: str | None,
-) -> None:
-    """Keep this for the next round. Only a method that keeps something can have lost it: now is the time to say so."""
-    if forgotten:
-        log.warning("%s", forgotten)
-    memory.save(int(told["round"]), arrays, described)
-
-
-def _slots(arrays: Mapping[str, Tensor], terms: int) -> tuple[dict[str, Tensor], ...]:
-    found: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(terms))
-    for key, tensor in arrays.items():
-        kind, _, rest = key.partition(".")
-        number, _, name = rest.partition(".")
-        if kind == "slots" and int(number) < terms:
-            found[int(number)][name] = tensor
-    return found
-
-
-def _masked(
-    layout: Layout,
-    before: Packed,
-    local: Packed,
-    told: Mapping[str, Any],
-    arrays: Mapping[str, Tensor],
-    described: Mapping[str, Any],
-) -> tuple[Packed, Tensor, State]:
-    """The local model with inconsistent entries put back, which entries stayed, and the client's new history."""
-    own = {k.removeprefix("signs."): v for k, v in arrays.items() if k.startswith("signs.")}
-    state = State.from_arrays(own, described["signs"]) if own else None
-    share, after = client_share(local.params - before.params, state, float(told["tau"]), layout=layout)
-    return replace(local, params=torch.where(share.kept, local.params, before.params)), share.kept, after
-
-
-def _prefixed(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    arrays, described = state.to_arrays()
-    return {f"signs.{name}": tensor for name, tensor in arrays.items()}, {"signs": described}
+def _read_slots(saved: SavedState, num_terms: int) -> tuple[dict[str, Tensor], ...]:
+    slots = {key.removeprefix("slots."): tensor for key, tensor in saved[0].items() if key.startswith("slots.")}
+    return messages.split_by_term(slots, num_terms)

@@ -1,10 +1,10 @@
-"""What a client remembers between rounds: in Flower's `context.state`, or in a folder that outlives the run.
+"""What a client saves between rounds: in Flower's `context.state`, or in a folder that outlives the run.
 
-`context.state` is empty again in a new run, so a federation that is resumed, or a client whose node restarts without its
-key, needs a folder to go on with the same results. Either keeps what the client remembered after the last round that counted
-on the server, and after the one it trained last, which may not have counted. A folder keeps that of the round that counted
-before, too: a resumed server whose newest state is damaged goes on from the one before. What another federation left
-behind, or what is damaged, is forgotten: a client that knows nothing can still train.
+`context.state` is empty again in a new run, so a federation that is resumed, or a client whose node restarts without its key,
+needs a folder to continue with the same results. A client keeps its state after its last round that the server accepted, and
+after the one it trained last, which may not have been accepted. A folder also keeps that of the accepted round before: a
+resumed server whose newest checkpoint is damaged continues from the one before. A state of another federation, or a damaged
+one, is ignored: a client without state can still train.
 """
 
 from __future__ import annotations
@@ -18,65 +18,32 @@ from typing import Any, Protocol
 from flwr.app import ConfigRecord, Context
 from torch import Tensor
 
-from fedheal.flower import messages as wire
-from fedheal.runs import folder as records
+from fedheal.flower.messages import record_to_tensors, tensors_to_record
+from fedheal.runs import folder as files
 
 log = logging.getLogger("flwr.fedheal")
 
-Kept = tuple[dict[str, Tensor], dict[str, Any]]
+SavedState = tuple[dict[str, Tensor], dict[str, Any]]
 
 
-class Memory(Protocol):
-    """Arrays and JSON by round; `load` raises `records.BadState` where it is of no use."""
+class ClientStore(Protocol):
+    """Arrays and JSON by round; `load` raises `files.CheckpointError` if they cannot be used."""
 
-    counted: int  # rounds that counted are kept so many
+    accepted_rounds_kept: int
 
     def rounds(self) -> list[int]: ...
 
-    def load(self, number: int) -> Kept: ...
+    def load(self, number: int) -> SavedState: ...
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None: ...
 
     def drop(self, number: int) -> None: ...
 
 
-def recalled(memory: Memory, number: int, accepted: int | None) -> Kept:
-    """What the client remembered before round `number`, all later rounds and those that did not count forgotten.
-
-    `accepted`: the last round that counted for this client, where the server knows; else any earlier round may have.
-    """
-    last = number - 1 if accepted is None else min(accepted, number - 1)
-    kept = [r for r in memory.rounds() if r <= last][-memory.counted :]
-    for other in memory.rounds():
-        if other not in kept:
-            memory.drop(other)
-    return newest(memory, last)
-
-
-def lost(memory: Memory, client: str, accepted: int | None) -> str | None:
-    """What to say where the client should remember its last round that counted, and does not."""
-    if not accepted or accepted in memory.rounds():
-        return None
-    earlier = [r for r in memory.rounds() if r < accepted][-1:]
-    rest = f"what it remembers of round {earlier[0]}" if earlier else "nothing; a folder= of its own outlives a run"
-    return f"'{client}' finds nothing of round {accepted}, its last that counted: it goes on with {rest}"
-
-
-def newest(memory: Memory, last: int) -> Kept:
-    """What the client remembers up to round `last`; nothing where that is of no use."""
-    for number in [r for r in memory.rounds() if r <= last][-1:]:
-        try:
-            return memory.load(number)
-        except records.BadState as trouble:
-            log.warning("%s: this client goes on without what it remembered", trouble)
-            memory.drop(number)
-    return {}, {}
-
-
-class InContext:
+class ContextStore:
     """In `context.state`, as records called `fedheal.memory.<round>`."""
 
-    counted = 1  # in a run the server never goes back
+    accepted_rounds_kept = 1  # within a run the server never goes back
 
     def __init__(self, context: Context, owner: str) -> None:
         self.state, self.owner = context.state, owner
@@ -84,14 +51,15 @@ class InContext:
     def rounds(self) -> list[int]:
         return sorted(int(key.rpartition(".")[2]) for key in self.state if key.startswith("fedheal.memory."))
 
-    def load(self, number: int) -> Kept:
+    def load(self, number: int) -> SavedState:
         about = self.state.config_records[f"fedheal.about.{number}"]
         if about["owner"] != self.owner:
-            raise records.BadState(f"what this node remembers of round {number} belongs to another federation")
-        return wire.tensors(self.state.array_records[f"fedheal.memory.{number}"]), json.loads(str(about["json"]))
+            raise files.CheckpointError(f"this node's state of round {number} belongs to another federation")
+        arrays = record_to_tensors(self.state.array_records[f"fedheal.memory.{number}"])
+        return arrays, json.loads(str(about["json"]))
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
-        self.state[f"fedheal.memory.{number}"] = wire.record(arrays)
+        self.state[f"fedheal.memory.{number}"] = tensors_to_record(arrays)
         self.state[f"fedheal.about.{number}"] = ConfigRecord({"json": json.dumps(described), "owner": self.owner})
 
     def drop(self, number: int) -> None:
@@ -99,23 +67,23 @@ class InContext:
             self.state.pop(f"fedheal.{name}.{number}", None)
 
 
-class InFolder:
+class FolderStore:
     """In a folder: a checked, atomically written file a round."""
 
-    counted = records.KEPT  # as many as the server has states to go on from
+    accepted_rounds_kept = files.CHECKPOINTS_KEPT  # as many as the server keeps checkpoints
 
     def __init__(self, folder: Path, owner: str) -> None:
         self.folder, self.owner = folder, owner
 
     def rounds(self) -> list[int]:
-        return sorted(int(path.stem) for path in records.states(self.folder) if path.stem.isdigit())
+        return sorted(int(path.stem) for path in files.list_checkpoints(self.folder) if path.stem.isdigit())
 
-    def load(self, number: int) -> Kept:
-        return records.load_state(self._path(number), self.owner)
+    def load(self, number: int) -> SavedState:
+        return files.load_checkpoint(self._path(number), self.owner)
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        records.save_state(self.folder, number, arrays, described, self.owner, self.counted + 1)
+        files.save_checkpoint(self.folder, number, arrays, described, self.owner, self.accepted_rounds_kept + 1)
 
     def drop(self, number: int) -> None:
         self._path(number).unlink(missing_ok=True)
@@ -124,10 +92,43 @@ class InFolder:
         return self.folder / "state" / f"{number:08d}.safetensors"
 
 
-def memory_of(context: Context, client: str, folder: str | Path | None, federation: str = "") -> Memory:
-    """What `client` keeps for this federation."""
+def open_store(context: Context, client: str, folder: str | Path | None, federation: str = "") -> ClientStore:
+    """Return where `client` saves its state for this federation."""
     owner = f"{federation}/{client}"
     if folder is None:
-        return InContext(context, owner)
+        return ContextStore(context, owner)
     safe = "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in client)
-    return InFolder(Path(folder) / f"client-{safe}", owner)
+    return FolderStore(Path(folder) / f"client-{safe}", owner)
+
+
+def load_before_round(store: ClientStore, number: int, accepted: int | None) -> SavedState:
+    """Load the client's state before round `number`; drop those of later rounds and of rounds that were not accepted.
+
+    `accepted`: this client's last accepted round, or None if the server does not say: then any earlier round may be.
+    """
+    last = number - 1 if accepted is None else min(accepted, number - 1)
+    kept = [r for r in store.rounds() if r <= last][-store.accepted_rounds_kept :]
+    for other in store.rounds():
+        if other not in kept:
+            store.drop(other)
+    return load_newest(store, last)
+
+
+def load_newest(store: ClientStore, last: int) -> SavedState:
+    """Load the newest state up to round `last`; return an empty one if it is missing or cannot be used."""
+    for number in [r for r in store.rounds() if r <= last][-1:]:
+        try:
+            return store.load(number)
+        except files.CheckpointError as error:
+            log.warning("%s: this client continues without its saved state", error)
+            store.drop(number)
+    return {}, {}
+
+
+def describe_missing_state(store: ClientStore, client: str, accepted: int | None) -> str | None:
+    """Return a warning if the state of the client's last accepted round is missing, else None."""
+    if not accepted or accepted in store.rounds():
+        return None
+    earlier = [r for r in store.rounds() if r < accepted][-1:]
+    rest = f"with that of round {earlier[0]}" if earlier else "without; a folder= of its own outlives a run"
+    return f"'{client}' has no saved state of round {accepted}, its last accepted one: it continues {rest}"

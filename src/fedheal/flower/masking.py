@@ -1,7 +1,7 @@
 """FPHL on the clients: the server divides two sums and keeps a handful of numbers per client.
 
-The clients mask their own updates (`fedheal.aggregate.client_share`) and say which entries they kept. The weights are FAEL's,
-measured on what arrives, by the same stage as ever; only the mean is taken by the two sums of `combine`.
+The clients mask their own updates (`fedheal.aggregate.client_share`) and send which entries they kept. The weights are FAEL's,
+computed on the masked updates by the same stage as on the server; only the mean is the quotient of two sums (`combine`).
 """
 
 from __future__ import annotations
@@ -13,27 +13,59 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fedheal.aggregate import combine, reduce
+from fedheal.aggregate import State, client_share, combine, reduce
+from fedheal.aggregate.aggregator import Reducer
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.stage import Reducer
 from fedheal.core.arrays import Floats
-from fedheal.core.layout import Packed
+from fedheal.core.layout import Layout, Packed
+from fedheal.methods import Method
+
+SIGNS = "signs"  # prefix of a client's sign counts in what it saves
 
 
-def divided(kept: Mapping[str, NDArray[np.uint8]]) -> Reducer:
-    """The mean over entries that their clients kept, as `sum u k D / sum u k`."""
+def check_client_placement(method: Method) -> None:
+    """Raise ValueError if the method has a mask or a mean of its own: clients that mask leave it only the weights."""
+    if "mask" in method.aggregator.stage.gives or method.aggregator.reduce is not reduce.mean:
+        raise ValueError(
+            f"placement = 'client' with '{method.name}', which has a mask or a mean of its own: use "
+            "fedheal.flower.FedHEAL(placement='client'), or a method that only gives weights"
+        )
 
-    def reduced(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
+
+def make_masked_mean(masks: Mapping[str, NDArray[np.uint8]]) -> Reducer:
+    """Return a reducer that averages each entry over the clients that kept it: `sum u k D / sum u k`."""
+
+    def reduce_masked(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
         numerator = torch.zeros(draft.sizes.params, dtype=torch.float64)
         denominator = torch.zeros_like(numerator)
-        for row, client, u in zip(draft.rows, draft.clients, weights, strict=True):
-            mask = torch.from_numpy(kept[client])
-            numerator += u * draft.updates.deltas[row]  # the masked update
-            denominator += u * mask
+        for row, client, weight in zip(draft.rows, draft.clients, weights, strict=True):
+            numerator += weight * draft.updates.deltas[row]  # masked already
+            denominator += weight * torch.from_numpy(masks[client])
         step = combine(torch.zeros_like(numerator), numerator, denominator)
-        made, told = reduce.mean(replace(draft, step=step), weights)
-        shares = {client: float(kept[client].mean()) for client in draft.clients}
-        return made, told | {"kept": shares, "unkept": float((denominator == 0).double().mean())}
+        model, report = reduce.mean(replace(draft, step=step), weights)
+        kept = {client: float(masks[client].mean()) for client in draft.clients}
+        return model, report | {"kept": kept, "unkept": float((denominator == 0).double().mean())}
 
-    return reduced
+    return reduce_masked
+
+
+def mask_client_model(
+    layout: Layout,
+    received: Packed,
+    local: Packed,
+    tau: float,
+    arrays: Mapping[str, Tensor],
+    described: Mapping[str, Any],
+) -> tuple[Packed, Tensor, tuple[dict[str, Tensor], dict[str, Any]]]:
+    """Reset the entries of a local model that disagree with the client's history.
+
+    `arrays` and `described` are what the client saved. Return the masked model, which entries were kept, and what to save.
+    """
+    signs = {k.removeprefix(f"{SIGNS}."): v for k, v in arrays.items() if k.startswith(f"{SIGNS}.")}
+    history = State.from_arrays(signs, described[SIGNS]) if signs else None
+    share, new_history = client_share(local.params - received.params, history, tau, layout=layout)
+    masked = replace(local, params=torch.where(share.kept, local.params, received.params))
+    new_signs, new_described = new_history.to_arrays()
+    return masked, share.kept, ({f"{SIGNS}.{k}": v for k, v in new_signs.items()}, {SIGNS: new_described})

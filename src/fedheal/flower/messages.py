@@ -1,11 +1,11 @@
-"""What travels in Flower's messages: models as named arrays, and beside them what fedheal's two sides tell each other.
+"""What travels in Flower's messages: models as named arrays, and the records that fedheal adds.
 
-A stock client reads the model and the config and answers with a model and metrics; it never looks at the rest. Every record
-of ours has a name that starts with `fedheal`; what clients are told stands in the config itself, under keys that do, since
-Flower's mods take messages with one config only.
+A stock client reads the model and the config, and replies with a model and metrics; it ignores the rest. Every record of ours
+has a name that starts with `fedheal`. Instructions to clients are keys of the config itself, because Flower's mods accept
+messages with one config only.
 
-numpy has no bfloat16. Such numbers travel as float32, which holds them all, labelled as what they are: we read them back as
-they were, and a stock client, whose `load_state_dict` rounds to the model's own dtype, finds the same values.
+numpy has no bfloat16. Such arrays travel as float32, which holds every value, with the label bfloat16: we restore them, and a
+stock client, whose `load_state_dict` rounds to the model's own dtype, gets the same values.
 """
 
 from __future__ import annotations
@@ -14,50 +14,118 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedheal.core.layout import Entry, Kind, Layout, Packed
 from fedheal.local.term import Arrays
 
-TOLD = "fedheal."  # how keys begin that tell clients of the round, of what is needed, and which of their rounds counted
-ABOUT = "fedheal"  # from clients, a ConfigRecord: who they are
-SHARED = "fedheal.shared"  # to clients: what the method's terms share
-MESSAGES = "fedheal.messages"  # from clients: what the terms tell the server
-KEPT = "fedheal.kept"  # from clients that mask their own update: which entries they kept, as bits
+INSTRUCTIONS = "fedheal."  # prefix of the config keys that instruct clients
+CLIENT_INFO = "fedheal"  # from clients, a ConfigRecord: name, domain, round, local terms
+SHARED = "fedheal.shared"  # to clients: the shared values of the method's terms
+TERM_MESSAGES = "fedheal.messages"  # from clients: the messages of the terms to the server
+MASK = "fedheal.kept"  # from clients that mask their own update: which entries they kept, as bits
 
-# How numpy's file format begins, by version: how many bytes tell the header's length, and what reads both. Numbers look alike
-# in versions 2 and 3. An archive, which `numpy.load` would open too, is no array.
-NPY = {
+# How numpy's file format begins, by version: the width of the header's length, and the header's parser. Numbers look the same
+# in versions 2 and 3. An archive, which `numpy.load` would open too, is not an array.
+NPY_HEADERS = {
     b"\x93NUMPY\x01\x00": (2, np.lib.format.read_array_header_1_0),
     b"\x93NUMPY\x02\x00": (4, np.lib.format.read_array_header_2_0),
     b"\x93NUMPY\x03\x00": (4, np.lib.format.read_array_header_2_0),
 }
 
-# Without the module nobody can tell a float buffer from a parameter but by its name: these are torch's.
-BUFFERS = ("running_mean", "running_var")
+# Without the module, only its name tells a float buffer from a parameter: these are torch's.
+BUFFER_NAMES = ("running_mean", "running_var")
 
 
-def layout_of(record: ArrayRecord) -> Layout:
-    """The layout of a record's arrays: integers are counters, names that end like these are float buffers.
+@dataclass(frozen=True)
+class RoundInstructions:
+    """What the strategy tells `fedheal.flower.client` about a round; a stock strategy sends only the round."""
 
-    >>> layout_of(ArrayRecord({"w": Array(np.zeros(3)), "bn.running_mean": Array(np.zeros(2))})).sizes()
+    round: int = 1
+    rounds: int = 0  # 0: unknown
+    needs: Sequence[str] = ()  # metrics that the aggregation needs
+    federation: str = ""  # id of the federation, drawn at its start
+    tau: float | None = None  # threshold for clients that mask their own update
+    accepted: str | None = None  # JSON: digest of a client's name -> its last accepted round
+
+    @classmethod
+    def from_message(cls, message: Message) -> RoundInstructions:
+        """Read the instructions from a message's config."""
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for record in message.content.config_records.values():
+            values |= {"round": record["server-round"]} if "server-round" in record else {}
+            values |= {key.removeprefix(INSTRUCTIONS): v for key, v in record.items() if key.startswith(INSTRUCTIONS)}
+        return cls(**{key: value for key, value in values.items() if key in known})
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the config's keys and values."""
+        values = asdict(self) | {"needs": list(self.needs)}
+        return {f"{INSTRUCTIONS}{key}": value for key, value in values.items() if value is not None}
+
+    def with_accepted_rounds(self, accepted: Mapping[str, int]) -> RoundInstructions:
+        """Add clients' last accepted rounds, under digests: a client finds its own and learns no other name.
+
+        >>> instructions = RoundInstructions(federation="f").with_accepted_rounds({"clinic": 3})
+        >>> instructions.get_accepted_round("clinic"), instructions.get_accepted_round("hospital")
+        (3, 0)
+        """
+        digests = {_digest_name(client, self.federation): number for client, number in accepted.items()}
+        return replace(self, accepted=json.dumps(digests))
+
+    def get_accepted_round(self, client: str) -> int | None:
+        """Return the client's last accepted round, 0 if there is none, or None if the server does not say."""
+        if self.accepted is None:
+            return None
+        return int(json.loads(self.accepted).get(_digest_name(client, self.federation), 0))
+
+
+def _digest_name(client: str, federation: str) -> str:
+    return hashlib.sha256(f"{federation}/{client}".encode()).hexdigest()[:16]
+
+
+def describe_terms(terms: Sequence[object]) -> list[str]:
+    """Describe terms in words that are the same on every machine; of one that is not a dataclass, only its class.
+
+    >>> from fedheal import methods
+    >>> describe_terms(methods.get("fedprox:mu=0.1").local)
+    ['FedProx(mu=0.1)']
+    """
+    return [_describe_term(term) for term in terms]
+
+
+def _describe_term(term: object) -> str:
+    name = type(term).__qualname__
+    if not is_dataclass(term) or isinstance(term, type):
+        return name
+    values = ((field.name, getattr(term, field.name)) for field in fields(term) if field.repr)
+    # A function's repr has its address in memory, which differs between processes.
+    words = (f"{key}={getattr(value, '__qualname__', repr(value))}" for key, value in values)
+    return f"{name}({', '.join(words)})"
+
+
+def infer_layout(record: ArrayRecord) -> Layout:
+    """Infer a layout from arrays: integers are counters, and torch's names tell float buffers from parameters.
+
+    >>> infer_layout(ArrayRecord({"w": Array(np.zeros(3)), "bn.running_mean": Array(np.zeros(2))})).sizes()
     Sizes(tensors=(('w', 3),), buffers=2, counters=0)
     """
     entries: list[Entry] = []
     ends: dict[Kind, int] = {"param": 0, "buffer": 0, "counter": 0}
     for name, array in record.items():
-        values = _tensor(array)
+        values = _to_tensor(array)
         kind: Kind = "counter"
         if values.is_floating_point():
-            kind = "buffer" if name.endswith(BUFFERS) else "param"
+            kind = "buffer" if name.endswith(BUFFER_NAMES) else "param"
         elif values.is_complex():
             raise ValueError(f"'{name}' holds complex numbers: give the strategy the module itself as `model`")
         start = ends[kind]
@@ -68,11 +136,11 @@ def layout_of(record: ArrayRecord) -> Layout:
     return Layout(tuple(entries))
 
 
-def check_travels(layout: Layout) -> None:
-    """Refuse what numpy has no numbers for, nor wider ones."""
+def check_dtypes(layout: Layout) -> None:
+    """Raise ValueError if a tensor's dtype fits no array of Flower's."""
     for entry in layout.entries:
         try:
-            widened(torch.empty(0, dtype=entry.dtype)).numpy()
+            widen_bfloat16(torch.empty(0, dtype=entry.dtype)).numpy()
         except TypeError:
             raise ValueError(
                 f"'{entry.name}' of the model is {entry.dtype}, which Flower's arrays cannot hold: use bfloat16, float16, "
@@ -80,137 +148,131 @@ def check_travels(layout: Layout) -> None:
             ) from None
 
 
-def packed(layout: Layout, record: ArrayRecord) -> Packed:
-    """A record's arrays as vectors, in memory of their own."""
-    return layout.pack(fitted(layout, tensors(record)))
+def record_to_model(layout: Layout, record: ArrayRecord) -> Packed:
+    """Copy a record's arrays into vectors."""
+    return layout.pack(match_bfloat16(layout, record_to_tensors(record)))
 
 
-def fitted(layout: Layout, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bfloat16 where the layout has it and a wrapper or a stock client did not, and the other way round; all else as it is."""
+def match_bfloat16(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert between float32 and bfloat16 where the layout says so: a wrapper or a stock client may not keep them apart."""
     dtypes = {entry.name: entry.dtype for entry in layout.entries}
-    alike = (torch.float32, torch.bfloat16)
-    return {k: t.to(dtypes[k]) if t.dtype in alike and dtypes.get(k) in alike else t for k, t in model.items()}
+    pair = (torch.float32, torch.bfloat16)
+    return {k: t.to(dtypes[k]) if t.dtype in pair and dtypes.get(k) in pair else t for k, t in tensors.items()}
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """The same numbers in a dtype that numpy has, if it has a wider one."""
+def widen_bfloat16(tensor: Tensor) -> Tensor:
+    """Return bfloat16 as float32, which numpy has; any other tensor as it is."""
     return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
 
 
-def record_of(layout: Layout, model: Packed) -> ArrayRecord:
-    """Vectors as named arrays, in the original shapes and dtypes."""
+def model_to_record(layout: Layout, model: Packed) -> ArrayRecord:
+    """Turn vectors into named arrays of the original shapes and dtypes."""
     dtypes = {entry.dtype for entry in layout.entries if entry.kind == "param"}
     if len(dtypes) > 1 or any(dtype.is_complex for dtype in dtypes):  # complex numbers are pairs in the vector
-        return record(layout.unpack(model))
-    # One real dtype, as nearly always: each array straight from its slice, without another copy of the whole model.
+        return tensors_to_record(layout.unpack(model))
+    # Usually there is one real dtype: each array comes straight from its slice, without another copy of the whole model.
     vectors = {"param": model.params, "buffer": model.buffers, "counter": model.counters}
     slices = {e.name: vectors[e.kind][e.start : e.stop].to(e.dtype).reshape(e.shape) for e in layout.entries}
-    return record(slices)
+    return tensors_to_record(slices)
 
 
-def record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Tensors as an ArrayRecord."""
-    return ArrayRecord({name: _array(tensor) for name, tensor in tensors.items()})
+def tensors_to_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Turn named tensors into an ArrayRecord."""
+    return ArrayRecord({name: _to_array(tensor) for name, tensor in tensors.items()})
 
 
-def tensors(record: ArrayRecord) -> dict[str, Tensor]:
-    """An ArrayRecord as tensors, in memory of their own."""
-    return {name: _tensor(array) for name, array in record.items()}
+def record_to_tensors(record: ArrayRecord) -> dict[str, Tensor]:
+    """Copy an ArrayRecord into named tensors."""
+    return {name: _to_tensor(array) for name, array in record.items()}
 
 
-def viewed(array: Array) -> NDArray[Any]:
-    """The array's numbers over its own bytes, which are not copied: a large model's reply is read only once."""
+def view_array(array: Array) -> NDArray[Any]:
+    """View an array's bytes as numbers, without a copy. Raise ValueError if they are not a numeric numpy array."""
     if array.stype != "numpy.ndarray":
         raise ValueError(f"it is serialised as '{array.stype}', not as a numpy array")
     try:
-        shape, fortran, dtype, start = _header(_head(array.data))
+        shape, is_fortran, dtype, start = _parse_header(_split_header(array.data))
         flat = np.frombuffer(array.data, dtype, math.prod(shape), start)
-        return flat.reshape(shape, order="F" if fortran else "C")
+        return flat.reshape(shape, order="F" if is_fortran else "C")
     except Exception as error:  # numpy and Python's parser raise nearly anything, and no client's bytes may end a run
-        raise ValueError(f"its bytes are no array ({str(error)[:200] or type(error).__name__})") from None
+        raise ValueError(f"its bytes are not an array ({str(error)[:200] or type(error).__name__})") from None
 
 
-def _tensor(array: Array) -> Tensor:
+def _to_tensor(array: Array) -> Tensor:
     try:
-        found = torch.from_numpy(np.array(viewed(array)))
-        return found.to(torch.bfloat16) if (array.dtype, found.dtype) == ("bfloat16", torch.float32) else found
+        tensor = torch.from_numpy(np.array(view_array(array)))
     except TypeError:  # text, long doubles and the like
         raise ValueError(f"it holds {array.dtype}, which torch does not have") from None
+    return tensor.to(torch.bfloat16) if (array.dtype, tensor.dtype) == ("bfloat16", torch.float32) else tensor
 
 
-def _head(data: bytes) -> bytes:
-    """All before the numbers."""
-    if data[:8] not in NPY:
-        raise ValueError("they do not begin as numpy's format does")
-    width, _ = NPY[data[:8]]
+def _split_header(data: bytes) -> bytes:
+    """Return the bytes before the numbers."""
+    if data[:8] not in NPY_HEADERS:
+        raise ValueError("they do not begin with numpy's magic string")
+    width, _ = NPY_HEADERS[data[:8]]
     return data[: 8 + width + int.from_bytes(data[8 : 8 + width], "little")]
 
 
-@lru_cache(maxsize=4096)
-def _header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Shape, order and dtype, and where the numbers start; the clients' headers are all alike, so each is parsed once."""
-    _, read = NPY[head[:8]]
-    shape, fortran, dtype = read(io.BytesIO(head[8:]))
+@lru_cache(maxsize=4096)  # all clients send the same headers
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Return shape, whether the order is Fortran's, dtype, and where the numbers start."""
+    _, parse = NPY_HEADERS[header[:8]]
+    shape, is_fortran, dtype = parse(io.BytesIO(header[8:]))
     if dtype.hasobject:
         raise ValueError("it holds Python objects")
     if any(size < 0 for size in shape):
         raise ValueError(f"its shape is {shape}")
-    return shape, fortran, dtype, len(head)
+    return shape, is_fortran, dtype, len(header)
 
 
-def flattened(groups: tuple[Arrays, ...]) -> ArrayRecord:
-    """Each term's tensors under `<number of the term>.<name>`."""
-    return record({f"{i}.{name}": tensor for i, group in enumerate(groups) for name, tensor in group.items()})
-
-
-def grouped(found: ArrayRecord | None, terms: int) -> tuple[dict[str, Tensor], ...]:
-    """The reverse of `flattened`; what belongs to no term is left out."""
-    groups: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(terms))
-    for key, tensor in tensors(found).items() if found else ():
-        number, _, name = key.partition(".")
-        if number.isdigit() and int(number) < terms:
-            groups[int(number)][name] = tensor
-    return groups
-
-
-def counted(rounds: Mapping[str, int], federation: str) -> str:
-    """The last rounds that counted, by client, so that each finds its own and no other's name."""
-    return json.dumps({_digest(client, federation): number for client, number in rounds.items()})
-
-
-def counted_of(client: str, found: str, federation: str) -> int:
-    """The client's own; 0 where none of its rounds did.
-
-    >>> counted_of("clinic", counted({"clinic": 3}, "f"), "f"), counted_of("hospital", counted({"clinic": 3}, "f"), "f")
-    (3, 0)
-    """
-    return int(json.loads(found).get(_digest(client, federation), 0))
-
-
-def bits(mask: Tensor) -> ArrayRecord:
-    """Which entries are kept, eight to a byte."""
-    return ArrayRecord({"bits": Array(np.packbits(mask.numpy()))})
-
-
-def unbits(found: ArrayRecord, length: int) -> NDArray[np.uint8]:
-    """The reverse, as zeros and ones."""
-    if "bits" not in found:
-        raise ValueError("its mask is missing")
-    packed_bits = viewed(found["bits"])
-    if packed_bits.dtype != np.uint8 or packed_bits.shape != (-(-length // 8),):
-        raise ValueError(f"its mask has shape {packed_bits.shape}; {length} entries need {-(-length // 8)} bytes")
-    return np.unpackbits(packed_bits, count=length)
-
-
-def _digest(client: str, federation: str) -> str:
-    return hashlib.sha256(f"{federation}/{client}".encode()).hexdigest()[:16]
-
-
-def _array(tensor: Tensor) -> Array:
-    """As Flower would make it, with one copy of the bytes instead of two."""
-    values = np.ascontiguousarray(widened(tensor.detach().cpu()).numpy()).reshape(tuple(tensor.shape))
+def _to_array(tensor: Tensor) -> Array:
+    """Make the array that Flower would make, with one copy of the bytes instead of two."""
+    values = np.ascontiguousarray(widen_bfloat16(tensor.detach().cpu()).numpy()).reshape(tuple(tensor.shape))
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(values))
     data = b"".join([header.getvalue(), values.reshape(-1).view(np.uint8).data])
     label = "bfloat16" if tensor.dtype == torch.bfloat16 else str(values.dtype)
     return Array(label, tuple(values.shape), "numpy.ndarray", data)
+
+
+def terms_to_record(groups: Sequence[Arrays]) -> ArrayRecord:
+    """Put each term's tensors into one record, under `<index of the term>.<name>`."""
+    return tensors_to_record(
+        {f"{i}.{name}": tensor for i, group in enumerate(groups) for name, tensor in group.items()}
+    )
+
+
+def record_to_terms(record: ArrayRecord | None, num_terms: int) -> tuple[dict[str, Tensor], ...]:
+    """Reverse `terms_to_record`."""
+    return split_by_term(record_to_tensors(record) if record else {}, num_terms)
+
+
+def split_by_term(tensors: Arrays, num_terms: int) -> tuple[dict[str, Tensor], ...]:
+    """Split tensors called `<index of the term>.<name>` by term; those of no term are left out."""
+    groups: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(num_terms))
+    for key, tensor in tensors.items():
+        index, _, name = key.partition(".")
+        if index.isdigit() and int(index) < num_terms:
+            groups[int(index)][name] = tensor
+    return groups
+
+
+def mask_to_record(mask: Tensor) -> ArrayRecord:
+    """Pack a boolean mask, eight entries to a byte."""
+    return ArrayRecord({"bits": Array(np.packbits(mask.numpy()))})
+
+
+def record_to_mask(record: ArrayRecord, length: int) -> NDArray[np.uint8]:
+    """Unpack a mask into zeros and ones."""
+    if "bits" not in record:
+        raise ValueError("its mask is missing")
+    packed_bits = view_array(record["bits"])
+    if packed_bits.dtype != np.uint8 or packed_bits.shape != (-(-length // 8),):
+        raise ValueError(f"its mask has shape {packed_bits.shape}; {length} entries need {-(-length // 8)} bytes")
+    return np.unpackbits(packed_bits, count=length)
+
+
+def count_bytes(content: RecordDict) -> int:
+    """Return the size of a message's arrays."""
+    return sum(len(array.data) for record in content.array_records.values() for array in record.values())

@@ -1,12 +1,14 @@
-"""Who sent a reply, and whether it is an answer at all.
+"""Which client each node is, and whether a message is a valid reply to this round.
 
-Who a client is: the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else
-`partition-<id>` where the reply holds a `partition-id`, else `node-<id>`. Only the last does not survive a node's restart.
-A reply that gives less (say, of a stock evaluation) is its node's: the name and domain that are known of it stay.
+A client's name is the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else
+`partition-<id>` if the reply holds a `partition-id`, else `node-<id>`. Only the last does not survive a node's restart. A
+reply that names less than an earlier one of its node (for example a stock evaluation) keeps the known name and domain.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,106 +16,148 @@ from typing import Any
 
 from flwr.app import Message, Metadata
 
-from fedheal.flower import messages as wire
+from fedheal.flower.messages import CLIENT_INFO
+
+log = logging.getLogger("flwr.fedheal")
 
 
 @dataclass(frozen=True)
-class Heard:
-    """A message that arrived, and who sent it; `trouble` says why it cannot count."""
+class ReceivedReply:
+    """A reply and its sender; `problem` says why it cannot count."""
 
     message: Message
     node: int
     client: str
     domain: str
-    named: bool  # whether the client said who it is
-    trouble: str | None = None
+    is_named: bool  # whether the client gave its name
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Whom a round asked, by node, with the client's name as far as known; and the messages' metadata."""
+class OpenRequests:
+    """The nodes that a round asked, with their clients' names as far as known, and the messages' metadata."""
 
     nodes: Mapping[int, str]
-    messages: Sequence[Metadata] = ()
+    metadata: Sequence[Metadata] = ()
 
     @cached_property
-    def ids(self) -> dict[str, int]:
-        """Message -> node; to be asked once they are sent, which is when a message gets its id."""
-        return {message.message_id: message.dst_node_id for message in self.messages if message.message_id}
+    def node_by_message(self) -> dict[str, int]:
+        """Message id -> node. Read it only after sending, which is when a message gets its id."""
+        return {message.message_id: message.dst_node_id for message in self.metadata if message.message_id}
 
 
-def heard(
-    message: Message, number: int, asked: Asked, known: Mapping[int, str], client_domains: Mapping[str, str]
-) -> Heard:
-    """Who sent this message, and whether it is an answer to round `number` at all.
+class NodeRegistry:
+    """The clients' names by node. A name has one node: when it moves, the old node's entry goes."""
 
-    `known`: nodes' names so far; `client_domains`: clients' domains.
+    def __init__(self, names: Mapping[int, str] | None = None) -> None:
+        self.names = dict(names or {})
+
+    def track_requests(self, messages: Sequence[Message]) -> OpenRequests:
+        """Note which nodes these messages go to."""
+        nodes = [message.metadata.dst_node_id for message in messages]
+        return OpenRequests(
+            {node: self.names.get(node, f"node-{node}") for node in nodes}, [message.metadata for message in messages]
+        )
+
+    def identify_replies(
+        self,
+        replies: Iterable[Message],
+        round_number: int,
+        requests: OpenRequests,
+        client_domains: Mapping[str, str],
+        connected: frozenset[int],
+    ) -> list[ReceivedReply]:
+        """Identify the senders of a round's replies, in the order of names; conflicting ones get a problem."""
+        identified = [self._identify(message, round_number, requests, client_domains) for message in replies]
+        return _find_conflicts(identified, requests, self._nodes_by_client(), connected)
+
+    def _identify(
+        self, message: Message, round_number: int, requests: OpenRequests, client_domains: Mapping[str, str]
+    ) -> ReceivedReply:
+        node = message.metadata.src_node_id
+        if message.has_error():
+            # The SuperLink reports a dead node under an id of its own.
+            node = requests.node_by_message.get(message.metadata.reply_to_message_id, node)
+            client = self.names.get(node, f"node-{node}")
+            problem = f"its node reports an error: {_last_error_line(message)}"
+            return ReceivedReply(message, node, client, domain=client, is_named=True, problem=problem)
+        content = message.content
+        info: Mapping[str, Any] = content.config_records.get(CLIENT_INFO, {})
+        records: list[Mapping[str, Any]] = [*content.config_records.values(), *content.metric_records.values()]
+        partition = next((record["partition-id"] for record in reversed(records) if "partition-id" in record), None)
+        name, known_name, is_named = info.get("client"), self.names.get(node), True
+        if isinstance(name, str) and name:
+            client = name
+        elif isinstance(partition, (int, float, str)) and (known_name or "partition-").startswith("partition-"):
+            client = f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}"
+        else:
+            client, is_named = known_name or f"node-{node}", False
+        domain = info.get("domain")
+        if not (isinstance(domain, str) and domain):
+            domain = client_domains.get(client, client)
+        reply_round, stale = info.get("round", round_number), None
+        if requests.node_by_message and message.metadata.reply_to_message_id not in requests.node_by_message:
+            stale = "it answers a message that was not sent in this round"
+        elif reply_round != round_number:
+            stale = f"it answers round {reply_round}, this is round {round_number}"
+        return ReceivedReply(message, node, client, domain=domain, is_named=is_named, problem=stale)
+
+    def remember(self, replies: Iterable[ReceivedReply]) -> None:
+        """Remember the names of valid replies."""
+        nodes = self._nodes_by_client()
+        for reply in replies:
+            if reply.problem is not None:
+                continue
+            if not reply.is_named and reply.node not in self.names:
+                log.warning(
+                    "node %d sends no client name and is called '%s': if it restarts without a node key its history is lost; "
+                    "fedheal.flower.client.reply sends a name",
+                    reply.node,
+                    reply.client,
+                )
+            if nodes.get(reply.client, reply.node) != reply.node:  # the name has moved
+                self.names.pop(nodes[reply.client], None)
+            self.names[reply.node] = reply.client
+
+    def _nodes_by_client(self) -> dict[str, int]:
+        return {client: node for node, client in self.names.items()}
+
+
+def _find_conflicts(
+    replies: Iterable[ReceivedReply], requests: OpenRequests, last_nodes: Mapping[str, int], connected: frozenset[int]
+) -> list[ReceivedReply]:
+    """Reject replies of nodes that were not asked, that reply twice, or that use another node's name.
+
+    `last_nodes`: the node that last used a name. A name may move to another node once that node is gone, or was asked and is
+    silent. While it is connected and was not asked, a restart cannot be told from a second site with the same name. An error
+    of the last node counts as silence if its client replies from another node: the old node has died.
     """
-    node = message.metadata.src_node_id
-    if message.has_error():
-        # Of a node that died the SuperLink itself reports, under an id of its own.
-        node = asked.ids.get(message.metadata.reply_to_message_id, node)
-        client = known.get(node, f"node-{node}")
-        return Heard(message, node, client, client, True, f"its node reports an error: {_last_line(message)}")
-    content = message.content
-    about: Mapping[str, Any] = content.config_records.get(wire.ABOUT, {})
-    name, partition = about.get("client"), None
-    records: list[Mapping[str, Any]] = [*content.config_records.values(), *content.metric_records.values()]
-    for record in records:
-        partition = record.get("partition-id", partition)
-    named, before = True, known.get(node)
-    if isinstance(name, str) and name:
-        client = name
-    elif isinstance(partition, (int, float, str)) and (before is None or before.startswith("partition-")):
-        client = f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}"
-    else:
-        client, named = before or f"node-{node}", False
-    domain = about.get("domain")
-    home = domain if isinstance(domain, str) and domain else client_domains.get(client, client)
-    answered = about.get("round", number)
-    stale = None if answered == number else f"it answers round {answered}, this is round {number}"
-    if asked.ids and message.metadata.reply_to_message_id not in asked.ids:
-        stale = "it answers a message that was not sent in this round"
-    return Heard(message, node, client, home, named, stale)
+    ordered = sorted(replies, key=lambda reply: (reply.client, reply.node))
+    replies_by_node = Counter(reply.node for reply in ordered)
+    nodes_by_name: dict[str, set[int]] = {}
+    for reply in ordered:
+        if not reply.message.has_error():
+            nodes_by_name.setdefault(reply.client, set()).add(reply.node)
 
-
-def told_apart(
-    arrived: Iterable[Heard], asked: Asked, holders: Mapping[str, int], connected: frozenset[int]
-) -> list[Heard]:
-    """The same, with trouble where a node was not asked, answers twice, or uses a name that another node has.
-
-    `holders`: which node had a name last. A name may move to another node once its holder is gone, or was asked and is
-    silent; while the holder is connected and was not asked, nobody can tell a restart from a second site of that name.
-    An error of the holder is silence where its client answers from another node: the old node is what has died.
-    """
-    found = sorted(arrived, key=lambda one: (one.client, one.node))
-    by_node: dict[int, int] = {}
-    by_name: dict[str, set[int]] = {}
-    for one in found:
-        by_node[one.node] = by_node.get(one.node, 0) + 1
-        if not one.message.has_error():
-            by_name.setdefault(one.client, set()).add(one.node)
-
-    def trouble(one: Heard) -> str | None:
-        if one.message.has_error():
-            return one.trouble
-        if one.node not in asked.nodes:
-            return f"node {one.node} was not asked in this round"
-        if by_node[one.node] > 1:
-            return f"node {one.node} answers {by_node[one.node]} times in this round"
-        holder = holders.get(one.client, one.node)
-        rivals = by_name[one.client] | ({holder} if holder in connected and holder not in asked.nodes else set())
+    def find_problem(reply: ReceivedReply) -> str | None:
+        if reply.message.has_error():
+            return reply.problem
+        if reply.node not in requests.nodes:
+            return f"node {reply.node} was not asked in this round"
+        if replies_by_node[reply.node] > 1:
+            return f"node {reply.node} replied {replies_by_node[reply.node]} times in this round"
+        last = last_nodes.get(reply.client, reply.node)
+        rivals = nodes_by_name[reply.client] | ({last} if last in connected and last not in requests.nodes else set())
         if len(rivals) > 1:
-            return (
-                f"nodes {' and '.join(map(str, sorted(rivals)))} both use this name: give each site a name of its own"
-            )
-        return one.trouble
+            nodes = " and ".join(map(str, sorted(rivals)))
+            return f"nodes {nodes} both use this name: give each site its own name"
+        return reply.problem
 
-    judged = [replace(one, trouble=trouble(one)) for one in found]
-    sound = {one.client for one in judged if one.trouble is None}
-    return [one for one in judged if not (one.message.has_error() and one.client in sound)]
+    checked = [replace(reply, problem=find_problem(reply)) for reply in ordered]
+    valid = {reply.client for reply in checked if reply.problem is None}
+    return [reply for reply in checked if not (reply.message.has_error() and reply.client in valid)]
 
 
-def _last_line(message: Message) -> str:
-    reason = str(message.error.reason or f"code {message.error.code}").strip().splitlines()
-    return reason[-1][:300] if reason else f"code {message.error.code}"
+def _last_error_line(message: Message) -> str:
+    lines = str(message.error.reason or "").strip().splitlines()
+    return lines[-1][:300] if lines else f"code {message.error.code}"

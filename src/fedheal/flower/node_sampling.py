@@ -1,4 +1,4 @@
-"""Who is asked: which nodes take part in a round, and how long the server waits for enough of them."""
+"""Which nodes take part in a round, and how long the server waits for enough of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger("flwr.fedheal")
 
 
 class NotEnoughNodes(RuntimeError):
-    """Fewer nodes than the policy asks for, for longer than it waits."""
+    """Too few nodes were connected for longer than `wait_seconds`."""
 
 
 @dataclass(frozen=True)
-class Attendance:
-    """How many nodes take part. The names are those of Flower's strategies; waiting ends after `wait_seconds`."""
+class SamplingPolicy:
+    """How many nodes take part. The names are those of Flower's strategies; `wait_seconds` limits the wait for them."""
 
     fraction_train: float = 1.0
     fraction_evaluate: float = 1.0
@@ -37,38 +37,38 @@ class Attendance:
             check_count(name, getattr(self, name))
         check_not_negative("wait_seconds", self.wait_seconds)
 
-    def awaited(self, grid: Grid, least: int, left: str) -> list[int]:
-        """The connected nodes, once there are enough; Flower itself would wait for ever.
+    def wait_for_nodes(self, grid: Grid, min_nodes: int, advice: str) -> list[int]:
+        """Return the connected nodes, once there are enough; Flower itself would wait for ever.
 
-        `left`: what a run leaves behind that ends here, in words.
+        `advice` ends the message of the NotEnoughNodes that is raised if they do not come.
         """
-        needed = max(1, least, self.min_available_nodes)
+        needed = max(1, min_nodes, self.min_available_nodes)
         deadline = time.monotonic() + self.wait_seconds
-        said = False
-        while len(there := list(grid.get_node_ids())) < needed:
+        is_announced = False
+        while len(connected := list(grid.get_node_ids())) < needed:
             if time.monotonic() >= deadline:
                 raise NotEnoughNodes(
-                    f"{len(there)} of the {needed} nodes that min_available_nodes and the like ask for are connected "
-                    f"after wait_seconds = {self.wait_seconds:g}; {left}"
+                    f"only {len(connected)} of the {needed} nodes required by min_available_nodes and the like are connected "
+                    f"after wait_seconds = {self.wait_seconds:g}; {advice}"
                 )
-            if not said:
-                log.info("waiting up to %g s for %d nodes (%d connected)", self.wait_seconds, needed, len(there))
-                said = True
+            if not is_announced:
+                log.info("waiting up to %g s for %d nodes (%d connected)", self.wait_seconds, needed, len(connected))
+                is_announced = True
             time.sleep(min(1.0, max(0.05, deadline - time.monotonic())))
-        return there
+        return connected
 
 
-def chosen(
-    there: Iterable[int], fraction: float, least: int, chance: torch.Generator, names: Mapping[int, str]
+def sample_nodes(
+    connected: Iterable[int], fraction: float, min_nodes: int, rng: torch.Generator, names: Mapping[int, str]
 ) -> list[int]:
-    """A random part of the nodes, in the order of names: node ids differ from run to run, names do not.
+    """Draw a random part of the nodes, ordered by client name: node ids differ from run to run, names do not.
 
-    >>> chosen([5, 3, 4], 0.5, 1, torch.Generator().manual_seed(0), {3: "c", 4: "b", 5: "a"})
+    >>> sample_nodes([5, 3, 4], 0.5, 1, torch.Generator().manual_seed(0), {3: "c", 4: "b", 5: "a"})
     [5, 3]
     """
-    ordered = sorted(there, key=lambda node: (node not in names, names.get(node, ""), node))
-    size = max(1, least, round(fraction * len(ordered)))
+    ordered = sorted(connected, key=lambda node: (node not in names, names.get(node, ""), node))
+    size = max(1, min_nodes, round(fraction * len(ordered)))
     if size >= len(ordered):
         return ordered
-    order = torch.randperm(len(ordered), generator=chance)
+    order = torch.randperm(len(ordered), generator=rng)
     return [ordered[i] for i in sorted(order[:size].tolist())]

@@ -1,4 +1,4 @@
-"""What a training reply holds, checked, or refused with a reason; and how it becomes a row of updates."""
+"""Read and check one reply, of a training or an evaluation; a reply that cannot count is rejected with the reason."""
 
 from __future__ import annotations
 
@@ -7,43 +7,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedheal.core.layout import Layout, Packed
-from fedheal.flower import messages as wire
-from fedheal.flower.node_registry import Heard
+from fedheal.flower.messages import CLIENT_INFO, MASK, TERM_MESSAGES, record_to_mask, record_to_terms, view_array
+from fedheal.flower.node_registry import ReceivedReply
 from fedheal.local.term import Arrays
 
-
-@dataclass(frozen=True)
-class Trained:
-    """What a client's training reply holds, its arrays still over the message's own bytes."""
-
-    client: str
-    domain: str
-    arrays: Mapping[str, NDArray[Any]]
-    num_examples: float
-    metrics: Mapping[str, float]
-    messages: tuple[Arrays, ...]
-    kept: NDArray[np.uint8] | None
+ACCURACY = ("accuracy", "eval_acc")  # names that clients give to their accuracy, from 0 to 1
 
 
-class Refused(ValueError):
+class RejectedReply(ValueError):
     """A reply that cannot count, with the reason."""
 
 
-class Unfit(Refused):
-    """A reply that lacks what the method needs of every client. `needed` says what: where none has it, the app is wrong."""
+class MissingRequirement(RejectedReply):
+    """A reply without what the method needs from every client. `needed` says what: if no reply has it, the app is wrong."""
 
-    def __init__(self, why: str, needed: str) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, needed: str) -> None:
+        super().__init__(reason)
         self.needed = needed
 
 
 @dataclass(frozen=True)
-class Admission:
-    """What a reply must be like. `needs`: metrics it must hold; `terms`: what it must have trained with."""
+class ReplyRequirements:
+    """What a reply must hold. `needs`: metrics; `terms`: the local terms it must have been trained with."""
 
     arrays_key: str = "arrays"
     examples_key: str = "num-examples"
@@ -54,107 +43,168 @@ class Admission:
     masked: bool = False  # the clients mask their own updates
 
     def __post_init__(self) -> None:
-        for key, bound in (("max_examples", self.max_examples), ("max_norm", self.max_norm)):
-            number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
-            if bound is not None and not (number and 0 < bound < float("inf")):
-                raise ValueError(f"{key} = {bound!r}: use a finite number above 0")
+        for name, bound in (("max_examples", self.max_examples), ("max_norm", self.max_norm)):
+            is_number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+            if bound is not None and not (is_number and 0 < bound < float("inf")):
+                raise ValueError(f"{name} = {bound!r}: use a finite number above 0")
 
 
-def trained(one: Heard, layout: Layout, admission: Admission) -> Trained:
-    """A training reply, checked but for its parameters' values; `Refused` says what is wrong."""
-    content = one.message.content
-    metrics = numbers(content.metric_records)
-    examples = examples_of(metrics, admission)
-    _check_fit(content, metrics, admission)
-    kept = None
+@dataclass(frozen=True)
+class TrainReply:
+    """A checked training reply; its arrays are views of the message's bytes."""
+
+    client: str
+    domain: str
+    arrays: Mapping[str, NDArray[Any]]
+    num_examples: float
+    metrics: Mapping[str, float]
+    messages: tuple[Arrays, ...]  # of the local terms to the server
+    mask: NDArray[np.uint8] | None
+
+
+@dataclass(frozen=True)
+class EvaluateReply:
+    """A checked evaluation reply; `accuracy` is from 0 to 1, None if the client sent none."""
+
+    client: str
+    domain: str
+    num_examples: float
+    accuracy: float | None
+
+
+def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRequirements) -> TrainReply:
+    """Read a training reply and check all but its parameters' values. Raise RejectedReply if it cannot count."""
+    content = reply.message.content
+    metrics = read_metrics(content.metric_records)
+    num_examples = _take_num_examples(metrics, requirements)
+    _check_requirements(content, metrics, requirements)
+    mask = None
     try:
-        arrays = _model(_chosen(content.array_records, admission.arrays_key), layout)
-        told = wire.grouped(content.array_records.get(wire.MESSAGES), len(admission.terms))
-        if admission.masked:
-            kept = wire.unbits(content.array_records.get(wire.KEPT, ArrayRecord()), layout.sizes().params)
-    except Refused:
+        arrays = _read_arrays(_find_model_record(content.array_records, requirements.arrays_key), layout)
+        messages = record_to_terms(content.array_records.get(TERM_MESSAGES), len(requirements.terms))
+        if requirements.masked:
+            mask = record_to_mask(content.array_records.get(MASK, ArrayRecord()), layout.sizes().params)
+    except RejectedReply:
         raise
-    except ValueError as flaw:
-        raise Refused(str(flaw)) from None
-    if not all(bool(tensor.isfinite().all()) for group in told for tensor in group.values()):
-        raise Refused("what its local method tells the server holds NaN or infinity")
-    return Trained(one.client, one.domain, arrays, examples, metrics, told, kept)
+    except ValueError as error:
+        raise RejectedReply(str(error)) from None
+    if not all(bool(tensor.isfinite().all()) for group in messages for tensor in group.values()):
+        raise RejectedReply("the messages of its local terms hold NaN or infinity")
+    return TrainReply(
+        client=reply.client,
+        domain=reply.domain,
+        arrays=arrays,
+        num_examples=num_examples,
+        metrics=metrics,
+        messages=messages,
+        mask=mask,
+    )
 
 
-def examples_of(metrics: dict[str, float], admission: Admission) -> float:
-    """How many examples stand behind a reply, taken out of its metrics."""
-    key, most = admission.examples_key, admission.max_examples
-    examples = metrics.pop(key, None)
-    if examples is None:
-        raise Refused(f"it sends no metric '{key}' that is a number")
-    if not 0 < examples <= most:
-        raise Refused(f"{key} = {examples:g}; a positive number up to max_examples = {most:g} is needed")
-    return examples
+def read_evaluate_reply(reply: ReceivedReply, requirements: ReplyRequirements) -> EvaluateReply:
+    """Read and check an evaluation reply. Raise RejectedReply if it cannot count."""
+    if reply.problem is not None:
+        raise RejectedReply(reply.problem)
+    metrics = read_metrics(reply.message.content.metric_records)
+    num_examples = _take_num_examples(metrics, requirements)
+    accuracies = {name: metrics[name] for name in ACCURACY if name in metrics}
+    wrong = [f"{name} = {value}: use a number from 0 to 1" for name, value in accuracies.items() if not 0 <= value <= 1]
+    if wrong:
+        raise RejectedReply(", ".join(wrong))
+    return EvaluateReply(reply.client, reply.domain, num_examples, next(iter(accuracies.values()), None))
 
 
-def _check_fit(content: RecordDict, metrics: Mapping[str, float], admission: Admission) -> None:
-    """Without local terms a method does not mind how clients train; with them, other training is another method."""
-    about: Mapping[str, Any] = content.config_records.get(wire.ABOUT, {})
-    said = about.get("terms", [])
-    wanted = ", ".join(admission.terms)
-    if wanted and said != list(admission.terms):
-        trained_with = f"with {said!s:.200}" if said else "without the method's local terms, as far as it says"
-        raise Unfit(
-            f"it trained {trained_with}; this federation trains with {wanted}",
-            f"clients that train with {wanted}, which none says it does: train with fedheal.flower.client.train, on a "
-            "local_training with the same method",
+def read_metrics(records: Mapping[str, MetricRecord]) -> dict[str, float]:
+    """Return all metrics of a reply that are single numbers."""
+    metrics: dict[str, float] = {}
+    for record in records.values():
+        metrics |= {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}
+    metrics.pop("partition-id", None)
+    return metrics
+
+
+def _take_num_examples(metrics: dict[str, float], requirements: ReplyRequirements) -> float:
+    """Remove the number of examples from the metrics and return it."""
+    key, most = requirements.examples_key, requirements.max_examples
+    num_examples = metrics.pop(key, None)
+    if num_examples is None:
+        raise RejectedReply(f"it sends no metric '{key}' that is a number")
+    if not 0 < num_examples <= most:
+        raise RejectedReply(f"{key} = {num_examples:g} must be positive and at most max_examples = {most:g}")
+    return num_examples
+
+
+def _check_requirements(content: RecordDict, metrics: Mapping[str, float], requirements: ReplyRequirements) -> None:
+    """Check local terms and metrics. A method without local terms accepts any training; with them, other training is wrong."""
+    info: Mapping[str, Any] = content.config_records.get(CLIENT_INFO, {})
+    terms, required = info.get("terms", []), ", ".join(requirements.terms)
+    if required and terms != list(requirements.terms):
+        training = f"with {terms!s:.200}" if terms else "without the method's local terms, or does not name them"
+        raise MissingRequirement(
+            f"it trained {training}; this federation trains with {required}",
+            f"clients that train with {required}, but none says so: train with fedheal.flower.client.train, on a "
+            "LocalTraining with the same method",
         )
-    for name in admission.needs:
+    for name in requirements.needs:
         if name not in metrics:
-            raise Unfit(
+            raise MissingRequirement(
                 f"it sends no metric '{name}', which this aggregation needs",
                 f"the client metric '{name}', which no client sends: train with fedheal.flower.client.train, or send it "
                 "with fedheal.flower.client.reply",
             )
 
 
-def numbers(records: Mapping[str, MetricRecord]) -> dict[str, float]:
-    """All single numbers of a reply's metrics."""
-    found: dict[str, float] = {}
-    for record in records.values():
-        found |= {k: float(v) for k, v in record.items() if isinstance(v, (int, float))}
-    found.pop("partition-id", None)
-    return found
+def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRecord:
+    """Return the record with this key, or else the only one that is not ours."""
+    if key in records:
+        return records[key]
+    others = [record for name, record in records.items() if not name.startswith("fedheal")]
+    if len(others) != 1:
+        raise RejectedReply(f"it holds {len(others)} array records and none called '{key}'")
+    return others[0]
 
 
-def averaged(contents: list[RecordDict], examples_key: str) -> MetricRecord:
-    """Each metric, a number or a list, averaged by examples over the clients that send it whole: finite, and of one length."""
-    means: dict[str, tuple[NDArray[Any], float]] = {}  # so far, and of how many examples
-    for content in contents:
-        examples = numbers(content.metric_records)[examples_key]
-        for name, value in (item for record in content.metric_records.values() for item in record.items()):
-            found = np.asarray(value, np.float64)
-            mean, before = means.get(name, (np.zeros_like(found), 0.0))
-            if mean.shape == found.shape and np.isfinite(found).all():
-                share = examples / (before + examples)  # of numbers near the largest, sums would overflow
-                means[name] = (1 - share) * mean + share * found, before + examples
-    left_out = {examples_key, "partition-id"}
-    return MetricRecord({k: mean.tolist() for k, (mean, _) in sorted(means.items()) if k not in left_out})
+def _read_arrays(record: ArrayRecord, layout: Layout) -> dict[str, NDArray[Any]]:
+    """View a model's arrays. Raise RejectedReply if a name, shape or dtype is wrong."""
+    missing = [entry.name for entry in layout.entries if entry.name not in record]
+    unknown = sorted(set(record) - {entry.name for entry in layout.entries})
+    if missing or unknown:
+        problems = [f"lacks {missing[:3]}"] if missing else []
+        problems += [f"has unknown {unknown[:3]}"] if unknown else []
+        raise RejectedReply(f"its model {' and '.join(problems)}")
+    arrays = {}
+    for entry in layout.entries:
+        try:
+            values = view_array(record[entry.name])
+        except ValueError as error:
+            raise RejectedReply(f"its '{entry.name}' cannot be read: {error}") from None
+        kinds = "iub" if entry.kind == "counter" else "c" if entry.dtype.is_complex else "f"
+        if values.shape != entry.shape or values.dtype.kind not in kinds:
+            raise RejectedReply(
+                f"its '{entry.name}' is {values.dtype} of shape {values.shape}; it must be {entry.dtype} of shape {entry.shape}"
+            )
+        arrays[entry.name] = values
+    return arrays
 
 
-def difference(
+def write_delta(
     layout: Layout, arrays: Mapping[str, NDArray[Any]], model: Packed, row: NDArray[Any]
 ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-    """Write local minus global parameters into `row`; the local buffers and counters come back as vectors."""
-    sizes, before = layout.sizes(), model.params.numpy()
+    """Write local minus global parameters into `row`; return the local buffers and counters as vectors."""
+    sizes, global_params = layout.sizes(), model.params.numpy()
     extras: dict[str, list[NDArray[Any]]] = {"buffer": [], "counter": []}
     seen: set[tuple[str, int, int]] = set()
     for entry in layout.entries:
         place = (entry.kind, entry.start, entry.stop)
         if place in seen or entry.start == entry.stop:
-            continue  # a tied tensor stands once
+            continue  # a tied tensor appears once
         seen.add(place)
         local = arrays[entry.name].reshape(-1)
         if entry.kind == "param":
-            here = slice(entry.start, entry.stop)
+            span = slice(entry.start, entry.stop)
             real = local.view(local.real.dtype) if np.iscomplexobj(local) else local
-            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found and named later
-                np.subtract(real, before[here], out=row[here], casting="same_kind")
+            with np.errstate(over="ignore", invalid="ignore"):  # the aggregator names updates that are not finite
+                np.subtract(real, global_params[span], out=row[span], casting="same_kind")
         else:
             extras[entry.kind].append(local)
     buffers = np.concatenate(extras["buffer"]).astype(model.buffers.numpy().dtype) if sizes.buffers else None
@@ -162,35 +212,19 @@ def difference(
     return buffers, counters
 
 
-def _model(record: ArrayRecord, layout: Layout) -> dict[str, NDArray[Any]]:
-    missing = [e.name for e in layout.entries if e.name not in record]
-    extra = sorted(set(record) - {e.name for e in layout.entries})
-    if missing or extra:
-        said = [f"lacks {missing[:3]}"] if missing else []
-        said += [f"has unknown {extra[:3]}"] if extra else []
-        raise Refused(f"its model {' and '.join(said)}")
-    arrays = {}
-    for entry in layout.entries:
-        array: Array = record[entry.name]
-        try:
-            values = wire.viewed(array)
-        except ValueError as flaw:
-            raise Refused(f"its '{entry.name}' cannot be read: {flaw}") from None
-        kind = "iub" if entry.kind == "counter" else "c" if entry.dtype.is_complex else "f"
-        if values.shape != entry.shape or values.dtype.kind not in kind:
-            raise Refused(
-                f"its '{entry.name}' is {values.dtype} of shape {values.shape}; {entry.dtype} of shape "
-                f"{entry.shape} is needed"
-            )
-        arrays[entry.name] = values
-    return arrays
+def average_metrics(contents: list[RecordDict], examples_key: str) -> MetricRecord:
+    """Average each metric by examples over the clients that send it.
 
-
-def _chosen(records: Mapping[str, ArrayRecord], key: str) -> ArrayRecord:
-    """The model's record: by its key, or the only one that is not ours."""
-    others = [record for name, record in records.items() if not name.startswith("fedheal")]
-    if key in records:
-        return records[key]
-    if len(others) != 1:
-        raise Refused(f"it holds {len(others)} array records and none called '{key}'")
-    return others[0]
+    A metric is a number or a list; one that is not finite, or not of the first one's length, is left out.
+    """
+    means: dict[str, tuple[NDArray[Any], float]] = {}  # so far, and over how many examples
+    for content in contents:
+        num_examples = read_metrics(content.metric_records)[examples_key]
+        for name, value in (item for record in content.metric_records.values() for item in record.items()):
+            values = np.asarray(value, np.float64)
+            mean, total = means.get(name, (np.zeros_like(values), 0.0))
+            if mean.shape == values.shape and np.isfinite(values).all():
+                share = num_examples / (total + num_examples)  # sums of very large numbers would overflow
+                means[name] = (1 - share) * mean + share * values, total + num_examples
+    hidden = {examples_key, "partition-id"}
+    return MetricRecord({name: mean.tolist() for name, (mean, _) in sorted(means.items()) if name not in hidden})

@@ -1,96 +1,127 @@
-"""What the strategy keeps of clients and of the round that is under way, beside the state, and the record it becomes."""
+"""What the strategy keeps about clients beside the run's state, and about the round under way until it becomes a record."""
 
 from __future__ import annotations
 
 import logging
-import math
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from fedheal.aggregate import Aggregated
-from fedheal.flower.intake import Cohort
-from fedheal.flower.judging import Judged
-from fedheal.flower.node_registry import Asked, Heard
-from fedheal.flower.run_folder import FederatedRound
+import numpy as np
+
+from fedheal.core.clock import Clock
+from fedheal.core.metrics import fairness
+from fedheal.flower.cohort import Cohort
+from fedheal.flower.node_registry import OpenRequests, ReceivedReply
+from fedheal.flower.replies import EvaluateReply
+from fedheal.methods.server_step import StepOutcome, mean_train_loss
+from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
 
-
-@dataclass
-class Known:
-    """What the strategy remembers of clients beside the state: JSON in the checkpoint."""
-
-    federation: str = field(default_factory=lambda: secrets.token_hex(8))  # whose clients' memories are meant
-    accepted: dict[str, int] = field(default_factory=dict)  # the last round in which its update counted
-    client_domains: dict[str, str] = field(default_factory=dict)  # its domain
-    looks: dict[str, str] = field(default_factory=dict)  # of what its local terms last told the server
-    tests: dict[str, float] = field(default_factory=dict)  # examples it last judged with
-    nodes: dict[str, str] = field(default_factory=dict)  # node -> client: with node keys ids outlive a run
-
-
-class Clock:
-    """Seconds from one lap to the next."""
-
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-        self.seconds = dict.fromkeys(("train", "aggregate", "evaluate"), 0.0)
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase], self.last = now - self.last, now
+OLD_KEYS = {"homes": "client_domains", "looks": "message_digests", "tests": "test_examples"}  # in earlier checkpoints
 
 
 @dataclass
-class Round:
-    """A round while it goes on."""
+class FederationState:
+    """What the strategy remembers about its clients: JSON in the checkpoint."""
+
+    federation: str = field(default_factory=lambda: secrets.token_hex(8))  # an id that clients save their state under
+    accepted: dict[str, int] = field(default_factory=dict)  # client -> the last round in which its update counted
+    client_domains: dict[str, str] = field(default_factory=dict)
+    message_digests: dict[str, str] = field(default_factory=dict)  # of the last messages of its local terms
+    test_examples: dict[str, float] = field(default_factory=dict)  # that it last evaluated with
+    nodes: dict[str, str] = field(default_factory=dict)  # node -> client: with node keys, ids outlive a run
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what a checkpoint holds."""
+        return cls(**{OLD_KEYS.get(key, key): value for key, value in values.items()})
+
+
+@dataclass
+class OpenRound:
+    """A round under way."""
 
     number: int
-    asked: Asked
+    requests: OpenRequests
     connected: frozenset[int]
-    size: int = 0  # bytes sent to all nodes
+    bytes_sent: int = 0  # to all nodes
     clock: Clock = field(default_factory=Clock)
     replied: int = 0
     weights: dict[str, float] = field(default_factory=dict)
     train_loss: float | None = None
     report: dict[str, Any] = field(default_factory=lambda: {"skipped": {}, "missing": []})
-    judges: Asked = field(default_factory=lambda: Asked({}))
-    judged: list[Judged] = field(default_factory=list)
+    evaluation_requests: OpenRequests = field(default_factory=lambda: OpenRequests({}))
+    evaluations: list[EvaluateReply] = field(default_factory=list)
 
-    def note(self, arrived: Sequence[Heard], cohort: Cohort, out: Aggregated, known: Known) -> list[str]:
-        """Keep who counted, who was left out and who never answered, here and of the clients; those who counted."""
-        troubled = {one.client: one.trouble for one in arrived if one.trouble is not None}
-        skipped = troubled | cohort.skipped | {str(c): str(why) for c, why in out.report["skipped"].items()}
-        for client, why in skipped.items():
-            log.warning("round %d: '%s' is left out: %s", self.number, client, why)
-        answered = {one.node for one in arrived}
-        missing = sorted(name for node, name in self.asked.nodes.items() if node not in answered)
+    def record_training(
+        self, received: Sequence[ReceivedReply], cohort: Cohort, outcome: StepOutcome, federation: FederationState
+    ) -> None:
+        """Record which clients counted, were skipped or did not reply, in the round and in the federation's state."""
+        aggregated, accepted = outcome.aggregated, outcome.accepted
+        problems = {reply.client: reply.problem for reply in received if reply.problem is not None}
+        skipped = problems | cohort.skipped | {str(c): str(why) for c, why in aggregated.report["skipped"].items()}
+        for client, reason in skipped.items():
+            log.warning("round %d: '%s' is skipped: %s", self.number, client, reason)
+        replied = {reply.node for reply in received}
+        missing = sorted(name for node, name in self.requests.nodes.items() if node not in replied)
         if missing:
             log.warning("round %d: no reply from %s", self.number, ", ".join(missing))
-        self.report = dict(out.report) | {"skipped": skipped, "missing": missing}
-        self.weights = dict(zip(cohort.updates.clients, out.weights.tolist(), strict=True))
-        taken = [client for client in cohort.updates.clients if client not in skipped]
-        losses = [cohort.read[c].metrics.get("train_loss", math.nan) for c in taken]
-        sound = [loss for loss in losses if math.isfinite(loss)]
-        self.train_loss = sum(sound) / len(sound) if sound else None
-        known.looks |= cohort.looks
-        known.accepted |= dict.fromkeys(taken, self.number)
-        known.client_domains |= {one.client: one.domain for one in arrived if one.client in taken}
-        return taken
+        self.report = dict(aggregated.report) | {"skipped": skipped, "missing": missing}
+        if outcome.is_refused:
+            log.warning("round %d: the model stays as it was: %s", self.number, outcome.refusal)
+            self.report["unmoved"] = outcome.refusal
+        self.weights = dict(zip(cohort.updates.clients, aggregated.weights.tolist(), strict=True))
+        self.train_loss = mean_train_loss(cohort.updates, accepted)
+        federation.message_digests |= cohort.message_digests
+        federation.accepted |= dict.fromkeys(accepted, self.number)
+        federation.client_domains |= {reply.client: reply.domain for reply in received if reply.client in accepted}
 
-    def record(self, client_domains: Mapping[str, str]) -> FederatedRound:
-        """What stays of it. `client_domains`: the domains of all clients; those of this round's go along."""
-        there = sorted({*self.weights, *(one.client for one in self.judged)} & client_domains.keys())
-        return FederatedRound(
-            self.number,
-            len(self.asked.nodes),
-            self.replied,
-            self.weights,
-            self.train_loss,
-            self.report,
-            self.clock.seconds,
-            **Judged.together(self.judged),
-            client_domains={client: client_domains[client] for client in there},
+    def to_record(self, client_domains: Mapping[str, str]) -> RoundRecord:
+        """Return the round's record. `client_domains`: of all clients; those of this round's are recorded."""
+        clients = {*self.weights, *(evaluation.client for evaluation in self.evaluations)}
+        return RoundRecord(
+            round=self.number,
+            cohort=len(self.requests.nodes),
+            replied=self.replied,
+            weights=self.weights,
+            train_loss=self.train_loss,
+            report=self.report,
+            seconds=self.clock.seconds,
+            client_domains={client: client_domains[client] for client in sorted(clients & client_domains.keys())},
+            **_summarise_evaluations(self.evaluations),
         )
+
+
+def _summarise_evaluations(evaluations: Sequence[EvaluateReply]) -> dict[str, Any]:
+    """Return accuracies by client and by domain (over its clients' examples), in percent, and their fairness."""
+    clients = {e.client: 100.0 * e.accuracy for e in evaluations if e.accuracy is not None}
+    if not clients:
+        return {}
+    members: dict[str, list[EvaluateReply]] = {}
+    for evaluation in evaluations:
+        if evaluation.client in clients:
+            members.setdefault(evaluation.domain, []).append(evaluation)
+    domains = {
+        domain: float(np.average([clients[e.client] for e in group], weights=[e.num_examples for e in group]))
+        for domain, group in sorted(members.items())
+    }
+    return {
+        "domains": domains,
+        "clients": clients,
+        "fairness": fairness(domains),
+        "client_fairness": fairness(clients),
+    }
+
+
+def describe_round(record: RoundRecord) -> str:
+    """Describe a round in one line, with the name of the worst served client."""
+    line = f"{record.replied} of {record.cohort} nodes replied, {len(record.report['skipped'])} skipped"
+    line += "" if record.train_loss is None else f", training loss {record.train_loss:.3f}"
+    if record.domains and record.clients:
+        mean = sum(record.domains.values()) / len(record.domains)
+        worst, accuracy = min(record.clients.items(), key=lambda item: item[1])
+        line += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
+    return line

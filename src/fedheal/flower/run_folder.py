@@ -1,11 +1,11 @@
-"""A federation's run folder: the project's own format, so that a report shows it as it shows a simulation.
+"""A federation's run folder: the project's own format, so that a report shows it like a simulation.
 
     federation.toml     how the strategy was set up (a simulation has experiment.toml here)
-    rounds.jsonl        as in `fedheal.runs.folder`, and in each line the domains of the round's clients as `client_domains`
+    rounds.jsonl        as in `fedheal.runs.folder`; each line also has the domains of the round's clients as `client_domains`
     state/, model.safetensors, result.json        as in `fedheal.runs.folder`
 
-The state is saved after every round, before its line in `rounds.jsonl` can be missed: a resume repeats at most the round that
-was under way. A model and a result are there only while they are of all the rounds in `rounds.jsonl`.
+Every round ends with a checkpoint, written after the round's line: a resume repeats at most the round that was under way.
+There is a model and a result only while they belong to all the rounds in `rounds.jsonl`.
 """
 
 from __future__ import annotations
@@ -13,218 +13,175 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import flwr
 import tomli_w
 import torch
+from filelock import BaseFileLock
 
-from fedheal.aggregate.masks.directions import spread
+from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.layout import Layout
-from fedheal.core.metrics import LAST, fairness, last_mean
-from fedheal.core.state import RunState, restored_state
-from fedheal.runs import folder as records
+from fedheal.core.state import RunState
+from fedheal.runs import folder as files
+from fedheal.runs.lock import acquire_lock
+from fedheal.runs.resume import drop_result, load_newest_checkpoint
 from fedheal.runs.schema import RoundRecord
+from fedheal.runs.summary import summarise_run
 from fedheal.version import __version__
 
 log = logging.getLogger("flwr.fedheal")
 
-Saved = tuple[RunState, dict[str, Any], list[RoundRecord]]
+# Settings that the later rounds of a folder must share with the earlier ones; so must the model's shapes.
+DECISIVE_SETTINGS = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
+
+_locks: dict[Path, BaseFileLock] = {}  # held by this process
 
 
 @dataclass(frozen=True)
-class FederatedRound(RoundRecord):
-    """A simulation's record, and the domains of its clients, which nobody else knows while a federation goes on."""
+class ResumedRun:
+    """What a run folder holds: the newest state, the JSON saved beside it, and the rounds."""
 
-    client_domains: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def line(self) -> str:
-        """The round in a line, the worst served by name."""
-        told = f"{self.replied} of {self.cohort} nodes replied, {len(self.report['skipped'])} left out"
-        told += "" if self.train_loss is None else f", training loss {self.train_loss:.3f}"
-        if self.domains and self.clients:
-            mean = sum(self.domains.values()) / len(self.domains)
-            worst, accuracy = min(self.clients.items(), key=lambda pair: pair[1])
-            told += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
-        return told
+    state: RunState
+    federation: dict[str, Any]
+    history: list[RoundRecord]
 
 
-# What a folder's rounds were made with, and those that follow must be: the model's shapes, and of the settings these.
-DECISIVE = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
-
-_held: dict[Path, int] = {}  # this process's locks
-
-
-class Folder:
+class RunFolder:
     """One federation's run folder."""
 
     def __init__(self, path: Path, resume: bool) -> None:
         self.path, self.resume = path, resume
-        self.described: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
         self.owner = ""
 
-    def open(self, described: Mapping[str, Any], layout: Layout) -> Saved | None:
-        """Make the folder this federation's, or read what it holds; `None` where it holds no round."""
-        self.described = dict(described)
+    def open(self, settings: Mapping[str, Any], layout: Layout) -> ResumedRun | None:
+        """Create the folder, or resume from it. Return None if it holds no round; raise ValueError if it cannot be used."""
+        self.settings = dict(settings)
         shapes = [(e.name, e.kind, e.shape, str(e.dtype)) for e in layout.entries]
-        decisive = [self.described.get(key) for key in DECISIVE]
+        decisive = [self.settings.get(key) for key in DECISIVE_SETTINGS]
         self.owner = hashlib.sha256(json.dumps([decisive, shapes]).encode()).hexdigest()
         toml = self.path / "federation.toml"
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"folder = {str(self.path)!r} is a file: give another folder")
-        saved = None
+        resumed = None
         if self.path.exists() and any(path.suffix != ".tmp" for path in self.path.iterdir()):
             if not toml.exists():
                 raise ValueError(f"{self.path} is not empty and not a federation's run folder: give another folder")
             if not self.resume:
-                raise ValueError(f"{self.path} holds a federation already: resume=True goes on with it")
-            self._check_same(toml)
+                raise ValueError(f"{self.path} already holds a federation: set resume=True to continue it")
+            self._check_settings(toml)
             self._lock()
-            saved = self._newest()
+            resumed = self._load()
         else:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ValueError(f"folder = {str(self.path)!r} cannot be made: {error}") from None
             self._lock()
-        records.write_text(toml, tomli_w.dumps(self.described))
-        return saved
+        files.write_text(toml, tomli_w.dumps(self.settings))
+        return resumed
 
-    def _check_same(self, toml: Path) -> None:
-        """Whose a state is its own header says; here one can also read what is different."""
-        try:
-            before = tomllib.loads(toml.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{toml} is not TOML: {error}") from None
-        now = tomllib.loads(tomli_w.dumps(self.described))
-        for key in DECISIVE:
+    def _check_settings(self, toml: Path) -> None:
+        """Raise ValueError that names a changed setting. The checkpoints' owner is checked too, but tells no names."""
+        before = files.read_toml(toml)
+        now = tomllib.loads(tomli_w.dumps(self.settings))
+        for key in DECISIVE_SETTINGS:
             if before.get(key) != now.get(key):
                 raise ValueError(
-                    f"{self.path} holds a federation with {key} = {before.get(key)!r}, not {now.get(key)!r}: go on as it "
-                    "began, or give another folder"
+                    f"{self.path} holds a federation with {key} = {before.get(key)!r}, not {now.get(key)!r}: restore that "
+                    "setting, or give another folder"
                 )
 
-    def done(self) -> int:
-        """How many rounds the folder holds."""
-        return max((int(path.stem) for path in records.states(self.path) if path.stem.isdigit()), default=0)
+    def _load(self) -> ResumedRun | None:
+        checkpoint = load_newest_checkpoint(self.path, self.owner, log)
+        if checkpoint is None:
+            return None
+        arrays, described = checkpoint
+        state = RunState.from_arrays(arrays, described, torch.device("cpu"))
+        return ResumedRun(state, described["flower"], files.read_rounds(self.path))
+
+    def count_rounds(self) -> int:
+        """Return how many rounds the folder holds."""
+        return max((int(path.stem) for path in files.list_checkpoints(self.path) if path.stem.isdigit()), default=0)
 
     def _lock(self) -> None:
-        """A ServerApp that was thought dead must not write into the run that goes on; one of this process, let go of, may."""
+        """Keep other processes out, such as a ServerApp that was thought dead. An earlier lock of this process is replaced."""
         self.release()
-        _held[self.path.resolve()] = records.lock(self.path)
+        _locks[self.path.resolve()] = acquire_lock(self.path)
 
-    def _newest(self) -> Saved | None:
-        troubles: list[str] = []
-        for path in records.states(self.path):
-            try:
-                arrays, described = records.load_state(path, self.owner)
-                self._cut(described["round"])
-            except records.BadState as trouble:
-                troubles.append(str(trouble))
-                continue
-            for said in troubles:
-                log.warning("%s; going on from %s", said, path.name)
-            history: list[RoundRecord] = [FederatedRound(**record) for record in records.read_rounds(self.path)]
-            return restored_state(arrays, described, torch.device("cpu")), described["flower"], history
-        if troubles:
-            raise ValueError(f"no state in {self.path} can be used: {'; '.join(troubles)}")
-        self._cut(0)
-        return None
+    def release(self) -> None:
+        """Let other processes use the folder."""
+        lock = _locks.pop(self.path.resolve(), None)
+        if lock is not None:
+            lock.release()
 
-    def _cut(self, rounds: int) -> None:
-        if len(records.read_rounds(self.path)) > rounds:
-            self._drop_result()
-        records.cut_rounds(self.path, rounds)
-
-    def _drop_result(self) -> None:
-        """What an earlier end left behind is of other rounds than the folder is about to hold."""
-        for name in ("result.json", "model.safetensors"):
-            (self.path / name).unlink(missing_ok=True)
-
-    def save(self, state: RunState, record: RoundRecord, told: Mapping[str, Any]) -> None:
-        """A round's line, then the state that counts it: a crash in between costs that round, no more."""
-        self._drop_result()
-        records.append_round(self.path, asdict(record))
+    def save_round(self, state: RunState, record: RoundRecord, federation: Mapping[str, Any]) -> None:
+        """Write a round's line, then the checkpoint: a crash in between costs that round, no more."""
+        drop_result(self.path)
+        files.append_round(self.path, record)
         arrays, described = state.to_arrays()
-        records.save_state(self.path, state.round, arrays, described | {"flower": dict(told)}, self.owner)
+        files.save_checkpoint(self.path, state.round, arrays, described | {"flower": dict(federation)}, self.owner)
 
-    def conclude(
+    def write_result(
         self,
         layout: Layout,
         state: RunState,
         history: Sequence[RoundRecord],
         client_domains: Mapping[str, str],
-        tests: Mapping[str, float],
+        test_examples: Mapping[str, float],
     ) -> None:
-        """The final model, and the result where the clients judged it."""
-        records.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
+        """Write the final model, and the result if clients evaluated a model."""
+        files.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
         if any(record.domains for record in history):
-            found = summary(self.described, state, history, client_domains, tests)
-            records.write_text(self.path / "result.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
-
-    def release(self) -> None:
-        """Let other processes in."""
-        opened = _held.pop(self.path.resolve(), None)
-        if opened is not None:
-            os.close(opened)
+            summary = _summarise(self.settings, state, history, client_domains, test_examples)
+            files.write_result(self.path, summary)
 
 
-def summary(
-    described: Mapping[str, Any],
+def _summarise(
+    settings: Mapping[str, Any],
     state: RunState,
     history: Sequence[RoundRecord],
     client_domains: Mapping[str, str],
-    tests: Mapping[str, float],
+    test_examples: Mapping[str, float],
 ) -> dict[str, Any]:
-    """What `result.json` holds: a simulation's fields, drop-outs and clients left out."""
-    judged = [record for record in history if record.domains]
-    accuracy = _last([record.domains or {} for record in judged])
-    clients = _last([record.clients or {} for record in judged])
-    return {
-        **{key: described[key] for key in ("method", "algorithm", "data", "seed")},
-        "rounds": state.round,
-        "averaged": min(LAST, len(judged)),
-        "domains": accuracy,
-        **fairness(accuracy),
-        "clients": clients,
-        "client_fairness": fairness(clients) if clients else {},
-        "validation": None,
-        "trained": dict(sorted(client_domains.items())),
-        "only": [],
-        "without": [],
-        "pool": False,
-        "classes": [],
-        "test_sizes": {d: round(sum(n for c, n in tests.items() if client_domains.get(c) == d)) for d in accuracy},
-        "dropouts": sum(record.cohort - record.replied for record in history),
-        "skipped": sum(len(record.report.get("skipped", {})) for record in history),
-        "device": "clients'",
-        "hardware": "clients'",
-        "precision": "fp32",
-        "threads": torch.get_num_threads(),
-        "data_fingerprint": "",
-        "used_fingerprint": "",
-        "data_notes": [],
-        "consistency": spread(state.aggregator),
-        "bytes_sent": state.sent,
-        "bytes_received": state.received,
-        "seconds": {phase: sum(r.seconds[phase] for r in history) for phase in ("train", "aggregate", "evaluate")},
-        "versions": {
+    """Return what `result.json` holds: a simulation's fields, drop-outs and skipped clients."""
+    test_sizes = dict.fromkeys(sorted({domain for record in history for domain in record.domains or {}}), 0.0)
+    for client, num_examples in test_examples.items():
+        if client_domains.get(client) in test_sizes:
+            test_sizes[client_domains[client]] += num_examples
+    return summarise_run(
+        history,
+        sort_names=True,
+        **{key: settings[key] for key in ("method", "algorithm", "data", "seed")},
+        rounds=state.round,
+        trained=dict(sorted(client_domains.items())),
+        only=[],
+        without=[],
+        pool=False,
+        classes=[],
+        test_sizes={domain: round(size) for domain, size in test_sizes.items()},
+        dropouts=sum(record.cohort - record.replied for record in history),
+        skipped=sum(len(record.report.get("skipped", {})) for record in history),
+        device="clients'",
+        hardware="clients'",
+        precision="fp32",
+        threads=torch.get_num_threads(),
+        data_fingerprint="",
+        used_fingerprint="",
+        data_notes=[],
+        consistency=bin_consistency(state.aggregator),
+        bytes_sent=state.sent,
+        bytes_received=state.received,
+        versions={
             "fedheal": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "flwr": flwr.__version__,
         },
-    }
-
-
-def _last(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Per unit, the mean over the last rounds in which it was judged: clients come and go."""
-    units = sorted({unit for accuracy in rounds for unit in accuracy})
-    return {unit: last_mean([{unit: a[unit]} for a in rounds if unit in a])[unit] for unit in units}
+    )

@@ -1,9 +1,9 @@
-"""A Flower strategy around any aggregator of the core.
+"""A Flower strategy around any aggregator.
 
-Flower's messages become `Updates`, `Aggregator.apply` makes the new model, and what survives a round is the same `RunState` as
-in a simulation, saved after every round, so that a new run goes on where a dead one stopped. A round reads top to bottom in
-`start`. Flower's own loop, which its differential-privacy wrappers run, calls the same four methods and may change the model in
-between; nobody says then which round is the last.
+Flower's messages become `Updates`, the server step that simulations use makes the new model, and the same `RunState` is saved
+after every round, so that a new run can resume a dead one. `start` is the loop. Flower's own loop, which its
+differential-privacy wrappers run, calls the same four methods, may change the model in between, and does not say which round
+is the last.
 """
 
 from __future__ import annotations
@@ -19,59 +19,79 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
-from fedheal import methods
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.reduce import finite
-from fedheal.aggregate.server_optimizer import Server, check_plain
-from fedheal.core.checks import check_among, check_count, check_share, check_switch
+from fedheal.aggregate.fedheal_stages import TAU
+from fedheal.aggregate.reduce import is_finite
+from fedheal.aggregate.server_optimizer import Server
+from fedheal.core.checks import check_switch
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
-from fedheal.flower import messages as wire
-from fedheal.flower.intake import Cohort, Intake
-from fedheal.flower.judging import judged
-from fedheal.flower.node_registry import Asked, Heard
-from fedheal.flower.node_sampling import Attendance, chosen
-from fedheal.flower.replies import Admission, Refused, averaged
-from fedheal.flower.roll import Roll
-from fedheal.flower.round_log import Known, Round
-from fedheal.flower.run_folder import Folder
-from fedheal.flower.server_step import check_placed, stepped
-from fedheal.flower.terms import check_terms, spelled
+from fedheal.flower.cohort import Cohort, CohortBuilder
+from fedheal.flower.masking import make_masked_mean
+from fedheal.flower.messages import (
+    SHARED,
+    RoundInstructions,
+    count_bytes,
+    describe_terms,
+    infer_layout,
+    model_to_record,
+    record_to_model,
+    terms_to_record,
+)
+from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply
+from fedheal.flower.node_sampling import SamplingPolicy, sample_nodes
+from fedheal.flower.replies import RejectedReply, ReplyRequirements, average_metrics, read_evaluate_reply
+from fedheal.flower.round_log import FederationState, OpenRound, describe_round
+from fedheal.flower.run_folder import RunFolder
+from fedheal.flower.settings import RoundSettings, check_at_least, resolve_layout, resolve_method, select_settings
 from fedheal.methods import Method
+from fedheal.methods.server_step import ClientTerms, ServerStep, apply_server_step
 from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
 
-PLACEMENTS = ("server", "client")
+MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
 
 
 class FairStrategy(Strategy):
     """Any aggregator, or a whole method with its local terms, as a Flower strategy.
 
-    `method`: an `Aggregator`, a `Method`, or a method's name such as "fedprox+fedheal:tau=0.4". With local terms the clients
-    must train with `fedheal.flower.client`; everything else works with a stock client.
+    A client whose reply is bad is skipped, counted and logged, and the run continues: errors, wrong names or shapes, NaN, a
+    second reply, a number of examples that is not positive or above `max_examples`, an update longer than `max_norm`. A
+    newcomer counts from its first reply; a client that leaves keeps its history.
 
-    Evidence and state: `folder` is a run folder, written after every round; with `resume=True` a run goes on from what it
-    holds. `data`, `name` and `seed` say how a report shows it; an aggregator of your own is known by its `name` alone.
-    `model` is the module (or its `Layout`): without it, float arrays called `...running_mean` or `...running_var` are
-    buffers, integers are counters, all else are parameters.
+    Args:
+        method: An `Aggregator`, a `Method`, or a method's name such as "fedprox+fedheal:tau=0.4". With local terms the
+            clients must train with `fedheal.flower.client`; everything else works with a stock client.
+        model: The module, or its `Layout`. Without it, float arrays called `...running_mean` or `...running_var` are
+            buffers, integers are counters, and everything else is a parameter.
+        folder: The run folder, written after every round.
+        resume: Whether to continue the run in `folder`.
+        data: The name of the data in reports.
+        name: The name of the method in reports. An aggregator of your own is identified by it alone.
+        seed: The seed of the cohorts.
+        fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes: As in Flower.
+        wait_seconds: How long to wait for enough nodes before `NotEnoughNodes` is raised.
+        min_replies: A round with fewer usable replies leaves the model as it was.
+        roll_call: Whether to ask new nodes for their names before a cohort is drawn (`fedheal.flower.client.introduce`
+            answers), so that a seed draws the same sites in every run.
+        evaluate_every: Evaluate every so many rounds, and in the last.
+        clients: How many clients there are, if a method needs it (SCAFFOLD, FedDyn); by default as many as have ever
+            taken part or are connected.
+        max_examples: The largest number of examples that a reply may give.
+        max_norm: The largest norm of an update; None: any.
+        budget: Bytes of updates held in memory; more goes to a temporary file.
+        server: The server optimiser.
+        placement: "client" if the clients apply FPHL's mask with this `tau` (see `fedheal.flower.FedHEAL`) and `method`
+            only gives the weights.
+        tau: The threshold that clients mask with.
+        weighted_by_key, arrayrecord_key, configrecord_key: As in Flower.
+        train_metrics_aggr_fn, evaluate_metrics_aggr_fn: As in Flower, called with the replies that count; by default every
+            metric is averaged by examples over the clients that send it.
 
-    Who takes part: see `Attendance`. With `roll_call` nodes that are new are asked for their names before a cohort is drawn
-    (`fedheal.flower.client.introduce` answers), so that a seed draws the same sites in every run. A round with fewer than
-    `min_replies` usable replies leaves the model as it was. A newcomer counts from the round in which it first replies; who
-    leaves keeps its history. `clients`: how many there are in all, where a method needs it (SCAFFOLD, FedDyn); else as many as
-    have ever taken part or are connected.
-
-    Bad replies are left out, counted and logged, and the run goes on: errors, wrong names or shapes, NaN, a second answer, a
-    number of examples that is not positive or above `max_examples`, an update longer than `max_norm`. `budget`: bytes of
-    updates held in memory; more goes to a temporary file.
-
-    `train_metrics_aggr_fn`, `evaluate_metrics_aggr_fn`: as in Flower's FedAvg, given the replies that count; without, every
-    metric is averaged by examples over the clients that send it.
-
-    `placement="client"`: the clients apply FPHL's mask with this `tau` (see `fedheal.flower.FedHEAL`), and `method` gives the
-    weights alone.
+    Raises:
+        ValueError: A setting is out of range, or the method does not work in a federation.
     """
 
     def __init__(
@@ -99,69 +119,50 @@ class FairStrategy(Strategy):
         budget: int | None = None,
         server: Server | None = None,
         placement: str = "server",
-        tau: float = 0.3,
+        tau: float = TAU.default,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
-        train_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
-        evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
+        train_metrics_aggr_fn: MetricsAggregation | None = None,
+        evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
     ) -> None:
-        whole = methods.get(method) if isinstance(method, str) else method
-        if isinstance(whole, Aggregator):
-            whole = Method((), whole, name or "custom")
-        check_terms(whole.local)
-        check_among("placement", placement, PLACEMENTS)
-        if placement == "client":
-            check_placed(whole)
-        check_share("tau", tau)
-        check_count("seed", seed)
-        check_switch("roll_call", roll_call)
+        arguments = dict(locals())
         check_switch("resume", resume)
-        if not isinstance(model, nn.Module | Layout | None):
-            raise ValueError(f"model = {model!r}: use the module or its Layout, or leave it out")
-        _check_least("min_replies", 1, min_replies)
-        _check_least("evaluate_every", 1, evaluate_every)
-        _check_least("clients", 1, clients)
-        _check_least("budget", 0, budget)
-        self.name, self.terms, self.seed = name or whole.name, whole.local, seed
-        self.algorithm = whole.spelled or whole.name
-        self.aggregator = replace(whole.aggregator, on_bad_update="skip")
+        self.settings = select_settings(RoundSettings, arguments)
+        self.sampling = select_settings(SamplingPolicy, arguments)
         self.server = server or Server()
-        for term in self.terms:
-            if term.needs_plain_server:
-                check_plain(self.server, term.needs_plain_server)
-        self.attendance = Attendance(
-            fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes, wait_seconds
+        self.method = resolve_method(method, name, self.settings.clients_mask, self.server)
+        self.name, self.terms = name or self.method.name, self.method.local
+        self.aggregator = replace(self.method.aggregator, on_bad_update="skip")
+        self.requirements = ReplyRequirements(
+            arrays_key=arrayrecord_key,
+            examples_key=weighted_by_key,
+            max_examples=max_examples,
+            max_norm=max_norm,
+            # Every client has a domain, if only its own name.
+            needs=tuple(sorted(self.aggregator.stage.needs - {"domain"})),
+            terms=tuple(describe_terms(self.terms)),
+            masked=self.settings.clients_mask,
         )
-        self.admission = Admission(
-            arrayrecord_key,
-            weighted_by_key,
-            max_examples,
-            max_norm,
-            tuple(sorted(self.aggregator.stage.needs - {"domain"})),  # which a client always has, if only its own name
-            tuple(spelled(self.terms)),
-            placement == "client",
-        )
-        self.configrecord_key, self.tau = configrecord_key, tau
-        self.train_metrics_aggr_fn = train_metrics_aggr_fn or averaged
-        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or averaged
-        self.roll_call = roll_call
-        self.min_replies, self.evaluate_every, self.clients, self.budget = min_replies, evaluate_every, clients, budget
-        self.folder = None if folder is None else Folder(Path(folder), resume)
-        self.data = data
-        self.layout: Layout | None = Layout.of(model) if isinstance(model, nn.Module) else model
-        if self.layout is not None:
-            wire.check_travels(self.layout)
+        self.configrecord_key = configrecord_key
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn or average_metrics
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or average_metrics
+        self.folder = None if folder is None else RunFolder(Path(folder), resume)
+        self.layout = resolve_layout(model)
+        self._num_rounds, self._timeout = 0, 3600.0
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget all rounds."""
         self.state: RunState | None = None
         self.history: list[RoundRecord] = []
-        self.known = Known()
-        self.roll = Roll()
-        self._rounds, self._timeout = 0, 3600.0
-        self._round: Round | None = None
-        self._intake: Intake | None = None
+        self.federation = FederationState()
+        self.registry = NodeRegistry()
+        self._round: OpenRound | None = None
+        self._cohort_builder: CohortBuilder | None = None
         self._sent: ArrayRecord | None = None
 
-    # What Flower calls, in this order.
+    # The methods that Flower calls, in this order.
 
     def start(
         self,
@@ -173,167 +174,190 @@ class FairStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Rounds up to `num_rounds`, from where the folder's state stands. `timeout`: seconds a round waits for replies."""
-        _check_least("num_rounds", 0, num_rounds)
-        self._rounds, self._timeout = num_rounds, timeout
+        """Run rounds up to `num_rounds`, from the folder's checkpoint if it holds one.
+
+        Args:
+            grid: Flower's grid.
+            initial_arrays: The initial model.
+            num_rounds: The number of the last round.
+            timeout: How many seconds a round waits for replies.
+            train_config: Sent to the clients that train.
+            evaluate_config: Sent to the clients that evaluate.
+            evaluate_fn: Evaluates the model on the server, called with the round and the model.
+
+        Returns:
+            Flower's result: the model and the metrics by round.
+        """
+        check_at_least("num_rounds", 0, num_rounds)
+        self._num_rounds, self._timeout = num_rounds, timeout
         result = Result()
         arrays = result.arrays = self.begin(initial_arrays)
         self.summary()
         first = self._state.round + 1
         if evaluate_fn and first == 1:
-            _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
+            _store(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
         for number in range(first, num_rounds + 1):
-            asked = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
-            arrays, metrics = self.aggregate_train(number, grid.send_and_receive(asked, timeout=timeout))
+            messages = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
+            arrays, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=timeout))
             result.arrays = arrays
-            _keep(result.train_metrics_clientapp, number, metrics)
-            judges = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
-            metrics = self.aggregate_evaluate(number, grid.send_and_receive(judges, timeout=timeout) if judges else ())
-            _keep(result.evaluate_metrics_clientapp, number, metrics)
+            _store(result.train_metrics_clientapp, number, metrics)
+            messages = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
+            replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
+            _store(result.evaluate_metrics_clientapp, number, self.aggregate_evaluate(number, replies))
             if evaluate_fn:
-                _keep(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
+                _store(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
         self.finish()
         return result
 
     def begin(self, initial_arrays: ArrayRecord) -> ArrayRecord:
-        """Take the initial model, or the folder's newest state where it holds one; the model to go on with."""
-        layout = self.layout = self.layout or wire.layout_of(initial_arrays)
-        self._intake = Intake(layout, self.admission, self.terms, self.budget)
-        self.history, self.known, self.roll = [], Known(), Roll()
-        terms = tuple(TermState(term.init(layout), {}) for term in self.terms)
-        model = self._sound(initial_arrays)
-        self.state = RunState(0, self.seed, model, self.aggregator.init(layout), self.server.init(), terms)
-        if self.folder is not None:
-            saved = self.folder.open(self._described(), layout)
-            if saved is not None:
-                self.state, told, self.history = saved
-                self.known = Known(**told)
-                self.roll = Roll({int(node): client for node, client in self.known.nodes.items()})
-                log.info("going on after round %d from %s", self.state.round, self.folder.path)
-        self._sent = wire.record_of(layout, self.state.model)
+        """Return the model of the folder's newest checkpoint, or else the initial one, and prepare the first round."""
+        self._reset()
+        layout = self.layout = self.layout or infer_layout(initial_arrays)
+        self._cohort_builder = CohortBuilder(layout, self.requirements, self.terms, self.settings.budget)
+        self.state = RunState(
+            round=0,
+            seed=self.settings.seed,
+            model=self._read_model(initial_arrays),
+            aggregator=self.aggregator.init(layout),
+            server=self.server.init(),
+            terms=tuple(TermState(term.init(layout), {}) for term in self.terms),
+        )
+        resumed = self.folder.open(self._describe_settings(), layout) if self.folder is not None else None
+        if resumed is not None:
+            self.state, self.history = resumed.state, resumed.history
+            self.federation = FederationState.from_json(resumed.federation)
+            self.registry = NodeRegistry({int(node): client for node, client in self.federation.nodes.items()})
+            log.info("resuming after round %d", self.state.round)
+        self._sent = model_to_record(layout, self.state.model)
         return self._sent
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Ask this round's nodes to train."""
-        self._check_next(server_round)
+        """Draw this round's nodes and return the messages that ask them to train."""
+        self._check_round_order(server_round)
         if self.state is None:
             self.begin(arrays)
-        self._take(arrays)
-        fraction, least = self.attendance.fraction_train, self.attendance.min_train_nodes
-        there = self.attendance.awaited(grid, least, self._left()) if fraction else list(grid.get_node_ids())
-        if self.roll_call and fraction:
-            self._call_roll(grid, there, server_round)
-        chance = generator(self.seed, "cohort", server_round)
-        nodes = chosen(there, fraction, least, chance, self.roll.names) if fraction else []
-        log.info("[round %d/%s] %d nodes train", server_round, self._rounds or "?", len(nodes))
-        records: dict[str, Any] = {self.admission.arrays_key: arrays}
-        shared = tuple(
+        self._set_model(arrays)
+        fraction, min_nodes = self.sampling.fraction_train, self.sampling.min_train_nodes
+        if fraction:
+            connected = self.sampling.wait_for_nodes(grid, min_nodes, self._describe_saved_rounds())
+            if self.settings.roll_call:
+                self._call_roll(grid, connected, server_round)
+            nodes = self._sample(connected, fraction, min_nodes, "cohort", server_round)
+        else:
+            connected, nodes = list(grid.get_node_ids()), []
+        log.info("[round %d/%s] %d nodes train", server_round, self._num_rounds or "?", len(nodes))
+        records: dict[str, Any] = {self.requirements.arrays_key: arrays}
+        shared = [
             {name: kept.shared[name] for name in term.sends if name in kept.shared}
             for term, kept in zip(self.terms, self._state.terms, strict=True)
-        )
+        ]
         if any(shared):
-            records[wire.SHARED] = wire.flattened(shared)
-        messages = self._messages(nodes, records, config, server_round, MessageType.TRAIN)
-        self._round = Round(
-            server_round, self.roll.asked(messages), frozenset(there), sum(_size(m.content) for m in messages)
+            records[SHARED] = terms_to_record(shared)
+        messages = self._make_messages(nodes, records, config, server_round, MessageType.TRAIN)
+        self._round = OpenRound(
+            number=server_round,
+            requests=self.registry.track_requests(messages),
+            connected=frozenset(connected),
+            bytes_sent=sum(count_bytes(message.content) for message in messages),
         )
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
-        """The new model from the replies that are sound; the old one where none is."""
-        now, replies = self._current(server_round), list(replies)
-        arrived = self._arrived(replies, now.asked)
-        now.clock.lap("train")
-        cohort = self._cohort(arrived, now)
-        everyone = self.clients or max(len({*self.known.accepted, *cohort.read}), len(now.connected), 1)
-        after, out = stepped(
-            self.aggregator, self.server, self.terms, self._layout, self._state, cohort, self._rounds, everyone
-        )
-        taken = now.note(arrived, cohort, out, self.known)
+        """Return the new model from the valid replies, or the old one if there is none, and the clients' metrics."""
+        current, messages = self._get_round(server_round), list(replies)
+        received = self._identify(messages, current.requests)
+        current.clock.end_phase("train")
+        cohort = self._build_cohort(received, current)
+        seen = {*self.federation.accepted, *cohort.replies}
+        num_clients = self.settings.clients or max(len(seen), len(current.connected), 1)
+        terms = {client: ClientTerms(reply.messages) for client, reply in cohort.replies.items()}
+        outcome = apply_server_step(self._make_step(cohort), self._state, cohort.updates, terms, num_clients)
+        current.record_training(received, cohort, outcome, self.federation)
+        bytes_received = sum(count_bytes(message.content) for message in messages if message.has_content())
         self.state = replace(
-            after,
+            outcome.state,
             round=server_round,
-            sent=after.sent + now.size,
-            received=after.received + sum(_size(message.content) for message in replies if message.has_content()),
+            sent=outcome.state.sent + current.bytes_sent,
+            received=outcome.state.received + bytes_received,
         )
-        self._sent = wire.record_of(self._layout, self.state.model)
-        now.clock.lap("aggregate")
-        counted = set(taken)
-        contents = [one.message.content for one in arrived if one.trouble is None and one.client in counted]
-        key = self.admission.examples_key
-        return self._sent, self.train_metrics_aggr_fn(contents, key) if contents else None
+        self._sent = model_to_record(self._layout, self.state.model)
+        current.clock.end_phase("aggregate")
+        accepted = set(outcome.accepted)
+        contents = [r.message.content for r in received if r.problem is None and r.client in accepted]
+        metrics = self.train_metrics_aggr_fn(contents, self.requirements.examples_key) if contents else None
+        return self._sent, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Ask nodes to judge the model; nobody where it is not this round's turn."""
-        self._take(arrays)
-        now, state = self._current(server_round), self._state
-        due = server_round % self.evaluate_every == 0 or server_round == self._rounds
-        if not self.attendance.fraction_evaluate or not due:
+        """Return the messages that ask nodes to evaluate the model; none in a round without evaluation."""
+        self._set_model(arrays)
+        current, state = self._get_round(server_round), self._state
+        is_due = server_round % self.settings.evaluate_every == 0 or server_round == self._num_rounds
+        fraction, min_nodes = self.sampling.fraction_evaluate, self.sampling.min_evaluate_nodes
+        if not fraction or not is_due:
             return []
-        fraction, least = self.attendance.fraction_evaluate, self.attendance.min_evaluate_nodes
-        there = self.attendance.awaited(grid, least, self._left())
-        nodes = chosen(there, fraction, least, generator(self.seed, "judges", server_round), self.roll.names)
+        connected = self.sampling.wait_for_nodes(grid, min_nodes, self._describe_saved_rounds())
+        nodes = self._sample(connected, fraction, min_nodes, "judges", server_round)
         model = state.model
         for term, kept in zip(self.terms, state.terms, strict=True):
             model = term.evaluated(model, kept.shared, {})
-        record = arrays if model is state.model else wire.record_of(self._layout, model)
-        messages = self._messages(
-            nodes, {self.admission.arrays_key: record}, config, server_round, MessageType.EVALUATE
-        )
-        now.judges = self.roll.asked(messages)
+        record = arrays if model is state.model else model_to_record(self._layout, model)
+        records = {self.requirements.arrays_key: record}
+        messages = self._make_messages(nodes, records, config, server_round, MessageType.EVALUATE)
+        current.evaluation_requests = self.registry.track_requests(messages)
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """What the clients found, each by name; with this the round is over, and written down."""
-        now = self._current(server_round)
+        """Record the clients' accuracies, end and save the round, and return the clients' metrics."""
+        current = self._get_round(server_round)
         contents: list[RecordDict] = []
-        for one in self._arrived(list(replies), now.judges):
+        for received in self._identify(replies, current.evaluation_requests):
             try:
-                found = judged(one, self.admission)
-            except Refused as why:
-                log.warning("round %d, evaluation: '%s' is left out: %s", server_round, one.client, why)
-                now.report.setdefault("not_judged", {})[one.client] = str(why)
+                evaluation = read_evaluate_reply(received, self.requirements)
+            except RejectedReply as error:
+                log.warning("round %d, evaluation: '%s' is skipped: %s", server_round, received.client, error)
+                current.report.setdefault("not_judged", {})[received.client] = str(error)
                 continue
-            contents.append(one.message.content)
-            self.known.client_domains[one.client], self.known.tests[one.client] = found.domain, found.num_examples
-            now.judged.append(found)
-        now.clock.lap("evaluate")
-        self._end_round(now)
-        return self.evaluate_metrics_aggr_fn(contents, self.admission.examples_key) if contents else None
+            contents.append(received.message.content)
+            self.federation.client_domains[evaluation.client] = evaluation.domain
+            self.federation.test_examples[evaluation.client] = evaluation.num_examples
+            current.evaluations.append(evaluation)
+        current.clock.end_phase("evaluate")
+        self._end_round(current)
+        return self.evaluate_metrics_aggr_fn(contents, self.requirements.examples_key) if contents else None
 
     def summary(self) -> None:
-        """Log what this strategy is."""
-        who = self.attendance
+        """Log the strategy's settings."""
+        sampling = self.sampling
         log.info(
             "%s with %.0f %% of the nodes a round: at least %d connected (waiting up to %g s), at least %d usable replies",
             self.name,
-            100 * who.fraction_train,
-            max(who.min_train_nodes, who.min_available_nodes),
-            who.wait_seconds,
-            self.min_replies,
+            100 * sampling.fraction_train,
+            max(sampling.min_train_nodes, sampling.min_available_nodes),
+            sampling.wait_seconds,
+            self.settings.min_replies,
         )
         if self.folder is not None:
             log.info("run folder: %s", self.folder.path.resolve())
 
     def finish(self) -> None:
-        """Write the final model and the result; the folder is free again."""
+        """Write the final model and the result, and release the folder."""
         if self.folder is not None:
-            self._conclude(self.folder)
+            self._write_result(self.folder)
             self.folder.release()
             if not any(record.domains for record in self.history):
-                where = self.folder.path
-                log.warning("no client sent an 'accuracy': %s has no result.json, and a report cannot show it", where)
+                path = self.folder.path
+                log.warning("no client sent an 'accuracy': %s has no result.json, and a report cannot show it", path)
 
-    # The parts of these.
+    # The parts of these methods.
 
     @property
     def _state(self) -> RunState:
         if self.state is None:
-            raise RuntimeError("the strategy has no model yet: start, begin or configure_train comes first")
+            raise RuntimeError("the strategy has no model yet: call start, begin or configure_train first")
         return self.state
 
     @property
@@ -341,132 +365,135 @@ class FairStrategy(Strategy):
         assert self.layout is not None
         return self.layout
 
-    def _left(self) -> str:
-        """What an end before the last round leaves behind, in words."""
-        if self.folder is None:
-            return "without a folder nothing is saved"
-        return "finished rounds are saved" + (", and resume=True goes on from them" if self._rounds else "")
-
-    def _check_next(self, number: int) -> None:
-        """Nobody may do a round twice, nor put a model of their own in the place of a folder's."""
-        done = self.history[-1].round if self.history else 0
-        if self.state is None and self.folder is not None:
-            done = self.folder.done()
-        if done and (self.state is None or number != done + 1):
-            raise ValueError(
-                f"round {number} cannot follow round {done}: Flower's own loop, which its wrappers run, starts at round 1 "
-                "with the initial model, so that there a strategy and its folder serve once"
-            )
-
-    def _sound(self, arrays: ArrayRecord) -> Packed:
-        """The model in these arrays, which must be one to go on from."""
-        model = wire.packed(self._layout, arrays)
-        if not (finite(model.params) and finite(model.buffers)):
-            raise ValueError("the model to go on from holds NaN or infinity: start from a sound one")
-        return model
-
-    def _take(self, arrays: ArrayRecord) -> None:
-        """Take over the model as the caller has it: a wrapper may add noise to what we gave it."""
-        if arrays is not self._sent:
-            self.state, self._sent = replace(self._state, model=self._sound(arrays)), arrays
-
-    def _end_round(self, now: Round) -> None:
-        """Write down what the round left behind; from here on a resume does not repeat it."""
-        record = now.record(self.known.client_domains)
-        self.state = replace(self._state, round=now.number)  # also where a wrapper kept the replies to itself
-        self.history.append(record)
-        log.info("[round %d] %s", now.number, record.line)
-        if self.folder is not None:
-            self.known.nodes = {str(node): client for node, client in self.roll.names.items()}
-            self.folder.save(self._state, record, asdict(self.known))
-            if not self._rounds:  # not our own loop: any round may be the last
-                self._conclude(self.folder)
-        self._round = None
-
-    def _conclude(self, folder: Folder) -> None:
-        folder.conclude(self._layout, self._state, self.history, self.known.client_domains, self.known.tests)
-
-    def _current(self, number: int) -> Round:
+    def _get_round(self, number: int) -> OpenRound:
         if self._round is None or self._round.number != number:
-            raise RuntimeError(f"round {number} has not been configured: configure_train comes first")
+            raise RuntimeError(f"round {number} has not been configured: call configure_train first")
         return self._round
 
-    def _messages(
+    def _check_round_order(self, number: int) -> None:
+        """Reject a repeated round, and a caller's model in the place of a folder's."""
+        last = self.history[-1].round if self.history else 0
+        if self.state is None and self.folder is not None:
+            last = self.folder.count_rounds()
+        if last and (self.state is None or number != last + 1):
+            raise ValueError(
+                f"round {number} cannot follow round {last}: Flower's own loop, which its wrappers run, starts at round 1 "
+                "with the initial model, so use a new strategy and a new folder for it"
+            )
+
+    def _read_model(self, arrays: ArrayRecord) -> Packed:
+        model = record_to_model(self._layout, arrays)
+        if not (is_finite(model.params) and is_finite(model.buffers)):
+            raise ValueError("the model to continue from holds NaN or infinity: start from a finite one")
+        return model
+
+    def _set_model(self, arrays: ArrayRecord) -> None:
+        """Use the caller's model: a wrapper may add noise to the one we returned."""
+        if arrays is not self._sent:
+            self.state, self._sent = replace(self._state, model=self._read_model(arrays)), arrays
+
+    def _sample(self, connected: list[int], fraction: float, min_nodes: int, purpose: str, number: int) -> list[int]:
+        rng = generator(self.settings.seed, purpose, number)
+        return sample_nodes(connected, fraction, min_nodes, rng, self.registry.names)
+
+    def _call_roll(self, grid: Grid, connected: list[int], number: int) -> None:
+        """Ask new nodes for their names; a node that does not answer stays without one."""
+        new = [node for node in connected if node not in self.registry.names]
+        messages = self._make_messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
+        replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
+        requests, domains = self.registry.track_requests(messages), self.federation.client_domains
+        received = self.registry.identify_replies(replies, number, requests, domains, frozenset(connected))
+        self.registry.remember(reply for reply in received if reply.is_named)
+
+    def _make_messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
     ) -> list[Message]:
-        """One message a node: the records, and the config with the round and what `fedheal.flower.client` is told."""
-        told: dict[str, Any] = {"round": number, "rounds": self._rounds, "needs": list(self.admission.needs)}
-        told |= {"federation": self.known.federation} | ({"tau": self.tau} if self.admission.masked else {})
-        accepted = self.known.accepted
-        everyone = wire.counted(accepted, self.known.federation)
-        made = []
+        """Make one message a node: the records, and the config with the round and the instructions for our clients."""
+        instructions = RoundInstructions(
+            round=number,
+            rounds=self._num_rounds,
+            needs=self.requirements.needs,
+            federation=self.federation.federation,
+            tau=self.settings.tau if self.settings.clients_mask else None,
+        )
+        accepted, messages = self.federation.accepted, []
+        for_unknown = instructions.with_accepted_rounds(accepted)  # a node without a name may be any client
         for node in nodes:
-            # A client is told which of its rounds counted last: it undoes a later one. A node not heard yet may be anyone.
-            client = self.roll.names.get(node)
-            own = {client: accepted[client]} if client in accepted else {}
-            told["counted"] = everyone if client is None else wire.counted(own, self.known.federation)
-            ours = {f"{wire.TOLD}{key}": value for key, value in told.items()}
-            written = ConfigRecord({**config, "server-round": number, **ours})
-            content = RecordDict({**records, self.configrecord_key: written})
-            made.append(Message(content, dst_node_id=node, message_type=kind, group_id=str(number)))
-        return made
+            client, own = self.registry.names.get(node), for_unknown
+            if client is not None:  # it is told its last accepted round, and discards what it saved in later ones
+                own = instructions.with_accepted_rounds({client: accepted[client]} if client in accepted else {})
+            full_config = ConfigRecord({**config, "server-round": number, **own.to_config()})
+            content = RecordDict({**records, self.configrecord_key: full_config})
+            messages.append(Message(content, dst_node_id=node, message_type=kind, group_id=str(number)))
+        return messages
 
-    def _arrived(self, replies: list[Message], asked: Asked) -> list[Heard]:
-        """Everyone who replied, told apart and in the order of names; the names are remembered."""
+    def _identify(self, replies: Iterable[Message], requests: OpenRequests) -> list[ReceivedReply]:
+        """Identify the senders, in the order of names, and remember them."""
         assert self._round is not None
-        found = self.roll.heard(replies, self._round.number, asked, self.known.client_domains, self._round.connected)
-        self.roll.learn(found)
-        return found
+        number, connected = self._round.number, self._round.connected
+        received = self.registry.identify_replies(replies, number, requests, self.federation.client_domains, connected)
+        self.registry.remember(received)
+        return received
 
-    def _call_roll(self, grid: Grid, there: Iterable[int], number: int) -> None:
-        """Ask nodes that are new for their names; who does not answer stays without."""
-        new = [node for node in there if node not in self.roll.names]
-        messages = self._messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
-        replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
-        found = self.roll.heard(replies, number, self.roll.asked(messages), self.known.client_domains, frozenset(there))
-        self.roll.learn(one for one in found if one.named)
-
-    def _cohort(self, arrived: list[Heard], now: Round) -> Cohort:
-        """What can be aggregated of this round's replies."""
-        assert self._intake is not None
-        sound = [one for one in arrived if one.trouble is None]
-        cohort = self._intake.cohort(sound, self._state, self.known.looks)
-        # Of clients that are silent or fail nobody can say that they would not have it, nor of all from one of many.
-        everyone = {one.node for one in sound} >= now.asked.nodes.keys()
-        if cohort.needed and not self.known.accepted and everyone and len(sound) >= min(2, len(now.connected)):
-            raise ValueError(f"'{self.name}' needs {cohort.needed}")
-        now.replied = sum(not one.message.has_error() for one in arrived)
-        few = len(cohort.updates.clients)
-        if few >= self.min_replies:
+    def _build_cohort(self, received: list[ReceivedReply], current: OpenRound) -> Cohort:
+        """Build the cohort to aggregate. Raise ValueError if the app, not a client, lacks what the method needs."""
+        assert self._cohort_builder is not None
+        valid = [reply for reply in received if reply.problem is None]
+        cohort = self._cohort_builder.build(valid, self._state, self.federation.message_digests)
+        # A silent or failing client might have had it, and one of many says nothing about the others.
+        all_replied = {reply.node for reply in valid} >= current.requests.nodes.keys()
+        is_conclusive = all_replied and len(valid) >= min(2, len(current.connected))
+        if cohort.missing_requirement and not self.federation.accepted and is_conclusive:
+            raise ValueError(f"'{self.name}' needs {cohort.missing_requirement}")
+        current.replied = sum(not reply.message.has_error() for reply in received)
+        usable, needed = len(cohort.updates.clients), self.settings.min_replies
+        if usable >= needed:
             return cohort
-        why = f"only {few} replies of this round can be used, fewer than min_replies = {self.min_replies}"
-        return cohort.emptied(why)
+        return cohort.skip_all(f"this round has only {usable} usable replies, fewer than min_replies = {needed}")
 
-    def _described(self) -> dict[str, Any]:
-        """What `federation.toml` holds."""
-        told = {
-            "method": self.name,
-            "algorithm": self.algorithm,
-            "data": self.data,
-            "seed": self.seed,
-            "rounds": self._rounds,
-        }
-        told |= {"min_replies": self.min_replies, "evaluate_every": self.evaluate_every}
-        told |= {"roll_call": self.roll_call, "clients": self.clients, "budget": self.budget}
-        told |= {"tau": self.tau if self.admission.masked else None}
-        settings = asdict(self.attendance) | asdict(self.admission) | {"server": asdict(self.server)}
-        return {key: value for key, value in (told | settings).items() if value is not None}
+    def _make_step(self, cohort: Cohort) -> ServerStep:
+        masks = {client: reply.mask for client, reply in cohort.replies.items() if reply.mask is not None}
+        return ServerStep(
+            aggregator=replace(self.aggregator, reduce=make_masked_mean(masks)) if masks else self.aggregator,
+            optimizer=self.server,
+            terms=self.terms,
+            layout=self._layout,
+            rounds=self._num_rounds,
+        )
+
+    def _end_round(self, current: OpenRound) -> None:
+        """Record and save the round; a resume does not repeat it from here on."""
+        record = current.to_record(self.federation.client_domains)
+        self.state = replace(self._state, round=current.number)  # also if a wrapper withheld the replies
+        self.history.append(record)
+        log.info("[round %d] %s", current.number, describe_round(record))
+        if self.folder is not None:
+            self.federation.nodes = {str(node): client for node, client in self.registry.names.items()}
+            self.folder.save_round(self._state, record, asdict(self.federation))
+            if not self._num_rounds:  # Flower's own loop: any round may be the last
+                self._write_result(self.folder)
+        self._round = None
+
+    def _write_result(self, folder: RunFolder) -> None:
+        domains, examples = self.federation.client_domains, self.federation.test_examples
+        folder.write_result(self._layout, self._state, self.history, domains, examples)
+
+    def _describe_saved_rounds(self) -> str:
+        if self.folder is None:
+            return "without a folder nothing is saved"
+        return "finished rounds are saved" + ("; resume=True continues from them" if self._num_rounds else "")
+
+    def _describe_settings(self) -> dict[str, Any]:
+        """Return what `federation.toml` holds."""
+        settings = asdict(self.settings)
+        del settings["placement"]
+        if not self.settings.clients_mask:
+            del settings["tau"]
+        values = {"method": self.name, "algorithm": self.method.full_name, "rounds": self._num_rounds}
+        values |= settings | asdict(self.sampling) | asdict(self.requirements) | {"server": asdict(self.server)}
+        return {key: value for key, value in values.items() if value is not None}
 
 
-def _keep(kept: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
+def _store(metrics_by_round: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
     if metrics is not None:
-        kept[number] = metrics
-
-
-def _size(content: RecordDict) -> int:
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
-
-
-def _check_least(name: str, least: int, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name} = {value!r}: use a whole number, at least {least}")
+        metrics_by_round[number] = metrics

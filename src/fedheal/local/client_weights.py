@@ -10,9 +10,17 @@ import math
 
 from torch import Tensor
 
+from fedheal.core.parameter import Parameter
 from fedheal.local.term import Arrays, ServerContext
 
 PREFIX = "q."  # of the shared value that holds a client's weight
+FAIR_CONTROLS = Parameter(
+    "fair_controls",
+    description="what weighs the controls: uniform, or p, the average's weights",
+    source="the original rules",
+    default="uniform",
+    choices=("uniform", "p"),
+)
 
 
 def get_stored_weights(shared: Arrays) -> dict[str, Tensor]:

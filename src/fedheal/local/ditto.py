@@ -16,18 +16,35 @@ import torch
 
 from fedheal.core.arrays import Floats, normalised
 from fedheal.core.layout import Packed
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.client_weights import PREFIX, get_cohort_weights, get_stored_weights
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
 COLUMNS = 1 << 18  # entries summed at a time: all clients' models as float64 at once may not fit into memory
 
 
+DITTO_LAM = Parameter(
+    "lam",
+    description="pull of the personal model towards the received one",
+    source="Li et al. 2021, released script",
+    default=1.0,
+    ge=0,
+)
+DITTO_FEEDBACK = Parameter(
+    "feedback",
+    description="broadcast the personal models' average",
+    source="ours: W stays FedAvg's; the FedHEAL paper leaves it open",
+    default=False,
+)
+
+
+@declare_parameters(DITTO_LAM, DITTO_FEEDBACK)
 @dataclass(frozen=True)
 class Ditto(Term):
-    """Ditto: a personal model per client, which doubles the training time."""
+    """Li et al. 2021: a personal model per client; their average is evaluated (feedback: and broadcast)."""
 
-    lam: float = 1.0
-    feedback: bool = False
+    lam: float = DITTO_LAM.default
+    feedback: bool = DITTO_FEEDBACK.default
 
     @property
     def needs_plain_server(self) -> str:

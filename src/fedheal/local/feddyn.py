@@ -17,19 +17,39 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedheal.core.layout import Layout, Packed
-from fedheal.local.client_weights import get_cohort_weights, get_stored_weights, sum_weights
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.local.client_weights import FAIR_CONTROLS, get_cohort_weights, get_stored_weights, sum_weights
 from fedheal.local.gradients import add_proximal_gradient, add_to_gradients
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
+FEDDYN_ALPHA = Parameter(
+    "alpha",
+    description="strength of the dynamic regulariser",
+    source="Acar et al. 2021, CIFAR-10 example (0.001 to 0.1); MarsFL",
+    default=0.01,
+    gt=0,
+)
+FEDDYN_EVAL_MODEL = Parameter(
+    "eval_model",
+    description="which model is evaluated: average or broadcast",
+    source="Acar et al. 2021, released code",
+    default="average",
+    choices=("average", "broadcast"),
+)
+FEDDYN_CLIP = Parameter(
+    "clip", description="largest gradient norm; 0: none", source="Acar et al. 2021, released code", default=10.0, ge=0
+)
 
+
+@declare_parameters(FEDDYN_ALPHA, FEDDYN_EVAL_MODEL, FAIR_CONTROLS, FEDDYN_CLIP)
 @dataclass(frozen=True)
 class FedDyn(Term):
     """FedDyn."""
 
-    alpha: float = 0.01
-    eval_model: str = "average"
-    fair_controls: str = "uniform"
-    clip: float | None = 10.0
+    alpha: float = FEDDYN_ALPHA.default
+    eval_model: str = FEDDYN_EVAL_MODEL.default
+    fair_controls: str = FAIR_CONTROLS.default
+    clip: float = FEDDYN_CLIP.default
 
     def init(self, layout: Layout) -> Arrays:
         return {"h": torch.zeros(layout.sizes().params)}

@@ -13,16 +13,28 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedheal.core.layout import Packed
-from fedheal.local.prototypes import Prototypes, compare_cosine, get_known_classes
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.local.prototypes import PROTO_WEIGHTS, Prototypes, compare_cosine, get_known_classes
 from fedheal.local.term import Batch, Context
 
+FEDPROC_TEMPERATURE = Parameter(
+    "temperature", description="of the contrast", source="MarsFL, which has none", default=1.0, gt=0
+)
+FIRST_ROUND_CE = Parameter(
+    "first_round_ce",
+    description="train on cross-entropy until there are prototypes",
+    source="ours: published, nothing is learnt then",
+    default=True,
+)
 
+
+@declare_parameters(FEDPROC_TEMPERATURE, FIRST_ROUND_CE, PROTO_WEIGHTS)
 @dataclass(frozen=True)
 class FedProc(Prototypes):
-    """FedProc: from the prototypical contrast to the cross-entropy over the rounds."""
+    """Mu et al. 2023: prototypical contrast that hands over to cross-entropy."""
 
-    temperature: float = 1.0
-    first_round_ce: bool = True
+    temperature: float = FEDPROC_TEMPERATURE.default
+    first_round_ce: bool = FIRST_ROUND_CE.default
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         alpha = 1 - (ctx.round - 1) / max(ctx.rounds - 1, 1)

@@ -10,15 +10,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedheal.local.prototypes import Prototypes, get_known_classes
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.local.prototypes import PROTO_WEIGHTS, Prototypes, get_known_classes
 from fedheal.local.term import Batch, Context
 
+FEDPROTO_LAM = Parameter(
+    "lam",
+    description="pull towards the prototypes",
+    source="Tan et al. 2022 for MNIST and FEMNIST; CIFAR-10: 0.1; MarsFL: 2",
+    default=1.0,
+    ge=0,
+)
 
+
+@declare_parameters(FEDPROTO_LAM, PROTO_WEIGHTS)
 @dataclass(frozen=True)
 class FedProto(Prototypes):
-    """FedProto with a shared model: features are pulled to the global prototypes."""
+    """Tan et al. 2022, with a shared model: features pulled to the global class prototypes."""
 
-    lam: float = 1.0
+    lam: float = FEDPROTO_LAM.default
 
     def prototype_loss(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
         known = get_known_classes(ctx)

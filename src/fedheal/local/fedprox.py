@@ -9,15 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedheal.core.layout import Packed
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.gradients import add_proximal_gradient
 from fedheal.local.term import Context, Term
 
+FEDPROX_MU = Parameter(
+    "mu",
+    description="pull towards the received model",
+    source="MarsFL and RethinkFL, nominal; Li et al. 2020 tune 0.001 to 1",
+    default=0.01,
+    ge=0,
+)
 
+
+@declare_parameters(FEDPROX_MU)
 @dataclass(frozen=True)
 class FedProx(Term):
     """FedProx. `mu=0` is FedAvg."""
 
-    mu: float = 0.01
+    mu: float = FEDPROX_MU.default
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         ctx.scratch["anchor"] = ctx.views(ctx.received.params)

@@ -14,16 +14,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedheal.core.layout import Packed
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.finch_clustering import finch
 from fedheal.local.prototypes import Prototypes, check_messages, compare_cosine, get_known_classes
 from fedheal.local.term import Arrays, Batch, Context, ServerContext
 
+FPL_TEMPERATURE = Parameter(
+    "temperature",
+    description="of the contrast",
+    source="Huang et al. 2023, released code; MarsFL: 0.2",
+    default=0.02,
+    gt=0,
+)
 
+
+@declare_parameters(FPL_TEMPERATURE)
 @dataclass(frozen=True)
 class FPL(Prototypes):
-    """FPL: cluster prototypes for the contrast, their mean for consistency."""
+    """Huang et al. 2023: cluster prototypes by FINCH for contrast, their mean for consistency."""
 
-    temperature: float = 0.02
+    temperature: float = FPL_TEMPERATURE.default
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         super().prepare(ctx, start)

@@ -16,15 +16,28 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedheal.core.layout import Packed
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.term import Arrays, Batch, Context, Term
 
+MOON_MU = Parameter(
+    "mu",
+    description="weight of the contrast",
+    source="Li, He and Song 2021, CIFAR-10 example; RethinkFL; MarsFL: 1",
+    default=5.0,
+    ge=0,
+)
+MOON_TEMPERATURE = Parameter(
+    "temperature", description="of the contrast", source="Li, He and Song 2021; RethinkFL, MarsFL", default=0.5, gt=0
+)
 
+
+@declare_parameters(MOON_MU, MOON_TEMPERATURE)
 @dataclass(frozen=True)
 class Moon(Term):
-    """MOON. `mu=0` is FedAvg."""
+    """Li, He and Song 2021: features near the global net's, far from the client's previous net's. `mu=0` is FedAvg."""
 
-    mu: float = 5.0
-    temperature: float = 0.5
+    mu: float = MOON_MU.default
+    temperature: float = MOON_TEMPERATURE.default
     features: bool = True
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:

@@ -16,14 +16,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedheal.core.layout import Layout, Packed
+from fedheal.core.parameter import Parameter
 from fedheal.local.term import Arrays, Batch, Context, ServerContext, Term
+
+PROTO_WEIGHTS = Parameter(
+    "proto_weights",
+    description="what averages prototypes: uniform, count (samples of the class) or p (the average's weights)",
+    source="released code of Tan et al. 2022, whose text says count; MarsFL",
+    default="uniform",
+    choices=("uniform", "count", "p"),
+)
 
 
 @dataclass(frozen=True)
 class Prototypes(Term):
     """Collect and average prototypes. A subclass uses them in `prototype_loss`."""
 
-    proto_weights: str = "uniform"
+    proto_weights: str = PROTO_WEIGHTS.default
     features: bool = True
     sends: tuple[str, ...] = ("prototypes", "known", "clusters", "owner")
 

@@ -17,19 +17,39 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedheal.core.layout import Layout, Packed
-from fedheal.local.client_weights import PREFIX, get_cohort_weights, get_stored_weights, sum_weights
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.local.client_weights import FAIR_CONTROLS, PREFIX, get_cohort_weights, get_stored_weights, sum_weights
 from fedheal.local.gradients import add_to_gradients
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
+SCAFFOLD_OPTION = Parameter(
+    "option",
+    description="2: controls from the path taken; 1: from a full gradient",
+    source="Karimireddy et al. 2020; A_K for K: ours",
+    default=2,
+    choices=(1, 2),
+)
+SCAFFOLD_ETA_G = Parameter(
+    "eta_g", description="the server's step", source="Karimireddy et al. 2020; MarsFL: 0.25", default=1.0, gt=0
+)
+SCAFFOLD_CLIP = Parameter(
+    "clip",
+    description="largest gradient norm; 0: none",
+    source="Karimireddy et al. 2020: none; MarsFL: 100",
+    default=0.0,
+    ge=0,
+)
 
+
+@declare_parameters(SCAFFOLD_OPTION, SCAFFOLD_ETA_G, FAIR_CONTROLS, SCAFFOLD_CLIP)
 @dataclass(frozen=True)
 class Scaffold(Term):
     """SCAFFOLD."""
 
-    option: int = 2
-    eta_g: float = 1.0
-    fair_controls: str = "uniform"
-    clip: float | None = None
+    option: int = SCAFFOLD_OPTION.default
+    eta_g: float = SCAFFOLD_ETA_G.default
+    fair_controls: str = FAIR_CONTROLS.default
+    clip: float = SCAFFOLD_CLIP.default
     sends: tuple[str, ...] = ("c",)
 
     def init(self, layout: Layout) -> Arrays:

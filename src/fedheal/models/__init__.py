@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from fedheal.core.errors import worded
-from fedheal.core.import_path import imported
+from fedheal.core.errors import format_error
+from fedheal.core.import_path import import_function
 from fedheal.models.resnet import BLOCKS, ResNet, build_resnet
 from fedheal.models.small_cnn import SmallCNN
 
@@ -50,7 +50,7 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
     >>> build("small_cnn", classes=10, width=4).feature_size
     256
     """
-    factory = imported("model", name) if ":" in name else _find_factory(name)
+    factory = import_function("model", name) if ":" in name else _find_factory(name)
     try:
         inspect.signature(factory).bind(classes=classes, **kwargs)
     except TypeError as error:
@@ -61,7 +61,7 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
     except Exception as error:
         if ":" not in name:
             raise
-        raise ValueError(f"the model's factory {name!r} raised {worded(error)}") from error
+        raise ValueError(f"the model's factory {name!r} raised {format_error(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model's factory {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -1,1 +1,1 @@
-"""Reads run folders, and nothing else: rows of results, tables in several formats."""
+"""Reports from run folders: tables, conclusions, figures, the HTML page, diagnoses."""

@@ -1,4 +1,4 @@
-"""Whether runs may stand beside each other: what sets them apart beside their methods and seeds."""
+"""Whether runs can be compared: which method is the reference, and in what runs differ besides method and seed."""
 
 from __future__ import annotations
 
@@ -7,112 +7,163 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedheal.report.rows import BOUNDS, OF_BOUNDS, Row, data_notes, described
+from fedheal.report.rows import BOUND_SETTINGS, BOUNDS, Row, collect_data_notes, read_settings
 from fedheal.runs.schema import FREE
 
-APART = frozenset({"name", "seed", "method"})  # settings that a table names already
-HOW = FREE | {"budget", "wait_seconds", "roll_call"}  # settings that change no result
-MOST = 5  # values or runs that a sentence names
+ROW_SETTINGS = frozenset({"name", "seed", "method"})  # a table shows them already
+IRRELEVANT = FREE | {"budget", "wait_seconds", "roll_call"}  # settings that change no result
+MAX_LISTED = 5  # values or runs that a sentence lists
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The fields of experiments: those all share, the values of those that differ, and the methods in full."""
+    """Settings of several runs: those that all share, the values of those that differ, and the methods in full."""
 
-    shared: Mapping[str, str]
-    differ: Mapping[str, Sequence[str]]
+    common: Mapping[str, str]
+    differing: Mapping[str, Sequence[str]]
     methods: Sequence[str]
 
 
-def settings(rows: Sequence[Row]) -> Settings:
-    """What the runs' folders say of them. A federation says little of its clients, and does not differ in the rest."""
-    runs = [(row, *described(summary)) for row in rows for summary in row.summaries]
-    shared, differ = {}, {}
-    for key in dict.fromkeys(key for _, one, _ in runs for key in one):
-        asked = [
-            one
-            for row, one, complete in runs
-            if (complete or key in one) and not (key in OF_BOUNDS and row.method in BOUNDS)
-        ]
-        values = list(dict.fromkeys(shown(one.get(key)) for one in asked))
+@dataclass(frozen=True)
+class Discrepancies:
+    """What makes rows of one data set hard to compare."""
+
+    settings: Mapping[str, Sequence[str]]  # differing settings that affect results, with their values
+    methods: Mapping[str, Sequence[str]]  # names that stand for several methods, with the methods in full
+    other_data: Sequence[Row]  # rows on other data than the reference's run with the same seed
+
+
+def check_reference(rows: Sequence[Row], reference: str | None) -> None:
+    """Raise ValueError if no row is of the reference method."""
+    methods = list_methods(rows)
+    if reference is not None and reference not in methods:
+        raise ValueError(f"reference = {reference}: the methods are {', '.join(methods)}")
+
+
+def choose_reference(rows: Sequence[Row], reference: str | None = None) -> str:
+    """Return the method that the others are compared with: the given one, else FedAvg, else the first, else none."""
+    methods = list_methods(rows)
+    return next((name for name in (reference, "fedavg", *methods) if name in methods), "")
+
+
+def list_methods(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the methods, without bounds, in the order of the rows."""
+    return list(dict.fromkeys(row.method for row in rows if row.method not in BOUNDS))
+
+
+def compare_settings(rows: Sequence[Row]) -> Settings:
+    """Sort the settings of runs into common and differing ones.
+
+    A federation's description is incomplete: what it does not state is no difference.
+    """
+    runs = [(row, *read_settings(summary)) for row in rows for summary in row.summaries]
+    common, differing = {}, {}
+    for key in dict.fromkeys(key for _, settings, _ in runs for key in settings):
+        values = _list_values(key, runs)
         if len(values) == 1:
-            shared[key] = values[0]
-        elif values and key not in APART:
-            differ[key] = values
-    return Settings(shared, differ, sorted({str(one.get("method", "")) for _, one, _ in runs}))
+            common[key] = values[0]
+        elif values and key not in ROW_SETTINGS:
+            differing[key] = values
+    return Settings(common, differing, sorted({str(settings.get("method", "")) for _, settings, _ in runs}))
 
 
-def same_data(one: Row, other: Row) -> bool:
-    """Whether two rows of one data set and seed were trained and judged on the same images, as far as they say it."""
-    for key in ("used_fingerprint", "data_fingerprint"):  # runs of earlier versions have only the second
-        prints = [str(row.summaries[0].get(key) or "") for row in (one, other)]
-        if all(prints):
-            return prints[0] == prints[1]
-    return True  # a federation's data are nobody's to look at
-
-
-def cautions(rows: Sequence[Row], reference: str) -> list[str]:
-    """What whoever compares these rows must know: settings that differ, methods that do under one name, and other data."""
-    said = []
-    differ = {key: values for key, values in settings(rows).differ.items() if key not in HOW}
-    if differ:
-        fields = ", ".join(f"{key} ({_some(values)})" for key, values in differ.items())
-        said.append(f"Not the same in all runs: {fields}. Differences between rows are not those of methods alone.")
-    for method, kinds in _changed(rows).items():
-        words = f": {_some(kinds)}" if len(kinds) > 1 else ", though the parameters in its name are the same"
-        said.append(f"The runs of {method} are not of one and the same method{words}. They are not seeds of one thing.")
-    others = [row for row in rows if row.method not in BOUNDS and not _comparable(row, rows, reference)]
-    if others:
-        named = [f"{row.method} with seed {row.seed} ({row.summaries[0].get('folder', '?')})" for row in others]
-        said.append(
-            f"Not on the data of {reference}'s run with the same seed, and therefore not compared with it: {_some(named)}."
+def _list_values(key: str, runs: Sequence[tuple[Row, Mapping[str, Any], bool]]) -> list[str]:
+    """Return the different values of a setting in the runs that have it."""
+    return list(
+        dict.fromkeys(
+            format_setting(settings.get(key))
+            for row, settings, is_complete in runs
+            if (is_complete or key in settings) and not (key in BOUND_SETTINGS and row.method in BOUNDS)
         )
-    return said
+    )
 
 
-def notes(rows: Sequence[Row], reference: str) -> list[list[str]]:
-    """The same and what is special about its data, for each row alone: what is read by programs is read row by row."""
-    differ = [key for key in settings(rows).differ if key not in HOW]
-    changed = _changed(rows)
-    found = []
+def find_discrepancies(rows: Sequence[Row], reference: str) -> Discrepancies:
+    """Return in what the rows of one data set differ besides method and seed."""
+    differing = compare_settings(rows).differing
+    comparable = select_comparable(rows, reference)
+    return Discrepancies(
+        {key: values for key, values in differing.items() if key not in IRRELEVANT},
+        _find_ambiguous_names(rows),
+        [row for row in rows if row.method not in BOUNDS and row not in comparable],
+    )
+
+
+def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str]:
+    """Return sentences on what limits a comparison of these rows: settings, methods, data, or the reference itself."""
+    used_reference = choose_reference(rows, reference)
+    discrepancies = find_discrepancies(rows, used_reference)
+    cautions = []
+    if discrepancies.settings:
+        fields = ", ".join(f"{key} ({_list_some(values)})" for key, values in discrepancies.settings.items())
+        cautions.append(
+            f"Settings that differ between runs: {fields}. Differences between rows are not due to the methods alone."
+        )
+    for name, methods in discrepancies.methods.items():
+        detail = f": {_list_some(methods)}" if len(methods) > 1 else ", although the parameters in its name are equal"
+        cautions.append(
+            f"The runs of {name} are not all of the same method{detail}. They are not seeds of one experiment."
+        )
+    if discrepancies.other_data:
+        runs = [f"{row.method} with seed {row.seed} ({row.folder})" for row in discrepancies.other_data]
+        cautions.append(
+            f"Not on the same data as the run of {used_reference} with the same seed, and therefore not compared with it: "
+            f"{_list_some(runs)}."
+        )
+    if reference is not None and reference != used_reference:
+        there = used_reference or "no method"
+        cautions.append(f"There is no run of {reference} on {rows[0].data}: {there} is the reference there.")
+    return cautions
+
+
+def annotate_rows(rows: Sequence[Row], reference: str) -> list[list[str]]:
+    """Return, for each row, what is special about its data and in what it is hard to compare with the others."""
+    discrepancies = find_discrepancies(rows, reference)
+    annotations = []
     for row in rows:
-        runs = [described(summary) for summary in row.summaries]
-        said = data_notes(row.summaries)
-        for key in differ:
-            values = dict.fromkeys(shown(one.get(key)) for one, complete in runs if complete or key in one)
-            if values and not (key in OF_BOUNDS and row.method in BOUNDS):
-                said.append(f"{key} = {_some(list(values))}, which is not the same in all runs")
-        if row.method in changed:
-            said.append(f"not all runs of {row.method} are of one and the same method")
-        if row.method not in BOUNDS and not _comparable(row, rows, reference):
-            said.append(f"not on the data of {reference}'s run with the same seed")
-        found.append(said)
-    return found
+        runs = [(row, *read_settings(summary)) for summary in row.summaries]
+        notes = collect_data_notes(row.summaries)
+        for key in discrepancies.settings:
+            values = _list_values(key, runs)
+            if values:
+                notes.append(f"{key} = {_list_some(values)}, which is not the same in all runs")
+        if row.method in discrepancies.methods:
+            notes.append(f"not all runs of {row.method} are of the same method")
+        if row in discrepancies.other_data:
+            notes.append(f"not on the same data as the run of {reference} with the same seed")
+        annotations.append(notes)
+    return annotations
 
 
-def _changed(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Of names that stand for more than one method, the methods in full: a default or the code of one's own may change."""
-    found = {}
-    for name in dict.fromkeys(row.method for row in rows if row.method not in BOUNDS):
-        runs = [(summary, *described(summary)) for row in rows if row.method == name for summary in row.summaries]
-        full = list(dict.fromkeys(str(one["method"]) for _, one, complete in runs if complete and "method" in one))
-        held = {json.dumps(summary["own"]) for summary, *_ in runs if "own" in summary}
-        if len(full) > 1 or len(held) > 1:
-            found[name] = full
-    return found
+def _find_ambiguous_names(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return names that stand for several methods, since a default or a user's own code changed between runs."""
+    ambiguous = {}
+    for name in list_methods(rows):
+        runs = [(s, *read_settings(s)) for row in rows if row.method == name for s in row.summaries]
+        methods = list(dict.fromkeys(str(x["method"]) for _, x, is_complete in runs if is_complete and "method" in x))
+        own_code = {json.dumps(summary["own"]) for summary, *_ in runs if "own" in summary}
+        if len(methods) > 1 or len(own_code) > 1:
+            ambiguous[name] = methods
+    return ambiguous
 
 
-def comparable(rows: Sequence[Row], reference: str) -> list[Row]:
-    """The rows without those that were on other data than the reference's of the same seed."""
-    return [row for row in rows if _comparable(row, rows, reference)]
+def select_comparable(rows: Sequence[Row], reference: str) -> list[Row]:
+    """Return the rows without those on other data than the reference's run with the same seed."""
+    references = [row for row in rows if row.method == reference]
+    return [row for row in rows if all(have_same_data(row, other) for other in references if other.seed == row.seed)]
 
 
-def _comparable(row: Row, rows: Sequence[Row], reference: str) -> bool:
-    return all(same_data(row, other) for other in rows if (other.method, other.seed) == (reference, row.seed))
+def have_same_data(row: Row, other: Row) -> bool:
+    """Return whether two rows were trained and evaluated on the same images, as far as their fingerprints tell."""
+    for key in ("used_fingerprint", "data_fingerprint"):  # runs of earlier versions have only the second
+        fingerprints = [str(r.summaries[0].get(key) or "") for r in (row, other)]
+        if all(fingerprints):
+            return fingerprints[0] == fingerprints[1]
+    return True  # a federation's data cannot be inspected
 
 
-def shown(value: Any) -> str:
-    """A setting's value, for people."""
+def format_setting(value: Any) -> str:
+    """Return the text of a setting's value."""
     if value is None:
         return "not set"
     if isinstance(value, bool):
@@ -120,6 +171,6 @@ def shown(value: Any) -> str:
     return (", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)) or "none"
 
 
-def _some(words: Sequence[str]) -> str:
-    more = f" and {len(words) - MOST} more" if len(words) > MOST else ""
-    return ", ".join(words[:MOST]) + more
+def _list_some(words: Sequence[str]) -> str:
+    more = f" and {len(words) - MAX_LISTED} more" if len(words) > MAX_LISTED else ""
+    return ", ".join(words[:MAX_LISTED]) + more

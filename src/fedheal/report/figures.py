@@ -1,4 +1,4 @@
-"""The page's figures for a paper: one or two columns wide, eight-point type, vectors or 300 dots an inch."""
+"""Figures for a paper: one or two columns wide, eight-point type, vectors or 300 dots per inch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedheal.report import palette, tables
-from fedheal.report.conclusions import check_reference, chosen_reference
-from fedheal.report.rows import BOUNDS, Row, by_data
-from fedheal.report.series import PHASES, Series, pareto, series
+from fedheal.report import palette
+from fedheal.report.comparability import check_reference, choose_reference
+from fedheal.report.rows import BOUNDS, Row, group_by_data
+from fedheal.report.series import PHASES, Series, build_series, find_pareto_front
+from fedheal.report.tables import ResultTable, build_tables
 from fedheal.runs.folder import make_folder
 
-if TYPE_CHECKING:  # matplotlib takes a second to load: only those who draw wait for it
+if TYPE_CHECKING:  # matplotlib takes a second to load
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -47,42 +48,43 @@ STYLE: Any = {
     "errorbar.capsize": 1.5,
     "pdf.fonttype": 42,  # text stays text
     "svg.fonttype": "none",
-    "svg.hashsalt": "fedheal",  # the same file from the same runs
+    "svg.hashsalt": "fedheal",  # the same runs give the same bytes
     "savefig.dpi": 300,
     "figure.constrained_layout.use": True,
 }
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a data set's figures are drawn from."""
+class FigureData:
+    """The numbers of one data set that figures show."""
 
-    table: tables.Table
+    table: ResultTable
     domains: tuple[str, ...]
     series: Sequence[Series]
     reference: str
 
     @property
     def methods(self) -> list[str]:
+        """The methods, without bounds."""
         return [method for method in self.table.cells if method not in BOUNDS]
 
 
-def write(rows: Sequence[Row], folder: Path, reference: str | None = None) -> list[Path]:
-    """Every figure there is something to draw for, in every format; the files' names say which."""
+def write_figures(rows: Sequence[Row], folder: Path, reference: str | None = None) -> list[Path]:
+    """Write every figure that the rows have numbers for, in every format, and return the files."""
     check_reference(rows, reference)
-    groups = by_data(rows)
-    written = []
-    for table in tables.tables(rows):
-        own = groups[table.data]
-        shown = Shown(table, tuple(own[0].domains), series(own), chosen_reference(own, reference))
+    groups = group_by_data(rows)
+    files = []
+    for table in build_tables(rows):
+        group = groups[table.data]
+        data = FigureData(table, tuple(group[0].domains), build_series(group), choose_reference(group, reference))
         prefix = re.sub(r"[^A-Za-z0-9-]+", "_", table.data) + "-" if len(groups) > 1 else ""
         for name, draw in FIGURES.items():
-            written += saved(folder / f"{prefix}{name}", partial(draw, shown))
-    return written
+            files += save_figure(folder / f"{prefix}{name}", partial(draw, data))
+    return files
 
 
-def saved(path: Path, draw: Callable[[], Figure | None]) -> list[Path]:
-    """A figure in the style of this module under `path` with every format's ending; nothing where there is nothing to draw."""
+def save_figure(path: Path, draw: Callable[[], Figure | None]) -> list[Path]:
+    """Write a figure under `path` with the ending of every format; do nothing if `draw` returns None."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -91,57 +93,55 @@ def saved(path: Path, draw: Callable[[], Figure | None]) -> list[Path]:
             return []
         make_folder(path.parent)
         files = [path.with_name(f"{path.name}.{form}") for form in FORMATS]
-        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
+        no_date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
         for file, form in zip(files, FORMATS, strict=True):
-            figure.savefig(file, format=form, metadata=undated[form])
+            figure.savefig(file, format=form, metadata=no_date[form])
     return files
 
 
-def blank(width: float, height: float) -> tuple[Figure, Axes]:
+def _make_axes(width: float, height: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
     return figure, figure.subplots()
 
 
-def domains(shown: Shown) -> Figure | None:
-    """Accuracy by domain: a bar a domain, a group a method; with many methods dots on a line from worst to best."""
-    methods = list(shown.table.cells)
-    many = len(methods) > 6
-    figure, axes = blank(PAGE if many else COLUMN, 0.7 + len(methods) * (0.17 if many else 0.34))
+def draw_domains(data: FigureData) -> Figure | None:
+    """Draw accuracy by domain: bars in groups by method, or with many methods dots on a line from worst to best."""
+    methods = list(data.table.cells)
+    use_dots = len(methods) > 6
+    figure, axes = _make_axes(PAGE if use_dots else COLUMN, 0.7 + len(methods) * (0.17 if use_dots else 0.34))
     at = np.arange(len(methods))
-    for i, domain in enumerate(shown.domains):
-        cells = [shown.table.cells[method][domain] for method in methods]
-        mean, sd = [cell.mean for cell in cells], [cell.sd or 0.0 for cell in cells]
-        if many:
-            axes.errorbar(mean, at, xerr=sd, fmt="o", ms=4, color=palette.domain(i), lw=0.7, capsize=0, label=domain)
+    for i, domain in enumerate(data.domains):
+        cells = [data.table.cells[method][domain] for method in methods]
+        mean, sd, colour = [cell.mean for cell in cells], [cell.sd or 0.0 for cell in cells], palette.domain_colour(i)
+        if use_dots:
+            axes.errorbar(mean, at, xerr=sd, fmt="o", ms=4, color=colour, lw=0.7, capsize=0, label=domain)
         else:
-            height = 0.8 / len(shown.domains)
+            height = 0.8 / len(data.domains)
             place = at - 0.4 + (i + 0.5) * height
             error = {"lw": 0.6, "ecolor": "#444444"}
-            axes.barh(place, mean, height * 0.94, xerr=sd, color=palette.domain(i), label=domain, error_kw=error)
-    if many:
-        ends = np.array([[shown.table.cells[m][d].mean for d in shown.domains] for m in methods])
+            axes.barh(place, mean, height * 0.94, xerr=sd, color=colour, label=domain, error_kw=error)
+    if use_dots:
+        ends = np.array([[data.table.cells[m][d].mean for d in data.domains] for m in methods])
         axes.hlines(at, ends.min(axis=1), ends.max(axis=1), color="#CCCCCC", lw=2, zorder=0)
     axes.set_yticks(at, methods)
-    axes.invert_yaxis()
     axes.set_xlabel("accuracy, %")
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)
-    figure.legend(loc="outside upper center", ncols=len(shown.domains))
+    _format_rows(axes)
+    figure.legend(loc="outside upper center", ncols=len(data.domains))
     return figure
 
 
-def spread(shown: Shown) -> Figure | None:
-    """AVG against STD, with the methods that no other beats in both joined by a line."""
-    points = {m: (shown.table.cells[m]["AVG"].mean, shown.table.cells[m]["STD"].mean) for m in shown.methods}
+def draw_spread(data: FigureData) -> Figure | None:
+    """Draw AVG against STD; a line joins the methods that no other beats in both."""
+    points = {m: (data.table.cells[m]["AVG"].mean, data.table.cells[m]["STD"].mean) for m in data.methods}
     if len(points) < 2:
         return None
-    front = pareto(points)
-    figure, axes = blank(COLUMN, 2.4)
+    front = find_pareto_front(points)
+    figure, axes = _make_axes(COLUMN, 2.4)
     axes.plot([points[m][1] for m in front], [points[m][0] for m in front], ":", color="#999999", zorder=0)
     for i, method in enumerate(points):
-        cells, filled = shown.table.cells[method], method in front
+        cells, colour = data.table.cells[method], palette.method_colour(i)
         axes.errorbar(
             cells["STD"].mean,
             cells["AVG"].mean,
@@ -149,186 +149,197 @@ def spread(shown: Shown) -> Figure | None:
             yerr=cells["AVG"].sd,
             fmt="o" if i < len(palette.METHODS) else "s",
             ms=5,
-            mfc=palette.method(i) if filled else "white",
-            color=palette.method(i),
+            mfc=colour if method in front else "white",
+            color=colour,
             lw=0.7,
             label=method,
         )
     axes.set_xlabel("STD over domains, points")
     axes.set_ylabel("AVG, %")
-    _legend(figure, axes)
+    _add_method_legend(figure, axes)
     return figure
 
 
-def rounds(shown: Shown) -> Figure | None:
-    """AVG and STD by round, a line a method."""
-    found = [one for one in shown.series if len(one.rounds) > 1]
-    if not found:
+def draw_rounds(data: FigureData) -> Figure | None:
+    """Draw AVG and STD by round, one line per method."""
+    drawable = [series for series in data.series if len(series.rounds) > 1]
+    if not drawable:
         return None
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(PAGE, 2.3))
     for axes, measure in zip(figure.subplots(1, 2), ("AVG", "STD"), strict=True):
-        for i, one in enumerate(found):
-            dash = "--" if one.method == shown.reference else "-"
-            band(axes, one, measure, palette.method(i), one.method, dash)
-        by_round(axes)
+        for i, series in enumerate(drawable):
+            dash = "--" if series.method == data.reference else "-"
+            plot_band(axes, series, measure, palette.method_colour(i), series.method, dash)
+        label_rounds(axes)
         axes.set_ylabel(f"{measure}, {'%' if measure == 'AVG' else 'points'}")
-    _legend(figure, axes)
+    _add_method_legend(figure, axes)
     return figure
 
 
-def curves(shown: Shown) -> Figure | None:
-    """Accuracy by round: a panel a method, a line a domain."""
-    found = [one for one in shown.series if len(one.rounds) > 1]
-    figure, panels = _panels(found)
-    for axes, one in panels:
-        for i, domain in enumerate(shown.domains):
-            band(axes, one, domain, palette.domain(i), domain)
-        _named(axes, one.method, "accuracy, %")
-    return _shared_legend(figure, shown)
+def draw_curves(data: FigureData) -> Figure | None:
+    """Draw accuracy by round: one panel per method, one line per domain."""
+    drawable = [series for series in data.series if len(series.rounds) > 1]
+    figure, panels = _make_method_panels(drawable)
+    for axes, series in panels:
+        for i, domain in enumerate(data.domains):
+            plot_band(axes, series, domain, palette.domain_colour(i), domain)
+        _label_panel(axes, series.method, "accuracy, %")
+    return _add_domain_legend(figure, data)
 
 
-def weights(shown: Shown) -> Figure | None:
-    """Share of the weight by domain and round: a panel a method."""
-    found = [one for one in shown.series if one.weights and len(one.all_rounds) > 1]
-    figure, panels = _panels(found)
-    for axes, one in panels:
-        stacked = [np.nan_to_num(one.weights.get(domain, np.zeros_like(one.all_rounds))) for domain in shown.domains]
-        colours = [palette.domain(i) for i in range(len(shown.domains))]
-        axes.stackplot(one.all_rounds, *stacked, colors=colours, labels=shown.domains, alpha=0.75, lw=0)
+def draw_weights(data: FigureData) -> Figure | None:
+    """Draw the share of the weight by domain and round, one panel per method."""
+    drawable = [series for series in data.series if series.weights and len(series.all_rounds) > 1]
+    figure, panels = _make_method_panels(drawable)
+    colours = [palette.domain_colour(i) for i in range(len(data.domains))]
+    for axes, series in panels:
+        rounds = series.all_rounds
+        stack = [np.nan_to_num(series.weights.get(domain, np.zeros_like(rounds))) for domain in data.domains]
+        axes.stackplot(rounds, *stack, colors=colours, labels=data.domains, alpha=0.75, lw=0)
         axes.set_ylim(0, 1)
-        axes.set_xlim(one.all_rounds[0], one.all_rounds[-1])
-        _named(axes, one.method, "share of weight")
-    return _shared_legend(figure, shown)
+        axes.set_xlim(rounds[0], rounds[-1])
+        _label_panel(axes, series.method, "share of weight")
+    return _add_domain_legend(figure, data)
 
 
-def kept(shown: Shown) -> Figure | None:
-    """Kept share of the entries by layer and round: a panel a method that masks."""
-    found = [one for one in shown.series if one.kept_by_tensor and len(one.all_rounds) > 1]
-    if not found:
+def draw_kept(data: FigureData) -> Figure | None:
+    """Draw the kept fraction of the updates by layer and round, one panel per method that masks."""
+    drawable = [series for series in data.series if series.kept_by_tensor and len(series.all_rounds) > 1]
+    if not drawable:
         return None
-    least = min(float(np.nanmin(values)) for one in found for values in one.kept_by_tensor.values())
-    layers = max(len(one.kept_by_tensor) for one in found)
-    figure, panels = _panels(found, columns=2, height=0.7 + 0.11 * layers)
-    drawn = None
-    for axes, one in panels:
-        grid = np.array(list(one.kept_by_tensor.values()))
-        extent = (one.all_rounds[0] - 0.5, one.all_rounds[-1] + 0.5, len(grid) - 0.5, -0.5)
-        drawn = axes.imshow(grid, aspect="auto", cmap="viridis", extent=extent, interpolation="none")
-        drawn.set_clim(min(0.8, np.floor(least * 10) / 10), 1.0)
-        axes.set_yticks(range(len(grid)), list(one.kept_by_tensor), fontsize=5.5)
+    lowest = min(float(np.nanmin(values)) for series in drawable for values in series.kept_by_tensor.values())
+    layers = max(len(series.kept_by_tensor) for series in drawable)
+    figure, panels = _make_method_panels(drawable, columns=2, height=0.7 + 0.11 * layers)
+    image = None
+    for axes, series in panels:
+        grid = np.array(list(series.kept_by_tensor.values()))
+        extent = (series.all_rounds[0] - 0.5, series.all_rounds[-1] + 0.5, len(grid) - 0.5, -0.5)
+        image = axes.imshow(grid, aspect="auto", cmap="viridis", extent=extent, interpolation="none")
+        image.set_clim(min(0.8, np.floor(lowest * 10) / 10), 1.0)
+        axes.set_yticks(range(len(grid)), list(series.kept_by_tensor), fontsize=5.5)
         axes.grid(visible=False)
-        _named(axes, one.method, "")
-    if figure is not None and drawn is not None:
-        figure.colorbar(drawn, ax=figure.axes, label="share kept", fraction=0.04, pad=0.02)
+        _label_panel(axes, series.method, "")
+    if figure is not None and image is not None:
+        figure.colorbar(image, ax=figure.axes, label="share kept", fraction=0.04, pad=0.02)
     return figure
 
 
-def consistency(shown: Shown) -> Figure | None:
-    """Parameters by how consistently their updates pointed the same way: a panel a method with such a history."""
-    found = [one for one in shown.series if one.consistency]
-    figure, panels = _panels(found)
-    for axes, one in panels:
-        bins = len(next(iter(one.consistency.values())))
+def draw_consistency(data: FigureData) -> Figure | None:
+    """Draw histograms of parameters by the consistency of their updates, one panel per method that records it."""
+    figure, panels = _make_method_panels([series for series in data.series if series.consistency])
+    for axes, series in panels:
+        bins = len(next(iter(series.consistency.values())))
         edges = np.linspace(50, 100, bins + 1)
-        width = (edges[1] - edges[0]) * 0.9 / max(len(one.consistency), 1)
-        for k, domain in enumerate(one.consistency):
-            i = shown.domains.index(domain)
+        width = (edges[1] - edges[0]) * 0.9 / max(len(series.consistency), 1)
+        for k, domain in enumerate(series.consistency):
             place = edges[:-1] + (k + 0.5) * width + 0.05 * (edges[1] - edges[0])
-            axes.bar(place, 100 * one.consistency[domain], width, color=palette.domain(i), label=domain)
-        _named(axes, one.method, "% of parameters")
+            colour = palette.domain_colour(data.domains.index(domain))
+            axes.bar(place, 100 * series.consistency[domain], width, color=colour, label=domain)
+        _label_panel(axes, series.method, "% of parameters")
         axes.set_xlim(49, 101)
         axes.set_xlabel("same direction, % of rounds")
-    return _shared_legend(figure, shown)
+    return _add_domain_legend(figure, data)
 
 
-def time(shown: Shown) -> Figure | None:
-    """Seconds a run by phase."""
-    found = [one for one in shown.series if any(one.seconds.values())]
-    if not found:
+def draw_time(data: FigureData) -> Figure | None:
+    """Draw the seconds per run by phase."""
+    drawable = [series for series in data.series if any(series.seconds.values())]
+    if not drawable:
         return None
-    figure, axes = blank(COLUMN, 0.8 + 0.17 * len(found))
-    left = np.zeros(len(found))
-    for i, phase in enumerate(PHASES):
-        seconds = np.array([one.seconds.get(phase, 0.0) for one in found])
-        axes.barh(
-            [one.method for one in found], seconds, 0.65, left=left, color=palette.METHODS[(3, 1, 5)[i]], label=phase
-        )
+    figure, axes = _make_axes(COLUMN, 0.8 + 0.17 * len(drawable))
+    methods = [series.method for series in drawable]
+    left = np.zeros(len(drawable))
+    for phase, colour in zip(PHASES, (palette.METHODS[i] for i in (3, 1, 5)), strict=True):
+        seconds = np.array([series.seconds.get(phase, 0.0) for series in drawable])
+        axes.barh(methods, seconds, 0.65, left=left, color=colour, label=phase)
         left += seconds
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)
     axes.set_xlabel("seconds")
+    _format_rows(axes)
     figure.legend(loc="outside upper center", ncols=len(PHASES))
     return figure
 
 
-FIGURES: dict[str, Callable[[Shown], Figure | None]] = {
-    "domains": domains,
-    "spread": spread,
-    "rounds": rounds,
-    "curves": curves,
-    "weights": weights,
-    "kept": kept,
-    "consistency": consistency,
-    "time": time,
+FIGURES: dict[str, Callable[[FigureData], Figure | None]] = {
+    "domains": draw_domains,
+    "spread": draw_spread,
+    "rounds": draw_rounds,
+    "curves": draw_curves,
+    "weights": draw_weights,
+    "kept": draw_kept,
+    "consistency": draw_consistency,
+    "time": draw_time,
 }
 
 
-def _panels(
-    found: Sequence[Series], columns: int = 4, height: float = 1.45
-) -> tuple[Figure | None, Iterator[tuple[Axes, Series]]]:
-    """A figure with a panel for each of these, as few columns as will do."""
+def make_panels(count: int, columns: int, width: float, row_height: float, margin: float) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `count` panels in at most `columns` columns."""
     from matplotlib.figure import Figure
 
-    if not found:
-        return None, iter(())
-    across = min(len(found), columns)
-    down = -(-len(found) // across)
-    width = {1: COLUMN, 2: min(PAGE, 2 * COLUMN)}.get(across, PAGE)
-    figure = Figure(figsize=(width, (height if across > 1 else max(height, 2.0)) * down + 0.3))
-    grid = figure.subplots(down, across, squeeze=False, sharex=False).ravel()
-    for spare in grid[len(found) :]:
+    across = min(count, columns)
+    down = -(-count // across)
+    figure = Figure(figsize=(width, row_height * down + margin))
+    grid = list(figure.subplots(down, across, squeeze=False).ravel())
+    for spare in grid[count:]:
         spare.set_visible(False)
-    return figure, zip(grid, found, strict=False)
+    return figure, grid[:count]
 
 
-def by_round(axes: Axes) -> None:
-    """The axis of rounds, which are whole numbers."""
+def _make_method_panels(
+    drawable: Sequence[Series], columns: int = 4, height: float = 1.45
+) -> tuple[Figure | None, Iterator[tuple[Axes, Series]]]:
+    """Return a figure with a panel for each series, and the pairs of panel and series."""
+    if not drawable:
+        return None, iter(())
+    across = min(len(drawable), columns)
+    width = {1: COLUMN, 2: min(PAGE, 2 * COLUMN)}.get(across, PAGE)
+    figure, panels = make_panels(len(drawable), columns, width, height if across > 1 else max(height, 2.0), 0.3)
+    return figure, zip(panels, drawable, strict=True)
+
+
+def label_rounds(axes: Axes) -> None:
+    """Label the axis of rounds, with ticks at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("round")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
-def band(axes: Axes, one: Series, name: str, colour: str, label: str, dash: str = "-") -> None:
-    """A line by round, and one standard deviation around it where there are several seeds."""
-    found = one.curves[name]
-    axes.plot(one.rounds, found.mean, dash, color=colour, label=label)
-    if found.sd.any():
-        axes.fill_between(one.rounds, found.mean - found.sd, found.mean + found.sd, color=colour, alpha=0.15, lw=0)
+def plot_band(axes: Axes, series: Series, name: str, colour: str, label: str, dash: str = "-") -> None:
+    """Draw a line by round, and one standard deviation around it if there are several seeds."""
+    band = series.curves[name]
+    axes.plot(series.rounds, band.mean, dash, color=colour, label=label)
+    if band.sd.any():
+        axes.fill_between(series.rounds, band.mean - band.sd, band.mean + band.sd, color=colour, alpha=0.15, lw=0)
 
 
-def _named(axes: Axes, title: str, label: str) -> None:
+def _format_rows(axes: Axes) -> None:
+    """Format a figure with one row per method, the first on top."""
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _label_panel(axes: Axes, title: str, label: str) -> None:
     axes.set_title(title, fontsize=7 if len(title) < 26 else 5.5)
-    by_round(axes)
-    first = axes.get_subplotspec()
-    if first is None or first.is_first_col():
+    label_rounds(axes)
+    place = axes.get_subplotspec()
+    if place is None or place.is_first_col():
         axes.set_ylabel(label)
 
 
-def _shared_legend(figure: Figure | None, shown: Shown) -> Figure | None:
+def _add_domain_legend(figure: Figure | None, data: FigureData) -> Figure | None:
     if figure is not None:
         from matplotlib.patches import Patch
 
-        patches = [Patch(color=palette.domain(i), label=domain) for i, domain in enumerate(shown.domains)]
-        figure.legend(handles=patches, loc="outside upper center", ncols=len(shown.domains), handlelength=1)
+        patches = [Patch(color=palette.domain_colour(i), label=domain) for i, domain in enumerate(data.domains)]
+        figure.legend(handles=patches, loc="outside upper center", ncols=len(data.domains), handlelength=1)
     return figure
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
-    """Below the axes, with room of its own."""
+def _add_method_legend(figure: Figure, axes: Axes) -> None:
+    """Add a legend below the axes, and make the figure higher by its lines."""
     handles, labels = axes.get_legend_handles_labels()
     letters = 105 if figure.get_figwidth() > COLUMN else 50
     columns = max(1, letters // (max(map(len, labels)) + 6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,191 +12,171 @@ from typing import Any
 import numpy as np
 
 from fedheal.core.metrics import fairness
-from fedheal.runs import folder as records
-from fedheal.runs.folder import read_toml
+from fedheal.runs.folder import read_result, read_toml
 from fedheal.runs.schema import FREE
 
 BOUNDS = {
-    "standalone": "a model per client, of its own data alone; judged on its own domain, mean over the domain's clients",
-    "centralised": "one model of all clients' data in one place",
-    "leave-one-domain-out": "each domain judged with a model of the other domains' clients (FedAvg)",
+    "standalone": "one model per client, trained on its own data only; evaluated on its own domain, mean over the domain's "
+    "clients",
+    "centralised": "one model trained on the pooled data of all clients",
+    "leave-one-domain-out": "each domain evaluated with a model of the other domains' clients (FedAvg)",
 }
-EVENNESS = {"AVG": "avg", "STD": "std", "worst": "worst"}  # columns after the domains, as `fairness` calls them
-OF_BOUNDS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
-OF_ALL = "fedavg"  # the method of every bound
+BOUND_METHOD = "fedavg"  # the method of every bound
+BOUND_SETTINGS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
+FAIRNESS_COLUMNS = {"AVG": "avg", "STD": "std", "worst": "worst"}  # columns after the domains -> keys of `fairness`
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method and seed. `domains`: accuracy in percent; `evenness`: AVG, STD, worst and the like over them."""
+    """One method and seed. `domains`: accuracy in percent; `fairness`: AVG, STD, worst and the like over them."""
 
     method: str
     seed: int
     domains: Mapping[str, float]
-    evenness: Mapping[str, float]
+    fairness: Mapping[str, float]
     validation: Mapping[str, Any] | None = None
     summaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
+    @property
+    def data(self) -> str:
+        """The name of the data set."""
+        return str(self.summaries[0]["data"])
 
-NUMBER = records.NUMBER
-# What a report cannot do without.
-NEEDED = records.fields(
-    "method", "data", "seed", "rounds", "domains", "clients", "trained", "test_sizes", "only", "without", "pool"
+    @property
+    def folder(self) -> str:
+        """The folder of the row's (first) run."""
+        return str(self.summaries[0].get("folder", "?"))
+
+    def get_value(self, column: str) -> float:
+        """Return the number in a column of a table: a domain, AVG, STD or worst."""
+        return float(self.fairness[FAIRNESS_COLUMNS[column]] if column in FAIRNESS_COLUMNS else self.domains[column])
+
+
+REPORT_FIELDS = frozenset(
+    {"method", "data", "seed", "rounds", "domains", "clients", "trained", "test_sizes", "only", "without", "pool"}
+    | {f"validation.{name}" for name in FAIRNESS_COLUMNS.values()}
 )
 
 
-def find(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The results of all finished runs in or under these folders, each once; each knows its `folder`."""
+def find_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the results of all finished runs in or under these folders, each once and with its `folder`."""
     folders: dict[Path, None] = {}
     for path in paths:
         if not path.exists():
-            near = sorted(str(one) for one in path.parent.glob(f"{glob.escape(path.name)}*")) if path.name else []
-            raise ValueError(f"{path} does not exist{f'; there is {near[0]}' if near else ''}")
-        folders |= dict.fromkeys(sorted(found.parent for found in path.rglob("result.json")))
-    return [read_result(folder) for folder in folders]
+            similar = sorted(map(str, path.parent.glob(f"{glob.escape(path.name)}*"))) if path.name else []
+            raise ValueError(f"{path} does not exist{f'; there is {similar[0]}' if similar else ''}")
+        folders |= dict.fromkeys(sorted(file.parent for file in path.rglob("result.json")))
+    return [load_summary(folder) for folder in folders]
 
 
-def read_result(folder: Path, needed: Mapping[str, records.Kind] = NEEDED) -> dict[str, Any]:
-    """The result of a finished run, which knows its `folder`; one that no report can be made of is refused by name."""
-    path = folder / "result.json"
-    summary = records.read_result(folder, needed)
-    if not summary["domains"] or not numbers(summary["domains"]):
-        raise ValueError(f"{path}: domains = {summary['domains']!r} are no accuracies")
-    if not numbers(summary["test_sizes"]) or summary["test_sizes"].keys() != summary["domains"].keys():
-        raise ValueError(f"{path}: test_sizes = {summary['test_sizes']!r} are not those of its domains")
-    for key, fits in INSIDE.items():
-        if summary.get(key) is not None and not fits(summary[key]):
-            raise records.wrong_kind(path, key, summary[key])
-    validation = summary.get("validation")
-    if validation is not None and not numbers({key: validation.get(key) for key in EVENNESS.values()}):
-        raise ValueError(f"{path}: validation = {validation!r} lacks some of {', '.join(EVENNESS.values())}")
-    return summary | {"folder": str(folder)}
+def load_summary(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the result of a finished run, with its `folder`. Raise ValueError if it lacks what a report needs."""
+    return read_result(folder, {*REPORT_FIELDS, *required}) | {"folder": str(folder)}
 
 
-def data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is special about the runs' data, such as a stand-in for a domain that cannot be had; each thing once."""
+def collect_data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return what is special about the runs' data, such as a stand-in for an unavailable domain; each note once."""
     return list(dict.fromkeys(note for summary in summaries for note in summary.get("data_notes", ())))
 
 
-def numbers(value: object) -> bool:
-    """Whether it is a number for each of several names."""
-    return isinstance(value, dict) and all(isinstance(number, NUMBER) for number in value.values())
-
-
-def _words(value: Iterable[object]) -> bool:
-    return all(isinstance(word, str) for word in value)
-
-
-def _shares(value: Mapping[str, object]) -> bool:
-    """So many numbers for each name, the same for all."""
-    lists = [one for one in value.values() if isinstance(one, list) and all(isinstance(x, NUMBER) for x in one)]
-    return len(lists) == len(value) and len(set(map(len, lists))) <= 1
-
-
-# What is in the fields that a report looks into, where they are there.
-INSIDE: Mapping[str, Callable[[Any], bool]] = {
-    "trained": lambda client_domains: _words(client_domains.values()),
-    "only": _words,
-    "without": _words,
-    "data_notes": _words,
-    "consistency": _shares,
-    "seconds": numbers,
-}
-
-
-def by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of each data set, which must all have its domains: what has others does not compare."""
+def group_by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each data set. Raise ValueError if they are not over the same domains."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        group = groups.setdefault(str(row.summaries[0]["data"]), [])
+        group = groups.setdefault(row.data, [])
         group.append(row)
         if set(row.domains) != set(group[0].domains):
-            places = [f"{r.summaries[0].get('folder', '?')} has {', '.join(r.domains)}" for r in (group[0], row)]
+            folders = " and ".join(f"{r.folder} has {', '.join(r.domains)}" for r in (group[0], row))
             raise ValueError(
-                f"the runs on '{row.summaries[0]['data']}' are not over the same domains: {' and '.join(places)}; "
-                "report them apart"
+                f"the runs on '{row.data}' are not over the same domains: {folders}; report them separately"
             )
     return groups
 
 
-def rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """One row a method and seed, in the order they come; the runs of a bound become one row once all are there.
+def build_rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return one row per method and seed, in order; the runs of a complete bound become one row.
 
-    Until then, and where a part of it comes twice, each of its runs is a row under a name of its own.
+    The runs of an incomplete bound, or of one with a repeated part, are rows under their own names.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for summary in summaries:
-        bound = bound_of(summary)
-        groups.setdefault((bound, _shared(summary) if bound else ""), []).append(summary)
-    return [row for (bound, _), group in groups.items() for row in _rows(bound, group)]
+        bound = _find_bound(summary)
+        groups.setdefault((bound, _make_bound_key(summary) if bound else ""), []).append(summary)
+    return [row for (bound, _), group in groups.items() for row in _build_group(bound, group)]
 
 
-def bound_of(summary: Mapping[str, Any]) -> str:
-    """The bound that a run is a part of; empty for a run of a method."""
-    if summary["method"] != OF_ALL:
+def read_settings(summary: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return a run's settings, and whether they are complete: an absent setting of a complete description is not set."""
+    folder = Path(str(summary.get("folder", "")))
+    for name, is_complete in (("experiment.toml", True), ("federation.toml", False)):
+        if (folder / name).is_file():
+            return read_toml(folder / name), is_complete
+    return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}, False
+
+
+def _find_bound(summary: Mapping[str, Any]) -> str:
+    """Return the bound that a run is a part of, or an empty string."""
+    only, without = summary["only"], summary["without"]
+    if summary["method"] != BOUND_METHOD:
         return ""
     if summary["pool"]:
-        return "" if summary["only"] or summary["without"] else "centralised"
-    if not summary["only"] and len(summary["without"]) == 1 and summary["without"][0] in summary["domains"]:
+        return "" if only or without else "centralised"
+    if not only and len(without) == 1 and without[0] in summary["domains"]:
         return "leave-one-domain-out"
-    if not summary["without"] and len(summary["only"]) == 1 and summary["only"][0] in summary["trained"]:
+    if not without and len(only) == 1 and only[0] in summary["trained"]:
         return "standalone"
     return ""
 
 
-def called(summary: Mapping[str, Any]) -> str:
-    """The name of a run's own row: its method, and who took part where that was not everyone."""
+def _make_bound_key(summary: Mapping[str, Any]) -> str:
+    """Return what the parts of one bound have in common: data, seed, rounds and all settings that affect results."""
+    settings = {key: summary[key] for key in ("data", "seed", "rounds")} | read_settings(summary)[0]
+    return json.dumps(
+        {k: v for k, v in settings.items() if k not in FREE | BOUND_SETTINGS}, sort_keys=True, default=str
+    )
+
+
+def _build_group(bound: str, group: Sequence[Mapping[str, Any]]) -> list[Row]:
+    combine = {"leave-one-domain-out": _combine_leave_one_out, "standalone": _combine_standalone}.get(bound)
+    combined = combine(group) if combine else {}
+    if not combined:
+        return [
+            Row(
+                method=bound if bound == "centralised" else _name_row(summary),
+                seed=int(summary["seed"]),
+                domains=summary["domains"],
+                fairness=fairness(summary["domains"]),
+                validation=summary.get("validation"),
+                summaries=(summary,),
+            )
+            for summary in group
+        ]
+    domains = {domain: combined[domain] for domain in group[0]["domains"]}
+    seed = int(group[0]["seed"])
+    return [Row(method=bound, seed=seed, domains=domains, fairness=fairness(domains), summaries=tuple(group))]
+
+
+def _name_row(summary: Mapping[str, Any]) -> str:
+    """Return the method, and who took part if not everyone did."""
     words = [f"{key}={','.join(map(str, summary[key]))}" for key in ("only", "without") if summary[key]]
     return " ".join([str(summary["method"]), *words, *(["pool=true"] if summary["pool"] else [])])
 
 
-def described(summary: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A run's settings, and whether they are complete: what is not there is not set."""
-    folder = Path(str(summary.get("folder", "")))
-    for name, complete in (("experiment.toml", True), ("federation.toml", False)):
-        if (folder / name).is_file():
-            return read_toml(folder / name), complete
-    return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}, False
-
-
-def _shared(summary: Mapping[str, Any]) -> str:
-    """What the parts of one bound have in common: data, seed, rounds and all other settings that decide a result."""
-    said = {key: summary[key] for key in ("data", "seed", "rounds")} | described(summary)[0]
-    return json.dumps({k: v for k, v in said.items() if k not in FREE | OF_BOUNDS}, sort_keys=True, default=str)
-
-
-def _rows(bound: str, group: Sequence[Mapping[str, Any]]) -> list[Row]:
-    if bound == "leave-one-domain-out":
-        whole = _left_out(group)
-    elif bound == "standalone":
-        whole = _standalone(group)
-    else:
-        whole = {}
-    if not whole:
-        return [
-            Row(bound if bound == "centralised" else called(s), int(s["seed"]), s["domains"], fairness(s["domains"]),
-                s.get("validation"), (s,))
-            for s in group
-        ]  # fmt: skip
-    domains = {domain: whole[domain] for domain in group[0]["domains"]}
-    return [Row(bound, int(group[0]["seed"]), domains, fairness(domains), None, tuple(group))]
-
-
-def _left_out(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Each domain's accuracy in the run without it; nothing unless there is one run for each."""
-    left_out = [s["without"][0] for s in group]
+def _combine_leave_one_out(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each domain's accuracy in the run without it; nothing unless there is exactly one run per domain."""
+    left_out = [summary["without"][0] for summary in group]
     if sorted(left_out) != sorted(group[0]["domains"]):
         return {}
-    return {domain: float(s["domains"][domain]) for domain, s in zip(left_out, group, strict=True)}
+    return {domain: float(summary["domains"][domain]) for domain, summary in zip(left_out, group, strict=True)}
 
 
-def _standalone(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Each domain's accuracy, mean over its clients' own runs; nothing unless there is one run for each client."""
-    alone = [s["only"][0] for s in group]
-    client_domains = [s["trained"][client] for client, s in zip(alone, group, strict=True)]
-    if sorted(alone) != sorted(group[0]["clients"]) or set(client_domains) != set(group[0]["domains"]):
+def _combine_standalone(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each domain's accuracy, mean over its clients' runs; nothing unless there is exactly one run per client."""
+    clients = [summary["only"][0] for summary in group]
+    by_domain: dict[str, list[float]] = {}
+    for client, summary in zip(clients, group, strict=True):
+        domain = summary["trained"][client]
+        by_domain.setdefault(domain, []).append(float(summary["domains"][domain]))
+    if sorted(clients) != sorted(group[0]["clients"]) or by_domain.keys() != group[0]["domains"].keys():
         return {}
-    by_home: dict[str, list[float]] = {}
-    for home, s in zip(client_domains, group, strict=True):
-        by_home.setdefault(home, []).append(float(s["domains"][home]))
-    return {home: float(np.mean(values)) for home, values in by_home.items()}
+    return {domain: float(np.mean(values)) for domain, values in by_domain.items()}

@@ -4,76 +4,77 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedheal.report.figures import saved
-from fedheal.report.html_page import Extra
+from fedheal.report.figures import save_figure
+from fedheal.report.html_page import Section
 from fedheal.report.rows import Row
-from fedheal.reproduce import figures as pictures
-from fedheal.reproduce import paper_comparison as beside
-from fedheal.reproduce import sign_consistency as watched
-from fedheal.reproduce.plans import Planned, Recipe
-from fedheal.runs import folder as records
+from fedheal.report.tables import align_columns
+from fedheal.reproduce.figures import draw_convergence, draw_sweep
+from fedheal.reproduce.paper_comparison import compare_with_paper, count_claims, load_rows
+from fedheal.reproduce.plans import Recipe, RecipePlan
+from fedheal.reproduce.sign_consistency import draw_windows, read_windows, tabulate_windows
+from fedheal.runs.folder import write_text
 
 
 @dataclass(frozen=True)
-class Reproduced:
-    """What there is to show and where it was written."""
+class RecipeOutputs:
+    """What there is to show, and the files that were written."""
 
-    texts: list[str]
-    tidy: list[dict[str, Any]]
-    rows: list[Row]
-    extras: list[Extra]
-    files: list[Path]
+    texts: list[str] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
 
 
-def reproduced(name: str, recipe: Recipe, parts: list[Planned], stem: Path) -> Reproduced:
-    """Tables, figures and notes of a recipe whose runs are finished; files begin with `stem`."""
-    texts, tidy, extras, files, marked = [], [], [], [], []
-    for part in parts:
-        table = beside.beside(recipe, part)
-        said = beside.claims(recipe, table)
-        where = stem.with_name(f"{stem.name}-{_slug(part.data)}")
-        texts.append("\n".join([beside.text(table), *said]))
-        marked.append("\n".join([beside.markdown(table), *(f"- {sentence}" for sentence in said)]))
-        extras.append(beside.extra(table, said))
-        tidy.append(beside.tidy(table) | {"result": name, "claims": said})
-        if recipe.kind == "sweep":
-            files += saved(where, partial(pictures.sweep, table))[-1:]
-        elif recipe.kind == "curves":
-            files += saved(where, partial(pictures.convergence, part))[-1:]
-        elif recipe.kind == "consistency":
-            for entry, jobs in part.rows:
-                windows = watched.windows(jobs[0].folder)
-                file = where.with_name(f"{where.name}-{_slug(entry.label)}")
-                files += saved(file, partial(watched.picture, windows))[-1:]
-                extras.append(watched.extra(f"{part.data}, {entry.label}", windows, recipe.notes))
-                counted = _aligned(f"{entry.label}, seed {jobs[0].experiment.seed}", watched.cells(windows))
-                texts.append(counted)
-                marked.append(f"```\n{counted}\n```")
-                tidy[-1].setdefault("directions", {})[entry.method] = watched.cells(windows)
+def write_outputs(name: str, recipe: Recipe, plans: list[RecipePlan], stem: Path) -> RecipeOutputs:
+    """Write tables, figures and notes of a recipe whose runs are finished; the files' names begin with `stem`."""
+    outputs, markdown = RecipeOutputs(), []
+    for plan in plans:
+        comparison = compare_with_paper(recipe, plan)
+        claims = count_claims(recipe, comparison)
+        path = stem.with_name(f"{stem.name}-{_make_slug(plan.data)}")
+        outputs.rows.extend(load_rows(plan))
+        outputs.texts.append("\n".join([comparison.to_text(), *claims]))
+        outputs.records.append(comparison.to_json() | {"result": name, "claims": claims})
+        title = f"{plan.data} compared with the paper"
+        outputs.sections.append(Section(title, [*claims, *comparison.notes], comparison.to_lines()))
+        markdown.append("\n".join([comparison.to_markdown(), *(f"- {sentence}" for sentence in claims)]))
+        if recipe.figure == "sweep":
+            outputs.files.extend(save_figure(path, partial(draw_sweep, comparison))[-1:])
+        elif recipe.figure == "curves":
+            outputs.files.extend(save_figure(path, partial(draw_convergence, plan))[-1:])
+        elif recipe.figure == "consistency":
+            markdown += _write_consistency(recipe, plan, path, outputs)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    written = {".md": "\n\n".join(marked) + "\n", ".json": json.dumps(tidy, indent=2) + "\n"}
-    for ending, text in written.items():
+    contents = {".md": "\n\n".join(markdown) + "\n", ".json": json.dumps(outputs.records, indent=2) + "\n"}
+    for ending, text in contents.items():
         path = stem.with_name(stem.name + ending)
-        records.write_text(path, text)
-        files.append(path)
-    return Reproduced(texts, tidy, [row for part in parts for row in beside.found(part)], extras, files)
+        write_text(path, text)
+        outputs.files.append(path)
+    return outputs
 
 
-def _slug(words: str) -> str:
+def _write_consistency(recipe: Recipe, plan: RecipePlan, path: Path, outputs: RecipeOutputs) -> list[str]:
+    """Write a figure per row, add its table to the outputs, and return the tables for Markdown."""
+    about = "Share of parameters whose updates pointed the same way in more than 90 % of the rounds."
+    markdown = []
+    for row, jobs in plan.rows:
+        windows = read_windows(jobs[0].folder)
+        lines = tabulate_windows(windows)
+        file = path.with_name(f"{path.name}-{_make_slug(row.label)}")
+        outputs.files.extend(save_figure(file, partial(draw_windows, windows))[-1:])
+        outputs.sections.append(Section(f"Directions, {plan.data}, {row.label}", [about, *recipe.notes], lines))
+        title = f"{row.label}, seed {jobs[0].experiment.seed}"
+        outputs.texts.append("\n".join([title, *(line.rstrip() for line in align_columns(lines, left=2))]))
+        outputs.records[-1].setdefault("directions", {})[row.method] = lines
+        markdown.append(f"```\n{outputs.texts[-1]}\n```")
+    return markdown
+
+
+def _make_slug(words: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
-
-
-def _aligned(title: str, cells: list[list[str]]) -> str:
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = [
-        "  ".join(
-            word.ljust(w) if i < 2 else word.rjust(w) for i, (word, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
-    return "\n".join([title, *(line.rstrip() for line in lines)])

@@ -1,213 +1,189 @@
-"""Our numbers beside the paper's, and the difference."""
+"""Our numbers compared with the paper's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from fedheal.report.conclusions import cautions
-from fedheal.report.html_page import Extra
-from fedheal.report.rows import EVENNESS, Row, by_data, data_notes, read_result, rows
-from fedheal.report.tables import in_a_cell, over_rounds, value
+from fedheal.report.comparability import list_cautions
+from fedheal.report.rows import FAIRNESS_COLUMNS, Row, build_rows, collect_data_notes, group_by_data, load_summary
+from fedheal.report.tables import Cell, align_columns, describe_averaging, join_markdown, summarise_seeds
 from fedheal.reproduce import paper
-from fedheal.reproduce.plans import BESIDE, Claim, Entry, Planned, Recipe
+from fedheal.reproduce.plans import PAPER_DATA, Recipe, RecipePlan, RecipeRow
 
-MARK = "†"
-KINDS = ("ours", "paper", "difference")
+MISPRINT = "†"
 
 
 @dataclass(frozen=True)
-class Line:
-    """One row of the recipe. `ours`: mean and spread over seeds by column; `paper`: what it prints, over its `domains`."""
+class ComparisonRow:
+    """One row of a recipe: our mean and spread over seeds by column, and the paper's numbers."""
 
-    entry: Entry
-    ours: Mapping[str, tuple[float, float | None]]
+    recipe_row: RecipeRow
+    ours: Mapping[str, Cell]
     paper: Mapping[str, float]
-    domains: Sequence[str]  # those the paper's AVG and STD are over, whether it prints them or not
-    meant: bool  # whether ours mean anything
+    paper_domains: Sequence[str]  # that the paper's AVG and STD are over, whether it prints them or not
+    is_meaningful: bool  # False for a smoke run
 
     @property
     def difference(self) -> dict[str, float]:
-        """Ours less the paper's, where both are of the same domains."""
-        if not self.meant:
+        """Ours minus the paper's, where both are over the same domains."""
+        if not self.is_meaningful:
             return {}
-        alike = set(self.ours) - set(EVENNESS) == set(self.domains)
-        shared = [c for c in self.paper if c in self.ours and (c not in EVENNESS or alike)]
-        return {column: self.ours[column][0] - self.paper[column] for column in shared}
+        has_same_domains = set(self.ours) - set(FAIRNESS_COLUMNS) == set(self.paper_domains)
+        common = [c for c in self.paper if c in self.ours and (c not in FAIRNESS_COLUMNS or has_same_domains)]
+        return {column: self.ours[column].mean - self.paper[column] for column in common}
 
 
 @dataclass(frozen=True)
-class Beside:
+class PaperComparison:
     """A recipe's table on one data set."""
 
     title: str
     data: str
     columns: tuple[str, ...]
-    lines: tuple[Line, ...]
+    rows: tuple[ComparisonRow, ...]
     notes: tuple[str, ...]
-    same_data: bool  # whether the paper has numbers for this very data
+    has_same_data: bool  # whether the paper has numbers for this data set
 
-
-def found(planned: Planned) -> list[Row]:
-    """The results of all runs, each once."""
-    return rows(read_result(job.folder) for job in planned.jobs)
-
-
-def beside(recipe: Recipe, planned: Planned) -> Beside:
-    """The finished runs of a recipe on one data set, beside the paper's numbers."""
-    (own_rows,) = by_data(found(planned)).values()
-    results = {str(row.summaries[0]["folder"]): row for row in own_rows}
-    printed = paper.DOMAINS.get(BESIDE.get(planned.data, planned.data), ())
-    lines = []
-    for entry, jobs in planned.rows:
-        own = [results[str(job.folder)] for job in jobs]
-        columns = [*own[0].domains, *EVENNESS]
-        numbers = {column: _spread([value(row, column) for row in own]) for column in columns}
-        lines.append(Line(entry, numbers, _printed(entry, printed), printed, not planned.smoke))
-    ours = [c for c in lines[0].ours if c not in EVENNESS]
-    theirs = [c for c in printed if c not in ours and any(c in line.paper for line in lines)]
-    absent = [d for d in printed if d not in ours and any(line.paper for line in lines)]
-    same = planned.data in paper.DOMAINS
-    rounds = frozenset(int(row.summaries[0]["averaged"]) for row in results.values())
-    return Beside(
-        recipe.title,
-        planned.data,
-        (*ours, *theirs, *EVENNESS),
-        tuple(lines),
-        (
-            *_about(planned, rounds, absent, same),
-            *cautions(own_rows),
-            *_data_notes(own_rows),
-            *_misprints(lines),
-            *recipe.notes,
-        ),
-        same,
-    )
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float | None]:
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
-def _printed(entry: Entry, domains: Sequence[str]) -> dict[str, float]:
-    names = ("AVG", "STD") if len(entry.published) == 2 else (*domains, "AVG", "STD")
-    return dict(zip(names, entry.published, strict=True)) if entry.published else {}
-
-
-def _about(planned: Planned, rounds: frozenset[int], absent: Sequence[str], same: bool) -> list[str]:
-    seeds = sorted({len(jobs) for _, jobs in planned.rows})
-    number = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
-    spread = f", {number} seeds, ± standard deviation over them" if seeds[-1] > 1 else ", one seed"
-    said = ["A smoke run: it shows that everything works, and its numbers mean nothing."] if planned.smoke else []
-    said.append(f"Accuracy in percent, {over_rounds(rounds)}{spread}.")
-    if not same:
-        said.append(
-            f"The paper has no {planned.data} data: its numbers on other data stand beside, and nothing is subtracted."
-        )
-    elif planned.smoke:
-        said.append("The paper's numbers stand beside and are not subtracted.")
-    elif absent:
-        said.append(
-            f"Our data has no {', '.join(absent)}: AVG and STD are over other domains than the paper's, and are not subtracted."
-        )
-    return said
-
-
-def _data_notes(found: Iterable[Row]) -> list[str]:
-    return [f"About the data: {note}." for note in data_notes(row.summaries[0] for row in found)]
-
-
-def _misprints(lines: Sequence[Line]) -> list[str]:
-    return [f"{MARK} {line.entry.label}: {line.entry.misprint[1]}" for line in lines if line.entry.misprint[1]]
-
-
-def cells(table: Beside) -> list[list[str]]:
-    """The table as words, its head first: three lines a row, or one where the paper has nothing."""
-    made = [["", "", *table.columns]]
-    for line in table.lines:
-        difference = line.difference
-        shown = {
-            "ours": {c: f"{m:.2f}" + (f" ± {sd:.2f}" if sd is not None else "") for c, (m, sd) in line.ours.items()},
-            "paper": {c: f"{x:.2f}" + (MARK if c in line.entry.misprint[0] else "") for c, x in line.paper.items()},
-            "difference": {c: f"{x:+.2f}" for c, x in difference.items()},
-        }
-        for i, kind in enumerate(kind for kind in KINDS if shown[kind]):
-            made.append([line.entry.label if i == 0 else "", kind, *(shown[kind].get(c, "") for c in table.columns)])
-    return made
-
-
-def text(table: Beside) -> str:
-    """Columns of equal width, then the notes."""
-    made = cells(table)
-    widths = [max(len(line[i]) for line in made) for i in range(len(made[0]))]
-    body = [
-        "  ".join(
-            word.ljust(w) if i < 2 else word.rjust(w) for i, (word, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in made
-    ]
-    head = f"{table.title}: {table.data}"
-    return "\n".join(
-        [head, "", body[0].rstrip(), "-" * len(body[0]), *(line.rstrip() for line in body[1:]), "", *table.notes]
-    )
-
-
-def markdown(table: Beside) -> str:
-    made = cells(table)
-    lines = [f"| {' | '.join(map(in_a_cell, line))} |" for line in made]
-    notes = "\n".join(f"- {note}" for note in table.notes)
-    return "\n".join(
-        [f"## {table.title}: {table.data}", "", lines[0], "|---" * len(made[0]) + "|", *lines[1:], "", notes]
-    )
-
-
-def extra(table: Beside, said: Sequence[str]) -> Extra:
-    """The table as a section of the HTML page."""
-    return Extra(f"{table.data} beside the paper", [*said, *table.notes], cells(table))
-
-
-def tidy(table: Beside) -> dict[str, Any]:
-    """All of it for other programs."""
-    return {
-        "title": table.title,
-        "data": table.data,
-        "notes": list(table.notes),
-        "rows": [
-            {
-                "label": line.entry.label,
-                "method": line.entry.method,
-                "ours": {c: mean for c, (mean, _) in line.ours.items()},
-                "spread": {c: sd for c, (_, sd) in line.ours.items() if sd is not None},
-                "paper": dict(line.paper),
-                "difference": line.difference,
+    def to_lines(self) -> list[list[str]]:
+        """Return the table as words, its head first: up to three lines per row (ours, paper, difference)."""
+        lines = [["", "", *self.columns]]
+        for row in self.rows:
+            numbers = {
+                "ours": {c: cell.format() for c, cell in row.ours.items()},
+                "paper": {
+                    c: f"{x:.2f}" + (MISPRINT if c in row.recipe_row.misprint[0] else "") for c, x in row.paper.items()
+                },
+                "difference": {c: f"{x:+.2f}" for c, x in row.difference.items()},
             }
-            for line in table.lines
-        ],
-    }
+            label = row.recipe_row.label
+            for kind, by_column in numbers.items():
+                if by_column:
+                    lines.append([label, kind, *(by_column.get(c, "") for c in self.columns)])
+                    label = ""
+        return lines
+
+    def to_text(self) -> str:
+        """Return a plain table and the notes."""
+        head, *body = align_columns(self.to_lines(), left=2)
+        lines = [head.rstrip(), "-" * len(head), *(line.rstrip() for line in body)]
+        return "\n".join([f"{self.title}: {self.data}", "", *lines, "", *self.notes])
+
+    def to_markdown(self) -> str:
+        """Return a Markdown table and the notes."""
+        notes = [f"- {note}" for note in self.notes]
+        return "\n".join([f"## {self.title}: {self.data}", "", join_markdown(self.to_lines()), "", *notes])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything for other programs."""
+        return {
+            "title": self.title,
+            "data": self.data,
+            "notes": list(self.notes),
+            "rows": [
+                {
+                    "label": row.recipe_row.label,
+                    "method": row.recipe_row.method,
+                    "ours": {c: cell.mean for c, cell in row.ours.items()},
+                    "spread": {c: cell.sd for c, cell in row.ours.items() if cell.sd is not None},
+                    "paper": dict(row.paper),
+                    "difference": row.difference,
+                }
+                for row in self.rows
+            ],
+        }
 
 
-def claims(recipe: Recipe, table: Beside) -> list[str]:
-    """How often what the recipe claims holds in our numbers, and in the paper's."""
-    by_label = {line.entry.label: line for line in table.lines}
-    said = []
-    for claim in recipe.claims():
-        here = [(by_label[a], by_label[b]) for a, b in claim.pairs if a in by_label and b in by_label]
-        if here:
-            said.append(_held(claim, here))
-    return said
+def load_rows(plan: RecipePlan) -> list[Row]:
+    """Return the results of all runs of a plan, each once."""
+    return build_rows(load_summary(job.folder) for job in plan.jobs)
 
 
-def _held(claim: Claim, pairs: Sequence[tuple[Line, Line]]) -> str:
-    ours = [({c: m for c, (m, _) in a.ours.items()}, {c: m for c, (m, _) in b.ours.items()}) for a, b in pairs]
-    theirs = [(a.paper, b.paper) for a, b in pairs if a.paper and b.paper]
-    in_paper = f" (paper: {_counts(theirs)})" if theirs else " (not in the paper)"
-    return f"{claim.words}: {_counts(ours)}{in_paper}."
+def compare_with_paper(recipe: Recipe, plan: RecipePlan) -> PaperComparison:
+    """Compare the finished runs of a recipe on one data set with the paper's numbers."""
+    (results,) = group_by_data(load_rows(plan)).values()
+    by_folder = {result.folder: result for result in results}
+    paper_domains = paper.DOMAINS.get(PAPER_DATA.get(plan.data, plan.data), ())
+    rows = []
+    for row, jobs in plan.rows:
+        seeds = [by_folder[str(job.folder)] for job in jobs]
+        columns = [*seeds[0].domains, *FAIRNESS_COLUMNS]
+        rows.append(
+            ComparisonRow(
+                recipe_row=row,
+                ours={column: summarise_seeds([result.get_value(column) for result in seeds]) for column in columns},
+                paper=_name_columns(row.published, paper_domains),
+                paper_domains=paper_domains,
+                is_meaningful=not plan.smoke,
+            )
+        )
+    ours = list(results[0].domains)
+    missing = [domain for domain in paper_domains if domain not in ours and any(row.paper for row in rows)]
+    notes = [
+        *_describe_numbers(plan, results, missing),
+        *list_cautions(results),
+        *(f"About the data: {note}." for note in collect_data_notes(result.summaries[0] for result in results)),
+        *_describe_misprints(rows),
+        *recipe.notes,
+    ]
+    return PaperComparison(
+        title=recipe.title,
+        data=plan.data,
+        columns=(*ours, *(c for c in missing if any(c in row.paper for row in rows)), *FAIRNESS_COLUMNS),
+        rows=tuple(rows),
+        notes=tuple(notes),
+        has_same_data=plan.data in paper.DOMAINS,
+    )
 
 
-def _counts(pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
+def _name_columns(published: paper.Numbers, domains: Sequence[str]) -> dict[str, float]:
+    names = ("AVG", "STD") if len(published) == 2 else (*domains, "AVG", "STD")
+    return dict(zip(names, published, strict=True)) if published else {}
+
+
+def _describe_numbers(plan: RecipePlan, results: Sequence[Row], missing: Sequence[str]) -> list[str]:
+    """Say what our numbers are, and which differences from the paper are not given."""
+    averaged = frozenset(int(result.summaries[0]["averaged"]) for result in results)
+    seeds = sorted({len(jobs) for _, jobs in plan.rows})
+    count = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    spread = f", {count} seeds, ± standard deviation over them" if seeds[-1] > 1 else ", one seed"
+    notes = ["A smoke run: it shows that everything works, and its numbers mean nothing."] if plan.smoke else []
+    notes.append(f"Accuracy in percent, {describe_averaging(averaged)}{spread}.")
+    if plan.data not in paper.DOMAINS:
+        notes.append(
+            f"The paper has no results on {plan.data}: its numbers are for other data, and no differences are given."
+        )
+    elif plan.smoke:
+        notes.append("The paper's numbers are shown, and no differences are given.")
+    elif missing:
+        notes.append(
+            f"Our data has no {', '.join(missing)}: AVG and STD are over other domains than the paper's, and their "
+            "differences are not given."
+        )
+    return notes
+
+
+def _describe_misprints(rows: Sequence[ComparisonRow]) -> list[str]:
+    misprints = {row.recipe_row.label: row.recipe_row.misprint[1] for row in rows}
+    return [f"{MISPRINT} {label}: {reason}" for label, reason in misprints.items() if reason]
+
+
+def count_claims(recipe: Recipe, comparison: PaperComparison) -> list[str]:
+    """Say how often each claim of the recipe holds in our numbers, and in the paper's."""
+    by_label = {row.recipe_row.label: row for row in comparison.rows}
+    sentences = []
+    for claim in recipe.list_claims():
+        pairs = [(by_label[a], by_label[b]) for a, b in claim.pairs if a in by_label and b in by_label]
+        if pairs:
+            ours = [tuple({c: cell.mean for c, cell in row.ours.items()} for row in pair) for pair in pairs]
+            theirs = [(a.paper, b.paper) for a, b in pairs if a.paper and b.paper]
+            in_paper = f"paper: {_count_wins(theirs)}" if theirs else "not in the paper"
+            sentences.append(f"{claim.text}: {_count_wins(ours)} ({in_paper}).")
+    return sentences
+
+
+def _count_wins(pairs: Sequence[Sequence[Mapping[str, float]]]) -> str:
     higher = sum(a["AVG"] > b["AVG"] for a, b in pairs)
     lower = sum(a["STD"] < b["STD"] for a, b in pairs)
     return f"AVG higher in {higher} of {len(pairs)}, STD lower in {lower} of {len(pairs)}"

@@ -1,4 +1,4 @@
-"""What a recipe is, and the runs it needs."""
+"""Recipes, and the runs that they need."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from fedheal.reproduce import paper
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment
 
-# A smoke run shows that everything works, in minutes on a CPU; its numbers mean nothing.
+# A smoke run shows that everything works, in minutes on a CPU; its numbers are meaningless.
 SMOKE: Mapping[str, Any] = {"rounds": 5, "epochs": 1}
 SMOKE_DATA = "embedded"
-BESIDE = {SMOKE_DATA: "digits"}  # whose numbers stand beside those of data that the paper does not have
+PAPER_DATA = {SMOKE_DATA: "digits"}  # data that the paper does not have -> its data whose numbers are shown instead
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One row: what it is called, our method, and the paper's numbers (`DOMAINS`, AVG, STD; or just the last two)."""
+class RecipeRow:
+    """One row of a table: its label, our method, and the paper's numbers (`DOMAINS`, AVG, STD; or only the last two)."""
 
     label: str
     method: str
     published: paper.Numbers = ()
-    misprint: tuple[tuple[str, ...], str] = ((), "")
+    misprint: tuple[tuple[str, ...], str] = ((), "")  # columns in doubt, and why
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that should hold in several places: the first method is better than the second."""
+    """A claim that should hold for several pairs of rows: the first is better than the second."""
 
-    words: str
+    text: str
     pairs: tuple[tuple[str, str], ...]  # labels of rows
 
 
@@ -43,17 +43,17 @@ class Recipe:
 
     title: str
     data: tuple[str, ...]
-    entries: Callable[[str], list[Entry]]  # the rows on a data set
+    list_rows: Callable[[str], list[RecipeRow]]  # the rows on a data set
     notes: tuple[str, ...] = ()
-    claims: Callable[[], list[Claim]] = list
+    list_claims: Callable[[], list[Claim]] = list
     values: Callable[[int], Mapping[str, Any]] = field(default=lambda rounds: {})  # fields it fixes, given the rounds
     smoke: Mapping[str, Any] = field(default_factory=lambda: SMOKE)
-    kind: str = "table"  # or "sweep", "curves", "consistency": which figure belongs to it
+    figure: str = ""  # which figure belongs to it: "sweep", "curves", "consistency" or none
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may say."""
+    """What a user may choose."""
 
     seeds: Sequence[int] = (0,)
     rows: Sequence[str] = ()  # patterns for labels or methods; all if none
@@ -63,75 +63,83 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A data set's part of a recipe: its rows, each with a job a seed; two rows may share a run."""
+class RecipePlan:
+    """The runs of a recipe on one data set: its rows, each with one job per seed. Two rows may share a run."""
 
     data: str
-    rows: Sequence[tuple[Entry, Sequence[Job]]]
+    rows: Sequence[tuple[RecipeRow, Sequence[Job]]]
     smoke: bool = False
 
     @property
     def jobs(self) -> list[Job]:
+        """The jobs of all rows, each once."""
         return list({job.folder: job for _, jobs in self.rows for job in jobs}.values())
 
 
-def planned(recipe: Recipe, options: Options, out: Path) -> list[Planned]:
-    """The runs of a recipe, all validated before the first starts."""
+def plan_recipe(recipe: Recipe, options: Options, out: Path) -> list[RecipePlan]:
+    """Plan the runs of a recipe, one plan per data set.
+
+    Args:
+        recipe: One of `RECIPES`.
+        options: Seeds, rows, data sets and fields that differ from the protocol.
+        out: The folder for the runs; nothing is written yet.
+
+    Raises:
+        ValueError: An option is invalid; every experiment is validated here.
+    """
     if not options.seeds:
         raise ValueError("a result needs at least one seed")
     _refuse_fixed(("seed", "method", "name", "data"), options.values)
-    sets = tuple(options.data) or ((SMOKE_DATA,) if options.smoke else recipe.data)
-    chosen = _chosen({data: recipe.entries(data) for data in sets}, options.rows)
-    return [_on(recipe, data, entries, options, out) for data, entries in chosen.items()]
+    data_sets = tuple(options.data) or ((SMOKE_DATA,) if options.smoke else recipe.data)
+    selected = _select_rows({data: recipe.list_rows(data) for data in data_sets}, options.rows)
+    return [_plan_data_set(recipe, data, rows, options, out) for data, rows in selected.items()]
 
 
 def _refuse_fixed(fixed: Iterable[str], values: Mapping[str, Any]) -> None:
     for key in fixed:
         if key in values:
-            raise ValueError(f"{key} is what a recipe sets: it cannot be given as {key}={values[key]}")
+            raise ValueError(f"{key} is set by the recipe: leave out {key}={values[key]}")
 
 
-def suffix(options: Options) -> str:
-    """What sets these runs apart from those of the protocol itself, for names of folders and files."""
-    said = [f"{key}={value}" for key, value in sorted(options.values.items()) if key not in FREE]
-    return "".join(f"-{word}" for word in (["smoke"] if options.smoke else []) + said).replace("/", "_")
+def make_suffix(options: Options) -> str:
+    """Return what distinguishes these runs from the protocol's, for names of folders and files."""
+    words = [f"{key}={value}" for key, value in sorted(options.values.items()) if key not in FREE]
+    return "".join(f"-{word}" for word in (["smoke"] if options.smoke else []) + words).replace("/", "_")
 
 
-def _on(recipe: Recipe, data: str, entries: Sequence[Entry], options: Options, out: Path) -> Planned:
-    given = (dict(recipe.smoke) if options.smoke else {}) | {"data": data} | dict(options.values)
-    rounds = Experiment.of(given | {"method": "fedavg"}).rounds
+def _plan_data_set(
+    recipe: Recipe, data: str, paper_rows: Sequence[RecipeRow], options: Options, out: Path
+) -> RecipePlan:
+    values = (dict(recipe.smoke) if options.smoke else {}) | {"data": data} | dict(options.values)
+    rounds = Experiment.of(values | {"method": "fedavg"}).rounds
     fixed = dict(recipe.values(rounds))
     _refuse_fixed(fixed, options.values)
-    own = "".join(f"-{key}={value}" for key, value in sorted(fixed.items()))
-    folder = out / f"{data.replace(':', '.').replace('/', '_')}{own}{suffix(options)}"
+    suffix = "".join(f"-{key}={value}" for key, value in sorted(fixed.items())) + make_suffix(options)
+    folder = out / f"{data.replace(':', '.').replace('/', '_')}{suffix}"
     rows = []
-    for entry in entries:
-        experiments = [Experiment.of(given | fixed | {"method": entry.method, "seed": seed}) for seed in options.seeds]
-        rows.append((entry, [Job(experiment, folder / experiment.folder_name) for experiment in experiments]))
-    return Planned(data, rows, options.smoke)
+    for row in paper_rows:
+        experiments = [Experiment.of(values | fixed | {"method": row.method, "seed": seed}) for seed in options.seeds]
+        rows.append((row, [Job(experiment, folder / experiment.folder_name) for experiment in experiments]))
+    return RecipePlan(data, rows, options.smoke)
 
 
-def _chosen(sets: Mapping[str, Sequence[Entry]], patterns: Sequence[str]) -> dict[str, list[Entry]]:
-    """The rows that any pattern fits, by label or method, without regard to case, and the data sets that have any of them."""
+def _select_rows(data_sets: Mapping[str, Sequence[RecipeRow]], patterns: Sequence[str]) -> dict[str, list[RecipeRow]]:
+    """Return the rows that match any pattern, by data set; data sets without such rows are left out."""
     for pattern in patterns:
-        if not any(_fits(entry, pattern) for entries in sets.values() for entry in entries):
+        if not any(_matches(row, pattern) for rows in data_sets.values() for row in rows):
             known = [
-                f"{', '.join(f'{entry.label!r} ({entry.method})' for entry in entries)} on {data}"
-                for data, entries in sets.items()
+                f"{', '.join(f'{row.label!r} ({row.method})' for row in rows)} on {data}"
+                for data, rows in data_sets.items()
             ]
-            raise ValueError(f"rows = {pattern}: no row is called so; the rows are {'; '.join(known)}")
-    chosen = {
-        data: [entry for entry in entries if not patterns or any(_fits(entry, pattern) for pattern in patterns)]
-        for data, entries in sets.items()
+            raise ValueError(f"rows = {pattern}: no row has this label or method; the rows are {'; '.join(known)}")
+    selected = {
+        data: [row for row in rows if not patterns or any(_matches(row, pattern) for pattern in patterns)]
+        for data, rows in data_sets.items()
     }
-    return {data: entries for data, entries in chosen.items() if entries}
+    return {data: rows for data, rows in selected.items() if rows}
 
 
-def _fits(entry: Entry, pattern: str) -> bool:
-    names = (entry.method.lower(), entry.method.lower().partition(":")[0], entry.label.lower())
+def _matches(row: RecipeRow, pattern: str) -> bool:
+    """Return whether a pattern matches a row's label or method, ignoring case."""
+    names = (row.method.lower(), row.method.lower().partition(":")[0], row.label.lower())
     return any(fnmatch(name, pattern.lower()) for name in names)
-
-
-def printed_in(data: str, table: Mapping[str, Mapping[Any, paper.Numbers]], key: Any) -> paper.Numbers:
-    """The paper's numbers for a row on this data set, or on the one that stands beside it; empty if there are none."""
-    return table.get(BESIDE.get(data, data), {}).get(key, ())

@@ -1,27 +1,24 @@
-"""The run folder: writing and reading it, nothing else.
+"""The run folder: writing and reading its files, nothing else.
 
     experiment.toml     complete, re-runnable
     rounds.jsonl        a line a round
-    state/NNNNNNNN.safetensors   the newest two states: tensors, with JSON in the metadata
+    state/NNNNNNNN.safetensors   the newest two checkpoints: tensors, with JSON in the metadata
     model.safetensors   the final model
     result.json         written last: a run that has it is finished
-    lock.tmp            empty: who holds it is at work here
+    lock.tmp            empty: locked by the process that runs here
 
-A crash at any moment loses nothing but the rounds since the last state: files appear whole by one rename, and lines
-beyond the state that a resume starts from are cut off. Damage inside a state is found by a checksum.
+A crash loses at most the rounds since the last checkpoint: files appear whole by one rename, and a resume cuts the lines
+beyond its checkpoint. A checksum finds damage inside a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import reprlib
 import tomllib
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -29,104 +26,37 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-FORMAT = "fedheal-state-3"
-KEPT = 2  # states
-LOCK = "lock.tmp"
+from fedheal.runs.schema import RoundRecord, check_result, dump_json, parse_round
 
-Kind = type | tuple[type, ...]
-NUMBER = (int, float)
-# The fields of result.json and what each is. Those of earlier versions have not all of them, and there may be more.
-RESULT: Mapping[str, Kind] = {
-    "method": str,
-    "data": str,
-    "seed": int,
-    "rounds": int,
-    "averaged": int,
-    "domains": dict,
-    "avg": NUMBER,
-    "std": NUMBER,
-    "worst": NUMBER,
-    "best": NUMBER,
-    "gap": NUMBER,
-    "cov": NUMBER,
-    "gini": NUMBER,
-    "jain": NUMBER,
-    "entropy": NUMBER,
-    "clients": dict,
-    "client_fairness": dict,
-    "validation": (dict, NoneType),
-    "trained": dict,
-    "only": list,
-    "without": list,
-    "pool": bool,
-    "classes": list,
-    "test_sizes": dict,
-    "device": str,
-    "hardware": str,
-    "precision": str,
-    "threads": int,
-    "data_fingerprint": str,
-    "used_fingerprint": str,
-    "data_notes": list,
-    "bytes_sent": NUMBER,
-    "bytes_received": NUMBER,
-    "consistency": (dict, NoneType),
-    "seconds": dict,
-    "versions": dict,
-    "own": list,
-}
+FORMAT = "fedheal-state-4"
+CHECKPOINTS_KEPT = 2
 
 
-class BadState(ValueError):
-    """A state that cannot be used, with the reason."""
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """No other run is let in meanwhile: two would mix their rounds."""
-    opened = lock(folder)
-    try:
-        yield
-    finally:
-        os.close(opened)
-
-
-def lock(folder: Path) -> int:
-    """The open file that keeps others out of a folder until it is closed, if only by the end of the process."""
-    opened = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # to be written to, or NFS would not lock it
-    try:
-        import fcntl
-
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(opened)
-        raise ValueError(f"{folder} is in use by another run that is still alive: stop that one first") from None
-    except (ImportError, OSError):
-        pass  # a system or a file system without such locks
-    return opened
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, with the reason."""
 
 
 def check_folder(folder: Path) -> Path:
-    """The same, unless a file is in its place or in that of a folder above it."""
+    """Return the folder. Raise ValueError if it or a folder above it is a file."""
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
-            there = "is a file" if path == folder else f"cannot be made, since {path} is a file"
-            raise ValueError(f"{folder} {there}: name another folder")
+            reason = "is a file" if path == folder else f"cannot be made, since {path} is a file"
+            raise ValueError(f"{folder} {reason}: name another folder")
     return folder
 
 
 def make_folder(folder: Path) -> None:
-    """With those above it; a file in the way is refused by name."""
+    """Make a folder and those above it. Raise ValueError if a file is in the way."""
     check_folder(folder).mkdir(parents=True, exist_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """The file appears whole or not at all."""
+    """Write a text file, whole or not at all."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Likewise."""
+    """Write a file, whole or not at all."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file")
     temporary = path.with_name(path.name + ".tmp")
@@ -139,115 +69,19 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Tensors as safetensors, whole or not at all."""
-    # safetensors refuses tensors that share memory (tied parameters): each gets its own.
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    write_bytes(path, save(own, dict(metadata or {})))
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
-
-
-def save_state(
-    folder: Path,
-    number: int,
-    arrays: Mapping[str, Tensor],
-    described: Mapping[str, Any],
-    owner: str,
-    kept: int = KEPT,
-) -> None:
-    """Write the state after round `number` and drop all but the newest `kept`. `owner` says whose it is."""
-    states, rounds = folder / "state", folder / "rounds.jsonl"
-    states.mkdir(exist_ok=True)
-    if rounds.exists():  # a state that is on the disk needs the records of its rounds there
-        _sync(rounds)
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
-    text = json.dumps({"format": FORMAT, "owner": owner, "sum": _sum(own, described), "state": described})
-    write_bytes(states / f"{number:08d}.safetensors", save(own, {"fedheal": text}))
-    for old in sorted(states.glob("*.safetensors"))[:-kept]:
-        old.unlink(missing_ok=True)
-    for left in states.glob("*.tmp"):
-        left.unlink(missing_ok=True)
-
-
-def states(folder: Path) -> list[Path]:
-    """The states there are, newest first."""
-    return sorted((folder / "state").glob("*.safetensors"), reverse=True)
-
-
-def load_state(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A state's tensors and JSON; `BadState` says why it cannot be used."""
-    try:
-        with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {}).get("fedheal", "null"))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise BadState(f"{path} is damaged ({error})") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise BadState(f"{path} is not a state of this version of fedheal")
-    if header.get("owner") != owner:
-        raise BadState(f"{path} belongs to another experiment")
-    described = header.get("state")
-    if not isinstance(described, dict) or header.get("sum") != _sum(arrays, described):
-        raise BadState(f"{path} is damaged (its checksum does not fit its contents)")
-    return arrays, described
-
-
-def append_round(folder: Path, record: Mapping[str, Any]) -> None:
-    """One line; a crash can only leave a part of the last."""
-    try:
-        line = json.dumps(record, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"round {record.get('round')} cannot be recorded: {_unsayable(record)}") from error
-    with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-
-
-def _unsayable(record: Mapping[str, Any], where: str = "") -> str:
-    """What in a record JSON has no words for."""
-    for key, value in record.items():
-        try:
-            json.dumps({key: value}, allow_nan=False)
-        except (TypeError, ValueError):
-            if isinstance(value, Mapping):
-                return _unsayable(value, f"{where}{key}.")
-            return f"{where}{key} is {value!r}, and JSON has no words for that"
-    return "it is too deep"
-
-
-def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's rounds, without a last line that a crash cut short."""
-    path = folder / "rounds.jsonl"
-    return list(_whole_lines(path)) if path.exists() else []
-
-
-def cut_rounds(folder: Path, rounds: int) -> None:
-    """Keep the records of the first `rounds` rounds."""
-    kept = [record for record in read_rounds(folder) if record["round"] <= rounds]
-    if [record["round"] for record in kept] != list(range(1, rounds + 1)):
-        raise BadState(
-            f"{folder / 'rounds.jsonl'} lacks records of rounds before {rounds}, the round of the saved state"
-        )
-    write_text(folder / "rounds.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
-
-
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise ValueError if it holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object")
-    return found
+    return content
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A `ValueError` says why it cannot be read."""
+    """Return what a TOML file holds. Raise ValueError if it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -256,52 +90,138 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not TOML: {error}") from error
 
 
-def fields(*names: str) -> dict[str, Kind]:
-    """Some of a result's fields, and what each is.
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors as safetensors, whole or not at all."""
+    # safetensors refuses tensors that share memory (tied parameters): each gets its own.
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    write_bytes(path, save(copies, dict(metadata or {})))
 
-    >>> fields("method", "pool")
-    {'method': <class 'str'>, 'pool': <class 'bool'>}
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raise ValueError if it is damaged."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
+
+
+def save_checkpoint(
+    folder: Path,
+    number: int,
+    arrays: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+    owner: str,
+    keep: int = CHECKPOINTS_KEPT,
+) -> None:
+    """Write the state after round `number` and remove all but the newest `keep`.
+
+    `owner` identifies the experiment: `load_checkpoint` refuses the checkpoints of others.
     """
-    return {name: RESULT[name] for name in names}
+    states, rounds = folder / "state", folder / "rounds.jsonl"
+    states.mkdir(exist_ok=True)
+    if rounds.exists():  # a checkpoint on the disk needs the records of its rounds there
+        _sync(rounds)
+    arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
+    header = json.dumps({"format": FORMAT, "owner": owner, "sum": _checksum(arrays, metadata), "state": metadata})
+    write_bytes(states / f"{number:08d}.safetensors", save(arrays, {"fedheal": header}))
+    for path in (*sorted(states.glob("*.safetensors"))[:-keep], *states.glob("*.tmp")):
+        path.unlink(missing_ok=True)
 
 
-def read_result(folder: Path, needed: Mapping[str, Kind]) -> dict[str, Any]:
-    """What `result.json` says. It has what is needed, and all that it has is of the right kind, or it is refused by name."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return a run's checkpoints, newest first."""
+    return sorted((folder / "state").glob("*.safetensors"), reverse=True)
+
+
+def load_checkpoint(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a checkpoint's tensors and JSON. Raise CheckpointError if it is damaged or another owner's."""
+    try:
+        with safe_open(path, "pt") as file:
+            header = json.loads((file.metadata() or {}).get("fedheal", "null"))
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of this version of fedheal")
+    if header.get("owner") != owner:
+        raise CheckpointError(f"{path} belongs to another experiment")
+    metadata = header.get("state")
+    if not isinstance(metadata, dict) or header.get("sum") != _checksum(arrays, metadata):
+        raise CheckpointError(f"{path} is damaged (its checksum does not fit its contents)")
+    return arrays, metadata
+
+
+def append_round(folder: Path, record: RoundRecord) -> None:
+    """Add a line to `rounds.jsonl`. A crash can only leave a part of the last line."""
+    line = record.to_json()
+    with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def read_rounds(folder: Path) -> list[RoundRecord]:
+    """Return the records of a run's rounds, without a last line that a crash cut short.
+
+    Raises:
+        ValueError: A field has the wrong type.
+    """
+    records = []
+    for number, (_, fields) in enumerate(_read_whole_lines(folder / "rounds.jsonl"), 1):
+        try:
+            records.append(parse_round(fields))
+        except ValueError as error:
+            raise ValueError(f"{folder / 'rounds.jsonl'}: line {number}: {error}") from None
+    return records
+
+
+def truncate_rounds(folder: Path, rounds: int) -> None:
+    """Keep the first `rounds` lines of `rounds.jsonl`. Raise CheckpointError if some of them are missing."""
+    path = folder / "rounds.jsonl"
+    kept = [(line, fields["round"]) for line, fields in _read_whole_lines(path) if fields["round"] <= rounds]
+    if [number for _, number in kept] != list(range(1, rounds + 1)):
+        raise CheckpointError(f"{path} lacks records of rounds before {rounds}, the round of the checkpoint")
+    write_text(path, "".join(line + "\n" for line, _ in kept))
+
+
+def write_result(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write `result.json`, which must have all fields of `RunResult`."""
+    check_result(summary)
+    write_text(folder / "result.json", dump_json(summary, "the result", indent=2) + "\n")
+
+
+def read_result(folder: Path, required: Collection[str] = ()) -> dict[str, Any]:
+    """Return what `result.json` holds.
+
+    Args:
+        folder: A run folder.
+        required: Fields of `RunResult` that must be there; `validation.avg` is the field `avg` of `validation`.
+
+    Raises:
+        ValueError: The file cannot be read, a field has the wrong type, or a required one is missing.
+    """
     path = folder / "result.json"
     try:
-        found = read_json(path)
+        summary = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    for key in needed:
-        if key not in found:
-            raise ValueError(f"{path}: there is no {key}")
-    for key, kind in {**RESULT, **needed}.items():
-        if key in found and not _is_a(found[key], kind):
-            raise wrong_kind(path, key, found[key])
-    return found
+    try:
+        check_result(summary, required)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return summary
 
 
-def wrong_kind(path: Path, key: str, value: object) -> ValueError:
-    """What is said of a field that is something else than it should be; shortened, since it may hold anything."""
-    return ValueError(f"{path}: {key} = {reprlib.repr(value)} is of the wrong kind")
-
-
-def _is_a(value: object, kind: Kind) -> bool:
-    """To Python `true` is a number, to JSON it is not."""
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+def _read_whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield lines and their JSON, up to the first that is not a round's record."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
-            record = json.loads(line)
+            fields = json.loads(line)
         except ValueError:
             return
-        if not isinstance(record, dict) or type(record.get("round")) is not int:
+        if not isinstance(fields, dict) or type(fields.get("round")) is not int:
             return
-        yield record
+        yield line, fields
 
 
 def _sync(path: Path) -> None:
@@ -309,9 +229,9 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _sum(arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> int:
-    """A checksum over the JSON, and the tensors' names, shapes, dtypes and bytes."""
-    value = zlib.crc32(json.dumps(described, sort_keys=True).encode())
+def _checksum(arrays: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> int:
+    """Return a checksum over the JSON, and the tensors' names, shapes, dtypes and bytes."""
+    value = zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(arrays):
         tensor = arrays[name].contiguous()
         value = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), value)

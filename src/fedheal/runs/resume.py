@@ -21,7 +21,7 @@ def load_newest_checkpoint(
 
     Args:
         folder: The run folder.
-        owner: Whose checkpoints these must be; see `save_state`.
+        owner: Whose checkpoints these must be; see `save_checkpoint`.
         log: Where to warn about checkpoints that cannot be used.
         check: Called with a checkpoint's JSON before anything is cut; may raise ValueError.
 
@@ -32,12 +32,12 @@ def load_newest_checkpoint(
         ValueError: There are checkpoints, and none can be used.
     """
     problems: list[str] = []
-    for path in files.states(folder):
+    for path in files.list_checkpoints(folder):
         try:
-            arrays, described = files.load_state(path, owner)
+            arrays, described = files.load_checkpoint(path, owner)
             check(described)
-            _cut_back(folder, described["round"])
-        except files.BadState as problem:
+            _truncate(folder, described["round"])
+        except files.CheckpointError as problem:
             problems.append(str(problem))
             continue
         for text in problems:
@@ -45,14 +45,14 @@ def load_newest_checkpoint(
         return arrays, described
     if problems:
         raise ValueError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
-    _cut_back(folder, 0)
+    _truncate(folder, 0)
     return None
 
 
-def _cut_back(folder: Path, rounds: int) -> None:
+def _truncate(folder: Path, rounds: int) -> None:
     if len(files.read_rounds(folder)) > rounds:
         drop_result(folder)
-    files.cut_rounds(folder, rounds)
+    files.truncate_rounds(folder, rounds)
 
 
 def drop_result(folder: Path) -> None:

@@ -1,28 +1,208 @@
-"""The fields of `rounds.jsonl` and `result.json`."""
+"""The fields of `rounds.jsonl` and `result.json`: one schema for what writes, reads and reports them.
+
+Types are strict: `true` is not a number and `"5"` is not 5. Fields that are not declared here are allowed, so that files of
+later versions stay readable.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import json
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
-# Settings that change no result, so that a resumed run may differ in them.
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+# Settings that change no result: a resumed run may differ in them.
 FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
 
+REPORT_NUMBERS = ("kept", "distance", "kept_by_tensor")  # parts of an aggregator's report that map names to numbers
 
-@dataclass(frozen=True)
-class RoundRecord:
-    """What a round leaves behind: a line of `rounds.jsonl`. Accuracies (percent) are there in evaluated rounds."""
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class RoundRecord(_Record):
+    """One round: a line of `rounds.jsonl`. Accuracies are in percent, and `None` in rounds without evaluation."""
 
     round: int
-    cohort: int  # clients asked
-    replied: int
-    weights: Mapping[str, float]
-    train_loss: float | None
-    report: Mapping[str, Any]  # the aggregator's
-    seconds: Mapping[str, float]  # train, aggregate, evaluate
-    domains: Mapping[str, float] | None = None
-    clients: Mapping[str, float] | None = None
-    fairness: Mapping[str, float] | None = None
-    client_fairness: Mapping[str, float] | None = None
-    validation: Mapping[str, float] | None = None  # per domain, on examples held out of its clients' training data
+    cohort: int = 0  # clients asked
+    replied: int = 0
+    weights: dict[str, float] = Field(default_factory=dict)
+    train_loss: float | None = None
+    report: dict[str, Any] = Field(default_factory=dict)  # the aggregator's
+    seconds: dict[str, float] = Field(default_factory=dict)  # by phase
+    domains: dict[str, float] | None = None
+    clients: dict[str, float] | None = None
+    fairness: dict[str, float] | None = None
+    client_fairness: dict[str, float] | None = None
+    validation: dict[str, float] | None = None  # by domain, on examples held out of its clients' training data
+    client_domains: dict[str, str | None] | None = None  # written by federations, whose clients come and go
+
+    def to_json(self) -> str:
+        """Return the line of `rounds.jsonl`."""
+        fields = {name: value for name, value in self if name != "client_domains" or value is not None}
+        try:
+            _check_report(self.report)
+        except ValueError as error:
+            raise ValueError(f"round {self.round} cannot be recorded: {error}") from None
+        return dump_json(fields, f"round {self.round}")
+
+
+class Fairness(_Record):
+    """How evenly a model serves domains or clients (see `fedheal.core.metrics`)."""
+
+    avg: float
+    std: float
+    worst: float
+    best: float
+    gap: float
+    cov: float
+    gini: float
+    jain: float
+    entropy: float
+
+
+class ValidationResult(Fairness):
+    """Accuracy on validation data."""
+
+    domains: dict[str, float]
+
+
+class RunResult(_Record):
+    """A finished run: `result.json`. Accuracies are in percent and means over the last evaluated rounds.
+
+    These are the fields that this version writes, in their order. Files of earlier versions lack some (see `check_result`).
+    """
+
+    method: str
+    algorithm: str = ""  # of a federation
+    data: str
+    seed: int
+    rounds: int
+    averaged: int  # evaluated rounds that the accuracies are means of
+    domains: dict[str, float] = Field(min_length=1)
+    avg: float
+    std: float
+    worst: float
+    best: float
+    gap: float
+    cov: float
+    gini: float
+    jain: float
+    entropy: float
+    clients: dict[str, float]
+    client_fairness: dict[str, float]
+    validation: ValidationResult | None
+    trained: dict[str, str]  # domains of the clients that trained
+    only: list[str]
+    without: list[str]
+    pool: bool
+    classes: list[Any]
+    test_sizes: dict[str, float]
+    dropouts: int = 0  # of a federation, summed over rounds
+    skipped: int = 0  # likewise
+    device: str
+    hardware: str
+    precision: str
+    threads: int
+    data_fingerprint: str
+    used_fingerprint: str
+    data_notes: list[str]
+    bytes_sent: float
+    bytes_received: float
+    consistency: dict[str, list[float]] | None
+    seconds: dict[str, float]
+    versions: dict[str, str]
+    own: list[Any] = Field(default_factory=list)  # what can be seen of a method that is not in the registry
+
+    @field_validator("test_sizes")
+    @classmethod
+    def _check_test_sizes(cls, sizes: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        if "domains" in info.data and sizes.keys() != info.data["domains"].keys():
+            raise ValueError(f"test_sizes must have the names of domains, got {reprlib.repr(sizes)}")
+        return sizes
+
+    @field_validator("consistency")
+    @classmethod
+    def _check_consistency(cls, shares: dict[str, list[float]] | None) -> dict[str, list[float]] | None:
+        if shares is not None and len(set(map(len, shares.values()))) > 1:
+            raise ValueError(f"consistency must have lists of one length, got {reprlib.repr(shares)}")
+        return shares
+
+
+def check_result(summary: Mapping[str, Any], required: Collection[str] | None = None) -> None:
+    """Raise ValueError if a field of a result has the wrong type, or if a required one is missing.
+
+    Args:
+        summary: What `result.json` holds.
+        required: Names of fields, `validation.avg` for those within a field; `None`: all that this version writes.
+    """
+    try:
+        RunResult.model_validate(summary)
+    except ValidationError as error:
+        for problem in error.errors(include_url=False):
+            field = ".".join(map(str, problem["loc"]))
+            if problem["type"] != "missing" or required is None or field in required:
+                raise ValueError(_explain(problem)) from None
+
+
+def parse_model(model: type[Model], fields: Mapping[str, Any]) -> Model:
+    """Return a model, or raise ValueError with one sentence about the first field that is wrong."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(_explain(error.errors(include_url=False)[0])) from None
+
+
+def parse_round(fields: Mapping[str, Any]) -> RoundRecord:
+    """Return a round's record, or raise ValueError if a field has the wrong type."""
+    record = parse_model(RoundRecord, fields)
+    _check_report(record.report)
+    return record
+
+
+def dump_json(value: Mapping[str, Any], name: str, indent: int | None = None) -> str:
+    """Return JSON, or raise ValueError that names the field which is not JSON: NaN and infinity are not."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} cannot be recorded: {_find_unserialisable(value)}") from error
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    """Say what pydantic found, in one sentence with a shortened value."""
+    field = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"there is no {field}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    if problem["type"] == "too_short":
+        return f"{field} must have at least {problem['ctx']['min_length']} items"
+    return f"{field} must be {problem['msg'].removeprefix('Input should be ')}, got {reprlib.repr(problem['input'])}"
+
+
+def _find_unserialisable(record: Mapping[str, Any], prefix: str = "") -> str:
+    for key, value in record.items():
+        try:
+            json.dumps({key: value}, allow_nan=False)
+        except (TypeError, ValueError):
+            if isinstance(value, Mapping):
+                return _find_unserialisable(value, f"{prefix}{key}.")
+            return f"{prefix}{key} = {value!r} is not JSON-serialisable"
+    return "it is nested too deeply"
+
+
+def _check_report(report: Mapping[str, Any]) -> None:
+    """Raise ValueError if a part of an aggregator's report that is read again has the wrong type."""
+    for key in REPORT_NUMBERS:
+        value = report.get(key)
+        if value is not None and not (isinstance(value, dict) and all(map(_is_number_or_none, value.values()))):
+            raise ValueError(f"report.{key} must map names to numbers, got {reprlib.repr(value)}")
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

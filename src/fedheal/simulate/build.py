@@ -11,8 +11,8 @@ from torch import nn
 
 from fedheal import data as datasets
 from fedheal import models
-from fedheal.aggregate.server_optimizer import Server, check_plain
-from fedheal.core.errors import suggestion
+from fedheal.aggregate.server_optimizer import Server, check_plain_server
+from fedheal.core.errors import suggest
 from fedheal.core.layout import Layout
 from fedheal.core.rng import derive
 from fedheal.data.augment import normalised
@@ -105,7 +105,7 @@ def check_method(experiment: Experiment) -> None:
     method = experiment.resolved_method
     for term in method.local:
         if term.needs_plain_server:
-            check_plain(build_server_optimizer(experiment), term.needs_plain_server)
+            check_plain_server(build_server_optimizer(experiment), term.needs_plain_server)
     if experiment.pool and method.personalised:
         raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
     if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
@@ -138,9 +138,7 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
     for key in ("only", "without"):
         unknown = sorted(set(getattr(experiment, key)) - known)
         if unknown:
-            raise ValueError(
-                f"{key} names '{unknown[0]}'{suggestion(unknown[0], sorted(known))}; the domains are {names}"
-            )
+            raise ValueError(f"{key} names '{unknown[0]}'{suggest(unknown[0], sorted(known))}; the domains are {names}")
     if not any(takes_part(experiment, client) for client in clients):
         raise ValueError(
             f"only = {list(experiment.only)} and without = {list(experiment.without)} leave no client to train"
@@ -267,4 +265,4 @@ def _apply_fraction(experiment: Experiment, domains: Domains, samples: dict[str,
 def _check_domain_names(field: str, setting: Mapping[str, Any], names: Mapping[str, Any]) -> None:
     for name in setting:
         if name not in names:
-            raise ValueError(f"{field} names '{name}'{suggestion(name, list(names))}; the domains are {list(names)}")
+            raise ValueError(f"{field} names '{name}'{suggest(name, list(names))}; the domains are {list(names)}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,16 @@ import torch
 from torch import nn
 
 from fedheal import methods
-from fedheal.aggregate.masks.directions import spread
-from fedheal.core.metrics import LAST, fairness, last_mean
-from fedheal.core.state import RunState, restored_state
+from fedheal.aggregate.masks.sign_agreement import bin_consistency
+from fedheal.core.state import RunState
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
 from fedheal.engine import check_engine, open_engine
 from fedheal.engine.precision import resolve_precision, use_precision
 from fedheal.runs import folder as files
+from fedheal.runs.lock import hold_lock
 from fedheal.runs.resume import Checkpoint, load_newest_checkpoint
 from fedheal.runs.schema import RoundRecord
+from fedheal.runs.summary import summarise_run
 from fedheal.simulate.build import build_federation, build_module, load_domains
 from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.devices import describe_hardware, resolve_device
@@ -41,7 +41,7 @@ from fedheal.version import __version__
 log = logging.getLogger("fedheal")
 
 # The fields of a result that a finished run is read back from.
-NEEDED = files.fields("method", "domains", "averaged", "classes", "avg", "std", "worst")
+NEEDED = ("method", "domains", "averaged", "classes", "avg", "std", "worst")
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def run(
         if folder is not None:
             _prepare_folder(folder, experiment)
             if not _is_finished(folder):
-                stack.enter_context(files.alone(folder))
+                stack.enter_context(hold_lock(folder))
             checkpoint, history = _open_folder(folder, experiment, resume, data_identity)
             if _is_finished(folder):
                 return _read_finished(folder, history)
-        state = initial_state(federation) if checkpoint is None else restored_state(*checkpoint, device)
+        state = initial_state(federation) if checkpoint is None else RunState.from_arrays(*checkpoint, device)
         show_progress = watched() if progress is None else progress
         watchers = [*callbacks, *([Progress()] if show_progress else [])]
         for callback in watchers:
@@ -121,7 +121,7 @@ def run(
         result = _make_result(experiment, history, state, federation, domains, data_identity)
         if folder is not None:
             files.save_tensors(folder / "model.safetensors", result.model.state_dict())
-            files.write_text(folder / "result.json", json.dumps(result.summary, indent=2, allow_nan=False) + "\n")
+            files.write_result(folder, result.summary)
         for callback in watchers:
             callback.finished(result.summary)
     return result
@@ -139,7 +139,7 @@ def load(folder: str | Path) -> nn.Module:
             raise ValueError(f"{path} holds no finished run: there is no {name}")
     # The method does not matter here, and the folder has only the name of a user's own.
     experiment = Experiment.of(files.read_toml(path / "experiment.toml") | {"method": "fedavg"})
-    module = build_module(experiment, len(files.read_result(path, files.fields("classes"))["classes"]))
+    module = build_module(experiment, len(files.read_result(path, ["classes"])["classes"]))
     values = files.load_tensors(path / "model.safetensors")
     try:
         module.load_state_dict(values)
@@ -160,7 +160,7 @@ def check_folder_owner(folder: Path, experiment: Experiment) -> None:
     is_same_name = method == experiment.to_dict()["method"]
     if is_same_name:  # a user's own method is known by its name alone
         written["method"] = experiment.method
-    if not (is_same_name or methods.known(str(method))) or Experiment.of(written).identity != experiment.identity:
+    if not (is_same_name or methods.is_known(str(method))) or Experiment.of(written).identity != experiment.identity:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
@@ -183,7 +183,7 @@ def _train_to_end(
                 state = after
                 history.append(record)
                 if saver.folder is not None:
-                    files.append_round(saver.folder, asdict(record))
+                    files.append_round(saver.folder, record)
                 interrupts.release()
                 saver.save_if_due(state)
                 for callback in watchers:
@@ -214,7 +214,7 @@ class _Saver:
         if self.folder is not None and state.round > self.saved_round:
             arrays, described = state.to_arrays()
             described = {**described, "used": self.data_identity}
-            files.save_state(self.folder, state.round, arrays, described, self.experiment.identity)
+            files.save_checkpoint(self.folder, state.round, arrays, described, self.experiment.identity)
             self.saved_round, self.saved_at = state.round, time.monotonic()
 
 
@@ -246,14 +246,14 @@ def _open_folder(
     if not resume:
         raise ValueError(f"{folder} holds this experiment already: give --resume to resume it")
     if _is_finished(folder):
-        return None, _read_history(folder)
+        return None, files.read_rounds(folder)
 
     def check_data(described: Mapping[str, Any]) -> None:
         if described["used"] != data_identity:
             raise ValueError(f"the data of {folder} have changed since it was begun: remove it, or restore them")
 
     checkpoint = load_newest_checkpoint(folder, experiment.identity, log, check_data)
-    return checkpoint, _read_history(folder) if checkpoint else []
+    return checkpoint, files.read_rounds(folder) if checkpoint else []
 
 
 def _is_finished(folder: Path) -> bool:
@@ -262,15 +262,7 @@ def _is_finished(folder: Path) -> bool:
 
 def _has_rounds(folder: Path) -> bool:
     """Return whether a run has left anything to resume from."""
-    return _is_finished(folder) or bool(files.states(folder)) or bool(files.read_rounds(folder))
-
-
-def _read_history(folder: Path) -> list[RoundRecord]:
-    try:
-        return [RoundRecord(**record) for record in files.read_rounds(folder)]
-    except TypeError as error:
-        reason = str(error).removeprefix("RoundRecord.__init__() ")
-        raise ValueError(f"{folder / 'rounds.jsonl'} is not what a run writes there ({reason})") from error
+    return _is_finished(folder) or bool(files.list_checkpoints(folder)) or bool(files.read_rounds(folder))
 
 
 def _read_finished(folder: Path, history: list[RoundRecord]) -> Result:
@@ -287,54 +279,41 @@ def _make_result(
     domains: Domains,
     data_identity: Mapping[str, Any],
 ) -> Result:
-    evaluated = [record for record in history if record.domains is not None]
-    accuracy = last_mean([record.domains or {} for record in evaluated])
-    clients = last_mean([record.clients or {} for record in evaluated])
-    evenness = fairness(accuracy)
-    phases = ("train", "aggregate", "evaluate")
     device = state.model.params.device
-    summary = {
-        "method": experiment.method_name,
-        "data": experiment.data,
-        "seed": experiment.seed,
-        "rounds": experiment.rounds,
-        "averaged": min(LAST, len(evaluated)),  # rounds that the accuracies are means of
-        "domains": accuracy,
-        **evenness,
-        "clients": clients,
-        "client_fairness": fairness(clients) if clients else {},
-        "validation": _summarise_validation(evaluated),
-        "trained": {client: federation.client_domains.get(client, "") for client in federation.clients},
-        **{key: value for key, value in experiment.to_dict().items() if key in ("only", "without", "pool")},
-        "classes": list(domains.classes),
-        "test_sizes": {d.name: len(d.test) for d in domains.domains},
-        "device": str(device),
-        "hardware": describe_hardware(device),
-        "precision": federation.local_training.precision,
-        "threads": experiment.threads,
-        "data_fingerprint": fingerprint(domains),
-        "used_fingerprint": data_identity["fingerprint"],
-        "data_notes": list(domains.notes),
-        "bytes_sent": state.sent,
-        "bytes_received": state.received,
-        "consistency": spread(state.aggregator),
-        "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in phases},
-        "versions": _list_versions(),
-    }
+    settings = experiment.to_dict()
+    summary = summarise_run(
+        history,
+        method=experiment.method_name,
+        data=experiment.data,
+        seed=experiment.seed,
+        rounds=experiment.rounds,
+        trained={client: federation.client_domains.get(client, "") for client in federation.clients},
+        only=settings["only"],
+        without=settings["without"],
+        pool=settings["pool"],
+        classes=list(domains.classes),
+        test_sizes={d.name: len(d.test) for d in domains.domains},
+        device=str(device),
+        hardware=describe_hardware(device),
+        precision=federation.local_training.precision,
+        threads=experiment.threads,
+        data_fingerprint=fingerprint(domains),
+        used_fingerprint=data_identity["fingerprint"],
+        data_notes=list(domains.notes),
+        bytes_sent=state.sent,
+        bytes_received=state.received,
+        consistency=bin_consistency(state.aggregator),
+        versions=_list_versions(),
+    )
     return Result(
-        domains=accuracy,
-        avg=evenness["avg"],
-        std=evenness["std"],
-        worst=evenness["worst"],
+        domains=summary["domains"],
+        avg=summary["avg"],
+        std=summary["std"],
+        worst=summary["worst"],
         history=tuple(history),
         model=federation.local_training.module,
         summary=summary,
     )
-
-
-def _summarise_validation(evaluated: list[RoundRecord]) -> dict[str, Any] | None:
-    accuracy = last_mean([record.validation for record in evaluated if record.validation])
-    return {"domains": accuracy, **fairness(accuracy)} if accuracy else None
 
 
 def _list_versions() -> dict[str, str]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
-from fedheal.core.errors import suggestion
+from fedheal.core.errors import suggest
 from fedheal.runs.schema import FREE, RoundRecord
 from fedheal.simulate.callbacks import Callback
 
@@ -40,7 +40,10 @@ def numbers(record: RoundRecord) -> dict[str, float]:
     """A round as `group/name -> number`; a round that was not evaluated has no accuracies.
 
     >>> seconds = {"train": 2.0, "aggregate": 0.5, "evaluate": 0.0}
-    >>> numbers(RoundRecord(1, 2, 1, {"a": 1.0}, 0.7, {"kept": {"a": 0.25}}, seconds))
+    >>> report = {"kept": {"a": 0.25}}
+    >>> numbers(
+    ...     RoundRecord(round=1, cohort=2, replied=1, weights={"a": 1.0}, train_loss=0.7, report=report, seconds=seconds)
+    ... )
     {'train/loss': 0.7, 'kept/mean': 0.25, 'weight/a': 1.0, 'seconds/train': 2.0, 'seconds/aggregate': 0.5,
     'seconds/evaluate': 0.0, 'clients/asked': 2.0, 'clients/replied': 1.0}
     """
@@ -78,7 +81,7 @@ def tracker(spec: str, folder: Path) -> Callback:
     name, colon, where = spec.partition(":")
     if name not in _MAKERS:
         raise ValueError(
-            f"unknown tracker '{name}'{suggestion(name, list(_MAKERS))}; "
+            f"unknown tracker '{name}'{suggest(name, list(_MAKERS))}; "
             "the trackers are: tensorboard, mlflow (or mlflow:URI), wandb"
         )
     if colon and (name != "mlflow" or not where):

@@ -102,7 +102,7 @@ function rowsLayout(names, listed, each, extra) {
 const title = (axis) => ({ text: (axis || {}).title || "", font: { size: 12.5, color: colour("--soft") }, standoff: 8 });
 
 function band(rounds, [means, sds], name, shade, more = {}) {
-  const there = [...means.keys()].filter((i) => means[i] !== null);  // not every domain is judged in every round
+  const there = [...means.keys()].filter((i) => means[i] !== null);  // not every domain is evaluated in every round
   const [x, mean, sd] = [rounds, means, sds].map((list) => (list.length ? there.map((i) => list[i]) : list));
   const line = { type: "scatter", mode: "lines", x, y: mean, name, line: { color: shade, width: 2, ...more.line }, legendgroup: name,
                  hovertemplate: "%{y:.1f}<extra>" + name + "</extra>", visible: more.visible };
@@ -203,7 +203,7 @@ const draw = {
   },
 };
 
-const NOTHING = { layers: "This method masks nothing: all entries count.", consistency: "This method keeps no history of directions." };
+const NOTHING = { layers: "This method does not mask updates.", consistency: "This method does not record the consistency of directions." };
 const seen = new Set();
 const number = (node) => +node.closest(".figures").dataset.set;
 function show(node) {

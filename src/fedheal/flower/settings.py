@@ -1,0 +1,100 @@
+"""The settings of a strategy, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fedheal import methods
+from fedheal.aggregate import Aggregator
+from fedheal.aggregate.fedheal_stages import TAU
+from fedheal.aggregate.server_optimizer import Server, check_plain_server
+from fedheal.core.checks import check_among, check_count, check_switch
+from fedheal.core.layout import Layout
+from fedheal.flower.masking import check_client_placement
+from fedheal.flower.messages import check_dtypes
+from fedheal.local.fedce import FedCE
+from fedheal.local.scaffold import Scaffold
+from fedheal.local.term import Term
+from fedheal.methods import Method
+
+PLACEMENTS = ("server", "client")
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """How rounds are run and recorded; see `FairStrategy`."""
+
+    seed: int = 0
+    data: str = "federation"
+    placement: str = "server"
+    tau: float = TAU.default
+    roll_call: bool = False
+    min_replies: int = 1
+    evaluate_every: int = 1
+    clients: int | None = None
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("seed", self.seed)
+        check_among("placement", self.placement, PLACEMENTS)
+        TAU.check(self.tau)
+        check_switch("roll_call", self.roll_call)
+        for name, least in (("min_replies", 1), ("evaluate_every", 1), ("clients", 1), ("budget", 0)):
+            check_at_least(name, least, getattr(self, name))
+
+    @property
+    def clients_mask(self) -> bool:
+        return self.placement == "client"
+
+
+def select_settings(group: type[Settings], arguments: Mapping[str, Any]) -> Settings:
+    """Make a group of settings from the arguments that are its fields."""
+    names = {field.name for field in fields(group)}  # type: ignore[arg-type]
+    return group(**{name: value for name, value in arguments.items() if name in names})
+
+
+def resolve_method(method: Aggregator | Method | str, name: str | None, clients_mask: bool, server: Server) -> Method:
+    """Return the whole method. Raise ValueError if it does not work in a federation with these settings."""
+    resolved = methods.get(method) if isinstance(method, str) else method
+    if isinstance(resolved, Aggregator):
+        resolved = Method((), resolved, name or "custom")
+    check_terms(resolved.local)
+    if clients_mask:
+        check_client_placement(resolved)
+    for term in resolved.local:
+        if term.needs_plain_server:
+            check_plain_server(server, term.needs_plain_server)
+    return resolved
+
+
+def resolve_layout(model: nn.Module | Layout | None) -> Layout | None:
+    """Return the layout of a module. Raise ValueError if Flower's arrays cannot hold it."""
+    if not isinstance(model, nn.Module | Layout | None):
+        raise ValueError(f"model = {model!r}: use the module or its Layout, or leave it out")
+    layout = Layout.of(model) if isinstance(model, nn.Module) else model
+    if layout is not None:
+        check_dtypes(layout)
+    return layout
+
+
+def check_terms(terms: Sequence[Term]) -> None:
+    """Raise ValueError for the two terms that need, on the server, what a federation's clients keep to themselves."""
+    for term in terms:
+        if isinstance(term, Scaffold) and term.fair_controls == "p":
+            raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
+        if isinstance(term, FedCE):
+            raise ValueError(
+                "fedce sends each client its own weight, which one broadcast cannot carry: simulate it instead"
+            )
+
+
+def check_at_least(name: str, least: int, value: int | None) -> None:
+    """Raise ValueError unless the value is a whole number of at least `least`, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name} = {value!r}: use a whole number, at least {least}")

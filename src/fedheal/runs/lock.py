@@ -1,0 +1,41 @@
+"""One process at a time in a run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import BaseFileLock, FileLock, Timeout
+
+LOCK = "lock.tmp"
+
+
+def acquire_lock(folder: Path) -> BaseFileLock:
+    """Keep other processes out of a folder until `release()` or the end of the process.
+
+    Where the file system has no locks the lock is not held, and releasing it does nothing.
+
+    Raises:
+        ValueError: Another run holds the lock.
+    """
+    path = folder / LOCK
+    path.touch()  # a full disk or a missing permission is an error; a missing lock is not
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{folder} is in use by another run that is still alive: stop that one first") from None
+    except OSError:
+        pass
+    return lock
+
+
+@contextmanager
+def hold_lock(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder within a `with` block: two runs would mix their rounds."""
+    lock = acquire_lock(folder)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,54 @@
+"""One schema for what writes, reads and reports `rounds.jsonl` and `result.json`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fedheal.runs.schema import RoundRecord, RunResult, check_result, parse_round
+from fedheal.runs.summary import summarise_run
+
+
+def history() -> list[RoundRecord]:
+    seconds = {"train": 1.0, "aggregate": 0.5, "evaluate": 0.25}
+    accuracies: list[dict[str, float]] = [{"b": 50.0}, {"b": 70.0, "a": 40.0}]
+    return [RoundRecord(round=i, seconds=seconds, domains=accuracy) for i, accuracy in enumerate(accuracies, 1)]
+
+
+def test_a_line_has_every_field_in_order_and_a_federation_one_more() -> None:
+    fields = list(RoundRecord.model_fields)
+    assert list(json.loads(RoundRecord(round=1).to_json())) == fields[:-1]
+    assert list(json.loads(RoundRecord(round=1, client_domains={"a": None}).to_json())) == fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"cohort": True}, "cohort must be a valid integer, got True"),
+        ({"weights": [0.5]}, "weights must be a valid dictionary, got [0.5]"),
+        ({"weights": {"a": "1"}}, "weights.a must be a valid number, got '1'"),
+        ({"report": {"kept": {"a": True}}}, "report.kept must map names to numbers, got {'a': True}"),
+    ],
+)
+def test_a_round_with_a_wrong_type_is_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=r"^" + sentence.replace("[", r"\[").replace("{", r"\{")):
+        parse_round({"round": 1} | fields)
+
+
+def test_a_report_of_the_wrong_type_is_refused_when_written() -> None:
+    with pytest.raises(ValueError, match=r"^round 3 cannot be recorded: report\.distance must map names to numbers"):
+        RoundRecord(round=3, report={"distance": [1.0]}).to_json()
+
+
+def test_a_summary_has_the_last_accuracies_of_each_unit_in_the_order_of_the_schema() -> None:
+    summary = summarise_run(history(), method="fedavg", data="digits", bytes_sent=3)
+    assert summary["domains"] == {"b": 60.0, "a": 40.0}
+    assert list(summary["domains"]) == ["b", "a"]
+    assert list(summarise_run(history(), sort_names=True)["domains"]) == ["a", "b"]
+    assert (summary["averaged"], summary["validation"], summary["seconds"]["train"]) == (2, None, 2.0)
+    assert list(summary) == [name for name in RunResult.model_fields if name in summary]
+    with pytest.raises(ValueError, match="there is no seed"):
+        check_result(summary)
+    check_result(summary, required=["method"])

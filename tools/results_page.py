@@ -1,0 +1,345 @@
+"""Write the page of results/ from the run folders there. Numbers from elsewhere are quoted with their source."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from fedheal.campaign.pool import Job
+from fedheal.core.metrics import LAST, fairness, last_mean
+from fedheal.data import DESCRIPTIONS
+from fedheal.report.rows import FAIRNESS_COLUMNS
+from fedheal.report.tables import describe_averaging
+from fedheal.reproduce.paper_comparison import compare_with_paper, count_claims
+from fedheal.reproduce.plans import Recipe, RecipePlan, RecipeRow
+from results_data import SECOND_FOLDER, Run, SecondRun, read_runs, read_second_runs
+
+NOISE = 20  # evaluated rounds
+WINDOWS = 50
+SECOND_DATA = "digits"  # the only protocol of the second version
+SECOND_EVERY = 20  # rounds
+SECOND_SOURCE = (
+    "`tools/second_version.py` is the same protocol written once more from its description alone: it shares no code with the "
+    "package, reads the files itself and has its own split, network, training loop and average. Its records are in "
+    f"`{SECOND_FOLDER}/`. "
+)
+BASES = ("FedAvg", "uniform weights")
+
+# By row, the numbers of another program on the same data, one line per seed. Its seeds give another split and another first
+# model than ours, so that no line is paired with a run of ours.
+INDEPENDENT = {
+    "digits": {
+        "FedAvg": ((91.6, 91.6, 81.6, 23.0, 71.9, 33.0), (95.3, 92.1, 80.8, 22.9, 72.8, 33.8)),
+        "uniform weights": ((90.7, 91.4, 80.0, 29.8, 73.0, 29.3),),
+        "FedHEAL (released)": ((86.0, 91.0, 81.3, 32.8, 72.8, 26.9),),
+        "FedHEAL (paper)": ((92.0, 94.1, 78.9, 26.4, 72.8, 31.7),),
+    }
+}
+INDEPENDENT_COLUMNS = ("mnist", "usps", "svhn", "syn_standin", "AVG", "STD")
+INDEPENDENT_SOURCE = (
+    "An independent throw-away implementation of the same protocol, written apart from this one: same data, bf16, means of the "
+    "last five of 200 rounds, one seed a line. It has its own split and first model, so that some of a difference "
+    "comes from that alone. Its numbers are quoted: there are no records of its runs here."
+)
+LIMITS = {"mnist": 5.0, "usps": 3.0, "svhn": 3.0}  # points; more is a bug until it is explained
+
+
+def write_page(recipe: Recipe, data_sets: Iterable[tuple[str, Path, int]]) -> str:
+    """Return the page as Markdown. `data_sets`: names, the folders of their runs, and the planned rounds."""
+    parts = [
+        "# Results",
+        "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
+        "folder: the complete description of the run (`experiment.toml`), every round (`rounds.jsonl`) and what came out "
+        "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`).",
+        "The paper's numbers and those of an independent implementation are quoted, and the latter have no records in this "
+        "repository. Everything else is computed from what is in the folders.",
+    ]
+    for data, folder, planned_rounds in data_sets:
+        parts += [f"## {data}", *_write_data_set(recipe, data, folder, planned_rounds)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _write_data_set(recipe: Recipe, data: str, folder: Path, planned_rounds: int) -> list[str]:
+    entries = recipe.list_rows(data)
+    runs = read_runs(entries, data, folder, planned_rounds)
+    parts = []
+    if runs:
+        parts += _tabulate_runs(runs, data)
+        parts += _compare_to_paper(recipe, data, runs)
+        parts += _subtract_bases(runs, data)
+        parts += _measure_noise(runs, data)
+        parts += _compare_to_independent(runs, data)
+        parts += _compare_to_second(runs, data, folder.parent)
+        parts += _list_machines(runs)
+    return [*parts, *_list_open_rows(entries, runs, data)]
+
+
+def _tabulate_runs(runs: Sequence[Run], data: str) -> list[str]:
+    columns = list_columns(runs)
+    head = ["row", "method", "seed", *name_columns(columns, data), "s a round", "median", "rounds", "precision", "on"]
+    lines = []
+    for run in runs:
+        seconds = [sum(record.seconds.values()) for record in run.records]
+        where = f"{run.folder.parent.name}/{run.folder.name}/"
+        lines.append(
+            [
+                f"[{run.label}]({where})",
+                f"`{run.summary['method']}`",
+                str(run.experiment.seed),
+                *_format_cells(run.numbers, columns),
+                f"{np.mean(seconds):.2f}",
+                f"{np.median(seconds):.2f}",
+                str(run.summary["rounds"]),
+                str(run.summary["precision"]),
+                str(run.summary["hardware"]),
+            ]
+        )
+    averaged = describe_averaging(frozenset(int(run.summary["averaged"]) for run in runs))
+    notes = [
+        f"Accuracy in percent, {averaged}; STD is over domains (ddof = 1), worst is the worst domain. Seconds are those of "
+        "training, aggregation and evaluation, mean and median over all rounds; the first round of a process compiles what the "
+        "others use."
+    ]
+    others = [f"{run.entry.label} ({run.experiment.rounds})" for run in runs if not run.is_full]
+    if others:
+        notes.append(f"Not the protocol's {runs[0].planned_rounds} rounds: {', '.join(others)}.")
+    notes += [f"**{note}.**" for note in describe_stand_ins(columns, data)]
+    return [format_table(head, lines), format_list(notes)]
+
+
+def _compare_to_paper(recipe: Recipe, data: str, runs: Sequence[Run]) -> list[str]:
+    rows, other = [], []
+    for label, group in group_by_label(runs).items():
+        entry = group[0].entry
+        if not group[0].is_full:  # shown, but the paper's numbers are of another length
+            entry = replace(entry, label=label, published=(), misprint=((), ""))
+            other.append(label)
+        rows.append((entry, [Job(run.experiment, run.folder) for run in group]))
+    table = compare_with_paper(recipe, RecipePlan(data, rows))
+    head, *lines = table.to_lines()
+    notes = [*table.notes, *count_claims(recipe, table)]
+    if other:
+        notes.append(
+            f"Not the protocol's {runs[0].planned_rounds} rounds, so that the paper's numbers do not stand beside: "
+            f"{'; '.join(other)}."
+        )
+    return ["### Beside the paper", format_table([*head[:2], *name_columns(head[2:], data)], lines), format_list(notes)]
+
+
+def _subtract_bases(runs: Sequence[Run], data: str) -> list[str]:
+    """Subtract FedAvg and uniform weights from each row, by seed, between runs that differ by their methods alone."""
+    columns = list_columns(runs)
+    parts = ["### Beside FedAvg and beside uniform weights"]
+    unlike: dict[str, None] = {}
+    for label in BASES:
+        bases = [run for run in runs if run.entry.label == label]
+        lines = []
+        for row, group in group_by_label(runs).items():
+            pairs = [(run, base) for run in group for base in bases if run.settings == base.settings]
+            if group[0].entry.label == label or not bases:
+                continue
+            if not pairs:
+                unlike |= {f"{row} (beside {label})": None}
+                continue
+            apart = {c: [a.numbers[c] - b.numbers[c] for a, b in pairs] for c in columns}
+            lines.append([row, *(_format_mean(apart[c], sign="+") for c in columns), str(len(pairs))])
+        parts += [format_table([f"less {label}", *name_columns(columns, data), "seeds"], lines)] if lines else []
+    if len(parts) == 1:
+        return []
+    notes = [
+        "In points; for STD less is better, for all others more. Only runs with the same settings and data are subtracted."
+    ]
+    if unlike:
+        notes.append(f"Settings or data differ, so that nothing is subtracted: {', '.join(unlike)}.")
+    return [*parts, format_list(notes)]
+
+
+def _add_evenness(domains: Mapping[str, float]) -> dict[str, float]:
+    evenness = fairness(domains)
+    return dict(domains) | {column: evenness[key] for column, key in FAIRNESS_COLUMNS.items()}
+
+
+def _measure_noise(runs: Sequence[Run], data: str) -> list[str]:
+    columns = list_columns(runs)
+    lines, ranges, longer = [], [], []
+    for run in runs:
+        accuracies = run.accuracies
+        seed = str(run.experiment.seed)
+        values = [_add_evenness(domains) for domains in accuracies[-NOISE:]]
+        if len(values) > 1:
+            spread = {c: float(np.std([v[c] for v in values], ddof=1)) for c in columns}
+            lines.append([run.label, seed, *_format_cells(spread, columns), str(len(values))])
+        tail = accuracies[-WINDOWS:]
+        if len(tail) > LAST:
+            means = [_add_evenness(last_mean(tail[: i + LAST])) for i in range(len(tail) - LAST + 1)]
+            reach = [f"{min(m[c] for m in means):.1f} to {max(m[c] for m in means):.1f}" for c in columns]
+            ranges.append([run.label, seed, *reach, str(len(tail))])
+            whole = _add_evenness(last_mean(tail, len(tail)))
+            longer.append([run.label, seed, *_format_cells(whole, columns), str(len(tail))])
+    if not lines:
+        return []
+    notes = (
+        f"Standard deviation over the last {NOISE} evaluated rounds of a run, or as many as there are, in points: a first "
+        "measure of noise. What another seed would change is not in it."
+    )
+    head = ["row", "seed", *name_columns(columns, data), "rounds"]
+    found = ["### How much the last rounds move", format_table(head, lines), notes]
+    if ranges:
+        reach = f"Lowest and highest mean of {LAST} rounds in a row within the last {WINDOWS}: where a result might have ended."
+        mean = f"Mean of the last {WINDOWS} rounds: less luck is in it than in the last {LAST}; it lags where a model improves."
+        found += [format_table(head, ranges), reach, format_table(head, longer), mean]
+    return found
+
+
+def _compare_to_independent(runs: Sequence[Run], data: str) -> list[str]:
+    known = INDEPENDENT.get(data, {})
+    lines, beyond = [], []
+    for run in runs:
+        if run.entry.label not in known or run.experiment.seed or not run.is_full:
+            continue
+        theirs = [dict(zip(INDEPENDENT_COLUMNS, line, strict=True)) for line in known[run.entry.label]]
+        each = {c: [run.numbers[c] - line[c] for line in theirs] for c in INDEPENDENT_COLUMNS if c in run.numbers}
+        apart = {c: differences[0] for c, differences in each.items()}
+        over = {c: x for c, x in apart.items() if abs(x) > LIMITS.get(c, float("inf"))}
+        beyond += [f"{run.entry.label} on {c} ({x:+.1f})" for c, x in over.items()]
+        lines.append([run.entry.label, "ours", *_format_cells(run.numbers, INDEPENDENT_COLUMNS)])
+        for number, line in enumerate(theirs):
+            lines.append(
+                ["", "theirs, another seed" if number else "theirs", *_format_cells(line, INDEPENDENT_COLUMNS, 1)]
+            )
+        shown = {c: f"**{x:+.1f}**" if c in over else f"{x:+.1f}" for c, x in apart.items()}
+        lines.append(["", "difference", *(shown.get(c, "") for c in INDEPENDENT_COLUMNS)])
+        if len(theirs) > 1:
+            nearest = {c: f"{min(differences, key=abs):+.1f}" for c, differences in each.items()}
+            lines.append(
+                ["", "difference to the nearest, by column", *(nearest.get(c, "") for c in INDEPENDENT_COLUMNS)]
+            )
+    if not lines:
+        return []
+    limits = ", ".join(f"{limit:g} on {column}" for column, limit in LIMITS.items())
+    notes = [
+        INDEPENDENT_SOURCE,
+        f"Bold is a flag: ours is further from its first line than {limits} (points). What is flagged counts as a bug, in "
+        f"either of the two, until it is explained. Flagged: {', '.join(beyond) or 'nothing'}.",
+    ]
+    return [
+        "### Beside an independent implementation",
+        format_table(["row", "", *name_columns(INDEPENDENT_COLUMNS, data)], lines),
+        format_list(notes),
+    ]
+
+
+def _compare_to_second(runs: Sequence[Run], data: str, results: Path) -> list[str]:
+    second_runs = read_second_runs(results) if data == SECOND_DATA else []
+    if not second_runs:
+        return []
+    columns = [domain for domain in list_columns(runs) if domain not in FAIRNESS_COLUMNS]
+    machines = ", ".join(dict.fromkeys(run.hardware for run in second_runs))
+    notes = f"{SECOND_SOURCE}bf16, {machines}. Accuracy in percent, mean of the {LAST} rounds up to the one named."
+    head = ["row", "after round", "", *name_columns(columns, data)]
+    return ["### Beside a second version", format_table(head, tabulate_second_runs(second_runs, runs, columns)), notes]
+
+
+def tabulate_second_runs(
+    second_runs: Sequence[SecondRun], runs: Sequence[Run], columns: Sequence[str]
+) -> list[list[str]]:
+    """Return its accuracies every twenty rounds and at its end, each followed by ours after as many rounds."""
+    table = []
+    for second in second_runs:
+        ours = [run for run in runs if run.entry.label == second.row and run.is_full]
+        for end in sorted({*range(SECOND_EVERY, len(second.rounds) + 1, SECOND_EVERY), len(second.rounds)}):
+            theirs = last_mean(second.rounds[:end])
+            cells = _format_cells(theirs, columns, 1)
+            table.append([second.row, str(end), f"second version, seed {second.seed}", *cells])
+            means = {
+                run.experiment.seed: last_mean([r.domains for r in run.records[:end] if r.domains]) for run in ours
+            }
+            table += [["", "", f"ours, seed {seed}", *_format_cells(mean, columns, 1)] for seed, mean in means.items()]
+            if means:
+                mean = {c: float(np.mean([values[c] for values in means.values()])) for c in columns}
+                differences = [f"{theirs[c] - mean[c]:+.1f}" for c in columns]
+                table.append(["", "", "second version less the mean of ours", *differences])
+    return table
+
+
+def _list_machines(runs: Sequence[Run]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for run in runs:
+        versions = ", ".join(f"{name} {version}" for name, version in run.summary["versions"].items())
+        groups.setdefault(f"{run.summary['hardware']}; {versions}", []).append(run.label)
+    every = len(groups) == 1
+    lines = [words if every else f"{words}: {', '.join(dict.fromkeys(rows))}" for words, rows in groups.items()]
+    prints = {run.summary["data_fingerprint"] for run in runs}
+    same = "the same" if len(prints) == 1 else f"**not the same ({len(prints)} kinds)**"
+    return ["### What it ran on", format_list([*lines, f"The data of all runs are {same}, by their fingerprints."])]
+
+
+def _list_open_rows(entries: Sequence[RecipeRow], runs: Sequence[Run], data: str) -> list[str]:
+    done = {run.entry for run in runs if run.is_full}
+    left = [entry for entry in entries if entry not in done]
+    if not left:
+        return ["### Open", "Nothing: every row of the plan was run."]
+    lines = []
+    for entry in left:
+        reached = sorted({run.experiment.rounds for run in runs if run.entry == entry})
+        so_far = f" (so far with {' and '.join(map(str, reached))} rounds)" if reached else ""
+        command = f"python tools/results.py run --data {data} --rows {shlex.quote(entry.label)}"
+        lines.append(f"{entry.label}{so_far}: `{command}`")
+    return [
+        "### Open",
+        "Not run yet, or with fewer rounds than planned; with what would run it (then `python tools/results.py collect`):",
+        format_list(lines),
+    ]
+
+
+def group_by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.label, []).append(run)
+    return groups
+
+
+def list_columns(runs: Sequence[Run]) -> list[str]:
+    return [*dict.fromkeys(domain for run in runs for domain in run.summary["domains"]), *FAIRNESS_COLUMNS]
+
+
+def name_columns(columns: Iterable[str], data: str) -> list[str]:
+    """Return the head of a table, where a domain that stands in for another is marked."""
+    originals = _find_stand_ins(data)
+    return [f"{c} (stand-in for {originals[c]})" if c in originals else c for c in columns]
+
+
+def describe_stand_ins(columns: Iterable[str], data: str) -> list[str]:
+    originals = _find_stand_ins(data)
+    return [
+        f"{c} is a stand-in for {originals[c]}: its column is no result on {originals[c]}, and AVG, STD and worst are over "
+        "other domains than the paper's"
+        for c in columns
+        if c in originals
+    ]
+
+
+def _find_stand_ins(data: str) -> dict[str, str]:
+    sources = DESCRIPTIONS[data].sources if data in DESCRIPTIONS else ()
+    return {source.stand_in.name: source.name for source in sources if source.stand_in}
+
+
+def _format_cells(numbers: Mapping[str, float], columns: Iterable[str], digits: int = 2) -> list[str]:
+    return [f"{numbers[c]:.{digits}f}" if c in numbers else "" for c in columns]
+
+
+def _format_mean(values: Sequence[float], sign: str = "") -> str:
+    mean = f"{np.mean(values):{sign}.2f}"
+    return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.2f}"
+
+
+def format_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
+
+
+def format_list(sentences: Iterable[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences)
