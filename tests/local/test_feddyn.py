@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -109,8 +111,7 @@ def test_two_rounds_of_two_clients_by_hand() -> None:
     """
     fed = federation(FedDyn(alpha=1.0), {"a": 0.5, "b": 0.5}, 1, steps=1)
     engine = make_engine(fed, {"a": bowl(vector(0.0)), "b": bowl(vector(4.0))})
-    state = initial_state(fed)
-    state = type(state)(0, 0, packed(1.0), state.aggregator, state.server, state.terms)
+    state = replace(initial_state(fed), model=packed(1.0))
     expected = [(1.2, 1.1, -0.1, {"a": 0.1, "b": -0.3}), (1.44, 1.27, -0.17, {"a": 0.21, "b": -0.55})]
     for broadcast, average, h, g in expected:
         state, _ = run_round(fed, state, engine, evaluate=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -137,8 +139,7 @@ def test_two_rounds_of_two_clients_by_hand() -> None:
     """
     fed = federation(Scaffold(), {"a": 0.5, "b": 0.5}, 1, steps=1)
     engine = make_engine(fed, {"a": bowl(vector(0.0)), "b": bowl(vector(4.0))})
-    state = initial_state(fed)
-    state = type(state)(0, 0, packed(1.0), state.aggregator, state.server, state.terms)
+    state = replace(initial_state(fed), model=packed(1.0))
     state, _ = run_round(fed, state, engine, evaluate=False)
     assert state.model.params.tolist() == pytest.approx([1.1], rel=1e-9)
     assert {c: s["c"].item() for c, s in state.terms[0].slots.items()} == pytest.approx({"a": 1.0, "b": -3.0})
