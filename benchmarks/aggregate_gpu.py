@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedheal import Layout, Updates, aggregate, models
-from fedheal.aggregate.draft import Kept
+from fedheal.aggregate.draft import CountMask
 from fedheal.aggregate.kernels import reference
 from fedheal.core.layout import matrix
 
@@ -65,14 +65,14 @@ def main() -> None:
     rows = np.arange(CLIENTS)
     low, high = np.full(CLIENTS, 1), np.full(CLIENTS, 2)
     weights = np.full(CLIENTS, 1 / CLIENTS)
-    kept = Kept(counts, rows, low, high, 1)
+    mask = CountMask(counts=counts, slots=rows, at_least=low, below=high, sign=1)
     # Read the updates, read and write the counts; then read updates, counts and the old parameters, write the new ones.
     needed = (2 * deltas.nbytes + 3 * counts.nbytes + 2 * params.nbytes) / bandwidth
 
     def passes(kernel: object) -> Callable[[], object]:
         def both() -> None:
-            kernel.observe(deltas, rows, tensors, counts, rows, low, high, 1)  # type: ignore[attr-defined]
-            kernel.average(params, deltas, rows, weights, kept)  # type: ignore[attr-defined]
+            kernel.observe(deltas, rows, tensors, mask)  # type: ignore[attr-defined]
+            kernel.average(params, deltas, rows, weights, mask)  # type: ignore[attr-defined]
 
         return both
 
@@ -84,9 +84,9 @@ def main() -> None:
         nonlocal state
         state = heal.apply(params, updates, state, donate=True).state
 
-    limits = cuda._on(deltas.device, rows, low, high)
+    limits = cuda._copy_to(deltas.device, rows, low, high)
     first = alone("_count", lambda: cuda._launch_scan(deltas, rows, tensors, counts, limits, 1, 1))
-    second = alone("_average", lambda: cuda.average(params, deltas, rows, weights, kept))
+    second = alone("_average", lambda: cuda.average(params, deltas, rows, weights, mask))
     counts.zero_()
     both = best(passes(cuda))
     counts.zero_()

@@ -2,9 +2,13 @@
 
     python benchmarks/kernels.py                             # the Digits protocol in bf16, 1 and 8 lanes
     python benchmarks/kernels.py --protocol office --lanes 1,7 --precision tf32
+    python benchmarks/kernels.py --variants all              # also without each of our own kernels
 
 With one lane kernels follow each other, and their sum is the time that they need. With several they run side by side and each
 takes longer, so that the sum is more than the round: what counts is how far the round has come down to the sum over one lane.
+
+The variants show what two optimisations bring: `plain-norm` replaces the fused normalisation (models/fused_norm.py) by
+torch's, and `separate-casts` lets autocast cast every weight by itself (models/weight_casting.py; only bf16 casts any).
 """
 
 from __future__ import annotations
@@ -13,28 +17,28 @@ import argparse
 import platform
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import date
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from fedheal.engine import trainer
-from fedheal.engine.precision import numerics
+from fedheal.engine import open_engine
+from fedheal.engine.precision import use_precision
+from fedheal.models import fused_norm, resnet
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round
 from simulate import PROTOCOLS, load_domains
 
-OURS = {
-    "_moments",
-    "_statistics",
-    "_apply",
-    "_sums",
-    "_totals",
-    "_pull",
-}  # of models/_fused_cuda.py, by their whole names
-# Of the others, the first whose word is in a kernel's name.
+# The kernels of models/_fused_norm_cuda.py, by their whole names.
+OURS = {"_moments", "_statistics", "_apply", "_gradient_sums", "_reduce_sums", "_input_gradient"}
+# The kind of any other kernel is the first with a word that is in the kernel's name.
 KINDS = {
     "normalisation": ("batch_norm",),
     "convolutions": ("fprop", "dgrad", "wgrad", "convol", "cudnn"),
@@ -42,6 +46,29 @@ KINDS = {
     "copies and casts": ("copy", "Memcpy", "Memset", "CatArray"),
 }
 REST = "everything else"
+# What each variant replaces: module, name, replacement.
+VARIANTS: dict[str, list[tuple[ModuleType, str, Callable[..., Any]]]] = {
+    "default": [],
+    "plain-norm": [(fused_norm, "_load_kernels", lambda *_: None)],
+    "separate-casts": [(resnet, "cast_weights", lambda *_: nullcontext())],
+}
+VARIANTS["neither"] = VARIANTS["plain-norm"] + VARIANTS["separate-casts"]
+
+
+@contextmanager
+def use_variant(name: str) -> Iterator[None]:
+    """Replace what the variant replaces, for the context."""
+    with ExitStack() as stack:
+        for replacement in VARIANTS[name]:
+            stack.enter_context(patch.object(*replacement))
+        yield
+
+
+def choose_variants(text: str) -> list[str]:
+    names = list(VARIANTS) if text == "all" else text.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; use all or some of {','.join(VARIANTS)}")
+    return names
 
 
 def kind_of(name: str) -> str:
@@ -50,24 +77,24 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), REST)
 
 
-def profiled(fed: Federation, lanes: int, deterministic: bool) -> tuple[float, Counter[str], Counter[str]]:
-    """Seconds of a round, and by kind the seconds of its kernels and how many there are."""
+def profile_round(fed: Federation, lanes: int, deterministic: bool) -> tuple[float, Counter[str], Counter[str]]:
+    """Return the seconds of a round, and by kind the seconds and the number of its kernels."""
     local_training = fed.local_training
     with (
-        numerics(local_training.precision, deterministic, local_training.device),
-        trainer(local_training, "lanes", lanes=lanes) as train,
+        use_precision(local_training.precision, deterministic, local_training.device),
+        open_engine(local_training, "lanes", lanes=lanes) as engine,
     ):
         state = initial_state(fed)
         for _ in range(3):
-            state, record = run_round(fed, state, train)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            state, _ = run_round(fed, state, train)
+            state, record = run_round(fed, state, engine)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            state, _ = run_round(fed, state, engine)
             torch.cuda.synchronize()
-    seconds, number = Counter[str](), Counter[str]()
-    for event in seen.key_averages():
+    seconds, counts = Counter[str](), Counter[str]()
+    for event in profile.key_averages():
         seconds[kind_of(event.key)] += event.self_device_time_total / 1e6
-        number[kind_of(event.key)] += event.count
-    return sum(record.seconds.values()), seconds, number
+        counts[kind_of(event.key)] += event.count
+    return sum(record.seconds.values()), seconds, counts
 
 
 def main() -> None:
@@ -76,24 +103,30 @@ def main() -> None:
     parser.add_argument("--method", default="fedavg")
     parser.add_argument("--precision", choices=["fp32", "tf32", "bf16"], default="bf16")
     parser.add_argument("--lanes", default="1,8")
+    parser.add_argument("--variants", type=choose_variants, default="default", help=f"all, or {','.join(VARIANTS)}")
     parser.add_argument("--deterministic", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("kernels.py: there is no GPU here, and kernels are a GPU's", file=sys.stderr)
+        print("kernels.py: no GPU is available, and this benchmark measures the kernels of one", file=sys.stderr)
         sys.exit(2)
-    device, protocol = torch.device("cuda"), PROTOCOLS[asked.protocol]
-    experiment = Experiment.of({"method": asked.method, "device": "cuda", **protocol.keys})
+    device, protocol = torch.device("cuda"), PROTOCOLS[options.protocol]
+    experiment = Experiment.of({"method": options.method, "device": "cuda", **protocol.keys})
     fed = build_federation(experiment, load_domains(protocol), device)
-    fed = replace(fed, local_training=replace(fed.local_training, precision=asked.precision))
+    fed = replace(fed, local_training=replace(fed.local_training, precision=options.precision))
     print(f"{date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
-    print(f"Python {platform.python_version()}, {asked.protocol}, {asked.method}, {asked.precision}\n")
+    print(f"Python {platform.python_version()}, {options.protocol}, {options.method}, {options.precision}\n")
     kinds = [*KINDS, REST]
-    print(f"| lanes | s a round | kernels, s | {' | '.join(kinds)} | kernels a round |")
-    print("|---" * (len(kinds) + 4) + "|")
-    for lanes in map(int, asked.lanes.split(",")):
-        whole, seconds, number = profiled(fed, lanes, asked.deterministic)
-        cells = " | ".join(f"{seconds[kind]:.3f}" for kind in kinds)
-        print(f"| {lanes} | {whole:.3f} | {seconds.total():.3f} | {cells} | {number.total():,} |", flush=True)
+    print(f"| variant | lanes | s a round | kernels, s | {' | '.join(kinds)} | kernels a round |")
+    print("|---" * (len(kinds) + 5) + "|")
+    for variant in options.variants:
+        for lanes in map(int, options.lanes.split(",")):
+            with use_variant(variant):
+                whole, seconds, counts = profile_round(fed, lanes, options.deterministic)
+            cells = " | ".join(f"{seconds[kind]:.3f}" for kind in kinds)
+            print(
+                f"| {variant} | {lanes} | {whole:.3f} | {seconds.total():.3f} | {cells} | {counts.total():,} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ import torch
 from fedheal import data as datasets
 from fedheal import methods
 from fedheal.core.layout import Packed
-from fedheal.engine.serial import ClientResult, Task
-from fedheal.engine.workers import Shared, trainer
+from fedheal.engine.serial import ClientResult, SerialEngine, Shared, Task
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
@@ -58,16 +57,17 @@ def cost(name: str) -> Cost:
     experiment = Experiment(method=name, rounds=ROUNDS, epochs=1, samples_per_client=80, **validation)
     federation = build_federation(experiment, datasets.load("embedded"), resolve_device("cpu"))
     spans, ends, done = [], [], []
-    with trainer(federation.local_training, 1, 1) as train:
 
-        def timed(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
+    class TimedEngine(SerialEngine):
+        def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
             start = time.process_time()
-            yield from train(model, shared, tasks)
+            yield from super().train(model, shared, tasks)
             spans.append((start, time.process_time()))
 
-        for after in run_rounds(federation, initial_state(federation), timed, ROUNDS, eval_every=ROUNDS):
-            ends.append(time.process_time())
-            done.append(after)
+    engine = TimedEngine(federation.local_training)
+    for after in run_rounds(federation, initial_state(federation), engine, ROUNDS, eval_every=ROUNDS):
+        ends.append(time.process_time())
+        done.append(after)
     state, history = done[-1][0], [record for _, record in done]
     arrays, _ = state.to_arrays()
     kept = sum(tensor.nbytes for key, tensor in arrays.items() if not key.startswith("model."))

@@ -31,8 +31,8 @@ from fedheal.campaign.compare import plan
 from fedheal.campaign.gpu_estimate import demand
 from fedheal.campaign.placement import side_by_side
 from fedheal.campaign.pool import run_all
-from fedheal.engine import trainer
-from fedheal.engine.precision import numerics
+from fedheal.engine import open_engine
+from fedheal.engine.precision import use_precision
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
@@ -72,15 +72,15 @@ def worker(model: str, device_name: str, parent: Connection) -> None:
     device = resolve_device(device_name)
     experiment = described(model, device_name)
     fed = build_federation(experiment, load_domains(PROTOCOLS[CASES[model].protocol]), device)
-    with numerics(fed.local_training.precision, False, device), trainer(fed.local_training) as train:
+    with use_precision(fed.local_training.precision, False, device), open_engine(fed.local_training) as engine:
         begun = time.perf_counter()
-        state, _ = run_round(fed, initial_state(fed), train)
+        state, _ = run_round(fed, initial_state(fed), engine)
         first = time.perf_counter() - begun
-        state, _ = run_round(fed, state, train)
+        state, _ = run_round(fed, state, engine)
         parent.send(Warm(first, torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0))
         while rounds := parent.recv():
             for _ in range(rounds):
-                state, _ = run_round(fed, state, train)
+                state, _ = run_round(fed, state, engine)
             parent.send(rounds)
 
 

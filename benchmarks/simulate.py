@@ -32,8 +32,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedheal.data.augment import MEAN, STD
 from fedheal.data.domains import Domain, Domains, Split
-from fedheal.engine import lanes, trainer
-from fedheal.engine.precision import numerics
+from fedheal.engine import open_engine
+from fedheal.engine.lanes import Lanes
+from fedheal.engine.precision import use_precision
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
@@ -101,22 +102,23 @@ class Timed:
         return self.train + self.aggregate + self.evaluate
 
 
-def timed(fed: Federation, engine: str, precision: str, rounds: int, deterministic: bool, number: int | None) -> Timed:
+def timed(fed: Federation, name: str, precision: str, rounds: int, deterministic: bool, number: int | None) -> Timed:
     """Medians over rounds; the first, which compiles and captures, is apart."""
     method = "+".join(type(term).__name__ for term in fed.local_training.terms) or "FedAvg"
     local_training = replace(fed.local_training, precision=precision, module=copy.deepcopy(fed.local_training.module))
     fed = replace(fed, local_training=local_training)
     with (
-        numerics(precision, deterministic, local_training.device),
-        trainer(local_training, engine, lanes=number) as train,
+        use_precision(precision, deterministic, local_training.device),
+        open_engine(local_training, name, lanes=number) as engine,
     ):
         state, seconds = initial_state(fed), []
         for _ in range(rounds + 1):
-            state, record = run_round(fed, state, train)
+            state, record = run_round(fed, state, engine)
             seconds.append(record.seconds)
-        said = f"{engine} {precision} {method}"
-        if isinstance(train, lanes.Lanes):
-            said += f" ({len(train.lanes)} lanes)" if not train.reason else f" (serial: {train.reason})"
+        said = f"{name} {precision} {method}"
+        if isinstance(engine, Lanes):
+            reason = engine.fallback_reason
+            said += f" ({len(engine.lanes)} lanes)" if not reason else f" (serial: {reason})"
     middle = {phase: float(np.median([s[phase] for s in seconds[1:]])) for phase in seconds[0]}
     return Timed(said, **middle, first=sum(seconds[0].values()))
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from fedheal.core.layout import Layout
-from fedheal.engine import trainer
+from fedheal.engine import open_engine
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
@@ -126,10 +126,10 @@ def serve(asked: Connection, protocol: Protocol, way: Way) -> None:
             made = plain_loop(fed, 5)
             asked.send({"train": made.train, "aggregate": 0.0, "evaluate": made.evaluate})
         return
-    with trainer(fed.local_training, "serial", workers=way.processes, threads=way.threads) as train:
+    with open_engine(fed.local_training, "serial", workers=way.processes, threads=way.threads) as engine:
         state = initial_state(fed)
         while asked.recv():
-            state, record = run_round(fed, state, train)
+            state, record = run_round(fed, state, engine)
             asked.send(record.seconds)
 
 

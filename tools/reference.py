@@ -1,4 +1,4 @@
-"""Writes docs/reference.md: every field of an experiment and every parameter of a method, from the code that reads them.
+"""Write docs/reference.md: every field of an experiment and every parameter of a method, from their declarations.
 
 python tools/reference.py > docs/reference.md
 """
@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from fedheal import methods
-from fedheal.core.parameter import described
+from fedheal.core.parameter import Parameter, get_parameters
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment
 
@@ -61,18 +61,19 @@ FIELDS = {
     "workers": "processes that train clients; changes no result",
     "save_seconds": "how often the state is saved; 0 is every round",
 }
+NAMES: dict[Any, str] = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 
 
-def page() -> str:
-    """The page as Markdown."""
-    return "\n".join([*_fields(), "", *_parameters(), ""])
+def make_page() -> str:
+    """Return the page as Markdown."""
+    return "\n".join([*_list_fields(), "", *_list_parameters(), ""])
 
 
-def _fields() -> list[str]:
+def _list_fields() -> list[str]:
     lines = [
         "# Reference",
         "",
-        "Written by `tools/reference.py` from the code; a test says when it is out of date.",
+        "Written by `tools/reference.py` from the code; a test fails if it is out of date.",
         "",
         "## Fields of an experiment",
         "",
@@ -85,40 +86,55 @@ def _fields() -> list[str]:
     ]
     for name, field in Experiment.model_fields.items():
         mark = "*" if name in FREE else ""
-        lines.append(f"| `{name}`{mark} | {_shown(field.default)} | {_values(field)} | {FIELDS[name]} |")
+        lines.append(f"| `{name}`{mark} | {_format(field.default)} | {_describe_values(field)} | {FIELDS[name]} |")
     return lines
 
 
-def _parameters() -> list[str]:
+def _list_parameters() -> list[str]:
     lines = [
         "## Parameters of methods",
         "",
         "Also shown by `fedheal methods NAME`. MarsFL and RethinkFL are public code of the research group behind the FedHEAL",
         "paper, which itself does not give the parameters of the methods it compares with. [methods.md](methods.md) says more.",
         "",
-        "| part | parameter | default | what it is | source of the default |",
-        "|---|---|---|---|---|",
+        "| part | parameter | default | values | what it is | source of the default |",
+        "|---|---|---|---|---|---|",
     ]
-    for part, function in methods.PARTS.items():
-        for name, (default, said) in described(function).items():
-            lines.append(f"| `{part}` | `{name}` | {_shown(default)} | {said.about} | {said.source} |")
+    for part, constructor in methods.PARTS.items():
+        for name, parameter in get_parameters(constructor).items():
+            columns = (
+                _format(parameter.default),
+                _describe_allowed(parameter),
+                parameter.description,
+                parameter.source,
+            )
+            lines.append(f"| `{part}` | `{name}` | {' | '.join(columns)} |")
     return lines
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None or value in ("", ()):
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _values(field: FieldInfo) -> str:
-    """What the validation lets pass, in words."""
+def _describe_allowed(parameter: Parameter) -> str:
+    """Return the values that a parameter may have, in the words of the fields' table."""
+    if parameter.choices:
+        return ", ".join(_format(choice) for choice in parameter.choices)
+    words = NAMES[type(parameter.default)]
+    for sign, limit in ((">=", parameter.ge), (">", parameter.gt), ("<=", parameter.le), ("<", parameter.lt)):
+        words += "" if limit is None else f" {sign} {limit}"
+    return words
+
+
+def _describe_values(field: FieldInfo) -> str:
+    """Return the values that a field may have, in words."""
     kind = field.annotation
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(kind))
-    kinds = [one for one in typing.get_args(kind) or (kind,) if one is not type(None) and one is not Ellipsis]
-    names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
-    words = "list" if typing.get_origin(kind) is tuple else names.get(kinds[0], "")
+    kinds = [arg for arg in typing.get_args(kind) or (kind,) if arg is not type(None) and arg is not Ellipsis]
+    words = "list" if typing.get_origin(kind) is tuple else NAMES.get(kinds[0], "")
     for bound in field.metadata:
         for sign, limit in ((">=", Ge), (">", Gt), ("<=", Le), ("<", Lt)):
             if isinstance(bound, limit):
@@ -128,4 +144,4 @@ def _values(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(make_page(), end="")

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import Aggregator, chain, uniform
+from fedheal.aggregate import Aggregator, afl, chain, uniform
 from fedheal.aggregate.registry import STAGES
-from fedheal.aggregate.weights import afl
 from fedheal.aggregate.weights.afl import project
 
 ONE = Layout.flat(1)

@@ -11,8 +11,8 @@ from scipy.optimize import minimize
 
 from fedheal import Layout, Updates
 from fedheal.aggregate import Aggregator, fedheal
-from fedheal.aggregate.registry import fael_exact
-from fedheal.aggregate.weights.exact import solve, variance
+from fedheal.aggregate.registry import STAGES
+from fedheal.aggregate.weights.exact import compute_model_distances, solve_weights
 
 SETTINGS = {  # ridge, towards uniform?, floor as a share of 1/K
     "exact": (1e-4, False, 0.0),
@@ -24,7 +24,7 @@ SETTINGS = {  # ridge, towards uniform?, floor as a share of 1/K
 
 
 def problem(updates, setting, seed=0):
-    """The Gram matrix of centred updates, and the rest of what `solve` is asked."""
+    """The Gram matrix of centred updates, and the rest of what `solve_weights` is asked."""
     centred = updates - updates.mean(axis=0)
     gram, k = centred @ centred.T, len(updates)
     ridge, uniform, floor = SETTINGS[setting]
@@ -49,7 +49,7 @@ def residual(p, gram, reference, ridge, floor):
 
 
 def assert_solved(gram, reference, ridge, floor):
-    p, said = solve(gram, reference, ridge, floor)
+    p, said = solve_weights(gram, reference, ridge, floor)
     assert residual(p, gram, reference, ridge, floor) <= 1e-8
     assert said <= 1e-8
     assert p.min() >= floor * (1 - 1e-12)
@@ -84,8 +84,8 @@ def descended(gram, reference, ridge, floor, steps=4000):
 
 
 @pytest.mark.parametrize("setting", ["exact", "exact-reg"])
-@pytest.mark.parametrize("k", [2, 3, 5, 9, 20])
-@pytest.mark.parametrize("length", [1, 2, 40])
+@pytest.mark.parametrize("k", [2, 5, 20])
+@pytest.mark.parametrize("length", [1, 40])
 def test_against_a_long_projected_gradient_run(k, length, setting):
     rng = np.random.default_rng([k, length])
     gram, reference, ridge, floor = problem(rng.normal(size=(k, length)) * rng.uniform(0.5, 2, (k, 1)), setting)
@@ -131,7 +131,7 @@ def test_orthogonal_updates_by_hand():
     for reference in (np.full(3, 1 / 3), np.array([0.8, 0.1, 0.1])):
         p = assert_solved(np.diag([2.0, 3.0, 4.0]), reference, 1e-12, 0.0)
         np.testing.assert_allclose(p, np.array([7, 9, 10]) / 26, atol=1e-9)
-        assert variance(np.diag([2.0, 3.0, 4.0]), p) < 1e-15
+        assert compute_model_distances(np.diag([2.0, 3.0, 4.0]), p).var() < 1e-15
 
 
 @pytest.mark.parametrize("k", [3, 6, 20])
@@ -154,7 +154,7 @@ def test_two_clients_meet_in_the_middle():
     # Any two models are equally far from their midpoint; the ridge pulls towards the reference.  With the centred updates
     # -x and x, |x|^2 = 1: K = [[1, -1], [-1, 1]], a - 2 K p = 1 -+ 2 (p - q), so the variance is 4 (p - q)^2.
     # p = 1/2 + e: 16 e^2 + 2 ridge (e - r)^2 with reference 1/2 + r: e = ridge r / (8 + ridge).
-    p, _ = solve(np.array([[1.0, -1], [-1, 1]]), np.array([0.9, 0.1]), 1.0, 0.0)
+    p, _ = solve_weights(np.array([[1.0, -1], [-1, 1]]), np.array([0.9, 0.1]), 1.0, 0.0)
     np.testing.assert_allclose(p, [0.5 + 0.4 / 9, 0.5 - 0.4 / 9], rtol=1e-14)
 
 
@@ -209,7 +209,7 @@ def test_the_scale_of_the_updates_changes_nothing(setting, scale):
     rng = np.random.default_rng(1)
     gram, *rest = problem(rng.normal(size=(7, 20)) * rng.uniform(0.3, 2, (7, 1)), setting)
     p = assert_solved(gram * scale, *rest)
-    np.testing.assert_allclose(p, solve(gram, *rest)[0], atol=1e-9)
+    np.testing.assert_allclose(p, solve_weights(gram, *rest)[0], atol=1e-9)
 
 
 @pytest.mark.parametrize("setting", ["exact", "exact-reg"])
@@ -225,8 +225,8 @@ def test_the_order_of_clients_does_not_matter(setting):
     rng = np.random.default_rng(2)
     gram, reference, ridge, floor = problem(rng.normal(size=(8, 20)) * rng.uniform(0.3, 2, (8, 1)), setting)
     order = rng.permutation(8)
-    p, _ = solve(gram, reference, ridge, floor)
-    shuffled, _ = solve(gram[np.ix_(order, order)], reference[order], ridge, floor)
+    p, _ = solve_weights(gram, reference, ridge, floor)
+    shuffled, _ = solve_weights(gram[np.ix_(order, order)], reference[order], ridge, floor)
     np.testing.assert_allclose(shuffled, p[order], atol=1e-10)
 
 
@@ -245,7 +245,7 @@ def test_the_regularised_rule_keeps_everyone_above_the_floor():
 def test_a_floor_of_an_equal_part_is_uniform_for_any_number_of_clients(below):
     rng = np.random.default_rng(8)
     for k in range(1, 65):
-        aggregator = Aggregator(fael_exact(floor=1.0 - below))
+        aggregator = Aggregator(STAGES["fael-exact"](floor=1.0 - below))
         sent = Updates(range(k), rng.normal(size=(k, 50)), rng.integers(1, 90, k))
         out = aggregator.apply(np.zeros(50), sent, aggregator.init(Layout.flat(50)))
         np.testing.assert_allclose(out.weights, 1 / k, atol=1e-12 + below)
@@ -264,7 +264,7 @@ def test_the_exact_rule_beats_example_shares_and_uniform_on_its_own_objective():
 @pytest.mark.parametrize("fphl", [True, False])
 def test_the_report_is_the_definition(kernel, fael, fphl, monkeypatch):
     """Var_m |sum_j p_j D_j - D_m|^2 over the kept entries, with the mask worked out here."""
-    monkeypatch.setattr("fedheal.aggregate.inner_products.BLOCK", 64)  # several blocks of columns, the last one short
+    monkeypatch.setattr("fedheal.aggregate.gram.BLOCK", 64)  # several blocks of columns, the last one short
     rng = np.random.default_rng(5)
     k, width, tau = 5, 1000, 0.6
     aggregator = fedheal(tau=tau, fael=fael, fphl=fphl, kernel=kernel)

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import chain, uniform
+from fedheal.aggregate import chain, fedfv, uniform
 from fedheal.aggregate.registry import STAGES
-from fedheal.aggregate.whole import fedfv
-from fedheal.aggregate.whole.fedfv import conflict_free, kept_as_they_are
+from fedheal.aggregate.whole.fedfv import choose_unprojected, fedfv_stage
 
 KERNELS = ["reference", "cpu"]
 
@@ -137,7 +136,7 @@ def test_the_share_that_is_kept_is_that_of_exact_fractions(alpha):
     """The paper's grid and more: K - ceil((K - 1) (1 - alpha)) clients, without any rounding."""
     for clients in range(1, 200):
         kept = clients - math.ceil((clients - 1) * (1 - Fraction(alpha)))
-        assert len(kept_as_they_are(np.arange(clients), float(Fraction(alpha)))) == kept
+        assert len(choose_unprojected(np.arange(clients), float(Fraction(alpha)))) == kept
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_the_share_that_is_kept_is_that_of_exact_fractions(alpha):
     [(4, 1 / 3, 2), (7, 2 / 3, 5), (1, 0.1, 1), (2, 0.1, 1), (11, 0.1, 2), (20, 0.1, 2), (20, 0.0, 0), (7, 1.0, 7)],
 )
 def test_how_many_are_kept(clients, alpha, kept):
-    assert len(kept_as_they_are(np.arange(clients), alpha)) == kept
+    assert len(choose_unprojected(np.arange(clients), alpha)) == kept
 
 
 def test_only_what_may_still_be_asked_for_is_remembered():
@@ -179,7 +178,7 @@ def test_several_blocks_of_columns(monkeypatch):
     rng = np.random.default_rng(2)
     cohorts = [sent("abc"[: 2 + t % 2], rng.normal(size=(2 + t % 2, 50)), [3, 2, 1][: 2 + t % 2]) for t in range(4)]
     whole = play(fedfv(tau=2), cohorts, 50)[-1].model
-    monkeypatch.setattr("fedheal.aggregate.inner_products.BLOCK", 16)
+    monkeypatch.setattr("fedheal.aggregate.gram.BLOCK", 16)
     np.testing.assert_allclose(play(fedfv(tau=2), cohorts, 50)[-1].model, whole, rtol=0, atol=1e-13)
 
 
@@ -196,7 +195,7 @@ def test_buffers_are_averaged_evenly():
 def test_it_stands_alone():
     for other in ("fphl", "uniform"):
         with pytest.raises(ValueError, match="two of these stages give"):
-            chain(conflict_free(), STAGES[other]())
+            chain(fedfv_stage(), STAGES[other]())
 
 
 @pytest.mark.parametrize(

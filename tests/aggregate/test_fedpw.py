@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import uniform
-from fedheal.aggregate.whole import fedpw
-from fedheal.aggregate.whole.fedpw import drop_rates, smallest
+from fedheal.aggregate import fedpw, uniform
+from fedheal.aggregate.whole.fedpw import compute_drop_rates, mark_smallest
 
 KERNELS = ["reference", "cpu"]
 
@@ -182,11 +181,11 @@ def test_the_smallest_and_how_many():
     for _ in range(50):
         values = rng.integers(0, 6, 20).astype(float)
         for number in (0, 1, 7, 19, 20):
-            mask = smallest(values, number)
+            mask = mark_smallest(values, number)
             assert set(np.flatnonzero(mask)) == set(np.argsort(values, kind="stable")[:number])
     # Equal losses: exactly rho, so that floor(0.3 * 10) is 3 for any number of clients.
     for k in range(1, 40):
-        assert drop_rates(np.full(k, 0.7), 0.3) == pytest.approx(0.3, abs=1e-12)
+        assert compute_drop_rates(np.full(k, 0.7), 0.3) == pytest.approx(0.3, abs=1e-12)
         rows = np.tile(np.arange(1.0, 11), (k, 1))
         out = play(fedpw(), [sent(list(range(k)), rows, [0.7] * k)] * 2, Layout.flat(10))[-1]
         assert np.sum(np.abs(out.model - np.arange(1.0, 11)) < 1e-9) == 3

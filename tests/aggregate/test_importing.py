@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_aggregating_inside_an_import_does_not_hang(tmp_path):
     (tmp_path / "aggregates.py").write_text(
         "import torch\n"

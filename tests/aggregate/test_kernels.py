@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedheal import Layout, Updates
 from fedheal.aggregate import fedavg, fedheal
-from fedheal.aggregate.draft import Kept
+from fedheal.aggregate.draft import CountMask
 from fedheal.aggregate.kernels import cpu, reference
 from fedheal.aggregate.kernels.drop import add_undropped
 
@@ -50,8 +50,8 @@ def test_the_kernels_agree(k, tensors, dtype, counts_dtype, sign, seed):
     results = []
     for kernel in (reference, cpu):
         mine = counts.clone()
-        measured = kernel.observe(deltas, rows, tensors, mine, slots, at_least, below, sign)
-        kept = Kept(mine, slots, at_least, below, sign)
+        kept = CountMask(counts=mine, slots=slots, at_least=at_least, below=below, sign=sign)
+        measured = kernel.observe(deltas, rows, tensors, kept)
         results.append((mine, measured, *kernel.average(zeros, deltas, rows, u, kept)))
         plain = kernel.measure(deltas, rows, tensors)
         assert plain.kept.tolist() == [tensors] * k
@@ -60,14 +60,14 @@ def test_the_kernels_agree(k, tensors, dtype, counts_dtype, sign, seed):
     assert np.array_equal(measured_a.kept, measured_b.kept)
     assert unkept_a == unkept_b
     np.testing.assert_allclose(measured_a.squares, measured_b.squares, rtol=1e-12)
-    masked = reference.masked(deltas, rows, kept, 0, sum(tensors)).numpy()
+    masked = reference.mask_block(deltas, rows, kept, 0, sum(tensors)).numpy()
     for which in (kept, None):
         for start, stop in ((0, sum(tensors)), (sum(tensors) // 3, sum(tensors) // 2)):
-            blocks = [kernel.masked(deltas, rows, which, start, stop) for kernel in (reference, cpu)]
+            blocks = [kernel.mask_block(deltas, rows, which, start, stop) for kernel in (reference, cpu)]
             assert torch.equal(*blocks)
             assert blocks[1].dtype == torch.float64
     share = u[:, None] * np.stack(
-        [reference.mask(kept, i, deltas[r].double(), 0, sum(tensors)) for i, r in enumerate(rows)]
+        [reference.compute_mask(kept, i, deltas[r].double(), 0, sum(tensors)) for i, r in enumerate(rows)]
     )
     bound = (u[:, None] * np.abs(masked)).sum(axis=0) / np.maximum(share.sum(axis=0), 1e-300)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import Aggregator, chain, uniform
-from fedheal.aggregate.reduce import mean, mean_of_everything
+from fedheal.aggregate import Aggregator, chain, qffl, uniform
+from fedheal.aggregate.reduce import mean, mean_as_released
 from fedheal.aggregate.registry import STAGES
-from fedheal.aggregate.weights import qffl
 
 MODES = ["reweight", "qfedavg_eff", "qfedavg"]
 KERNELS = ["reference", "cpu"]
@@ -107,7 +106,7 @@ def test_buffers_are_not_shrunk(released):
     model = Packed(torch.zeros(2), torch.ones(2), torch.zeros(1, dtype=torch.int64))
     metrics = {"loss": [1.0, 3.0], "reach": [1.0, 1.0]}
     sent = Updates("ab", torch.ones(2, 2), [1, 1], [[4.0, 4.0], [8.0, 8.0]], [[10], [10]], metrics)
-    aggregator = Aggregator(STAGES["qffl"](mode="qfedavg_eff"), mean_of_everything if released else mean)
+    aggregator = Aggregator(STAGES["qffl"](mode="qfedavg_eff"), mean_as_released if released else mean)
     out = aggregator.apply(model, sent, aggregator.init(layout))
     # Weights 1/4, 3/4: buffers 7. Scale: 4 / (1 * 3 + 3 * (1 + 2/3)) = 1/2: parameters 1/2.
     assert out.model.buffers.tolist() == pytest.approx([7, 7], rel=1e-6)

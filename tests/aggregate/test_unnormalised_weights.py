@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from fedheal import Layout, Updates
-from fedheal.aggregate import Aggregator, fedavg, fedheal, uniform
+from fedheal.aggregate import Aggregator, afl, fedavg, fedheal, fedpw, qffl, uniform
 from fedheal.aggregate.stage import stateless
-from fedheal.aggregate.weights import afl, qffl
-from fedheal.aggregate.whole import fedpw
-from fedheal.aggregate.whole.fedce import fedce
+from fedheal.aggregate.whole.fedce import fedce_stage
 
 LOSSES = {"a": 2.0, "b": 0.5, "c": 1.0}
 
@@ -49,7 +47,7 @@ def test_who_else_comes_does_not_change_it(aggregator: Aggregator, wanted: dict[
 
 @pytest.mark.parametrize(
     "aggregator",
-    [afl(reset=True), fedheal(fphl=False, fael="exact-reg"), fedpw(), Aggregator(fedce())],
+    [afl(reset=True), fedheal(fphl=False, fael="exact-reg"), fedpw(), Aggregator(fedce_stage())],
     ids=["afl, reset", "exact", "fedpw", "fedce"],
 )
 def test_where_only_a_cohort_shares_an_equal_part_stands_for_one(aggregator: Aggregator) -> None:
@@ -94,5 +92,5 @@ def test_a_skipped_client_stands_for_nothing_and_an_empty_round_for_nobody() -> 
 @pytest.mark.parametrize("wrong", [[1.0], [1.0, -1.0, 0.0], [1.0, np.inf, 0.0]], ids=str)
 def test_a_stage_that_gives_nonsense_is_refused(wrong: list[float]) -> None:
     aggregator = Aggregator(stateless(lambda draft: replace(draft, unnormalised_weights=np.array(wrong))))
-    with pytest.raises(ValueError, match="3 finite numbers, none negative, are needed"):
+    with pytest.raises(ValueError, match="must give 3 finite, non-negative weights, got"):
         unnormalised_weights(aggregator, "abc")

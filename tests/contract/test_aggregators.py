@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load, save
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import Aggregator, Stage, chain, fedavg, fedheal, uniform
+from fedheal.aggregate import Aggregator, Stage, afl, chain, fedavg, fedfv, fedheal, fedpw, qffl, uniform
 from fedheal.aggregate.registry import STAGES
-from fedheal.aggregate.weights import afl, qffl
-from fedheal.aggregate.whole import fedfv, fedpw
 from fedheal.core.state import State
 
 AGGREGATORS = {
@@ -173,17 +171,19 @@ def test_donated_rounds_give_the_same_bits(name):
 
 
 @every
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
-def test_kernels_give_the_same_model(name, kernel):
-    ours, theirs = play(AGGREGATORS[name](kernel=kernel), ROUNDS), play(AGGREGATORS[name](), ROUNDS)
+def test_kernels_give_the_same_model(name):
+    ours, theirs = (play(AGGREGATORS[name](kernel=kernel), ROUNDS) for kernel in ("reference", "cpu"))
     torch.testing.assert_close(ours.model.params, theirs.model.params, rtol=0, atol=1e-5)
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-9, atol=1e-9)
 
 
 @every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_dtype_and_kind_of_the_model_are_kept(name, dtype):
-    aggregator = AGGREGATORS[name]()
+def test_dtype_and_type_of_the_model_are_kept(name):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        check_dtype_and_type(AGGREGATORS[name](), dtype)
+
+
+def check_dtype_and_type(aggregator, dtype):
     sent = cohort("ab", 0, dtype)
     out = aggregator.apply(global_model(dtype), sent, aggregator.init(LAYOUT))
     assert (out.model.params.dtype, out.model.buffers.dtype, out.model.counters.dtype) == (dtype, dtype, torch.int64)
@@ -240,7 +240,11 @@ def test_two_stages_that_give_weights_are_refused():
         chain(STAGES["fphl"](), chain(STAGES["fphl"]()))
 
 
-def test_a_chain_is_a_stage():
-    inner = chain(STAGES["fphl"]())
-    assert isinstance(inner, Stage)
-    assert same(play(Aggregator(chain(inner, STAGES["fael"]())), ROUNDS).model, play(fedheal(), ROUNDS).model)
+def test_a_chain_is_a_stage_and_chains_of_chains_are_flat():
+    mask, weights = STAGES["fphl"](), STAGES["fael"]()
+    nested = chain(chain(chain(), weights), chain(chain(mask)))
+    assert isinstance(nested, Stage)
+    assert nested.parts == (mask, weights)
+    out = play(Aggregator(nested), ROUNDS)
+    assert [state.kind for state in out.state.stage.states] == ["consistency", "momentum"]
+    assert same(out.model, play(fedheal(), ROUNDS).model)

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedheal import methods
-from fedheal.core.state import RunState, restored_state
+from fedheal.core.parameter import Parameter, get_parameters
+from fedheal.core.state import RunState
 from fedheal.engine import serial
-from fedheal.engine.serial import ClientResult
+from fedheal.engine.serial import ClientResult, SerialEngine
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round, sample_cohort
@@ -70,9 +72,9 @@ def federation(name: str, **keys: Any) -> Federation:
 
 def step(fed: Federation, state: RunState, order: int = 1, edit: Edit = iter) -> RunState:
     def train(model, shared, tasks):
-        return edit(serial.train(fed.local_training, model, shared, task) for task in tasks[::order])
+        return edit(SerialEngine(fed.local_training).train(model, shared, tasks[::order]))
 
-    return run_round(fed, state, train, evaluate=False)[0]
+    return run_round(fed, state, SimpleNamespace(train=train), evaluate=False)[0]
 
 
 def after(fed: Federation, rounds: int, order: int = 1) -> RunState:
@@ -115,7 +117,7 @@ def test_a_state_survives_saving_and_the_next_round_is_the_same_bit_for_bit(name
     data = save({key: value.contiguous() for key, value in arrays.items()})
     text = json.dumps(described)
     kept = copied(flat(state))
-    restored = restored_state(load_bytes(data), json.loads(text), CPU)
+    restored = RunState.from_arrays(load_bytes(data), json.loads(text), CPU)
     assert_same(flat(restored), kept)
     assert (restored.round, restored.seed, restored.sent, restored.received) == (3, 0, state.sent, state.received)
     assert_same(flat(step(fed, restored)), flat(step(fed, state)))
@@ -131,7 +133,7 @@ def test_nothing_that_a_client_is_given_is_changed(name: str) -> None:
     replies = []
     for client in fed.clients:
         task = serial.Task(client, 3, tuple(term.slots.get(client, {}) for term in state.terms))
-        one, two = (serial.train(fed.local_training, state.model, shared, task) for _ in range(2))
+        one, two = (serial.train_client(fed.local_training, state.model, shared, task) for _ in range(2))
         assert torch.equal(one.reply.delta, two.reply.delta)
         assert one.reply.metrics == two.reply.metrics
         for left, right in ((one.slots, two.slots), (one.messages, two.messages)):
@@ -343,26 +345,31 @@ def test_fpl_sends_cluster_prototypes_along() -> None:
 # Parameters
 
 
-def _bad() -> Iterator[tuple[str, str, str]]:
-    """For every parameter of every part, values of its kind that mean nothing."""
-    for part in methods.PARTS:
-        for key, default in methods.parameters(part).items():
-            if isinstance(default, bool):
-                values = ["maybe", "2", "no"]
-            elif isinstance(default, (int, float)):
-                values = ["-1", "nan", "inf", "true", "abc", ""]
-            else:
-                values = ["nonsense", "2", "true", ""]
-            yield from ((part, key, value) for value in values)
+def _find_bad_values(parameter: Parameter) -> list[str]:
+    """Return texts that are no value of this parameter: of another kind, and beyond each of its bounds."""
+    if parameter.choices or isinstance(parameter.default, str):
+        return ["nonsense", "3", "true", ""]
+    if isinstance(parameter.default, bool):
+        return ["maybe", "2", "no"]
+    bounds = [(parameter.ge, -1), (parameter.gt, 0), (parameter.le, 1), (parameter.lt, 0)]
+    return [*(f"{bound + step}" for bound, step in bounds if bound is not None), "nan", "inf", "true", "abc", ""]
 
 
-@pytest.mark.parametrize(("part", "key", "value"), list(_bad()))
-def test_a_parameter_out_of_range_is_refused_with_one_sentence(part: str, key: str, value: str) -> None:
-    """It names the parameter and its value, in the name and beside it alike."""
-    for given in ({}, {key: value}):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011  (the sentence is looked at below)
-            methods.get(part if given else f"{part}:{key}={value}", **given)
-        sentence = str(caught.value)
-        assert key in sentence
-        assert value.lower() in sentence.lower()
-        assert "\n" not in sentence
+PARAMETERS = [
+    (part, parameter)
+    for part, constructor in methods.PARTS.items()
+    for parameter in get_parameters(constructor).values()
+]
+
+
+@pytest.mark.parametrize(("part", "parameter"), PARAMETERS, ids=lambda value: getattr(value, "name", value))
+def test_a_parameter_out_of_range_is_refused_with_one_sentence(part: str, parameter: Parameter) -> None:
+    """The sentence names the parameter and its value, whether it stands in the name or beside it."""
+    for value in _find_bad_values(parameter):
+        for name, keys in ((f"{part}:{parameter.name}={value}", {}), (part, {parameter.name: value})):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011  (the sentence is checked below)
+                methods.get(name, **keys)
+            sentence = str(caught.value)
+            assert parameter.name in sentence
+            assert value.lower() in sentence.lower()
+            assert "\n" not in sentence

@@ -285,7 +285,7 @@ def test_a_client_of_which_one_reply_is_refused_is_left_out_altogether(order):
         assert dict(zip(found.clients, out.weights.tolist(), strict=True)) == {"a": 0.0, "b": 1.0}
         assert out.model.tolist() == [5, 5, 5]
     strict = fedavg()
-    with pytest.raises(ValueError, match="client 'a': its id stands in this cohort again"):
+    with pytest.raises(ValueError, match="client 'a': its id occurs again in this cohort"):
         strict.apply(np.zeros(3), found, strict.init(Layout.flat(3)))
 
 

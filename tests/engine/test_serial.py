@@ -15,17 +15,17 @@ from fedheal.core.layout import Layout, Packed
 from fedheal.core.rng import derive, generator
 from fedheal.data.domains import Split
 from fedheal.engine import serial
-from fedheal.engine.serial import EVALUATE_BATCH, LocalTraining, Task, Training, correct, seeded
+from fedheal.engine.serial import EVALUATE_BATCH, LocalTraining, Task, Training, find_correct, use_seed
 
 CPU = torch.device("cpu")
 
 
 def train(local_training, model, client, number):
-    return serial.train(local_training, model, (), Task(client, number)).reply
+    return serial.train_client(local_training, model, (), Task(client, number)).reply
 
 
 def batches(*arguments):
-    return ((x, y) for x, y, _ in serial.batches(*arguments))
+    return ((x, y) for x, y, _ in serial.make_batches(*arguments))
 
 
 def local_training(module: nn.Module, examples: Split, seed: int = 0, **keys: Any) -> LocalTraining:
@@ -200,7 +200,7 @@ def test_dropout_layers_do_drop_in_training() -> None:
 
 def test_the_global_stream_is_put_back_after_an_error() -> None:
     state = torch.random.get_rng_state()
-    with pytest.raises(RuntimeError, match="size"), seeded(derive(0, "x"), CPU):
+    with pytest.raises(RuntimeError, match="size"), use_seed(derive(0, "x"), CPU):
         torch.rand(3) + torch.rand(4)
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -240,15 +240,15 @@ def test_tied_weights_are_one_slice_and_stay_tied() -> None:
 def test_correct_is_per_example_in_evaluation_mode_and_in_any_number() -> None:
     module = tiny_data.dropping(3)
     whole = tiny_data.split(2 * EVALUATE_BATCH + 5, 1.0, 0.5, 0)
-    right = correct(module.train(), whole)
+    right = find_correct(module.train(), whole)
     assert right.shape == (2 * EVALUATE_BATCH + 5,)
     assert right.dtype == torch.bool
-    assert torch.equal(correct(module, Split(whole.images[-5:], whole.labels[-5:])), right[-5:])
-    assert torch.equal(correct(module, whole), right)  # no dropout
+    assert torch.equal(find_correct(module, Split(whole.images[-5:], whole.labels[-5:])), right[-5:])
+    assert torch.equal(find_correct(module, whole), right)  # no dropout
 
 
 def test_evaluation_does_not_touch_statistics() -> None:
     module = tiny_data.normed(3)
     before = {k: v.clone() for k, v in module.state_dict().items()}
-    correct(module, tiny_data.split(20, 1.0, 0.5, 0))
+    find_correct(module, tiny_data.split(20, 1.0, 0.5, 0))
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())

@@ -7,71 +7,76 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fedheal
 from fedheal import Method
+from fedheal.core.layout import Layout
+from fedheal.engine import Engine, open_engine
 from fedheal.engine.serial import Task
-from fedheal.engine.workers import trainer
 from fedheal.local.term import Term
 from fedheal.methods import get
 from fedheal.simulate.build import build_federation
-from fedheal.simulate.round import initial_state
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick, words
 
 TESTS = Path(__file__).parents[1]
 
 
-def bits(**keys: Any) -> dict[str, bytes]:
-    model = fedheal.run(quick(**keys), progress=False).model
-    return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
-
-
 def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
-    local_training = build_federation(quick(), load(), torch.device("cpu"))
-    with trainer(local_training.local_training, 1, 1) as train:
-        replies = [
-            t.reply for t in train(initial_state(local_training).model, (), [Task("plain-1", 1), Task("dark-0", 1)])
-        ]
+    federation = build_federation(quick(), load(), torch.device("cpu"))
+    tasks = [Task("plain-1", 1), Task("dark-0", 1)]
+    with open_engine(federation.local_training) as engine:
+        replies = [result.reply for result in engine.train(initial_state(federation).model, (), tasks)]
     assert [reply.client for reply in replies] == ["plain-1", "dark-0"]
     assert [reply.num_examples for reply in replies] == [24, 13]
 
 
 @pytest.mark.slow
-def test_two_workers_give_the_bits_of_one() -> None:
-    keys = {"model": "tiny_data:normed", "participation": 0.8, "dropout": 0.2, "rounds": 6, "augment": "crop-flip"}
-    assert bits(workers=2, **keys) == bits(workers=1, **keys)
-
-
-@pytest.mark.slow
-def test_workers_answer_in_the_order_asked_for_pass_errors_on_and_end() -> None:
-    """Tied weights too; and the module of this process is not touched by theirs."""
-    federation = build_federation(quick(model="tiny_data:tied", epochs=20), load(), torch.device("cpu"))
-    model = initial_state(federation).model
-    asked = ["dark-0", "plain-1", "noisy-0"]
-    before = {name: value.clone() for name, value in federation.local_training.module.state_dict().items()}
-    with trainer(federation.local_training, 2, 1) as train:
-        there = [t.reply for t in train(model, (), [Task(client, 1) for client in asked])]
+def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on() -> None:
+    """With statistics and tied weights; the module of this process is not touched by theirs."""
+    keys = {"model": "tiny_data:tied", "participation": 0.8, "dropout": 0.2, "augment": "crop-flip"}
+    federation = build_federation(quick(**keys), load(), torch.device("cpu"))
+    module = nn.Sequential(nn.BatchNorm2d(3), federation.local_training.module)
+    local_training = replace(federation.local_training, module=module, layout=Layout.of(module))
+    federation = replace(federation, local_training=local_training)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with open_engine(local_training, workers=2) as engine:
+        state = initial_state(federation)
+        tasks = [Task(client, 1) for client in ("dark-0", "plain-1", "noisy-0")]
+        results = [list(engine.train(state.model, (), tasks))]
+        ends = [run_rounds(federation, engine)]
         with pytest.raises(KeyError, match="nobody"):
-            list(train(model, (), [Task("nobody", 1)]))
-    assert all(
-        torch.equal(value, before[name]) for name, value in federation.local_training.module.state_dict().items()
-    )
+            list(engine.train(state.model, (), [Task("nobody", 1)]))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as theirs: a run sets it, the trainer for one worker takes what there is
+    torch.set_num_threads(1)  # as theirs: a run sets it; the serial engine uses the process's threads
     try:
-        with trainer(federation.local_training, 1, 1) as train:
-            here = [t.reply for t in train(model, (), [Task(client, 1) for client in asked])]
+        with open_engine(local_training) as engine:
+            results.append(list(engine.train(state.model, (), tasks)))
+            module.load_state_dict(before)
+            ends.append(run_rounds(federation, engine))
     finally:
         torch.set_num_threads(threads)
-    assert [reply.client for reply in there] == asked
-    for one, two in zip(here, there, strict=True):
-        assert torch.equal(one.delta, two.delta)
-        assert one.metrics == two.metrics
+    assert [result.reply.client for result in results[0]] == [task.client for task in tasks]
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one.reply.delta, two.reply.delta)
+        assert one.reply.metrics == two.reply.metrics
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(array, ends[1][name]) for name, array in ends[0].items())
+
+
+def run_rounds(federation: Federation, engine: Engine) -> dict[str, torch.Tensor]:
+    state = initial_state(federation)
+    for _ in range(3):
+        state, _ = run_round(federation, state, engine, evaluate=False)
+    return dict(state.to_arrays()[0])
 
 
 class Sendable(Term):
@@ -91,7 +96,7 @@ def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: 
         monkeypatch.setitem(sys.modules, "a_notebook", sys.modules[__name__])
     own = Method((term(),), get("fedavg").aggregator, "mine")
     with pytest.raises(
-        ChildProcessError, match=rf"workers = 2: no process could start .*\(.*{said}.*\): .*workers=1"
+        ChildProcessError, match=rf"workers = 2: a worker process could not start .*\(.*{said}.*\)\. .*workers=1"
     ) as raised:
         fedheal.run(quick(method=own, workers=2), progress=False)
     assert "--resume" not in str(raised.value)

@@ -65,7 +65,7 @@ def test_local_terms_that_no_client_trains_with_are_an_error_of_the_app(method):
     ("spoil", "words"),
     [
         (drop_terms, "without the method's local terms"),
-        (about(terms=["Proximal(mu=9.0)"]), r"with \['Proximal\(mu=9.0\)'\]; .* trains with Proximal\(mu=0.01\)"),
+        (about(terms=["FedProx(mu=9.0)"]), r"with \['FedProx\(mu=9.0\)'\]; .* trains with FedProx\(mu=0.01\)"),
         (about(terms=7), "it trained with 7"),
     ],
 )

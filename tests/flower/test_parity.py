@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedheal.engine.workers import trainer
+from fedheal.engine.serial import SerialEngine
 from fedheal.flower import FedHEAL
 from fedheal.simulate.round import initial_state, run_rounds
 from flower.sites import Sites
@@ -15,8 +15,8 @@ def simulated(sites: Sites):
     """The simulator's last state and its records."""
     federation, last = sites.federation, sites.experiment.rounds
     federation.local_training.module.load_state_dict({k: torch.from_numpy(v.numpy()) for k, v in sites.initial.items()})
-    with trainer(federation.local_training, 1, 1) as train:
-        done = list(run_rounds(federation, initial_state(federation), train, last))
+    engine = SerialEngine(federation.local_training)
+    done = list(run_rounds(federation, initial_state(federation), engine, last))
     return done[-1][0], [record for _, record in done]
 
 

@@ -285,7 +285,7 @@ def test_a_folder_belongs_to_one_method_seed_and_server_whatever_the_name(tmp_pa
     FairStrategy("fedheal", name="ours", folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=1)
     described = (tmp_path / "run" / "federation.toml").read_bytes()
     told = tomllib.loads(described.decode())
-    assert (told["method"], told["algorithm"]) == ("ours", methods.get("fedheal").spelled)
+    assert (told["method"], told["algorithm"]) == ("ours", methods.get("fedheal").full_name)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["algorithm"] == told["algorithm"]
     refused(r"algorithm = '.*tau=0.3.*', not '.*tau=0.9", "fedheal:tau=0.9")
     refused("algorithm = ", "fedprox")

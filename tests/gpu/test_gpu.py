@@ -13,11 +13,11 @@ import torch
 import fedheal
 from fedheal import Layout, Updates, aggregate, methods
 from fedheal.aggregate import kernels
-from fedheal.aggregate.draft import Kept
+from fedheal.aggregate.draft import CountMask
 from fedheal.core.layout import matrix
-from fedheal.engine import serial, trainer
+from fedheal.engine import open_engine, serial
 from fedheal.engine.lanes import Lanes
-from fedheal.engine.precision import numerics
+from fedheal.engine.precision import use_precision
 from fedheal.local.term import Term
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
@@ -95,9 +95,9 @@ def test_two_gpu_runs_start_from_the_model_of_a_cpu_run():
 
 
 def test_the_kernel_is_chosen_by_where_the_updates_are():
-    assert kernels.choose("auto", torch.zeros(1, 1, device="cuda")).__name__.endswith(".cuda")
+    assert kernels.choose_kernel("auto", torch.zeros(1, 1, device="cuda")).__name__.endswith(".cuda")
     with pytest.raises(ValueError, match="on 'cuda"):
-        kernels.choose("cpu", torch.zeros(1, 1, device="cuda"))
+        kernels.choose_kernel("cpu", torch.zeros(1, 1, device="cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -125,8 +125,8 @@ def test_the_cuda_kernel_has_the_bits_of_the_reference(dtype, width, sign, align
     found = []
     for kernel in (reference, cuda):
         table = rows_of(counts.contiguous().clone())
-        measured = kernel.observe(deltas, rows, tensors, table, slots, low, high, sign)
-        kept = Kept(table, slots, low, high, sign)
+        kept = CountMask(counts=table, slots=slots, at_least=low, below=high, sign=sign)
+        measured = kernel.observe(deltas, rows, tensors, kept)
         found.append(
             (
                 measured,
@@ -151,8 +151,9 @@ def test_the_cuda_kernel_names_bad_rows_and_leaves_the_counts():
     deltas[2, 9999], deltas[0, 17] = torch.nan, torch.inf
     counts = torch.randint(0, 9, (4, 10000), dtype=torch.uint8, device="cuda")
     before, three = counts.clone(), np.array([3, 3, 3, 3])
+    mask = CountMask(counts=counts, slots=np.arange(4), at_least=three, below=three, sign=1)
     with pytest.raises(kernels.NonFinite) as found:
-        cuda.observe(deltas, np.arange(4), [4000, 6000], counts, np.arange(4), three, three, 1)
+        cuda.observe(deltas, np.arange(4), [4000, 6000], mask)
     assert sorted(found.value.rows) == [0, 2]
     assert torch.equal(counts, before)
 
@@ -167,24 +168,23 @@ def test_lanes_equal_the_serial_engine_on_the_same_seeds(method, model):
     keys = {"epochs": 4, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
     fed = build_federation(quick(method=method, model=model, **keys), load(), torch.device("cuda"))
     start = initial_state(fed)
-    with numerics("fp32", True, torch.device("cuda")):
+    with use_precision("fp32", True, torch.device("cuda")):
         sides = Lanes(fed.local_training, 3)
-        in_turn = lambda model, shared, tasks: (serial.train(fed.local_training, model, shared, t) for t in tasks)  # noqa: E731
         finals = []
-        for train in (sides, in_turn):
+        for engine in (sides, serial.SerialEngine(fed.local_training)):
             state = start
             for _ in range(2):
-                state, _ = run_round(fed, state, train, evaluate=False)
+                state, _ = run_round(fed, state, engine, evaluate=False)
             finals.append(state)
             fed.local_training.module.load_state_dict(fed.local_training.layout.unpack(start.model))
-    assert sides.reason == ""
+    assert sides.fallback_reason == ""
     one, two = (state.model.params - start.model.params for state in finals)
     assert float((one - two).norm() / two.norm()) < 1e-5
     assert any(
         isinstance(g, torch.cuda.CUDAGraph)
         for lane in sides.lanes
-        for b in lane.books.values()
-        for g in b.graphs.values()
+        for step_set in lane.step_sets.values()
+        for g in step_set.graphs.values()
     )
 
 
@@ -206,10 +206,10 @@ def test_dropout_in_lanes_draws_as_the_serial_engine_does():
         quick(model="tiny_data:dropping", rounds=2, epochs=4, device="cuda"), load(), torch.device("cuda")
     )
     state, finals = initial_state(fed), []
-    with numerics("fp32", True, torch.device("cuda")):
-        for engine in ("lanes", "serial"):
-            with trainer(fed.local_training, engine) as train:
-                after, record = run_round(fed, state, train, evaluate=False)
+    with use_precision("fp32", True, torch.device("cuda")):
+        for name in ("lanes", "serial"):
+            with open_engine(fed.local_training, name) as engine:
+                after, record = run_round(fed, state, engine, evaluate=False)
             finals.append((after.model.params, record.train_loss))
     torch.testing.assert_close(finals[0][0], finals[1][0], rtol=1e-5, atol=1e-6)
     assert finals[0][1] == pytest.approx(finals[1][1], rel=1e-5)
@@ -221,7 +221,7 @@ def test_a_module_that_cannot_be_captured_is_trained_one_client_after_another(ca
     )
     sides = Lanes(fed.local_training, 2)
     _, record = run_round(fed, initial_state(fed), sides, evaluate=False)
-    assert "captured" in sides.reason
+    assert "captured" in sides.fallback_reason
     assert np.isfinite(record.train_loss)
     assert len([r for r in caplog.records if "one client after another" in r.message]) == 1
 
@@ -238,10 +238,10 @@ def test_so_is_a_term_that_cannot_be_captured(caplog):
     local_training = replace(fed.local_training, terms=(Looking(),))
     tasks = [serial.Task(client, 1, ({},)) for client in fed.clients]
     sides, model = Lanes(local_training, 2), initial_state(fed).model
-    with numerics("fp32", True, torch.device("cuda")):
-        found = list(sides(model, ({},), tasks))
-        expected = [serial.train(local_training, model, ({},), task) for task in tasks]
-    assert "captured" in sides.reason
+    with use_precision("fp32", True, torch.device("cuda")):
+        found = list(sides.train(model, ({},), tasks))
+        expected = [serial.train_client(local_training, model, ({},), task) for task in tasks]
+    assert "captured" in sides.fallback_reason
     assert len([r for r in caplog.records if "one client after another" in r.message]) == 1
     for one, two in zip(found, expected, strict=True):
         assert torch.equal(one.reply.delta, two.reply.delta)
@@ -254,9 +254,9 @@ def test_so_is_a_term_that_cannot_be_captured(caplog):
 def test_fused_normalisation_equals_the_plain_one(dtype, shape, shortcut, relu):
     from torch import nn
 
-    from fedheal.models import fused
+    from fedheal.models import fused_norm
 
-    assert fused._kernels("cuda") is not None
+    assert fused_norm._load_kernels("cuda") is not None
     channels = shape[1]
     norm, plain = nn.BatchNorm2d(channels).cuda(), nn.BatchNorm2d(channels).cuda()
     torch.manual_seed(0)
@@ -265,7 +265,7 @@ def test_fused_normalisation_equals_the_plain_one(dtype, shape, shortcut, relu):
     plain.load_state_dict(norm.state_dict())
     given = [(2 * torch.randn(shape, device="cuda") + 3).to(dtype) for _ in range(3)]
     one, two = ([t.clone().contiguous(memory_format=torch.channels_last).requires_grad_() for t in given] for _ in "ab")
-    found = fused.norm_relu(norm, one[0], one[1] if shortcut else None, relu)
+    found = fused_norm.norm_relu(norm, one[0], one[1] if shortcut else None, relu)
     expected = plain(two[0].float()) + (two[1].float() if shortcut else 0)
     expected = expected.relu() if relu else expected
     found.backward(given[2])
@@ -278,4 +278,4 @@ def test_fused_normalisation_equals_the_plain_one(dtype, shape, shortcut, relu):
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(norm.state_dict()[name], value, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(norm.weight.grad, plain.weight.grad, rtol=1e-2, atol=1.0)
-    assert fused.norm_relu(norm.eval(), one[0]).isfinite().all()
+    assert fused_norm.norm_relu(norm.eval(), one[0]).isfinite().all()

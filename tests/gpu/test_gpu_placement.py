@@ -15,7 +15,7 @@ from fedheal.campaign import placement as places
 from fedheal.campaign.gpu_estimate import CONTEXT, demand
 from fedheal.campaign.placement import Place
 from fedheal.campaign.pool import Job, at_a_time, run_all
-from fedheal.engine.memory import give_back
+from fedheal.engine.memory import release_gpu_memory
 from fedheal.runs import folder as records
 from fedheal.simulate.build import build_federation, load_domains
 from fedheal.simulate.experiment import Experiment
@@ -37,7 +37,7 @@ def _gpu():
 def measured() -> Iterator[dict[str, int]]:
     """Bytes that torch took from the GPU at most, from a clean start."""
     found: dict[str, int] = {}
-    give_back()
+    release_gpu_memory()
     torch.cuda.reset_peak_memory_stats()
     yield found
     torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 """Clients whose loss is `1/2 (w - a)^T H (w - a)`, so that a round can be worked out by hand: gradients are exact.
 
-`client` is one client's round and `absorbed` the server's part, for one term; `federation` and `trainer` put the same
+`client` is one client's round and `absorbed` the server's part, for one term; `federation` and `make_engine` put the same
 clients into the real loop.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,7 @@ def federation(
     rounds: int = 1000,
     participation: float = 1.0,
 ) -> Federation:
-    """The real loop's fixed parts, without examples: `trainer` knows the losses."""
+    """The real loop's fixed parts, without examples: `make_engine` knows the losses."""
     module = Point(size)
     training = Training(lr, 1, steps=steps, momentum=momentum, weight_decay=0.0)
     terms = () if term is None else (term,)
@@ -142,11 +143,11 @@ def federation(
     return Federation(local_training, tuple(p), weighted(p), Server(), {}, {}, participation=participation)
 
 
-def trainer(fed: Federation, gradients: Mapping[str, Gradient]) -> Any:
-    """A trainer for `run_round` whose clients have these gradients."""
+def make_engine(fed: Federation, gradients: Mapping[str, Gradient]) -> Any:
+    """An engine for `run_round` whose clients have these gradients."""
     local_training, training = fed.local_training, fed.local_training.training
 
-    def one(model: Packed, shared: tuple[Arrays, ...], task: Task) -> ClientResult:
+    def train(model: Packed, shared: tuple[Arrays, ...], task: Task) -> ClientResult:
         term, slot, given = (
             (local_training.terms[0], task.slots[0], shared[0]) if local_training.terms else (Term(), {}, {})
         )
@@ -167,4 +168,4 @@ def trainer(fed: Federation, gradients: Mapping[str, Gradient]) -> Any:
         reply = Reply(task.client, local.params - model.params, 1)
         return ClientResult(reply, (left,) * len(local_training.terms), (told,) * len(local_training.terms))
 
-    return lambda model, shared, tasks: (one(model, shared, task) for task in tasks)
+    return SimpleNamespace(train=lambda model, shared, tasks: (train(model, shared, task) for task in tasks))

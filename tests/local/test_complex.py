@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedheal.engine import serial
+from fedheal.engine.serial import SerialEngine
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.evaluation import select_evaluated_model
 from fedheal.simulate.round import initial_state, run_round
@@ -16,9 +16,7 @@ def trained(method: str, model: str) -> torch.Tensor:
     fed = build_federation(quick(method=method, model=f"local.waves:{model}"), load(), torch.device("cpu"))
     state = initial_state(fed)
     for _ in range(3):
-        state, _ = run_round(
-            fed, state, lambda m, s, tasks: (serial.train(fed.local_training, m, s, t) for t in tasks), False
-        )
+        state, _ = run_round(fed, state, SerialEngine(fed.local_training), False)
     return select_evaluated_model(fed, state.model, state.terms).params
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from fedheal.core.layout import Layout, Packed
 from fedheal.engine import serial
-from fedheal.local.moon import Contrastive
+from fedheal.engine.serial import SerialEngine
+from fedheal.local.moon import Moon
 from fedheal.local.term import Batch, Context
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
@@ -32,7 +34,7 @@ class Turned(nn.Module):
         return x @ self.w.T
 
 
-def prepared(term: Contrastive, received: list[float], previous: list[float] | None, **keys: Any) -> Context:
+def prepared(term: Moon, received: list[float], previous: list[float] | None, **keys: Any) -> Context:
     slot = {} if previous is None else {"params": torch.tensor(previous), "buffers": torch.empty(0)}
     ctx = context(term, Packed(torch.tensor(received), *NONE), module=Turned(), slot=slot, **keys)
     assert term.prepare(ctx, ctx.received) is ctx.received
@@ -48,40 +50,40 @@ SAME, QUARTER = [1.0, 0.0, 0.0, 1.0], [0.0, -1.0, 1.0, 0.0]  # the identity, and
 
 def test_the_loss_by_hand() -> None:
     """z = z_g = (1, 0) and z_p = (0, 1): cosines 1 and 0, over T = 0.5: 2 and 0. l = log(1 + e^-2) = 0.126928."""
-    ctx = prepared(Contrastive(), SAME, QUARTER)
+    ctx = prepared(Moon(), SAME, QUARTER)
     x = [[1.0, 0.0]]
-    loss = Contrastive().loss(batch(x, torch.tensor(x)), ctx)
+    loss = Moon().loss(batch(x, torch.tensor(x)), ctx)
     assert loss.item() == pytest.approx(5 * math.log1p(math.exp(-2)), rel=1e-6)
     assert loss.item() == pytest.approx(5 * 0.126928, rel=1e-5)
 
 
 def test_the_loss_is_a_mean_over_the_batch_and_blind_to_length() -> None:
     """The second sample's feature is the previous net's: log(1 + e^2). Lengths 7 and 3 change nothing."""
-    ctx = prepared(Contrastive(mu=1.0), SAME, QUARTER)
-    loss = Contrastive(mu=1.0).loss(batch([[1.0, 0.0]] * 2, torch.tensor([[7.0, 0.0], [0.0, 3.0]])), ctx)
+    ctx = prepared(Moon(mu=1.0), SAME, QUARTER)
+    loss = Moon(mu=1.0).loss(batch([[1.0, 0.0]] * 2, torch.tensor([[7.0, 0.0], [0.0, 3.0]])), ctx)
     assert loss.item() == pytest.approx((math.log1p(math.exp(-2)) + math.log1p(math.exp(2))) / 2, rel=1e-6)
 
 
 def test_equal_references_give_the_constant_log_two_without_a_gradient() -> None:
-    ctx = prepared(Contrastive(mu=1.0), SAME, SAME)
+    ctx = prepared(Moon(mu=1.0), SAME, SAME)
     z = torch.tensor([[0.3, 0.4]], requires_grad=True)
-    loss = Contrastive(mu=1.0).loss(batch([[1.0, 0.0]], z), ctx)
+    loss = Moon(mu=1.0).loss(batch([[1.0, 0.0]], z), ctx)
     loss.backward()
     assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
     assert z.grad.abs().max() < 1e-7
 
 
 def test_gradients_flow_through_the_current_features_only() -> None:
-    ctx = prepared(Contrastive(), SAME, QUARTER)
+    ctx = prepared(Moon(), SAME, QUARTER)
     z = torch.tensor([[0.6, 0.8]], requires_grad=True)
-    Contrastive().loss(batch([[1.0, 0.0]], z), ctx).backward()
+    Moon().loss(batch([[1.0, 0.0]], z), ctx).backward()
     assert z.grad[0, 0] < 0 < z.grad[0, 1]  # nearer to z_g = (1, 0), away from z_p = (0, 1)
     for net in (ctx.scratch["global"], ctx.scratch["previous"]):
         assert all(p.grad is None and not p.requires_grad for p in net.parameters())
 
 
-@pytest.mark.parametrize("term", [Contrastive(), Contrastive(mu=0.0)], ids=["no previous net", "mu=0"])
-def test_no_term_without_a_previous_net_or_a_weight(term: Contrastive) -> None:
+@pytest.mark.parametrize("term", [Moon(), Moon(mu=0.0)], ids=["no previous net", "mu=0"])
+def test_no_term_without_a_previous_net_or_a_weight(term: Moon) -> None:
     ctx = prepared(term, SAME, None if term.mu else QUARTER)
     assert ctx.scratch == {}
     assert term.loss(batch([[1.0, 0.0]], torch.ones(1, 2)), ctx) is None
@@ -93,7 +95,7 @@ def test_reference_nets_are_in_evaluation_mode_and_nets_of_their_own() -> None:
     layout = Layout.of(module)
     received = layout.pack(module.state_dict())
     slot = {"params": received.params + 1, "buffers": received.buffers + 2}
-    term = Contrastive()
+    term = Moon()
     ctx = context(term, received, module=module, slot=slot)
     term.prepare(ctx, received)
     x = torch.rand(4, 3, 8, 8)
@@ -122,11 +124,11 @@ def test_the_buffer_is_the_clients_raw_local_model(method: str) -> None:
 
         def train(model, shared, tasks, replies=replies):
             for task in tasks:
-                done = serial.train(fed.local_training, model, shared, task)
+                done = serial.train_client(fed.local_training, model, shared, task)
                 replies[task.client] = done.reply
                 yield done
 
-        state, _ = run_round(fed, state, train, evaluate=False)
+        state, _ = run_round(fed, state, SimpleNamespace(train=train), evaluate=False)
         for client, slot in state.terms[0].slots.items():
             assert torch.equal(slot["params"] - before.params, replies[client].delta)
             assert torch.equal(slot["buffers"], replies[client].buffers)
@@ -139,12 +141,7 @@ def test_the_first_round_is_fedavgs_and_the_second_is_not() -> None:
         fed = build_federation(quick(method=method, model="tiny_data:featured"), load(), torch.device("cpu"))
         state, ends[method] = initial_state(fed), []
         for _ in range(2):
-            state, _ = run_round(
-                fed,
-                state,
-                lambda m, s, tasks, fed=fed: (serial.train(fed.local_training, m, s, t) for t in tasks),
-                False,
-            )
+            state, _ = run_round(fed, state, SerialEngine(fed.local_training), evaluate=False)
             ends[method].append(state.model.params)
     assert torch.equal(ends["fedavg"][0], ends["moon"][0])
     assert not torch.equal(ends["fedavg"][1], ends["moon"][1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedheal.core.state import RunState
-from fedheal.engine import serial
+from fedheal.engine.serial import SerialEngine
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
@@ -20,9 +20,7 @@ def after(method: str, rounds: int, **keys: Any) -> RunState:
     )
     state = initial_state(fed)
     for _ in range(rounds):
-        state, _ = run_round(
-            fed, state, lambda m, s, tasks: (serial.train(fed.local_training, m, s, t) for t in tasks), evaluate=False
-        )
+        state, _ = run_round(fed, state, SerialEngine(fed.local_training), evaluate=False)
     return state
 
 

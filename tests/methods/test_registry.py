@@ -11,20 +11,20 @@ import pytest
 import torch
 
 import fedheal
-from fedheal import aggregate, methods
+from fedheal import aggregate, flower, methods
 from fedheal.aggregate.registry import STAGES
-from fedheal.aggregate.weights import exact as equidistant
-from fedheal.aggregate.whole.fedce import fedce
-from fedheal.aggregate.whole.fedfv import conflict_free
-from fedheal.aggregate.whole.fedga import fedga
-from fedheal.aggregate.whole.fedpw import parameter_wise
-from fedheal.local.feddyn import Dynamic
-from fedheal.local.fedprox import Proximal
-from fedheal.local.moon import Contrastive
-from fedheal.local.personal import Ditto, LocalNorm
-from fedheal.local.prototypes import FPL, FedProc, FedProto
-from fedheal.local.scaffold import ControlVariates
-from fedheal.local.validated import Gaps, LeaveOneOut
+from fedheal.core.parameter import get_parameters
+from fedheal.local.ditto import Ditto
+from fedheal.local.fedbn import FedBN
+from fedheal.local.fedce import FedCE
+from fedheal.local.feddyn import FedDyn
+from fedheal.local.fedga import FedGA
+from fedheal.local.fedproc import FedProc
+from fedheal.local.fedproto import FedProto
+from fedheal.local.fedprox import FedProx
+from fedheal.local.fpl import FPL
+from fedheal.local.moon import Moon
+from fedheal.local.scaffold import Scaffold
 from tiny_data import quick
 
 
@@ -46,8 +46,8 @@ def test_names_are_local_methods_alone_and_with_every_stage() -> None:
 def test_every_name_is_canonical_and_its_full_spelling_means_the_same(name: str) -> None:
     method = methods.get(name)
     assert method.name == name
-    assert methods.get(method.spelled).name == name
-    assert methods.get(method.spelled).spelled == method.spelled
+    assert methods.get(method.full_name).name == name
+    assert methods.get(method.full_name).full_name == method.full_name
 
 
 SAME = [
@@ -85,7 +85,7 @@ SAME = [
 def test_one_spelling_for_one_method(written: str, name: str) -> None:
     assert methods.get(written).name == name
     assert methods.get(methods.get(written).name).name == name
-    assert methods.get(methods.get(written).spelled).name == name
+    assert methods.get(methods.get(written).full_name).name == name
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_keys_and_text_name_the_same_method(name: str, keys: dict[str, Any]) -> 
         return
     text = f"{name}:" + ",".join(f"{k}={str(v).replace('+', '')}" for k, v in keys.items())
     assert given.name == methods.get(text).name
-    assert methods.get(given.spelled).name == given.name
-    assert methods.get(given.name).spelled == given.spelled
+    assert methods.get(given.full_name).name == given.name
+    assert methods.get(given.name).full_name == given.full_name
 
 
 def test_a_sign_in_an_exponent_is_not_a_plus_between_parts() -> None:
@@ -140,11 +140,11 @@ def test_keys_given_as_text_are_read_as_numbers() -> None:
 
 
 def test_parameters_are_listed_with_their_values() -> None:
-    found = methods.parameters("fedheal:tau=0.4")
+    found = methods.get("fedheal:tau=0.4").parameters
     wanted = {"tau": 0.4, "beta": 0.4, "variant": "paper", "fphl": True, "fael": "momentum"}
     assert found | wanted == found
-    assert methods.parameters("fedavg") == {}
-    assert methods.parameters("uniform+fphl") == {"tau": 0.3, "variant": "paper", "soft": False, "forget": 0.0}
+    assert methods.get("fedavg").parameters == {}
+    assert methods.get("uniform+fphl").parameters == {"tau": 0.3, "variant": "paper", "soft": False, "forget": 0.0}
 
 
 def test_fphl_and_fael_together_are_fedheal_to_the_bit() -> None:
@@ -185,8 +185,8 @@ REFUSED = [
     ("fedheal:tau", {}, "should be key=value"),
     ("fedheal:tau=0.3,", {}, "should be key=value"),
     ("fedheal:tau=0.3,tau=0.3", {}, "each key once"),
-    ("fedheal:tau=x", {}, "tau = x: a number is needed"),
-    ("fedheal:tau=", {}, "a number is needed"),
+    ("fedheal:tau=x", {}, "tau = x: use a number from 0 to 1"),
+    ("fedheal:tau=", {}, "tau = : use a number from 0 to 1"),
     ("fedheal:tau=2", {}, "tau = 2.0: use a number from 0 to 1"),
     ("fedheal:tau=nan", {}, "tau = nan"),
     ("fedheal:tau=true", {}, "tau = true"),
@@ -201,17 +201,17 @@ REFUSED = [
     ("fael-exact:floor=2", {}, "floor = 2"),
     ("fedheal:tau=0.2", {"tau": 0.3}, "tau = 0.3 contradicts.*tau = 0.2"),
     ("afl+fael-exact", {"floor": 0.1}, "'floor' belongs to several parts.*afl, fael-exact"),
-    ("fedfv", {"tau": 1.5}, "tau = 1.5: a whole number is needed"),
-    ("fedfv:tau=1.5", {}, "tau = 1.5: a whole number is needed"),
-    ("fedfv:tau=x", {}, "tau = x: a whole number is needed"),
-    ("scaffold:option=1e400", {}, "option = 1e400: a whole number is needed"),
-    ("fedprox", {"mu": [0.1]}, r"mu = \[0.1\]: a number is needed"),
-    ("fedprox", {"mu": None}, "mu = None: a number is needed"),
-    ("fedprox", {"mu": {"a": 0.1}}, "mu = {'a': 0.1}: a number is needed"),
-    ("fael-exact", {"ridge": [1]}, r"ridge = \[1\]: a number is needed"),
-    ("fael-exact", {"ridge": None}, "ridge = None: a number is needed"),
-    ("directions", {"block": [2]}, r"block = \[2\]: a whole number is needed"),
-    ("fedheal", {"soft": [True]}, r"soft = \[True\]: use true or false"),
+    ("fedfv", {"tau": 1.5}, "tau = 1.5: use a whole number that is not negative"),
+    ("fedfv:tau=1.5", {}, "tau = 1.5: use a whole number that is not negative"),
+    ("fedfv:tau=x", {}, "tau = x: use a whole number that is not negative"),
+    ("scaffold:option=1e400", {}, "option = 1e400: use one of 1, 2"),
+    ("fedprox", {"mu": [0.1]}, r"mu = \[0.1\]: use a finite number"),
+    ("fedprox", {"mu": None}, "mu = None: use a finite number"),
+    ("fedprox", {"mu": {"a": 0.1}}, "mu = {'a': 0.1}: use a finite number"),
+    ("fael-exact", {"ridge": [1]}, r"ridge = \[1\]: use a finite number above 0"),
+    ("fael-exact", {"ridge": None}, "ridge = None: use a finite number above 0"),
+    ("directions", {"block": [2]}, r"block = \[2\]: use a whole number of at least 2"),
+    ("fedheal", {"soft": [True]}, r"soft = \[True\]: use True or False"),
     ("fedheal", {"variant": ["released"]}, "variant = .*released.*use one of"),
     ("fedheal", {"fael": [False]}, "fael = .*False.*use one of"),
     ("fedheal+uniform", {}, "two of these stages give weights"),
@@ -235,25 +235,24 @@ def test_what_is_wrong_with_a_name_is_one_sentence(name: str, keys: dict[str, An
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("value", [None, [1], "1", {}, True], ids=str)
-@pytest.mark.parametrize(
-    ("part", "key"),
-    [
-        (methods.PARTS[part], key)
-        for part in methods.PARTS
-        for key, default in methods.parameters(part).items()
-        if isinstance(default, (int, float)) and not isinstance(default, bool)
-    ],
-    ids=lambda given: getattr(given, "__name__", given),
-)
-def test_what_is_no_number_is_refused_by_the_parts_themselves(part: Callable[..., Any], key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{key} = "):
-        part(**{key: value})
+NUMBERS = [
+    (part, key)
+    for part, constructor in methods.PARTS.items()
+    for key, parameter in get_parameters(constructor).items()
+    if isinstance(parameter.default, (int, float)) and not isinstance(parameter.default, bool)
+]
+
+
+@pytest.mark.parametrize(("part", "key"), NUMBERS)
+def test_constructors_refuse_what_is_no_number(part: str, key: str) -> None:
+    for value in (None, [1], "1", {}, True):
+        with pytest.raises(ValueError, match=f"{key} = "):
+            methods.PARTS[part](**{key: value})
 
 
 def test_a_list_in_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text('method = "fedprox"\nmu = [0.1]\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"^mu = \[0.1\]: a number is needed$"):
+    with pytest.raises(ValueError, match=r"^mu = \[0.1\]: use a finite number that is not negative$"):
         fedheal.Experiment.read(tmp_path / "one.toml")
 
 
@@ -262,57 +261,57 @@ def test_a_method_is_a_value() -> None:
     with pytest.raises(AttributeError):
         method.name = "other"  # type: ignore[misc]
     assert method.local == ()
-    assert methods.get("fedprox:mu=0.1").local == (Proximal(0.1),)
+    assert methods.get("fedprox:mu=0.1").local == (FedProx(0.1),)
     assert torch.is_tensor(method.aggregator.apply(torch.zeros(2), fedheal.Updates(["a"], torch.ones(1, 2), [1]),
                                                    method.aggregator.init(fedheal.Layout.flat(2))).model)  # fmt: skip
 
 
-def defaults(part: Callable[..., Any]) -> dict[str, Any]:
-    """Of what may be given by position; a preset's `on_bad_update` and `kernel` may not."""
-    found = inspect.signature(part).parameters.values()
-    return {one.name: one.default for one in found if one.kind is not inspect.Parameter.KEYWORD_ONLY}
+PRESETS = {
+    "uniform": (aggregate.uniform, flower.Uniform),
+    "afl": (aggregate.afl, flower.AFL),
+    "qffl": (aggregate.qffl, flower.QFFL),
+    "fedheal": (aggregate.fedheal, flower.FedHEAL),
+    "fedfv": (aggregate.fedfv, flower.FedFV),
+    "fedpw": (aggregate.fedpw,),
+}
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        (STAGES["uniform"], aggregate.uniform),
-        (STAGES["afl"], aggregate.afl),
-        (STAGES["qffl"], aggregate.qffl),
-        (STAGES["fedheal"], aggregate.fedheal),
-        (STAGES["fael-exact"], equidistant.exact),
-        (methods.fedfv, aggregate.fedfv, conflict_free),
-        (methods.fedpw, aggregate.fedpw, parameter_wise),
-        (methods.fedce, fedce),
-        (methods.fedga, fedga),
-    ],
-    ids=lambda parts: parts[0].__name__,
-)
-def test_a_name_a_preset_and_a_stage_have_the_same_defaults(parts: tuple[Callable[..., Any], ...]) -> None:
-    for other in parts[1:]:
-        assert defaults(other) == defaults(parts[0])
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_take_the_declared_parameters_in_their_order(name: str) -> None:
+    declared = {key: parameter.default for key, parameter in get_parameters(methods.PARTS[name]).items()}
+    for preset in PRESETS[name]:
+        arguments = inspect.signature(preset).parameters.values()
+        by_position = {
+            a.name: a.default for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD and a.name != "placement"
+        }
+        assert list(by_position.items()) == list(declared.items())[: len(by_position)]
+        assert by_position.keys() == declared.keys() or preset is flower.FedHEAL  # which has no extensions
 
 
-def test_fedheals_halves_have_its_defaults() -> None:
-    whole = defaults(STAGES["fedheal"])
-    halves = defaults(STAGES["fphl"]) | defaults(STAGES["fael"])
-    assert halves == {name: whole[name] for name in halves}
+def test_the_paper_s_defaults() -> None:
+    wanted = {"tau": 0.3, "beta": 0.4, "variant": "paper", "fphl": True, "fael": "momentum"}
+    assert methods.get("fedheal").parameters | wanted == methods.get("fedheal").parameters
+
+
+def test_fedheals_halves_have_its_parameters() -> None:
+    halves = get_parameters(STAGES["fphl"]) | get_parameters(STAGES["fael"])
+    assert halves.items() <= get_parameters(STAGES["fedheal"]).items()
 
 
 @pytest.mark.parametrize(
     ("name", "term"),
     [
-        ("fedprox", Proximal),
-        ("scaffold", ControlVariates),
-        ("moon", Contrastive),
-        ("feddyn", Dynamic),
+        ("fedprox", FedProx),
+        ("scaffold", Scaffold),
+        ("moon", Moon),
+        ("feddyn", FedDyn),
         ("fedproc", FedProc),
         ("fedproto", FedProto),
         ("ditto", Ditto),
-        ("fedbn", LocalNorm),
+        ("fedbn", FedBN),
         ("fpl", FPL),
-        ("fedce", LeaveOneOut),
-        ("fedga", Gaps),
+        ("fedce", FedCE),
+        ("fedga", FedGA),
     ],
 )
 def test_a_name_and_its_term_have_the_same_defaults(name: str, term: Callable[[], Any]) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedheal.models import MODELS, ResNet, SmallCNN, build, resnet, small_cnn
-from fedheal.models.resnet import _thinned
+from fedheal.models import MODELS, ResNet, SmallCNN, build, build_resnet
+from fedheal.models.resnet import _apply_shortcut
 
 NAMES = ["small_cnn", "resnet10", "resnet12", "resnet18", "resnet20", "resnet34"]
 
@@ -61,7 +61,7 @@ def test_small_cnn_parameter_count() -> None:
     """Convolutions 27w + 18w^2 + 72w^2, normalisation 2 * 7w, head 64w * classes + classes."""
     for width in (4, 8):
         count = 27 * width + 90 * width**2 + 14 * width + 64 * width * 10 + 10
-        assert parameters(small_cnn(10, width=width)) == count
+        assert parameters(SmallCNN(10, width=width)) == count
 
 
 def test_pooling_before_relu_changes_no_bit() -> None:
@@ -76,7 +76,7 @@ def test_pooling_before_relu_changes_no_bit() -> None:
     found = []
     for apply in (SmallCNN.forward, usual):
         torch.manual_seed(0)
-        model, x = small_cnn(10), torch.randn(16, 3, 32, 32)
+        model, x = SmallCNN(10), torch.randn(16, 3, 32, 32)
         logits = apply(model, x)
         functional.cross_entropy(logits, torch.arange(16) % 10).backward()
         found.append([logits, *(parameter.grad for parameter in model.parameters())])
@@ -103,12 +103,12 @@ def test_forward_is_head_of_features(name: str) -> None:
 
 @pytest.mark.parametrize("size", [32, 40, 64])
 def test_other_input_sizes(size: int) -> None:
-    for model in (resnet(5, width=4), small_cnn(5, width=4)):
+    for model in (build_resnet(5, width=4), SmallCNN(5, width=4)):
         assert model(torch.randn(2, 3, size, size)).shape == (2, 5)
 
 
 def test_resnet_takes_the_sizes_of_both_comparisons() -> None:
-    model = resnet(10, width=2).eval()
+    model = build_resnet(10, width=2).eval()
     with torch.no_grad():
         assert model(torch.randn(1, 3, 192, 192)).shape == (1, 10)
         assert model.groups(model.stem(torch.randn(1, 3, 32, 32))).shape == (1, 16, 4, 4)  # strides 1, 2, 2, 2
@@ -116,13 +116,13 @@ def test_resnet_takes_the_sizes_of_both_comparisons() -> None:
 
 def test_small_cnn_refuses_small_images() -> None:
     with pytest.raises(ValueError, match=r"^small_cnn needs images of at least 32 x 32 pixels, not 16 x 20$"):
-        small_cnn(10)(torch.randn(1, 3, 16, 20))
+        SmallCNN(10)(torch.randn(1, 3, 16, 20))
 
 
 def test_width_and_channels() -> None:
-    assert resnet(10, width=16).feature_size == 128
-    assert small_cnn(10, width=4).feature_size == 4 * 4 * 16
-    assert small_cnn(10, width=4, channels=1)(torch.randn(2, 1, 32, 32)).shape == (2, 10)
+    assert build_resnet(10, width=16).feature_size == 128
+    assert SmallCNN(10, width=4).feature_size == 4 * 4 * 16
+    assert SmallCNN(10, width=4, channels=1)(torch.randn(2, 1, 32, 32)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("name", ["small_cnn", "resnet10"])
@@ -163,7 +163,7 @@ def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             "the model's factory 'own_models:own_mistake' returned a str, not a torch.nn.Module",
         ),
-        ("own_models:own_failure", {}, "the model's factory 'own_models:own_failure' ended with KeyError: 'weights'"),
+        ("own_models:own_failure", {}, "the model's factory 'own_models:own_failure' raised KeyError: 'weights'"),
     ],
 )
 def test_refusals_are_sentences(
@@ -177,7 +177,7 @@ def test_refusals_are_sentences(
 
 def test_unknown_depth() -> None:
     with pytest.raises(ValueError, match=r"^depth = 50: there is no such ResNet; use one of 10, 12, 18, 20, 34$"):
-        resnet(10, depth=50)
+        build_resnet(10, depth=50)
 
 
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_narrow_shortcut_is_the_convolution_that_it_stands_for(inputs):
     conv = nn.Conv2d(inputs, 2 * inputs, 1, stride=2, bias=False)
     x = torch.randn(3, inputs, 9, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
-    made = _thinned(conv, x)
+    made = _apply_shortcut(conv, x)
     plain = functional.conv2d(x.double(), conv.weight.double(), stride=2)
     torch.testing.assert_close(made.double(), plain, rtol=1e-5, atol=1e-5)
     upstream = torch.randn_like(plain)
@@ -201,6 +201,7 @@ def test_a_narrow_shortcut_is_the_convolution_that_it_stands_for(inputs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_narrow_networks_train_on_a_cpu():
     """In a process of its own: what this guards against corrupts memory, and ends the process sooner or later."""
     code = (

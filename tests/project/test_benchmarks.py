@@ -110,5 +110,5 @@ def test_kernels_are_told_apart_by_their_names(monkeypatch, name, kind):
 
 def test_every_kernel_of_the_normalisation_is_known_as_one(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    source = (Path(fedheal.__file__).parent / "models" / "_fused_cuda.py").read_text()
+    source = (Path(fedheal.__file__).parent / "models" / "_fused_norm_cuda.py").read_text()
     assert set(re.findall(r"@triton\.jit.*\ndef (\w+)\(", source)) == importlib.import_module("kernels").OURS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from fedheal import methods
-from fedheal.core.parameter import described
+from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.simulate.experiment import Experiment
 
 ROOT = Path(__file__).parents[2]
@@ -32,29 +33,39 @@ def test_every_field_is_described_and_no_other(reference: ModuleType) -> None:
 
 def test_the_page_is_current(reference: ModuleType) -> None:
     written = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    assert written == reference.page(), "run: python tools/reference.py > docs/reference.md"
+    assert written == reference.make_page(), "run: python tools/reference.py > docs/reference.md"
 
 
 def test_limits_are_shown_as_the_validation_has_them(reference: ModuleType) -> None:
-    page = reference.page()
+    page = reference.make_page()
     assert "| `dropout` | `0.0` | number >= 0 < 1 |" in page
     assert "| `augment` | `none` | `none`, `crop`, `flip`, `crop-flip` |" in page
     assert "| `seed` | `0` | whole number >= 0 < 2^63 |" in page
 
 
+def test_bounds_of_parameters_are_shown(reference: ModuleType) -> None:
+    page = reference.make_page()
+    assert "| `fedheal` | `tau` | `0.3` | number >= 0 <= 1 |" in page
+    assert "| `fedheal` | `fael` | `momentum` | `momentum`, `exact`, `exact-reg`, `false` |" in page
+
+
 @pytest.mark.parametrize("part", methods.PARTS)
-def test_every_parameter_says_what_it_means_and_where_its_default_comes_from(part: str) -> None:
-    for name, (default, said) in described(methods.PARTS[part]).items():
-        assert said.about, name
-        assert said.source, name
-        assert methods.parameters(part)[name] == default
+def test_every_parameter_is_declared_with_its_meaning_and_the_source_of_its_default(part: str) -> None:
+    constructor = methods.PARTS[part]
+    declared = get_parameters(constructor)
+    for name, parameter in declared.items():
+        assert parameter.description, name
+        assert parameter.source, name
+        parameter.check(parameter.default)
+    if not isinstance(constructor, type):  # a term has fields that are no parameters
+        assert declared.keys() == inspect.signature(constructor).parameters.keys()
 
 
-def test_a_parameter_that_says_nothing_is_refused() -> None:
-    def silent(mu: float = 0.1) -> None: ...
+def test_a_declaration_without_its_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"make needs an argument mu=0\.1"):
 
-    with pytest.raises(TypeError, match="silent's parameter 'mu' does not say what it means"):
-        described(silent)
+        @declare_parameters(Parameter("mu", default=0.1))
+        def make(mu: float = 0.2) -> None: ...
 
 
 def test_the_command_shows_a_methods_parameters(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -67,7 +67,7 @@ def test_while_clients_train_it_stops_at_once_and_saves_the_round_before(
 ) -> None:
     """Four clients a round: the tenth is in the third round. Nothing had been saved: `save_seconds` is a minute."""
     with monkeypatch.context() as patch:
-        interrupted_in(patch, serial, "train", 10)
+        interrupted_in(patch, serial, "train_client", 10)
         with pytest.raises(KeyboardInterrupt):
             fedheal.run(quick(**KEYS), tmp_path / "run", progress=False)
     assert newest(tmp_path / "run") == 2
@@ -99,7 +99,7 @@ def test_a_second_one_does_not_wait(tmp_path: Path, whole: Path, monkeypatch: py
 
 def test_before_the_first_round_there_is_nothing_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        interrupted_in(patch, serial, "train", 1)
+        interrupted_in(patch, serial, "train_client", 1)
         with pytest.raises(KeyboardInterrupt):
             fedheal.run(quick(**KEYS), tmp_path / "run", progress=False)
     assert records.list_checkpoints(tmp_path / "run") == []

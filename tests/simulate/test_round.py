@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import fedheal
 from fedheal import methods
 from fedheal.core.state import RunState
 from fedheal.engine import serial
+from fedheal.engine.serial import SerialEngine
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.devices import describe_hardware
@@ -119,8 +121,8 @@ def test_the_order_in_which_clients_train_changes_nothing() -> None:
         return run_round(
             fed,
             initial_state(fed),
-            lambda model, shared, tasks: (
-                serial.train(fed.local_training, model, shared, task) for task in tasks[::order]
+            SimpleNamespace(
+                train=lambda model, shared, tasks: SerialEngine(fed.local_training).train(model, shared, tasks[::order])
             ),
         )
 
@@ -186,13 +188,11 @@ def test_a_round_in_which_everyone_drops_out_leaves_the_model(server: dict[str, 
     assert empty, "no such round: take another seed"
     assert empty[-1] > 3, "no such round after a full one: take another seed"
 
-    def train(model, shared, tasks):
-        return (serial.train(fed.local_training, model, shared, task) for task in tasks)
-
+    engine = SerialEngine(fed.local_training)
     state = initial_state(fed)
     for number in range(1, 13):
         before = state
-        state, record = run_round(fed, state, train)
+        state, record = run_round(fed, state, engine)
         if number in empty:
             assert (record.replied, dict(record.weights), record.train_loss) == (0, {}, None)
             for name in ("params", "buffers", "counters"):
@@ -432,24 +432,24 @@ def test_diverging_clients_are_skipped_counted_and_leave_the_model(kind: str, me
 def test_a_skipped_client_counts_as_absent(method: str) -> None:
     """The same bits as a round in which it did not reply, also in what the aggregator remembers."""
 
-    def train(fed: Federation, broken: bool):
-        def replies(model, shared, tasks):
+    def make_engine(fed: Federation, broken: bool):
+        def train(model, shared, tasks):
             for task in tasks:
-                done = serial.train(fed.local_training, model, shared, task)
+                done = serial.train_client(fed.local_training, model, shared, task)
                 if task.client != "noisy-1" or task.round != 2:
                     yield done
                 elif broken:
                     bad = done.reply._replace(delta=torch.full_like(done.reply.delta, float("nan")))
                     yield replace(done, reply=bad)
 
-        return replies
+        return SimpleNamespace(train=train)
 
     ends = []
     for broken in (True, False):
         fed = federation(on_bad_update="skip", method=method, model="tiny_data:featured")
         state = initial_state(fed)
         for _ in range(4):
-            state, record = run_round(fed, state, train(fed, broken))
+            state, record = run_round(fed, state, make_engine(fed, broken))
             assert list(record.report["skipped"]) == (["noisy-1"] if broken and state.round == 2 else [])
         ends.append(state.to_arrays())
     assert ends[0][0].keys() == ends[1][0].keys()

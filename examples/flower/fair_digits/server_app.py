@@ -50,7 +50,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def make_client_placed_strategy(method: str, **settings: Any) -> FairStrategy:
     """Return FedHEAL with the parameters in `method` and FPHL's mask on the sites; no other method can be placed there."""
-    keys = {k: v for k, v in methods.parameters(method).items() if k in ("tau", "beta", "variant", "fphl", "fael")}
+    keys = {k: v for k, v in methods.get(method).parameters.items() if k in ("tau", "beta", "variant", "fphl", "fael")}
     if "tau" not in keys or methods.get("fedheal", **keys).name != method:
         raise ValueError(
             f"placement = 'client' with method = '{method}': use 'fedheal', optionally with tau, beta or fael"

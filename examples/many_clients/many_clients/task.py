@@ -6,7 +6,7 @@ from torch import nn
 from fedheal import Layout
 from fedheal.core.rng import generator
 from fedheal.data.domains import Split
-from fedheal.engine.serial import LocalTraining, Training, seeded
+from fedheal.engine.serial import LocalTraining, Training, use_seed
 
 CLASSES, SIDE, EXAMPLES = 4, 8, 24
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def get_domain(partition: int) -> str:
 
 
 def make_module() -> nn.Module:
-    with seeded(0, CPU):
+    with use_seed(0, CPU):
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 

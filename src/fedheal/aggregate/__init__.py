@@ -1,12 +1,13 @@
-"""Server-side aggregation as pure functions of arrays: FedHEAL and what it is compared with.
+"""Server-side aggregation as pure functions of arrays: FedHEAL and the methods it is compared with.
 
 An aggregator is a chain of stages that decide who counts how much (`weights`) and which entries count (a mask), and a
 reducer that averages accordingly. State is passed in and out.
 """
 
+from fedheal.aggregate.aggregator import Aggregated, Aggregator, AggregatorState
 from fedheal.aggregate.client_side import Share, client_share, combine
 from fedheal.aggregate.presets import afl, fedavg, fedfv, fedheal, fedpw, qffl, uniform
-from fedheal.aggregate.stage import Aggregated, Aggregator, AggregatorState, Stage, chain
+from fedheal.aggregate.stage import Stage, chain
 from fedheal.aggregate.validate import BadUpdate
 from fedheal.core.state import State
 

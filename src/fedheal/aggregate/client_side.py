@@ -3,7 +3,7 @@
 Whether an entry is kept depends on the client's own history, its update and tau, so the client can decide. With `u` any
 positive multiple of its weight (the same for all clients), the server adds up `u * kept * D` and `u * kept` and divides.
 Both are plain sums over clients: this is what lets FPHL run under secure summation, or over very many clients without
-sign counts on the server. What the sums give away is said in `docs/design.md`.
+sign counts on the server. `docs/design.md` says what the sums reveal.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from torch import Tensor
 
 from fedheal.aggregate import kernels
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.masks.consistency import ConsistencyState, consistency
-from fedheal.aggregate.registry import check_variant
-from fedheal.aggregate.validate import BadUpdate
-from fedheal.aggregate.weights.distance import measured_distance
+from fedheal.aggregate.fedheal_stages import TAU, VARIANT
+from fedheal.aggregate.masks.consistency import ConsistencyState, consistency_mask
+from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite
+from fedheal.aggregate.weights.distance import compute_distances
 from fedheal.core.arrays import Array, tensor_of
-from fedheal.core.checks import check_share
 from fedheal.core.layout import Layout, Packed
-from fedheal.core.state import expect
+from fedheal.core.state import State, expect
 from fedheal.core.updates import FLOATS, Updates
 
 
 class Share(NamedTuple):
-    """A client's part: its update with the other entries zero, which entries those are, and its distance for FAEL."""
+    """A client's part: its update with the other entries zero, which entries it keeps, and its distance for FAEL."""
 
     masked: Tensor
     kept: Tensor
@@ -37,45 +36,67 @@ class Share(NamedTuple):
 
 def client_share(
     delta: Array,
-    state: ConsistencyState | None = None,
-    tau: float = 0.3,
-    variant: str = "paper",
+    state: State | None = None,
+    tau: float = TAU.default,
+    variant: str = VARIANT.default,
     layout: Layout | None = None,
 ) -> tuple[Share, ConsistencyState]:
-    """One client's masked update and its new state, which stays with it; `None` before its first round.
+    """Mask one client's update by its own history.
 
-    `layout` is only needed for the distance of `variant="released"`, which is summed over tensors.
+    Args:
+        delta: The client's update, local minus global parameters, as a flat vector.
+        state: What the last call gave; None before the client's first round.
+        tau: The least consistency of an entry that is kept.
+        variant: `"paper"` or `"released"`.
+        layout: Needed only for the distance of `variant="released"`, which is summed over tensors.
+
+    Returns:
+        The client's share, and its new state, which stays with the client.
+
+    Raises:
+        BadUpdate: The update holds NaN or infinity.
+        ValueError: The update is no vector of floats, or does not fit the layout or the state.
 
     >>> share, state = client_share(np.array([1.0, -2.0]))
     >>> share.masked.tolist(), share.kept.tolist(), share.distance
     ([1.0, -2.0], [True, True], 5.0)
     """
-    check_share("tau", tau)
-    check_variant(variant)
+    TAU.check(tau)
+    VARIANT.check(variant)
     update = tensor_of(delta, "delta")
     if update.ndim != 1 or update.dtype not in FLOATS:
         raise ValueError(f"delta is {update.dtype} of shape {tuple(update.shape)}: give a vector of floats")
     layout = layout or Layout.flat(len(update))
     if layout.sizes().params != len(update):
         raise ValueError(f"delta has length {len(update)}; the layout has {layout.sizes().params} parameters")
-    stage = consistency(tau, variant)
+    stage = consistency_mask(tau, variant)
     updates = Updates(["me"], update[None], [1])
-    none = Packed(torch.zeros_like(update), torch.empty(0), torch.empty(0, dtype=torch.int64))
-    kernel = kernels.choose("auto", updates.deltas)
-    draft = Draft(layout.sizes(), none, updates, np.zeros(1, np.int64), kernel)
+    draft = Draft(
+        sizes=layout.sizes(),
+        model=Packed(torch.zeros_like(update), torch.empty(0), torch.empty(0, dtype=torch.int64)),
+        updates=updates,
+        rows=np.zeros(1, np.int64),
+        kernel=kernels.choose_kernel("auto", updates.deltas),
+    )
     try:
         draft, after = stage.apply(draft, stage.init(layout) if state is None else state)
-    except kernels.NonFinite:
-        raise BadUpdate({"me": "its update holds NaN, infinity or numbers too large to square"}) from None
-    assert draft.kept is not None
-    assert draft.measured is not None
-    kept = kernels.reference.mask(draft.kept, 0, update, 0, len(update))
-    distance = measured_distance(draft.measured, variant)
+    except NonFinite:
+        raise BadUpdate({"me": NON_FINITE}) from None
+    kept = kernels.reference.compute_mask(draft.mask, 0, update, 0, len(update))
+    distance = compute_distances(draft.measure_norms(), variant)
     return Share(update * kept, kept, float(distance[0])), expect(after, ConsistencyState)
 
 
 def combine(model: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The new parameters from the two sums; an entry whose denominator is 0 does not move.
+    """Make the new parameters from the two sums over clients.
+
+    Args:
+        model: The global parameters `[G]`.
+        numerator: The sum of `u * kept * D`.
+        denominator: The sum of `u * kept`. An entry where it is 0 does not move.
+
+    Returns:
+        The new parameters, in the dtype of `model`.
 
     >>> combine(torch.zeros(2), torch.tensor([3.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
     [1.5, 0.0]

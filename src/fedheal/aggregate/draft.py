@@ -14,12 +14,12 @@ from fedheal.core.layout import Packed, Sizes
 from fedheal.core.updates import Updates
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Which entries of a cohort's updates count, without a mask in memory.
+@dataclass(frozen=True, kw_only=True)
+class CountMask:
+    """Which entries of a cohort's updates count, as sign counts and thresholds: no mask is stored.
 
-    Client i's sign counts stand in `counts[slots[i]]` and include this round. With `up = sign * D >= 0`, an entry is kept
-    where `counts >= at_least[i]` if it goes up and where `counts < below[i]` if it goes down.
+    Client i's sign counts are `counts[slots[i]]` and include this round. With `up = sign * D >= 0`, an entry is kept where
+    `counts >= at_least[i]` if it goes up, and where `counts < below[i]` if it goes down.
     """
 
     counts: Tensor  # [slots, G (+ B + C)]
@@ -29,17 +29,17 @@ class Kept:
     sign: int
 
 
-@dataclass(frozen=True)
-class Graded:
-    """Like `Kept`, for histories that fade and for entries that count by degree.
+@dataclass(frozen=True, kw_only=True)
+class SoftMask:
+    """A `CountMask` for histories that fade and for entries that count by degree.
 
-    Of client i's history, which weighs `total[i]`, the part that goes the way of this round's update is `agree`: the count
-    itself if it goes up, else what is left of the total. The counts include this round; with `past` it is taken out again.
-    An entry is kept where `agree >= need[i]` and then counts for 1 or, if `soft`, for its consistency `agree / total[i]`
-    (1 where there is no history).
+    Client i's history has the length `total[i]`. Its part that agrees with the direction of this round's update is `agree`:
+    the count itself if the entry goes up, else the total less the count. The counts include this round; with `past` it is
+    taken out again. An entry is kept where `agree >= need[i]`. It then counts for 1 or, if `soft`, for its consistency
+    `agree / total[i]` (1 where there is no history).
     """
 
-    counts: Tensor  # [slots, G (+ B + C)], whole numbers or float32
+    counts: Tensor  # [slots, G (+ B + C)], integers or float32
     slots: Integers
     total: Floats
     need: Floats
@@ -48,26 +48,35 @@ class Graded:
     soft: bool
 
 
-Mask = Kept | Graded
+Mask = CountMask | SoftMask
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Per client and parameter tensor: the squared norm of what counts of its entries, and how many count."""
+class UpdateNorms:
+    """Per client and parameter tensor: the squared norm of the masked update, and how many entries are kept."""
 
     squares: Floats  # [k, tensors]
     kept: Integers  # [k, tensors]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Draft:
     """A round's aggregation while the stages fill it in.
 
-    `rows`: the accepted rows of `updates`, in the order of the clients' ids, so that nothing can depend on the order of
-    arrival. `weights [k]` and `kept` belong to these rows; `None` means example shares, and everything.
-    `unnormalised_weights [k]`: the weights before they are normalised over this cohort; `None` means the weights
-    themselves. `scale` is how far along the mean update the parameters go. `step [G]`, float64: the update itself, where it is
-    no (masked) mean.
+    Attributes:
+        sizes: The model's sizes.
+        model: The global model before the round.
+        updates: The cohort's updates.
+        rows: The accepted rows of `updates`, sorted by client id, so that the order of arrival changes nothing.
+        kernel: The module that goes over the updates.
+        donate: Whether the memory of the old state may be reused.
+        weights: `[k]`, in the order of `rows`; None means example shares.
+        unnormalised_weights: `[k]`, the weights before they are normalised over this cohort; None means `weights`.
+        mask: Which entries of the updates count; None means all.
+        norms: The norms of the masked updates, where a stage has measured them.
+        scale: A factor on the mean update of the parameters.
+        step: `[G]`, float64: the update of the parameters, where it is no (masked) mean.
+        report: What the stages report; JSON-ready.
     """
 
     sizes: Sizes
@@ -78,8 +87,8 @@ class Draft:
     donate: bool = False
     weights: Floats | None = None
     unnormalised_weights: Floats | None = None
-    kept: Mask | None = None
-    measured: Measured | None = None
+    mask: Mask | None = None
+    norms: UpdateNorms | None = None
     scale: float = 1.0
     step: Tensor | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
@@ -94,9 +103,21 @@ class Draft:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Of the accepted clients; a stage that asks for them needs `"domain"`."""
+        """The domains of the accepted clients. A stage that reads them must name `"domain"` in its `needs`."""
         assert self.updates.domains is not None
         return tuple(self.updates.domains[row] for row in self.rows)
 
     def metric(self, name: str) -> Floats:
+        """Return this metric of the accepted clients. A stage must name it in its `needs`."""
         return self.updates.metrics[name].numpy()[self.rows]
+
+    def key_by_client(self, column: Floats) -> dict[str, float]:
+        """Return a column `[k]` as a dictionary by client id, for the report."""
+        return dict(zip(self.clients, column.tolist(), strict=True))
+
+    def measure_norms(self) -> UpdateNorms:
+        """Return the norms that a stage has measured, or measure those of the whole updates."""
+        if self.norms is not None:
+            return self.norms
+        norms: UpdateNorms = self.kernel.measure(self.updates.deltas, self.rows, self.sizes.lengths)
+        return norms

@@ -1,12 +1,19 @@
-"""Named aggregators: one call each, never a class."""
+"""Named aggregators: one function each. Every parameter is declared beside its stage, with its bounds and default.
+
+All of them take two keywords more: `on_bad_update` (`"raise"`, or `"skip"` to count the client as absent) and `kernel`
+(`"auto"`, `"reference"`, `"cpu"` or `"cuda"`).
+"""
 
 from __future__ import annotations
 
-from fedheal.aggregate import reduce
-from fedheal.aggregate import registry as stages
-from fedheal.aggregate.stage import Aggregator, Reducer, chain
-from fedheal.aggregate.whole.fedfv import conflict_free
-from fedheal.aggregate.whole.fedpw import parameter_wise
+from fedheal.aggregate import fedheal_stages, reduce
+from fedheal.aggregate.aggregator import Aggregator, Reducer
+from fedheal.aggregate.registry import STAGES
+from fedheal.aggregate.stage import chain
+from fedheal.aggregate.weights.afl import AFL_FLOOR, AFL_GAMMA, AFL_RESET
+from fedheal.aggregate.weights.qffl import QFFL_MODE, QFFL_Q
+from fedheal.aggregate.whole.fedfv import FEDFV_ALPHA, FEDFV_TAU, fedfv_stage
+from fedheal.aggregate.whole.fedpw import FEDPW_BETA, FEDPW_RHO, fedpw_stage
 
 
 def fedavg(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
@@ -16,18 +23,25 @@ def fedavg(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
 
 def uniform(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
     """The plain mean over clients."""
-    return Aggregator(stages.uniform(), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(STAGES["uniform"](), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def afl(
-    gamma: float = 0.01,
-    floor: float = 1e-3,
-    reset: bool = False,
+    gamma: float = AFL_GAMMA.default,
+    floor: float = AFL_FLOOR.default,
+    reset: bool = AFL_RESET.default,
     *,
     on_bad_update: str = "raise",
     kernel: str = "auto",
 ) -> Aggregator:
-    """AFL (Mohri et al. 2019): weights that climb towards the clients with the largest `loss`; see `aggregate/weights/afl.py`.
+    """AFL (Mohri et al. 2019): weights that climb towards the clients with the largest `loss`.
+
+    Args:
+        gamma: how fast weights climb; 0 is uniform averaging.
+        floor: the least weight, as a share of `1/M`, M the clients ever seen.
+        reset: start from equal weights every round.
+        on_bad_update: `"raise"` or `"skip"`.
+        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
 
     >>> import torch
     >>> from fedheal import Layout, Updates
@@ -37,47 +51,91 @@ def afl(
     >>> [round(w, 4) for w in out.weights.tolist()]  # 1/2 + 0.1 and 1/2 + 0.2, less 0.15 each
     [0.45, 0.55]
     """
-    return Aggregator(stages.afl(gamma, floor, reset), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(STAGES["afl"](gamma, floor, reset), on_bad_update=on_bad_update, kernel=kernel)
 
 
-def qffl(q: float = 1.0, mode: str = "reweight", *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
-    """q-FFL (Li et al. 2020): weights in proportion to `loss^q`; see `aggregate/weights/qffl.py` for the modes."""
-    return Aggregator(stages.qffl(q, mode), on_bad_update=on_bad_update, kernel=kernel)
+def qffl(
+    q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, *, on_bad_update: str = "raise", kernel: str = "auto"
+) -> Aggregator:
+    """q-FFL (Li et al. 2020): weights in proportion to `loss^q`.
+
+    Args:
+        q: the power of the loss; 0 is uniform averaging.
+        mode: `"reweight"` changes the weights alone; `"qfedavg_eff"` and `"qfedavg"` also shrink the step.
+        on_bad_update: `"raise"` or `"skip"`.
+        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
+    """
+    return Aggregator(STAGES["qffl"](q, mode), on_bad_update=on_bad_update, kernel=kernel)
 
 
-def fedfv(alpha: float = 0.1, tau: int = 1, *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
-    """FedFV (Wang et al. 2021): conflicts between updates are projected away; see `aggregate/whole/fedfv.py`."""
-    return Aggregator(conflict_free(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
-
-
-def fedpw(beta: float = 0.3, rho: float = 0.3, *, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
-    """FedPW (Guan et al. 2025): small entries dropped, agreement stressed, weights by loss and alignment."""
-    return Aggregator(parameter_wise(beta, rho), on_bad_update=on_bad_update, kernel=kernel)
-
-
-def fedheal(
-    tau: float = 0.3,
-    beta: float = 0.4,
-    variant: str = "paper",
-    fphl: bool = True,
-    fael: str | bool = "momentum",
-    per_step: bool = False,
-    soft: bool = False,
-    forget: float = 0.0,
-    per_domain: bool = False,
+def fedfv(
+    alpha: float = FEDFV_ALPHA.default,
+    tau: int = FEDFV_TAU.default,
     *,
     on_bad_update: str = "raise",
     kernel: str = "auto",
 ) -> Aggregator:
-    """FedHEAL (CVPR 2024): FPHL's mask and FAEL's weights.
+    """FedFV (Wang et al. 2021): conflicts between updates are projected away.
 
-    `tau`: the least consistency of an entry that is kept. `beta`: how fast weights follow distances. `variant`: `"paper"`
-    or `"released"` (the authors' code). `fphl=False`: everything is kept. `fael`: `"momentum"`, `"exact"` (the paper's
-    objective itself, no momentum), `"exact-reg"` (the same held towards uniform weights) or `False` (example shares).
+    Args:
+        alpha: share of the clients with the largest losses whose updates stay as they are.
+        tau: rounds whose absent clients' conflicts count.
+        on_bad_update: `"raise"` or `"skip"`.
+        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
+    """
+    return Aggregator(fedfv_stage(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
 
-    Extensions, off by default. `per_step`: distances are taken per unit of `reach`, so that more local steps do not mean more
-    weight. `soft`: what is kept counts by its consistency (`soft.py`). `forget`: sign counts fade by this share with each of
-    a client's rounds (`forgetting.py`). `per_domain`: weight moves between domains instead of clients (`per_domain.py`).
+
+def fedpw(
+    beta: float = FEDPW_BETA.default,
+    rho: float = FEDPW_RHO.default,
+    *,
+    on_bad_update: str = "raise",
+    kernel: str = "auto",
+) -> Aggregator:
+    """FedPW (Guan et al. 2025): small entries dropped, agreement stressed, weights by loss and alignment.
+
+    Args:
+        beta: how fast weights follow loss and alignment.
+        rho: mean share of the entries that are dropped, and stressed.
+        on_bad_update: `"raise"` or `"skip"`.
+        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
+    """
+    return Aggregator(fedpw_stage(beta, rho), on_bad_update=on_bad_update, kernel=kernel)
+
+
+def fedheal(
+    tau: float = fedheal_stages.TAU.default,
+    beta: float = fedheal_stages.BETA.default,
+    variant: str = fedheal_stages.VARIANT.default,
+    fphl: bool = fedheal_stages.FPHL.default,
+    fael: str | bool = fedheal_stages.FAEL.default,
+    per_step: bool = fedheal_stages.PER_STEP.default,
+    soft: bool = fedheal_stages.SOFT.default,
+    forget: float = fedheal_stages.FORGET.default,
+    per_domain: bool = fedheal_stages.PER_DOMAIN.default,
+    *,
+    on_bad_update: str = "raise",
+    kernel: str = "auto",
+) -> Aggregator:
+    """FedHEAL (CVPR 2024): FPHL's mask and FAEL's weights. The last four parameters are extensions, off by default.
+
+    Args:
+        tau: the least consistency of an entry that is kept.
+        beta: how fast weights follow distances.
+        variant: `"paper"`, or `"released"` for the rules of the authors' code.
+        fphl: False keeps every entry.
+        fael: `"momentum"`, `"exact"` (the paper's objective itself, without momentum), `"exact-reg"` (the same, held towards
+            uniform weights) or False (example shares).
+        per_step: measure distances per unit of `reach`, so that more local steps do not mean more weight.
+        soft: count what is kept by its consistency (`masks/soft.py`).
+        forget: the share of a client's sign counts that fades with each of its rounds (`masks/forgetting.py`).
+        per_domain: move weight between domains instead of clients (`weights/per_domain.py`).
+        on_bad_update: `"raise"` or `"skip"`.
+        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
+
+    Raises:
+        ValueError: if a parameter is out of range, or contradicts another.
 
     >>> import torch
     >>> from fedheal import Layout, Updates
@@ -87,10 +145,10 @@ def fedheal(
     >>> [round(w, 4) for w in out.weights.tolist()]  # distances 2 and 10: 3/4 + 2/12 * 0.4 to 1/4 + 10/12 * 0.4, over 1.4
     [0.5833, 0.4167]
     """
-    stage = stages.fedheal(tau, beta, variant, fphl, fael, per_step, soft, forget, per_domain)
-    return Aggregator(stage, reducer(variant), on_bad_update, kernel)
+    stage = STAGES["fedheal"](tau, beta, variant, fphl, fael, per_step, soft, forget, per_domain)
+    return Aggregator(stage, get_reducer(variant), on_bad_update, kernel)
 
 
-def reducer(variant: str) -> Reducer:
-    """The released code moves buffers and counters like parameters; the paper speaks of parameters alone."""
-    return reduce.mean_of_everything if variant == "released" else reduce.mean
+def get_reducer(variant: str) -> Reducer:
+    """Return the reducer of a variant: the released code moves buffers and counters like parameters, the paper does not."""
+    return reduce.mean_as_released if variant == "released" else reduce.mean

@@ -13,39 +13,32 @@ of Reddi et al., who tune lr from 1e-3 to 1; 0.01 is ours.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedheal.core.checks import check_among
 from fedheal.core.layout import Packed
-from fedheal.core.state import Arrays, Json, State, expect, kind
+from fedheal.core.state import State, expect
 
 
-@kind("server")
 @dataclass(frozen=True)
-class ServerState(State):
+class ServerState(State, kind="server"):
     """First and second moments; empty until they are needed."""
 
     first: Tensor
     second: Tensor
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {"first": self.first, "second": self.second}, {}
 
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> ServerState:
-        return cls(arrays["first"], arrays["second"])
-
-
-# What a server's learning rate and momentum are where they are not said.
-USUAL: dict[str, dict[str, float]] = {"sgd": {"lr": 1.0, "momentum": 0.0}, "adam": {"lr": 0.01, "momentum": 0.9}}
+SERVER_DEFAULTS: dict[str, dict[str, float]] = {
+    "sgd": {"lr": 1.0, "momentum": 0.0},
+    "adam": {"lr": 0.01, "momentum": 0.9},
+}
 
 
 @dataclass(frozen=True, init=False)
 class Server:
-    """A server optimiser; `init() -> state`, `apply(before, aggregated, state) -> model, state`.
+    """A server optimiser. `lr` and `momentum` have defaults of their own for each `optimizer`, `"sgd"` or `"adam"`.
 
     >>> Server("adam")
     Server(optimizer='adam', lr=0.01, momentum=0.9, beta2=0.99, eps=0.001)
@@ -65,15 +58,20 @@ class Server:
         beta2: float = 0.99,
         eps: float = 1e-3,
     ) -> None:
-        check_among("optimizer", optimizer, tuple(USUAL))
-        said = {name: value for name, value in (("lr", lr), ("momentum", momentum)) if value is not None}
-        for name, value in {"optimizer": optimizer, **USUAL[optimizer], **said, "beta2": beta2, "eps": eps}.items():
-            object.__setattr__(self, name, value)
+        check_among("optimizer", optimizer, tuple(SERVER_DEFAULTS))
+        rates = SERVER_DEFAULTS[optimizer]
+        object.__setattr__(self, "optimizer", optimizer)
+        object.__setattr__(self, "lr", rates["lr"] if lr is None else lr)
+        object.__setattr__(self, "momentum", rates["momentum"] if momentum is None else momentum)
+        object.__setattr__(self, "beta2", beta2)
+        object.__setattr__(self, "eps", eps)
 
     def init(self) -> ServerState:
+        """Return the state before the first round."""
         return ServerState(torch.empty(0), torch.empty(0))
 
     def apply(self, before: Packed, aggregated: Packed, state: State) -> tuple[Packed, ServerState]:
+        """Return the new global model and state, from the model before the round and the aggregated one."""
         moments = expect(state, ServerState)
         if self.optimizer == "sgd" and self.momentum == 0:
             if self.lr == 1:
@@ -91,8 +89,8 @@ class Server:
         return replace(aggregated, params=before.params + step), ServerState(first, second)
 
 
-def check_plain(server: Server, why: str) -> None:
-    """For a method that has no room for a step of the server's: only the aggregated model itself will do."""
+def check_plain_server(server: Server, why: str) -> None:
+    """Raise ValueError unless the server takes over the aggregated model as it is, which some methods need."""
     if (server.optimizer, server.lr, server.momentum) != ("sgd", 1, 0):
         raise ValueError(
             f"server_optimizer = {server.optimizer!r}, server_lr = {server.lr:g}, server_momentum = {server.momentum:g}: "

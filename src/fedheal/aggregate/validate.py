@@ -1,13 +1,15 @@
-"""What makes a client's update unusable, as far as it can be told without reading the whole update.
+"""Which clients' updates are unusable, and why.
 
-NaN and infinity inside the updates are found by the kernels, in the pass that reads them anyway.
+`find_bad_updates` finds all that can be seen without reading the updates themselves. NaN and infinity inside the updates are
+found by the kernels, in the pass that reads them anyway: they raise `NonFinite` with the rows at fault, and `Aggregator.apply`
+then refuses the round or leaves those clients out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,10 +18,15 @@ from fedheal.core.updates import FLOATS, Updates
 
 NOT_NEGATIVE = frozenset({"loss", "train_loss"})
 POSITIVE = frozenset({"steps", "lr", "reach"})
+NON_FINITE = "its update holds NaN, infinity or numbers too large to square"
 
 
 class BadUpdate(ValueError):
-    """Updates that cannot be used; `reasons` names the clients."""
+    """Updates that cannot be used.
+
+    Attributes:
+        reasons: The clients at fault, each with the reason.
+    """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         first, *more = (f"client '{client}': {why}" for client, why in reasons.items())
@@ -28,14 +35,60 @@ class BadUpdate(ValueError):
         self.reasons = dict(reasons)
 
     def __reduce__(self) -> tuple[type[BadUpdate], tuple[dict[str, str]]]:
-        """It is made of its reasons, not of its sentence, where it comes back from another process."""
+        """Pickle the reasons instead of the message, so that another process can raise it again."""
         return type(self), (self.reasons,)
 
 
-def flaws(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, str]:
-    """Row -> what is wrong with it. A metric that no client sent is a mistake of the caller's, not of a client."""
+class NonFinite(Exception):
+    """These rows of the updates hold NaN or infinity, or entries whose squares overflow."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        super().__init__(f"rows {list(rows)} are not finite")
+        self.rows = tuple(int(row) for row in rows)
+
+
+def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, str]:
+    """Return the rows that cannot be used, each with the reason.
+
+    Raise ValueError if no client at all sent a metric that is needed: that is the caller's mistake, not a client's.
+    """
     if not updates.clients:
         return {}
+    _check_metrics(updates, needs)
+    common_reason = _find_common_reason(updates, sizes)
+    if common_reason:
+        return dict.fromkeys(range(len(updates.clients)), common_reason)
+    times = Counter(updates.clients)
+    reasons: dict[int, str] = {}
+    for row, client in enumerate(updates.clients):
+        examples = float(updates.num_examples[row])
+        if times[client] > 1:
+            reasons[row] = f"its id occurs {times[client]} times in this cohort"
+        elif client in updates.refused:
+            reasons[row] = (
+                f"its id occurs again in this cohort, with a reply that is refused: {updates.refused[client]}"
+            )
+        elif not 0 < examples < float("inf"):
+            reasons[row] = f"num_examples must be a positive number, got {examples:g}"
+    if "domain" in needs:
+        for row, domain in enumerate(updates.domains or ()):
+            if not domain:
+                reasons.setdefault(row, "it does not say which domain it belongs to")
+    for name in sorted(needs - {"domain"}):
+        for row, value in enumerate(updates.metrics[name].tolist()):
+            if not math.isfinite(value):
+                reasons.setdefault(row, f"its metric '{name}' is {value}")
+            elif value < 0 and name in NOT_NEGATIVE:
+                reasons.setdefault(row, f"its metric '{name}' must not be negative, got {value:g}")
+            elif value <= 0 and name in POSITIVE:
+                reasons.setdefault(row, f"its metric '{name}' must be positive, got {value:g}")
+    if updates.buffers is not None:
+        for row in torch.nonzero(~torch.isfinite(updates.buffers).all(dim=1)).flatten().tolist():
+            reasons.setdefault(row, "its buffers hold NaN or infinity")
+    return reasons
+
+
+def _check_metrics(updates: Updates, needs: frozenset[str]) -> None:
     if "domain" in needs and updates.domains is None:
         raise ValueError("this aggregator needs the domain of each client: give Updates(..., domains=[...])")
     missing = sorted(needs - set(updates.metrics) - {"domain"})
@@ -43,41 +96,12 @@ def flaws(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, st
         raise ValueError(
             f"this aggregator needs the client metric '{missing[0]}'; the updates have {sorted(updates.metrics)}"
         )
-    whole = _whole(updates, sizes)
-    if whole:
-        return dict.fromkeys(range(len(updates.clients)), whole)
-    times = Counter(updates.clients)
-    found: dict[int, str] = {}
-    for row, client in enumerate(updates.clients):
-        examples = float(updates.num_examples[row])
-        if times[client] > 1:
-            found[row] = f"its id stands {times[client]} times in this cohort"
-        elif client in updates.refused:
-            found[row] = f"its id stands in this cohort again, with a reply that is refused: {updates.refused[client]}"
-        elif not 0 < examples < float("inf"):
-            found[row] = f"num_examples = {examples:g}; a positive number is needed"
-    if "domain" in needs:
-        for row, domain in enumerate(updates.domains or ()):
-            if not domain:
-                found.setdefault(row, "it does not say which domain it belongs to")
-    for name in sorted(needs - {"domain"}):
-        for row, value in enumerate(updates.metrics[name].tolist()):
-            if not math.isfinite(value):
-                found.setdefault(row, f"its metric '{name}' is {value}")
-            elif value < 0 and name in NOT_NEGATIVE:
-                found.setdefault(row, f"its metric '{name}' is {value:g}; a number that is not negative is needed")
-            elif value <= 0 and name in POSITIVE:
-                found.setdefault(row, f"its metric '{name}' is {value:g}; a positive number is needed")
-    if updates.buffers is not None:
-        for row in _rows(~torch.isfinite(updates.buffers).all(dim=1)):
-            found.setdefault(row, "its buffers hold NaN or infinity")
-    return found
 
 
-def _whole(updates: Updates, sizes: Sizes) -> str | None:
-    """A flaw that all rows share, since they are one matrix."""
+def _find_common_reason(updates: Updates, sizes: Sizes) -> str | None:
+    """Return a reason that holds for all rows, since they are one matrix."""
     if updates.deltas.dtype not in FLOATS:
-        return f"its update is {updates.deltas.dtype}; float32, float64, bfloat16 and float16 will do"
+        return f"its update must be float32, float64, bfloat16 or float16, got {updates.deltas.dtype}"
     if updates.deltas.shape[1] != sizes.params:
         return f"its update has length {updates.deltas.shape[1]}; the model has {sizes.params} parameters"
     if updates.buffers is not None and not updates.buffers.is_floating_point():
@@ -89,7 +113,3 @@ def _whole(updates: Updates, sizes: Sizes) -> str | None:
         if matrix is not None and matrix.shape[1] != length:
             return f"its {name} have length {matrix.shape[1]}; the model has {length}"
     return None
-
-
-def _rows(mask: torch.Tensor) -> list[int]:
-    return [int(row) for row in torch.nonzero(mask).flatten()]

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fedheal.campaign.pool import Job
-from fedheal.core.errors import suggestion
+from fedheal.core.errors import suggest
 from fedheal.data.domains import Domains
-from fedheal.methods import PARTS, parameters
-from fedheal.methods.grammar import divided, parts_of
+from fedheal.methods import get, parse
 from fedheal.report.rows import BOUNDS
 from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import Experiment
@@ -55,7 +54,7 @@ def plan(
 def _check_parameters(names: Sequence[str], values: Mapping[str, Any]) -> None:
     """A parameter that only some of the methods have belongs into their names: the others could not be told what it means."""
     for key in values.keys() - Experiment.model_fields.keys():
-        takes = {name: name not in BOUNDS and key in parameters(name) for name in names}
+        takes = {name: name not in BOUNDS and key in get(name).parameters for name in names}
         if any(takes.values()) and not all(takes.values()):
             having = [name for name in names if takes[name]]
             lacking = [f"'{name}'" for name in names if not takes[name]]
@@ -66,11 +65,8 @@ def _check_parameters(names: Sequence[str], values: Mapping[str, Any]) -> None:
 
 def _written(name: str, key: str, value: Any) -> str:
     """A method's name with a parameter behind the part that has it."""
-    parts = [
-        f"{text}{',' if part.given else ':'}{key}={value}" if key in part.defaults else text
-        for text, part in zip(divided(name), parts_of(name, PARTS), strict=True)
-    ]
-    return "+".join(parts)
+    parts = [part.set(key, str(value)) if key in part.parameters else part for part in parse(name)]
+    return "+".join(part.format_explicit() for part in parts)
 
 
 def _experiments(method: str, values: dict[str, Any], domains: Domains | None) -> list[Experiment]:
@@ -80,7 +76,7 @@ def _experiments(method: str, values: dict[str, Any], domains: Domains | None) -
     try:
         return [Experiment.of(values | {"method": method})]
     except ValueError as error:
-        close = suggestion(method, list(BOUNDS))
+        close = suggest(method, list(BOUNDS))
         raise ValueError(f"{error}{close}") from None
 
 

@@ -22,8 +22,8 @@ from typing import Any, cast
 
 from fedheal.campaign.gpu_estimate import demand
 from fedheal.campaign.placement import VISIBLE, Place, emptiest, pace, places, side_by_side, visible
-from fedheal.engine.memory import give_back
-from fedheal.engine.workers import end_with_parent, unbroken
+from fedheal.engine.memory import release_gpu_memory
+from fedheal.engine.workers import end_with_parent, explain_broken_pool
 from fedheal.runs.folder import write_bytes
 from fedheal.simulate.build import check_method
 from fedheal.simulate.experiment import Experiment
@@ -110,11 +110,11 @@ def _at_once(jobs: Sequence[Job], there: Sequence[Place]) -> Iterator[Job]:
         while waiting or running:
             while waiting and (place := emptiest(there, (taken for _, taken in running.values()))) is not None:
                 job = waiting.popleft()
-                with _unheard(), unbroken():
+                with _unheard(), explain_broken_pool():
                     running[pools[place].submit(_do_there, job)] = job, place
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
                 job, _ = running.pop(ended)
-                with unbroken(), _named(job):
+                with explain_broken_pool(), _named(job):
                     ended.result()
                 yield job
     except BaseException:
@@ -173,7 +173,7 @@ def _do(job: Job) -> None:
 
         callbacks.append(tracker(job.track, job.folder))
     run(job.experiment, job.folder, resume=True, callbacks=callbacks, progress=False)
-    give_back()  # others may share the GPU
+    release_gpu_memory()  # others may share the GPU
 
 
 def _on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:

@@ -17,6 +17,7 @@ from rich.text import Text
 from fedheal import methods as method_table
 from fedheal.aggregate.registry import STAGES
 from fedheal.campaign import sweep
+from fedheal.core.parameter import get_parameters
 from fedheal.report import conclusions, rows, tables
 from fedheal.report.comparability import check_reference, list_cautions
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
@@ -159,7 +160,7 @@ def parts() -> Table:
     groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
     for kind, named in groups:
         for part_name, part in named.items():
-            keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
+            keys = ", ".join(f"{key}={parameter.default}" for key, parameter in get_parameters(part).items())
             table.add_row(f"{part_name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
     for bound, about in rows.BOUNDS.items():
         table.add_row(f"{bound} (bound)", about, "")
@@ -170,10 +171,14 @@ def parts() -> Table:
 def explained(name: str) -> Table:
     """A method's parameters, and the source of each default."""
     table = Table("part", "parameter", "default", "what it is", "source of the default", title_justify="left")
-    table.title = method_table.get(name).name
-    for part, key, value, default, said in method_table.explained(name):
-        shown = str(default).lower() if isinstance(default, bool) else str(default)
-        table.add_row(part, key, shown if value == default else f"{shown} (here {value})", said.about, said.source)
+    method = method_table.get(name)
+    table.title = method.name
+    for part in method.parts:
+        for key, parameter in part.parameters.items():
+            value, default = part.values[key], parameter.default
+            shown = str(default).lower() if isinstance(default, bool) else str(default)
+            shown = shown if value == default else f"{shown} (here {value})"
+            table.add_row(part.name, key, shown, parameter.description, parameter.source)
     if not table.rows:
         table.add_row(name, "no parameters", "", "", "")
     return table

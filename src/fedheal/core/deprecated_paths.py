@@ -13,7 +13,21 @@ from typing import Any
 MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "fedheal.aggregate.flaws": ("fedheal.aggregate.validate", {}),
     "fedheal.aggregate.server": ("fedheal.aggregate.server_optimizer", {}),
-    "fedheal.aggregate.stages": ("fedheal.aggregate.registry", {}),
+    "fedheal.aggregate.stages": (
+        "fedheal.aggregate.registry",
+        {
+            "Stage": "fedheal.aggregate.stage:Stage",
+            "afl": "fedheal.aggregate.weights.afl:afl_weights",
+            "chain": "fedheal.aggregate.stage:chain",
+            "directions": "fedheal.aggregate.masks.sign_agreement:sign_agreement_report",
+            "fael": "fedheal.aggregate.fedheal_stages:fael_weights",
+            "fael_exact": "fedheal.aggregate.weights.exact:exact_weights",
+            "fedheal": "fedheal.aggregate.fedheal_stages:fedheal_stage",
+            "fphl": "fedheal.aggregate.fedheal_stages:fphl_mask",
+            "qffl": "fedheal.aggregate.weights.qffl:qffl_weights",
+            "uniform": "fedheal.aggregate.weights.uniform:uniform_weights",
+        },
+    ),
     "fedheal.execute": ("fedheal.simulate.runner", {}),
     "fedheal.experiment": (
         "fedheal.simulate.experiment",

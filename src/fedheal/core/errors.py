@@ -1,24 +1,24 @@
-"""Parts of error messages: what an exception says, and what a misspelt word may have meant."""
+"""Parts of error messages: what an exception says, and the name that a misspelt word may have meant."""
 
 from __future__ import annotations
 
 import difflib
 
 
-def worded(error: Exception) -> str:
-    """An error's kind and its first line: a KeyError says no more than the key.
+def format_error(error: Exception) -> str:
+    """Return an exception's type and the first line of its message.
 
-    >>> worded(KeyError("height"))
+    >>> format_error(KeyError("height"))
     "KeyError: 'height'"
     """
     reason = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
-def suggestion(word: str, known: list[str]) -> str:
-    """', did you mean ...?' where something is close.
+def suggest(word: str, known: list[str]) -> str:
+    """Return " (did you mean ...?)" with the closest of the known words, or "" if none is close.
 
-    >>> suggestion("taw", ["tau", "beta"])
+    >>> suggest("taw", ["tau", "beta"])
     " (did you mean 'tau'?)"
     """
     close = difflib.get_close_matches(word, known, 1, 0.6)

@@ -1,39 +1,172 @@
-"""What a method's parameter means and where its default comes from, beside the default itself.
+"""Declare a method's parameter once: what it means, where its default comes from and which values it takes.
 
-    def fedprox(mu: Annotated[float, Parameter("pull towards the received model", "...")] = 0.01)
+    MU = Parameter("mu", description="pull towards the received model", source="Li et al. 2020", default=0.01, ge=0)
 
-`described` reads it from there for `fedheal methods` and the documentation.
+    @declare_parameters(MU)
+    def make_term(mu: float = MU.default) -> Term: ...
+
+Every call of the decorated function or class then checks its arguments. The names of methods, `fedheal methods`, the reference
+page and the contract tests read the same declarations with `get_parameters`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_type_hints
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeVar, cast
+
+Constructor = TypeVar("Constructor", bound=Callable[..., Any])
 
 
-class Parameter(NamedTuple):
-    """`about`: what it does. `source`: who chose the default."""
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a method.
 
-    about: str
-    source: str
+    The type of `default` is the type of the parameter. Numbers must be finite.
 
-
-def described(part: Callable[..., Any], silent: bool = False) -> Mapping[str, tuple[Any, Parameter]]:
-    """The parameters of a function, with their defaults and what is said about them; silence must be allowed.
-
-    >>> from typing import Annotated
-    >>> def part(mu: Annotated[float, Parameter("pull", "ours")] = 0.01): ...
-    >>> described(part)
-    {'mu': (0.01, Parameter(about='pull', source='ours'))}
+    Args:
+        name: the keyword.
+        description: what the parameter does, for `fedheal methods` and the reference page.
+        source: where the default comes from.
+        default: the default, which stands nowhere else.
+        ge: the smallest value that is allowed.
+        gt: a bound that the value must exceed.
+        le: the largest value that is allowed.
+        lt: a bound that the value must stay below.
+        choices: the values that are allowed, where they are few.
     """
-    hints = get_type_hints(part, include_extras=True)
-    found = {}
-    for name, parameter in inspect.signature(part).parameters.items():
-        said = [one for one in getattr(hints.get(name), "__metadata__", ()) if isinstance(one, Parameter)]
-        if not said and not silent:
-            raise TypeError(
-                f"{part.__name__}'s parameter '{name}' does not say what it means: annotate it with Parameter"
+
+    name: str
+    _: KW_ONLY
+    default: Any
+    description: str = ""
+    source: str = ""
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words.
+
+        >>> Parameter("tau", default=0.3, ge=0, le=1).allowed, Parameter("alpha", default=0.1, gt=0).allowed
+        ('a number from 0 to 1', 'a finite number above 0')
+        """
+        if self.choices:
+            return f"one of {', '.join(map(repr, self.choices))}"
+        if isinstance(self.default, bool):
+            return "True or False"
+        if isinstance(self.default, str):
+            return "a text"
+        number = "a whole number" if isinstance(self.default, int) else "a number"
+        if self.ge is not None and self.le is not None:
+            return f"{number} from {self.ge} to {self.le}"
+        if self.ge is not None and self.lt is not None:
+            return f"{number} from {self.ge} to {self.lt}, but less than {self.lt}"
+        if number == "a number":
+            number = "a finite number"
+        if self.gt is not None:
+            return f"{number} above {self.gt}"
+        if self.ge is None:
+            return number
+        return f"{number} that is not negative" if self.ge == 0 else f"{number} of at least {self.ge}"
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError if `value` is not allowed.
+
+        >>> Parameter("tau", default=0.3, ge=0, le=1).check(1.5)
+        Traceback (most recent call last):
+        ValueError: tau = 1.5: use a number from 0 to 1
+        """
+        if not self._allows(value):
+            raise ValueError(f"{self.name} = {value!r}: use {self.allowed}")
+
+    def parse(self, text: str) -> Any:
+        """Return the value that `text` stands for, of the type of the default; raise ValueError if there is none."""
+        is_switch = any(isinstance(value, bool) for value in (self.default, *self.choices))
+        if is_switch and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if isinstance(self.default, str):
+            return text
+        try:
+            number = math.nan if isinstance(self.default, bool) else float(text)
+        except ValueError:
+            number = None
+        if isinstance(self.default, float) and number is not None:
+            return number
+        if number is None or not number.is_integer():
+            raise ValueError(f"{self.name} = {text}: use {self.allowed}")
+        return int(number)
+
+    def _allows(self, value: Any) -> bool:
+        if self.choices:  # True == 1 in Python, but a switch is no number here
+            return any(
+                isinstance(value, bool) == isinstance(choice, bool) and value == choice for choice in self.choices
             )
-        found[name] = (parameter.default, said[0] if said else Parameter("", ""))
-    return found
+        if isinstance(self.default, bool | str):
+            return isinstance(value, type(self.default))
+        kinds = int if isinstance(self.default, int) else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            return False
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+
+def declare_parameters(*declared: Parameter) -> Callable[[Constructor], Constructor]:
+    """Return a decorator that checks the arguments of a function or class against these declarations.
+
+    >>> @declare_parameters(Parameter("mu", default=0.01, ge=0))
+    ... def double(mu=0.01):
+    ...     return 2 * mu
+    >>> double(mu=-1)
+    Traceback (most recent call last):
+    ValueError: mu = -1: use a finite number that is not negative
+    """
+
+    def decorate(constructor: Constructor) -> Constructor:
+        target: Any = constructor
+        call: Callable[..., Any] = target.__init__ if isinstance(constructor, type) else target
+        signature = inspect.signature(call)
+        for parameter in declared:
+            argument = signature.parameters.get(parameter.name)
+            if argument is None or argument.default != parameter.default:
+                raise TypeError(f"{target.__name__} needs an argument {parameter.name}={parameter.default!r}")
+
+        @functools.wraps(call)
+        def check_and_call(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            for parameter in declared:
+                if parameter.name in arguments:
+                    parameter.check(arguments[parameter.name])
+            return call(*args, **kwargs)
+
+        if isinstance(constructor, type):
+            target.__init__ = check_and_call
+        else:
+            target = check_and_call
+        target.declared_parameters = declared
+        return cast(Constructor, target)
+
+    return decorate
+
+
+def get_parameters(constructor: Callable[..., Any]) -> dict[str, Parameter]:
+    """Return the parameters of a function or class by name: those it declares, or else those of its signature.
+
+    >>> get_parameters(lambda mu=0.01: mu)["mu"].default
+    0.01
+    """
+    declared = getattr(constructor, "__dict__", {}).get("declared_parameters")  # a subclass declares its own
+    if declared is None:
+        signature = inspect.signature(constructor).parameters.values()
+        declared = [Parameter(argument.name, default=argument.default) for argument in signature]
+    return {parameter.name: parameter for parameter in declared}

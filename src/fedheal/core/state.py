@@ -1,166 +1,221 @@
 """States that turn into (arrays, JSON) and back, so that a checkpoint needs no pickle.
 
-A state class registers under a kind; `to_arrays` returns tensors by name and a JSON-ready dictionary that holds the
-kind, and `from_arrays`, called on any state class or instance, rebuilds whatever kind the dictionary names.
-The tensors may share memory with the state: a state that is donated takes them with it.
+A state is a frozen dataclass that registers under a kind: `class AflState(State, kind="afl")`. Both directions follow from its
+fields. A field is a tensor, a numpy column, a string, a number, a boolean, another state or dataclass, a tuple of these, a
+mapping from strings to these, or None where its type allows that.
+
+In a state with a field `clients` every numpy column, tensor and tuple has one entry per client. A tensor may have spare rows
+behind those of the clients; they are not saved. Tensors may share memory with the state: a donated state takes them with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from itertools import repeat
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedheal.core.layout import Packed
 
-Arrays = Mapping[str, Tensor]
-Json = Mapping[str, Any]
+ARRAY = "array"  # stands in the JSON for a value that is among the arrays
 
 
 class State:
-    """What a stage or an aggregator remembers. Subclasses are frozen dataclasses with `_write` and `_read`."""
+    """What a stage, an aggregator, a term or a run remembers between rounds."""
 
     kind: ClassVar[str] = ""
     kinds: ClassVar[dict[str, type[State]]] = {}
 
+    def __init_subclass__(cls, kind: str = "") -> None:
+        super().__init_subclass__()
+        cls.kind = kind
+        if kind:
+            State.kinds[kind] = cls
+
     def to_arrays(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        arrays, json = self._write()
-        return arrays, {"kind": self.kind, **json}
+        """Return the state's tensors by name, and the rest of it as a JSON-ready dictionary.
+
+        Returns:
+            Tensors for a safetensors file, and a dictionary that names the kind of state.
+
+        Raises:
+            TypeError: A field holds a value of a type that no state may hold.
+        """
+        arrays: dict[str, Tensor] = {}
+        return arrays, _flatten(self, "", arrays)
 
     @staticmethod
-    def from_arrays(arrays: Arrays, json: Json) -> Any:
-        kind = json.get("kind")
-        if kind not in State.kinds:
-            raise ValueError(f"state of kind {kind!r} is unknown; this version knows {sorted(State.kinds)}")
-        try:
-            return State.kinds[kind]._read(arrays, json)
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"state of kind '{kind}' is damaged: {error!r}") from error
+    def from_arrays(arrays: Mapping[str, Tensor], json: Mapping[str, Any]) -> Any:
+        """Rebuild the state that `to_arrays` described, of whatever kind the JSON names.
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {}
+        Args:
+            arrays: Tensors by name, on the CPU.
+            json: The dictionary that came with them.
 
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> Self:
-        return cls()
+        Returns:
+            A state of the class that is registered under the kind.
+
+        Raises:
+            ValueError: The kind is unknown, or the state is damaged.
+        """
+        return _restore_state(State, "", arrays, json)
 
 
 S = TypeVar("S", bound=State)
 
 
-def kind(name: str) -> Callable[[type[S]], type[S]]:
-    """Register a state class under a kind."""
-
-    def register(cls: type[S]) -> type[S]:
-        cls.kind = name
-        State.kinds[name] = cls
-        return cls
-
-    return register
-
-
 def expect(state: State, wanted: type[S]) -> S:
-    """The state as the type a stage works with; a sentence where it is another's."""
+    """Return the state as the type that a stage works with. Raise ValueError if another aggregator made it."""
     if not isinstance(state, wanted):
-        found = getattr(state, "kind", type(state).__name__)
+        kind = getattr(state, "kind", type(state).__name__)
         raise ValueError(
-            f"this state is of kind '{found}', the aggregator needs '{wanted.kind}': it was made by another one"
+            f"this state is of kind '{kind}', the aggregator needs '{wanted.kind}': it was made by another one"
         )
     return state
 
 
-@kind("nothing")
 @dataclass(frozen=True)
-class Nothing(State):
+class Nothing(State, kind="nothing"):
     """The state of a stage that remembers nothing."""
 
 
-def nested(states: Mapping[str, State]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Several states as one: arrays under `name.`, JSON under `name`."""
-    arrays: dict[str, Tensor] = {}
-    json: dict[str, Any] = {}
-    for name, state in states.items():
-        inner, json[name] = state.to_arrays()
-        arrays |= {f"{name}.{key}": value for key, value in inner.items()}
-    return arrays, json
-
-
-def unnested(name: str, arrays: Arrays, json: Json) -> Any:
-    prefix = f"{name}."
-    inner = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
-    return State.from_arrays(inner, json[name])
-
-
-def write_columns(state: State, *names: str) -> dict[str, Tensor]:
-    """These numpy columns of a state, one number a client, as arrays."""
-    return {name: torch.from_numpy(getattr(state, name)) for name in names}
-
-
-def read_columns(arrays: Arrays, length: int, *names: str) -> list[Any]:
-    """These arrays as numpy columns, one number a client."""
-    columns = [arrays[name].numpy() for name in names]
-    for name, column in zip(names, columns, strict=True):
-        if column.shape != (length,):
-            raise ValueError(f"'{name}' has shape {column.shape} for {length} clients")
-    return columns
-
-
 @dataclass(frozen=True)
-class TermState:
+class TermState(State, kind="term"):
     """What a term of local training keeps: with the server (`shared`) and with each client that has taken part (`slots`)."""
 
     shared: Mapping[str, Tensor]
     slots: Mapping[str, Mapping[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class RunState:
+@dataclass(frozen=True, kw_only=True)
+class RunState(State, kind="run"):
     """Everything that survives a round; a checkpoint is this and nothing else."""
 
     round: int  # rounds done
     seed: int
     model: Packed
-    aggregator: Any
-    server: Any
+    aggregator: State
+    server: State
     terms: tuple[TermState, ...] = ()
     sent: int = 0  # bytes, server to clients
     received: int = 0
 
-    def to_arrays(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        arrays = {f"model.{name}": getattr(self.model, name) for name in ("params", "buffers", "counters")}
-        json: dict[str, Any] = {"round": self.round, "seed": self.seed, "sent": self.sent, "received": self.received}
-        for name in ("aggregator", "server"):
-            inner, json[name] = getattr(self, name).to_arrays()
-            arrays |= {f"{name}.{key}": value for key, value in inner.items()}
-        json["terms"] = [list(term.slots) for term in self.terms]  # the clients, since an id may hold any character
-        for i, term in enumerate(self.terms):
-            arrays |= {f"terms.{i}.shared.{key}": value for key, value in term.shared.items()}
-            for j, slot in enumerate(term.slots.values()):
-                arrays |= {f"terms.{i}.slots.{j}.{key}": value for key, value in slot.items()}
-        return arrays, json
+    @staticmethod
+    def from_arrays(
+        arrays: Mapping[str, Tensor], json: Mapping[str, Any], device: torch.device | str = "cpu"
+    ) -> RunState:
+        """Rebuild the state of a run on a device.
+
+        The aggregator's state stays on the CPU: its columns are numpy's, and it moves the other arrays itself.
+        """
+        placed = {name: array.to("cpu" if name.startswith("aggregator.") else device) for name, array in arrays.items()}
+        state: RunState = _restore_state(RunState, "", placed, json)
+        return state
 
 
-def restored_state(arrays: Mapping[str, Tensor], described: Mapping[str, Any], device: torch.device) -> RunState:
-    """A state from what `RunState.to_arrays` gave, on a device."""
+def _flatten(value: Any, path: str, arrays: dict[str, Tensor]) -> Any:
+    """Put the arrays of a value into `arrays` under its path, and return the rest of it as JSON."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        arrays[path] = value if isinstance(value, Tensor) else torch.from_numpy(value)
+        return ARRAY
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple):
+        return [_flatten(item, _join(path, i), arrays) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        # A key may hold any character. Only that of a tensor, which nothing follows, can be part of a path.
+        return {
+            key: _flatten(item, _join(path, key if isinstance(item, Tensor) else i), arrays)
+            for i, (key, item) in enumerate(value.items())
+        }
+    if is_dataclass(value):
+        return _flatten_fields(value, path, arrays)
+    raise TypeError(f"a state holds a {type(value).__name__} in '{path}', which cannot be saved")
 
-    def inner(name: str, where: torch.device) -> State:
-        own = {k.removeprefix(f"{name}."): v.to(where) for k, v in arrays.items() if k.startswith(f"{name}.")}
-        restored: State = State.from_arrays(own, described[name])
-        return restored
 
-    # An aggregator's columns are numpy's; what it needs beside the updates it moves there itself.
-    aggregator, server = inner("aggregator", torch.device("cpu")), inner("server", device)
-    model = Packed(*(arrays[f"model.{name}"].to(device) for name in ("params", "buffers", "counters")))
-    numbers = {name: int(described[name]) for name in ("round", "seed", "sent", "received")}
+def _flatten_fields(value: Any, path: str, arrays: dict[str, Tensor]) -> dict[str, Any]:
+    json: dict[str, Any] = {"kind": value.kind} if isinstance(value, State) else {}
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if isinstance(item, Tensor) and hasattr(value, "clients"):
+            item = item[: len(value.clients)]
+        json[field.name] = _flatten(item, _join(path, field.name), arrays)
+    return json
 
-    def under(prefix: str) -> dict[str, Tensor]:
-        return {k.removeprefix(prefix): v.to(device) for k, v in arrays.items() if k.startswith(prefix)}
 
-    terms = tuple(
-        TermState(under(f"terms.{i}.shared."), {c: under(f"terms.{i}.slots.{j}.") for j, c in enumerate(clients)})
-        for i, clients in enumerate(described["terms"])
-    )
-    return RunState(**numbers, model=model, aggregator=aggregator, server=server, terms=terms)
+def _restore(hint: Any, path: str, arrays: Mapping[str, Tensor], json: Any) -> Any:
+    """Return the value of this type that `_flatten` took apart."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        (hint,) = (arg for arg in args if arg is not NoneType)
+        return None if json is None else _restore(hint, path, arrays, json)
+    if hint is Tensor:
+        return arrays[path]
+    if origin is np.ndarray:
+        return arrays[path].numpy()
+    if origin is tuple:
+        hints = repeat(args[0], len(json)) if args[-1] is Ellipsis else args
+        pairs = enumerate(zip(hints, json, strict=True))
+        return tuple(_restore(item_hint, _join(path, i), arrays, item) for i, (item_hint, item) in pairs)
+    if origin is Mapping:
+        return {
+            key: _restore(args[1], _join(path, key if args[1] is Tensor else i), arrays, item)
+            for i, (key, item) in enumerate(json.items())
+        }
+    if issubclass(hint, State):
+        return _restore_state(hint, path, arrays, json)
+    if is_dataclass(hint):
+        make: Any = hint
+        return make(**_restore_fields(hint, path, arrays, json))
+    if type(json) is not hint and not (hint is float and type(json) is int):
+        raise TypeError(f"'{path}' must be {hint.__name__}, got {json!r}")
+    return json
+
+
+def _restore_state(wanted: type[State], path: str, arrays: Mapping[str, Tensor], json: Any) -> Any:
+    kind = json.get("kind") if isinstance(json, Mapping) else None
+    if kind not in State.kinds:
+        raise ValueError(f"state of kind {kind!r} is unknown; this version knows {sorted(State.kinds)}")
+    cls = State.kinds[kind]
+    if not issubclass(cls, wanted):
+        raise ValueError(f"state of kind '{kind}' is damaged or misplaced: '{wanted.kind}' is expected here")
+    try:
+        values = _restore_fields(cls, path, arrays, json)
+        if "clients" in values:
+            _check_lengths(values)
+        return cls(**values)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"state of kind '{kind}' is damaged: {error!r}") from error
+
+
+def _restore_fields(cls: Any, path: str, arrays: Mapping[str, Tensor], json: Mapping[str, Any]) -> dict[str, Any]:
+    hints = _field_types(cls)
+    return {
+        field.name: _restore(hints[field.name], _join(path, field.name), arrays, json[field.name])
+        for field in fields(cls)
+    }
+
+
+def _check_lengths(values: Mapping[str, Any]) -> None:
+    """Raise ValueError unless columns hold one number per client, and tensors and tuples one entry."""
+    clients = len(values["clients"])
+    for name, value in values.items():
+        if isinstance(value, np.ndarray) and value.shape != (clients,):
+            raise ValueError(f"'{name}' has shape {value.shape} for {clients} clients")
+        if isinstance(value, (Tensor, tuple)) and len(value) != clients:
+            raise ValueError(f"'{name}' has {len(value)} entries and does not belong to {clients} clients")
+
+
+@cache
+def _field_types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _join(path: str, name: str | int) -> str:
+    return f"{path}.{name}" if path else str(name)

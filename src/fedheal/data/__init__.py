@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedheal.core.errors import suggestion, worded
-from fedheal.core.import_path import imported
+from fedheal.core.errors import format_error, suggest
+from fedheal.core.import_path import import_function
 from fedheal.data import on_disk as real
 from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
 from fedheal.data.catalogue.photographs import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
@@ -62,16 +62,16 @@ def load(name: str, wanted: Wanted | None = None) -> Domains:
     if ":" not in name:
         if name not in DATASETS:
             raise ValueError(
-                f"there is no data set {name!r}{suggestion(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
+                f"there is no data set {name!r}{suggest(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
                 f"name your own image folders as '{FOLDER}PATH', or your own function by import path as "
                 '"package.module:function"'
             )
         return DATASETS[name].load(wanted)
-    made = imported("data set", name)
+    made = import_function("data set", name)
     try:
         found = made()
     except Exception as error:  # whatever somebody's function may raise
-        raise ValueError(f"the data set's function {name!r} ended with {worded(error)}") from error
+        raise ValueError(f"the data set's function {name!r} ended with {format_error(error)}") from error
     if not isinstance(found, Domains):
         raise ValueError(f"{name!r} returned a {type(found).__name__}, not a fedheal.data.domains.Domains")
     check(found, name)

@@ -1,37 +1,73 @@
-"""How a cohort is trained: one client after another, in several processes, or side by side on a GPU."""
+"""Engines train the clients of a round: one after another, in several processes, or side by side on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
-from fedheal.engine import lanes as side_by_side
-from fedheal.engine import workers as processes
-from fedheal.engine.serial import LocalTraining
-from fedheal.engine.workers import Trainer
+from fedheal.core.layout import Packed
+from fedheal.engine.lanes import Lanes
+from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
+from fedheal.engine.workers import WorkerPool
 
-__all__ = ["Trainer", "check_engine", "trainer"]
+__all__ = ["Engine", "check_engine", "open_engine"]
+
+
+class Engine(Protocol):
+    """Trains the clients of a round."""
+
+    def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
+        """Train each task's client from the global `model` and yield the results in the order of `tasks`.
+
+        Args:
+            model: The global model.
+            shared: The shared values of each term.
+            tasks: The clients to train, with their slots.
+
+        Yields:
+            A client's result. The serial engine trains a client only when its result is asked for.
+        """
+        ...
 
 
 @contextmanager
-def trainer(
+def open_engine(
     local_training: LocalTraining, engine: str = "auto", workers: int = 1, threads: int = 1, lanes: int | None = None
-) -> Iterator[Trainer]:
-    """A function that trains a cohort, as long as the context lasts; `auto` is lanes on a GPU."""
+) -> Iterator[Engine]:
+    """Open an engine for as long as the context lasts.
+
+    Args:
+        local_training: The module, the clients' examples and how they are trained.
+        engine: `serial`, `lanes`, or `auto` (`lanes` on a GPU, else `serial`).
+        workers: How many processes the serial engine uses.
+        threads: How many threads each worker process uses.
+        lanes: How many clients to train side by side on a GPU; None chooses as many as fill it.
+
+    Yields:
+        The engine.
+
+    Raises:
+        ValueError: If the device does not support the engine or several workers.
+    """
     check_engine(local_training.device, engine, workers)
     if engine == "lanes" or (engine == "auto" and local_training.device.type == "cuda"):
-        yield side_by_side.Lanes(local_training, lanes)
-        return
-    with processes.trainer(local_training, workers, threads) as train:
-        yield train
+        yield Lanes(local_training, lanes)
+    elif workers <= 1:
+        yield SerialEngine(local_training)
+    else:
+        with WorkerPool(local_training, workers, threads) as pool:
+            yield pool
 
 
 def check_engine(device: torch.device, engine: str, workers: int) -> None:
-    """What cannot be trained so is said before anything is written."""
-    gpu = device.type == "cuda"
-    if engine == "lanes" and not gpu:
-        raise ValueError(f"engine = 'lanes' needs a GPU, and this run is on '{device}'; 'auto' or 'serial' will do")
-    if gpu and workers > 1:
-        raise ValueError(f"workers = {workers}: several processes train on CPUs only; lanes do it on a GPU")
+    """Raise ValueError if the device does not support the engine or several workers."""
+    is_gpu = device.type == "cuda"
+    if engine == "lanes" and not is_gpu:
+        raise ValueError(f"engine = 'lanes' needs a GPU, but this run uses '{device}'; use 'auto' or 'serial'")
+    if is_gpu and workers > 1:
+        raise ValueError(
+            f"workers = {workers}: several processes train on CPUs only; on a GPU use workers = 1 and lanes"
+        )

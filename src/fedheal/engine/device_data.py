@@ -1,4 +1,4 @@
-"""The examples of all clients on the device, from which the batches of a step are made in tensor code."""
+"""The examples of all clients on the device. Batches are made from them in tensor code, so that a step can be captured."""
 
 from __future__ import annotations
 
@@ -13,44 +13,38 @@ from fedheal.data.augment import PAD, normalised
 from fedheal.engine.serial import LocalTraining
 
 
-class Resident:
-    """All clients' examples on the device, as bytes, channels last, with room for shifts."""
+class DeviceData:
+    """All clients' images as bytes, channels last, padded as far as random crops shift them."""
 
     def __init__(self, local_training: LocalTraining) -> None:
-        clients, how = sorted(local_training.examples), local_training.training.augment
-        self.pad = PAD if "crop" in how else 0
-        stored = [
-            functional.pad(local_training.examples[c].images, [self.pad] * 4).permute(0, 2, 3, 1) for c in clients
-        ]
-        self.images = torch.cat([part.contiguous() for part in stored])
-        self.labels = torch.cat([local_training.examples[c].labels for c in clients])
-        ends = np.cumsum([len(local_training.examples[c]) for c in clients])
-        self.first = {c: int(end) - len(local_training.examples[c]) for c, end in zip(clients, ends, strict=True)}
-        self.height, self.width = local_training.examples[clients[0]].images.shape[-2:]
-        self.varied = how != "none"
+        splits, augment = local_training.examples, local_training.training.augment
+        clients = sorted(splits)
+        self.pad = PAD if "crop" in augment else 0
+        padded = [functional.pad(splits[c].images, [self.pad] * 4).permute(0, 2, 3, 1) for c in clients]
+        self.images = torch.cat([images.contiguous() for images in padded])
+        self.labels = torch.cat([splits[c].labels for c in clients])
+        self.sizes = {c: len(splits[c]) for c in clients}
+        ends = np.cumsum(list(self.sizes.values()))
+        self.offsets = {c: int(end) - self.sizes[c] for c, end in zip(clients, ends, strict=True)}
+        self.height, self.width = splits[clients[0]].images.shape[-2:]
+        self.augments = augment != "none"
         self.rows = torch.arange(self.height, device=local_training.device)
         self.columns = torch.arange(self.width, device=local_training.device)
 
-    def batch(self, plan: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch of a plan `[4, size]`: which example, its shifts, whether it is mirrored."""
-        which, top, left, mirrored = plan.unbind()
-        if self.varied:
+    def make_batch(self, plan: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the images and labels of a plan `[4, size]`: index, top and left shift, and whether it is mirrored."""
+        index, top, left, mirrored = plan.unbind()
+        if self.augments:
             rows = top[:, None] + self.rows
             columns = left[:, None] + torch.where(mirrored[:, None] > 0, self.columns.flip(0), self.columns)
-            images = self.images[which[:, None, None], rows[:, :, None], columns[:, None, :]]
+            images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
         else:
-            images = self.images[which]
-        return normalised(images.permute(0, 3, 1, 2)), self.labels[which]
+            images = self.images[index]
+        return normalised(images.permute(0, 3, 1, 2)), self.labels[index]
 
-    def plain(self, clients: Sequence[str], local_training: LocalTraining) -> tuple[Tensor, Tensor]:
-        """The examples of some clients as they are."""
-        where = torch.cat(
-            [
-                torch.arange(
-                    self.first[c], self.first[c] + len(local_training.examples[c]), device=local_training.device
-                )
-                for c in clients
-            ]
-        )
-        inner = slice(self.pad, self.pad + self.height), slice(self.pad, self.pad + self.width)
-        return self.images[where][:, inner[0], inner[1]].permute(0, 3, 1, 2), self.labels[where]
+    def select_clients(self, clients: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return the images and labels of some clients, not augmented."""
+        device, starts = self.images.device, {c: self.offsets[c] for c in clients}
+        index = torch.cat([torch.arange(start, start + self.sizes[c], device=device) for c, start in starts.items()])
+        rows, columns = slice(self.pad, self.pad + self.height), slice(self.pad, self.pad + self.width)
+        return self.images[index][:, rows, columns].permute(0, 3, 1, 2), self.labels[index]

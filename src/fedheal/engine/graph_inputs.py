@@ -1,4 +1,4 @@
-"""What a term prepared for a client, at fixed addresses, so that the graph of a step can read it for every client."""
+"""What the terms prepared for a client, at fixed addresses, so that one captured step can read it for every client."""
 
 from __future__ import annotations
 
@@ -12,47 +12,50 @@ from torch import Tensor, nn
 from fedheal.local.term import Arrays, Context
 
 
-class Unable(Exception):
-    """Why this module or term cannot be trained in lanes."""
+class NotCapturableError(Exception):
+    """The module or a term cannot be trained in lanes; the message says why."""
 
 
-class Static(Context):
-    """A context as a step may see it: what differs between clients and rounds is out of reach, and so cannot be frozen."""
+class FixedContext(Context):
+    """The context of a captured step. Reading what differs between clients or rounds raises `NotCapturableError`."""
 
     VARYING = frozenset(
         {"client", "round", "steps", "effective_step", "received", "slot", "shared", "fit", "gradient", "validate"}
     )
 
     def __getattribute__(self, name: str) -> Any:
-        if name in Static.VARYING:
-            raise Unable(
-                f"a step reads ctx.{name}, which differs from client to client; `prepare` may put it in ctx.scratch"
+        if name in FixedContext.VARYING:
+            raise NotCapturableError(
+                f"a step reads ctx.{name}, which differs between clients; let `prepare` put it into ctx.scratch"
             )
         return super().__getattribute__(name)
 
 
-def shape_of(value: Any) -> Hashable:
-    """What must be equal for a graph to be used again: the shapes of tensors, the very modules, plain values."""
+def make_fixed_context(ctx: Context) -> FixedContext:
+    """Return a fixed context with a copy of the context's scratch."""
+    values = {f.name: getattr(ctx, f.name) for f in fields(Context)}
+    return FixedContext(**values | {"scratch": _clone(ctx.scratch)})
+
+
+def make_shape_key(value: Any) -> Hashable:
+    """Return what must be equal for a graph to be reused: shapes of tensors, identities of modules, plain values."""
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape), value.dtype
     if isinstance(value, nn.Module):
         return "module", id(value)
     if isinstance(value, Mapping):
-        return "mapping", tuple((name, shape_of(value[name])) for name in sorted(value))
+        return "mapping", tuple((name, make_shape_key(value[name])) for name in sorted(value))
     if isinstance(value, list | tuple):
-        return "sequence", tuple(shape_of(part) for part in value)
+        return "sequence", tuple(make_shape_key(part) for part in value)
     if value is None or isinstance(value, bool | int | float | str):
         return type(value).__name__, value
-    raise Unable(f"ctx.scratch holds a {type(value).__name__}, which cannot be refilled from client to client")
-
-
-def static(ctx: Context) -> Static:
-    known = {f.name: getattr(ctx, f.name) for f in fields(Context)}
-    return Static(**known | {"scratch": _clone(ctx.scratch)})
+    raise NotCapturableError(
+        f"ctx.scratch holds a value of type {type(value).__name__}, which cannot be refilled for another client"
+    )
 
 
 def _clone(value: Any) -> Any:
-    """The same at addresses of its own; tensors shaped like a convolution's are laid out as the module's are."""
+    """Copy the tensors; those shaped like a convolution's weights get the module's memory format."""
     if isinstance(value, Tensor):
         return value.clone(memory_format=torch.channels_last if value.ndim == 4 else torch.contiguous_format)
     if isinstance(value, Mapping):
@@ -62,29 +65,32 @@ def _clone(value: Any) -> Any:
     return value
 
 
-def refill(fixed: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Copy what was prepared for a client; what steps themselves have put there starts from zero."""
-    own = [part for name, value in fixed.items() if name not in given for part in tensors_in(value)]
-    if own:
-        torch._foreach_zero_(own)
+def refill(fixed: dict[str, Any], scratch: Mapping[str, Any]) -> None:
+    """Copy a client's scratch into the fixed one; tensors that only steps have put there start from zero."""
+    from_steps = [tensor for name, value in fixed.items() if name not in scratch for tensor in list_tensors(value)]
+    if from_steps:
+        torch._foreach_zero_(from_steps)
     pairs = [
-        (a, b) for name, value in given.items() for a, b in zip(tensors_in(fixed[name]), tensors_in(value), strict=True)
+        (target, source)
+        for name, value in scratch.items()
+        for target, source in zip(list_tensors(fixed[name]), list_tensors(value), strict=True)
+        if target is not source
     ]
-    pairs = [(a, b) for a, b in pairs if a is not b]
     if pairs:
-        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested mappings and sequences, in a fixed order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
-        return [tensor for name in sorted(value) for tensor in tensors_in(value[name])]
+        return [tensor for name in sorted(value) for tensor in list_tensors(value[name])]
     if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in tensors_in(part)]
+        return [tensor for part in value for tensor in list_tensors(part)]
     return []
 
 
-def apart(arrays: Arrays, fixed: set[int]) -> Arrays:
-    """A term may hand out what lies in its scratch, which the next client overwrites."""
-    return {name: t.clone() if t.data_ptr() in fixed else t for name, t in arrays.items()}
+def clone_fixed(arrays: Arrays, addresses: set[int]) -> Arrays:
+    """Copy the tensors at these addresses, which the next client overwrites."""
+    return {name: t.clone() if t.data_ptr() in addresses else t for name, t in arrays.items()}

@@ -1,4 +1,4 @@
-"""One lane: a copy of the module with its optimiser, stream and graphs, that trains one client at a time."""
+"""One lane: a copy of the module with its optimiser, stream and graphs, which trains one client at a time."""
 
 from __future__ import annotations
 
@@ -13,29 +13,40 @@ from torch import Tensor, nn
 from fedheal.core.layout import Packed
 from fedheal.core.rng import generator
 from fedheal.engine import serial
-from fedheal.engine.device_data import Resident
-from fedheal.engine.graph_inputs import Static, Unable, apart, refill, shape_of, static, tensors_in
-from fedheal.engine.serial import ClientResult, LocalTraining, Task
-from fedheal.local.term import Arrays, Context, Term
+from fedheal.engine.device_data import DeviceData
+from fedheal.engine.graph_inputs import (
+    FixedContext,
+    NotCapturableError,
+    clone_fixed,
+    list_tensors,
+    make_fixed_context,
+    make_shape_key,
+    refill,
+)
+from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
+from fedheal.local.term import Context, Term
 
-WARM = 2  # steps of a kind that run before it is captured
-BOOKS = 8
+WARMUP_STEPS = 2  # of a kind, before it is captured
+MAX_STEP_SETS = 8
 
 Fit = Generator[None, None, tuple[Packed, Tensor]]
 
 
 @dataclass
-class Book:
-    """What a lane keeps for clients whose terms prepared things of one shape: contexts at fixed addresses, and graphs."""
+class StepSet:
+    """The steps for clients whose terms prepared values of the same shapes: contexts at fixed addresses, and graphs.
 
-    contexts: list[Static]
-    graphs: dict[tuple[int, bool], int | torch.cuda.CUDAGraph] = field(default_factory=dict)  # or how often it ran
+    `graphs` has a captured graph for each batch size and whether it is the last epoch, or how often such a step ran so far.
+    """
+
+    contexts: list[FixedContext]
+    graphs: dict[tuple[int, bool], int | torch.cuda.CUDAGraph] = field(default_factory=dict)
 
 
-class Chance:
-    """A lane's own state of the device's generator, from which dropout and the like draw.
+class LaneRandomState:
+    """A lane's own state of the device's generator, which dropout and other random layers draw from.
 
-    Graphs read it on the device, so that lanes with one state between them would disturb each other.
+    Graphs read it on the device, so lanes that shared one state would disturb each other.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +56,8 @@ class Chance:
         self.own = self.source.clone_state() if self.cuda else torch.Generator()
 
     @contextmanager
-    def current(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
+        """Let the device's generator use this state for the context."""
         if self.cuda:
             shared = self.source.graphsafe_get_state()
             self.source.graphsafe_set_state(self.own)
@@ -64,57 +76,54 @@ class Chance:
 
 
 class Lane:
-    """One client at a time."""
+    """Trains one client at a time."""
 
-    def __init__(self, local_training: LocalTraining, resident: Resident, warmed: set[int]) -> None:
+    def __init__(self, local_training: LocalTraining, data: DeviceData, tuned_sizes: set[int]) -> None:
+        device, training = local_training.device, local_training.training
         module = copy.deepcopy(local_training.module)
         self.local_training = replace(local_training, module=module)
-        self.resident, self.warmed = resident, warmed
-        self.cuda = local_training.device.type == "cuda"
-        self.stream = torch.cuda.Stream(local_training.device) if self.cuda else None  # type: ignore[no-untyped-call]
+        self.data, self.tuned_sizes = data, tuned_sizes
+        self.cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle() if self.cuda else None
-        self.optimiser = serial.optimiser_of(self.local_training)
-        self.velocity = [torch.zeros_like(p) for p in module.parameters() if p.requires_grad]
-        if local_training.training.momentum:
-            trained = (p for p in module.parameters() if p.requires_grad)
-            for param, velocity in zip(trained, self.velocity, strict=True):
+        self.optimiser = serial.make_optimiser(self.local_training)
+        params = [p for p in module.parameters() if p.requires_grad]
+        self.velocity = [torch.zeros_like(p) for p in params]
+        if training.momentum:
+            for param, velocity in zip(params, self.velocity, strict=True):
                 self.optimiser.state[param]["momentum_buffer"] = velocity
-        longest = max(
-            serial.steps_of(len(split), local_training.training) for split in local_training.examples.values()
-        )
-        self.plan = torch.zeros(
-            longest, 4, local_training.training.batch_size, dtype=torch.int64, device=local_training.device
-        )
-        self.cursor = torch.zeros(1, dtype=torch.int64, device=local_training.device)
-        self.total = torch.zeros((), dtype=torch.float64, device=local_training.device)
+        most_steps = max(serial.count_steps(size, training) for size in data.sizes.values())
+        self.plan = torch.zeros(most_steps, 4, training.batch_size, dtype=torch.int64, device=device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
         self.nets: dict[str, nn.Module] = {}
-        self.books: dict[Hashable, Book] = {}
-        self.chance = Chance(local_training.device)
+        self.step_sets: dict[Hashable, StepSet] = {}
+        self.random_state = LaneRandomState(device)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """The lane's stream and random state are current only while it is at work: others come in between."""
-        inside: AbstractContextManager[object] = torch.cuda.stream(self.stream) if self.cuda else nullcontext()
-        with self.chance.current(), inside:
+    def activate(self) -> Iterator[None]:
+        """Make the lane's stream and random state current for the context; other lanes run in between."""
+        stream: AbstractContextManager[object] = torch.cuda.stream(self.stream) if self.cuda else nullcontext()
+        with self.random_state.activate(), stream:
             yield
 
-    def client(
-        self, model: Packed, shared: tuple[Arrays, ...], task: Task, metrics: dict[str, float], out: Tensor
+    def train_client(
+        self, model: Packed, shared: Shared, task: Task, metrics: dict[str, float], out: Tensor
     ) -> Generator[None, None, tuple[ClientResult, Tensor]]:
-        """A client's round, with pauses in which other lanes are served; what comes of it, and its mean loss."""
+        """Train a client, pausing after each epoch to let other lanes run; return the result and the mean loss."""
 
         def fit(start: Packed, strength: float) -> Packed:
-            again, contexts = serial.anchored(self.local_training, model, task, strength, start)
-            return _finished(self._fit(again, start, task, "personal", contexts))[0]
+            retraining, contexts = serial.proximal_retraining(self.local_training, model, task, strength, start)
+            return _run_to_end(self._fit(retraining, start, task, "personal", contexts))[0]
 
-        contexts = serial.contexts_of(self.local_training, model, shared, task, fit, self.nets)
-        start = serial.prepared(self.local_training, contexts, model)
+        contexts = serial.make_contexts(self.local_training, model, shared, task, fit, self.nets)
+        start = serial.prepare_start(self.local_training, contexts, model)
         local, loss = yield from self._fit(self.local_training, start, task, "batches", contexts)
-        trained = serial.concluded(self.local_training, model, task, contexts, local, dict(metrics), out)
-        fixed = {t.data_ptr() for ctx in contexts for t in tensors_in(ctx.scratch)}
-        slots = tuple(apart(slot, fixed) for slot in trained.slots)
-        messages = tuple(apart(message, fixed) for message in trained.messages)
-        return replace(trained, slots=slots, messages=messages), loss
+        result = serial.finish_client(self.local_training, model, task, contexts, local, dict(metrics), out)
+        addresses = {t.data_ptr() for ctx in contexts for t in list_tensors(ctx.scratch)}
+        slots = tuple(clone_fixed(slot, addresses) for slot in result.slots)
+        messages = tuple(clone_fixed(message, addresses) for message in result.messages)
+        return replace(result, slots=slots, messages=messages), loss
 
     def _fit(
         self, local_training: LocalTraining, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]
@@ -124,101 +133,99 @@ class Lane:
         module.train()
         for tensors in (self.velocity, [self.cursor, self.total]):
             torch._foreach_zero_(tensors)
-        steps = self._upload(task, purpose)
-        book = self._book(local_training, contexts)
-        self.chance.source.manual_seed(serial.layer_seed(local_training, purpose, task))
-        epoch = -(-len(local_training.examples[task.client]) // local_training.training.batch_size)
+        steps = self._upload_batches(task, purpose)
+        step_set = self._get_step_set(local_training, contexts)
+        self.random_state.source.manual_seed(serial.derive_layer_seed(local_training, purpose, task))
+        steps_per_epoch = -(-self.data.sizes[task.client] // local_training.training.batch_size)
         for number, (size, last) in enumerate(steps):
-            if number % epoch == 0 and number:
+            if number % steps_per_epoch == 0 and number:
                 yield
-            self._step(local_training, book, size, last)
-        for fixed, ctx in zip(book.contexts, contexts, strict=True):
+            self._step(local_training, step_set, size, last)
+        for fixed, ctx in zip(step_set.contexts, contexts, strict=True):
             ctx.scratch.update(fixed.scratch)
         return local_training.layout.pack(module.state_dict()), self.total / max(len(steps), 1)
 
-    def _upload(self, task: Task, purpose: str) -> list[tuple[int, bool]]:
-        """Put a client's batches on the device; the size of each, and whether it belongs to the last epoch."""
-        local_training, chance = (
-            self.local_training,
-            generator(self.local_training.seed, purpose, task.round, task.client),
-        )
-        examples, first = len(local_training.examples[task.client]), self.resident.first[task.client]
-        plan = torch.zeros(serial.steps_of(examples, local_training.training), *self.plan.shape[1:], dtype=torch.int64)
-        found = []
-        for row, (chosen, choices, last) in zip(
-            plan.numpy(), serial.planned(examples, local_training.training, chance), strict=True
-        ):
-            size = len(chosen)
-            row[0, :size] = chosen + first
+    def _upload_batches(self, task: Task, purpose: str) -> list[tuple[int, bool]]:
+        """Put a client's batches on the device; return the size of each and whether it belongs to the last epoch."""
+        training, examples = self.local_training.training, self.data.sizes[task.client]
+        rng = generator(self.local_training.seed, purpose, task.round, task.client)
+        plan = torch.zeros(serial.count_steps(examples, training), *self.plan.shape[1:], dtype=torch.int64)
+        steps = []
+        batches = serial.plan_batches(examples, training, rng)
+        for row, (selected, choices, last) in zip(plan.numpy(), batches, strict=True):
+            size = len(selected)
+            row[0, :size] = selected + self.data.offsets[task.client]
             for channel, choice in enumerate(choices, start=1):
                 if choice is not None:
                     row[channel, :size] = choice
-            found.append((size, last))
+            steps.append((size, last))
         source = plan.pin_memory() if self.cuda else plan
         self.plan[: len(plan)].copy_(source, non_blocking=True)
-        return found
+        return steps
 
-    def _book(self, local_training: LocalTraining, contexts: Sequence[Context]) -> Book:
-        """The book for what these contexts hold, refilled from them."""
-        key = (_identity(local_training.terms), tuple(shape_of(ctx.scratch) for ctx in contexts))
-        if key not in self.books:
-            while len(self.books) >= BOOKS:  # the oldest goes, with its graphs
-                del self.books[next(iter(self.books))]
-            self.books[key] = Book([static(ctx) for ctx in contexts])
-        book = self.books[key]
-        for fixed, ctx in zip(book.contexts, contexts, strict=True):
+    def _get_step_set(self, local_training: LocalTraining, contexts: Sequence[Context]) -> StepSet:
+        """Return the step set for these contexts, refilled from them."""
+        key = (_identify_terms(local_training.terms), tuple(make_shape_key(ctx.scratch) for ctx in contexts))
+        if key not in self.step_sets:
+            while len(self.step_sets) >= MAX_STEP_SETS:  # drop the oldest, with its graphs
+                del self.step_sets[next(iter(self.step_sets))]
+            self.step_sets[key] = StepSet([make_fixed_context(ctx) for ctx in contexts])
+        step_set = self.step_sets[key]
+        for fixed, ctx in zip(step_set.contexts, contexts, strict=True):
             refill(fixed.scratch, ctx.scratch)
-        return book
+        return step_set
 
-    def _step(self, local_training: LocalTraining, book: Book, size: int, last: bool) -> None:
+    def _step(self, local_training: LocalTraining, step_set: StepSet, size: int, last: bool) -> None:
+        """Take a step: replay its graph, or run it as it is until it is captured."""
         # Only a term that looks at batches can tell the last epoch from the others.
         kind = size, last and any(type(term).loss is not Term.loss for term in local_training.terms)
-        known = book.graphs.get(kind, 0)
-        if isinstance(known, torch.cuda.CUDAGraph):
-            known.replay()
-        elif known < WARM or not self.cuda:
-            if size not in self.warmed and self.cuda:
-                torch.cuda.synchronize()  # cuDNN tries its algorithms on the first step of a size: by itself
-                self.warmed.add(size)
-            self._eager(local_training, book, *kind)
-            book.graphs[kind] = known + 1
-        else:
-            graph = book.graphs[kind] = self._captured(local_training, book, *kind)
+        graph = step_set.graphs.get(kind, 0)
+        if isinstance(graph, torch.cuda.CUDAGraph):
             graph.replay()
+        elif graph < WARMUP_STEPS or not self.cuda:
+            if size not in self.tuned_sizes and self.cuda:
+                torch.cuda.synchronize()  # cuDNN tries its algorithms on the first step of a size: let it run alone
+                self.tuned_sizes.add(size)
+            self._step_eagerly(local_training, step_set, *kind)
+            step_set.graphs[kind] = graph + 1
+        else:
+            captured = step_set.graphs[kind] = self._capture(local_training, step_set, *kind)
+            captured.replay()
 
-    def _captured(self, local_training: LocalTraining, book: Book, size: int, last: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, local_training: LocalTraining, step_set: StepSet, size: int, last: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         assert self.pool is not None
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            self._eager(local_training, book, size, last)
+            self._step_eagerly(local_training, step_set, size, last)
             graph.capture_end()
-        except (RuntimeError, Unable) as error:
+        except (RuntimeError, NotCapturableError) as error:
             with suppress(RuntimeError):
                 graph.capture_end()
-            if isinstance(error, torch.OutOfMemoryError | Unable):
+            if isinstance(error, torch.OutOfMemoryError | NotCapturableError):
                 raise
-            raise Unable(f"a step cannot be captured in a CUDA graph ({str(error).splitlines()[0]})") from error
+            reason = str(error).splitlines()[0]
+            raise NotCapturableError(f"a step cannot be captured in a CUDA graph ({reason})") from error
         return graph
 
-    def _eager(self, local_training: LocalTraining, book: Book, size: int, last: bool) -> None:
-        x, y = self.resident.batch(self.plan.index_select(0, self.cursor)[0, :, :size])
-        self.total += serial.step(local_training, self.optimiser, book.contexts, x, y, last)
+    def _step_eagerly(self, local_training: LocalTraining, step_set: StepSet, size: int, last: bool) -> None:
+        x, y = self.data.make_batch(self.plan.index_select(0, self.cursor)[0, :, :size])
+        self.total += serial.train_step(local_training, self.optimiser, step_set.contexts, x, y, last)
         self.cursor += 1
 
 
-def _finished(work: Fit) -> tuple[Packed, Tensor]:
-    """Without the pauses."""
+def _run_to_end(fit: Fit) -> tuple[Packed, Tensor]:
+    """Run without the pauses."""
     while True:
         try:
-            next(work)
-        except StopIteration as end:
-            result: tuple[Packed, Tensor] = end.value
+            next(fit)
+        except StopIteration as stop:
+            result: tuple[Packed, Tensor] = stop.value
             return result
 
 
-def _identity(terms: Sequence[Term]) -> Hashable:
-    """Terms that are equal may share a graph."""
+def _identify_terms(terms: Sequence[Term]) -> Hashable:
+    """Return a key under which equal terms share graphs."""
     try:
         hash(tuple(terms))
     except TypeError:

@@ -1,14 +1,14 @@
-"""Clients side by side on one GPU.
+"""The engine that trains clients side by side on one GPU.
 
 A small network's step is dozens of kernels that each fill a fraction of a GPU and are launched one by one. A *lane* is a copy
 of the module with an optimiser, a stream, and CUDA graphs of its steps; several lanes train a client each at the same time.
-What a step reads lies at fixed addresses and is refilled: the images of all clients stay on the device, a client's batches for
+What a step reads is at fixed addresses and is refilled: the images of all clients stay on the device, a client's batches for
 the round are uploaded as one table of indices and shifts, and what its terms prepared is copied into the lane's own `scratch`.
-Hence the rule for a term: `loss` and `grad` read `ctx.scratch`, and nothing else of `ctx` that differs from client to client.
+Hence the rule for a term: `loss` and `grad` read `ctx.scratch`, and nothing else of `ctx` that differs between clients.
 
-A step of a batch size that a lane meets for the first time runs as it is, which also warms up what must not be set up inside a
-graph; later ones are captured and replayed. A module or a term that cannot be captured makes the run fall back to the serial
-engine. The serial engine is this one's obvious twin: same seeds, same batches, same steps.
+The first steps of a batch size run eagerly, which also warms up what must not be set up inside a graph; later ones are
+captured and replayed. If a module or a term cannot be captured, the run falls back to the serial engine, which has the same
+seeds, batches and steps.
 """
 
 from __future__ import annotations
@@ -26,91 +26,88 @@ from fedheal.core.layout import Packed, matrix
 from fedheal.data.augment import normalised
 from fedheal.data.domains import Split
 from fedheal.engine import serial
-from fedheal.engine.device_data import Resident
-from fedheal.engine.graph_inputs import Unable
+from fedheal.engine.device_data import DeviceData
+from fedheal.engine.graph_inputs import NotCapturableError
 from fedheal.engine.lane import Lane
-from fedheal.engine.memory import give_back
-from fedheal.engine.precision import lowered
-from fedheal.engine.serial import ClientResult, LocalTraining, Task
-from fedheal.local.term import Arrays
+from fedheal.engine.memory import release_gpu_memory
+from fedheal.engine.precision import autocast
+from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
 
 log = logging.getLogger("fedheal")
 
-PIXELS = 1 << 22  # in the batches of all lanes together: where an H200 is full
+PIXELS = 1 << 22  # in the batches of all lanes together: these fill an H200
 MOST_LANES = 8
 
 
 class Lanes:
-    """A trainer of cohorts: see `engine.workers.Trainer`."""
+    """An engine that trains several clients side by side."""
 
     def __init__(self, local_training: LocalTraining, lanes: int | None = None) -> None:
         self.local_training = local_training
-        self.resident = Resident(local_training)
-        self.most = lanes or _most(local_training)
+        self.data = DeviceData(local_training)
+        self.most_lanes = lanes or _choose_lanes(local_training)
         self.lanes: list[Lane] = []
-        self.warmed: set[int] = set()
-        self.reason = ""  # why the serial engine has taken over
+        self.tuned_sizes: set[int] = set()  # batch sizes for which cuDNN has chosen its algorithms
+        self.fallback_reason = ""  # why the serial engine has taken over
 
-    def __call__(self, model: Packed, shared: tuple[Arrays, ...], tasks: Sequence[Task]) -> Iterator[ClientResult]:
-        while not self.reason:
+    def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
+        """Train all clients, then return their results; fall back to fewer lanes or to the serial engine if needed."""
+        while not self.fallback_reason:
             try:
-                return iter(self._train(model, shared, tasks))
-            except Unable as unable:
-                self.reason = str(unable)
-                log.warning("training one client after another: %s", self.reason)
+                return iter(self._train_in_lanes(model, shared, tasks))
+            except NotCapturableError as error:
+                self.fallback_reason = str(error)
+                log.warning("training one client after another: %s", self.fallback_reason)
             except torch.OutOfMemoryError:
-                if self.most == 1:
+                if self.most_lanes == 1:
                     raise
-                wanted, self.most = max(2, len(self.lanes)), max(1, len(self.lanes) // 2)
-                log.warning("out of memory with %d lanes: going on with %d", wanted, self.most)
-            self._release()
-        return (serial.train(self.local_training, model, shared, task) for task in tasks)
+                tried, self.most_lanes = max(2, len(self.lanes)), max(1, len(self.lanes) // 2)
+                log.warning("out of memory with %d lanes: continuing with %d", tried, self.most_lanes)
+            self.lanes.clear()
+            release_gpu_memory()
+        return SerialEngine(self.local_training).train(model, shared, tasks)
 
-    def _train(self, model: Packed, shared: tuple[Arrays, ...], tasks: Sequence[Task]) -> list[ClientResult]:
+    def _train_in_lanes(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> list[ClientResult]:
         local_training = self.local_training
-        steps = [serial.steps_of(len(local_training.examples[task.client]), local_training.training) for task in tasks]
-        queues = _shared_out(steps, self.most)
+        steps = [serial.count_steps(self.data.sizes[task.client], local_training.training) for task in tasks]
+        queues = _assign_clients(steps, self.most_lanes)
         while len(self.lanes) < len(queues):
-            self.lanes.append(Lane(local_training, self.resident, self.warmed))
-        metrics = self._metrics(model, tasks)
+            self.lanes.append(Lane(local_training, self.data, self.tuned_sizes))
+        metrics = self._compute_metrics(model, tasks)
         deltas = matrix(len(tasks), len(model.params), model.params.dtype, local_training.device)
-        done: dict[int, tuple[ClientResult, Tensor]] = {}
+        results: dict[int, tuple[ClientResult, Tensor]] = {}
 
-        def work(lane: Lane, queue: Sequence[int]) -> Generator[None, None, None]:
+        def run_queue(lane: Lane, queue: Sequence[int]) -> Generator[None, None, None]:
             for i in queue:
-                done[i] = yield from lane.client(model, shared, tasks[i], metrics[i], deltas[i])
+                results[i] = yield from lane.train_client(model, shared, tasks[i], metrics[i], deltas[i])
                 yield
 
         with _side_by_side(local_training.device, self.lanes):
-            busy = [(lane, work(lane, queue)) for lane, queue in zip(self.lanes, queues, strict=False)]
-            while busy:
-                for pair in list(busy):
-                    with pair[0].entered():
-                        if next(pair[1], _END) is _END:
-                            busy.remove(pair)
-        losses = torch.stack([done[i][1] for i in range(len(tasks))]).tolist() if tasks else []
-        return [_with_loss(done[i][0], loss) for i, loss in enumerate(losses)]
+            running = [(lane, run_queue(lane, queue)) for lane, queue in zip(self.lanes, queues, strict=False)]
+            while running:
+                for lane, work in list(running):
+                    with lane.activate():
+                        if next(work, _END) is _END:
+                            running.remove((lane, work))
+        losses = torch.stack([results[i][1] for i in range(len(tasks))]).tolist() if tasks else []
+        return [_add_loss(results[i][0], loss) for i, loss in enumerate(losses)]
 
     @torch.no_grad()
-    def _metrics(self, model: Packed, tasks: Sequence[Task]) -> list[dict[str, float]]:
-        """The loss of the received model on each client's data, where it is asked for: all clients in one pass."""
+    def _compute_metrics(self, model: Packed, tasks: Sequence[Task]) -> list[dict[str, float]]:
+        """Return the loss of the received model on each client's data if it is needed, computed for all in one pass."""
         local_training = self.local_training
         if not local_training.received_loss or not tasks:
             return [{} for _ in tasks]
         local_training.module.load_state_dict(local_training.layout.unpack(model))
         local_training.module.eval()
-        images, labels = self.resident.plain([task.client for task in tasks], local_training)
+        images, labels = self.data.select_clients([task.client for task in tasks])
         losses = []
-        for x, y in serial.in_turn(Split(images, labels)):
-            with lowered(local_training.precision, local_training.device):
+        for x, y in serial.eval_batches(Split(images, labels)):
+            with autocast(local_training.precision, local_training.device):
                 logits = local_training.module(normalised(x)).to(torch.float32)
             losses.append(functional.cross_entropy(logits, y, reduction="none"))
-        parts = torch.split(torch.cat(losses).double(), [len(local_training.examples[task.client]) for task in tasks])
+        parts = torch.split(torch.cat(losses).double(), [self.data.sizes[task.client] for task in tasks])
         return [{"loss": loss} for loss in torch.stack([part.mean() for part in parts]).tolist()]
-
-    def _release(self) -> None:
-        self.lanes.clear()
-        give_back()
 
 
 _END = object()
@@ -118,33 +115,33 @@ _END = object()
 
 @contextmanager
 def _side_by_side(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]:
-    """Lanes begin after what is under way here, and what follows here waits for them."""
-    here = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    """Let the lanes start after the current stream's work, and the current stream continue after theirs."""
+    current = torch.cuda.current_stream(device) if device.type == "cuda" else None
     for lane in lanes:
-        if lane.stream is not None and here is not None:
-            lane.stream.wait_stream(here)
+        if lane.stream is not None and current is not None:
+            lane.stream.wait_stream(current)
     try:
         yield
     finally:
         for lane in lanes:
-            if lane.stream is not None and here is not None:
-                here.wait_stream(lane.stream)
+            if lane.stream is not None and current is not None:
+                current.wait_stream(lane.stream)
 
 
-def _most(local_training: LocalTraining) -> int:
-    """As many lanes as fill the device, which large images do sooner; more give nothing and take memory."""
+def _choose_lanes(local_training: LocalTraining) -> int:
+    """Return how many lanes fill the device: fewer with large images. More would only take memory."""
     height, width = next(iter(local_training.examples.values())).images.shape[-2:]
     return max(4, min(MOST_LANES, PIXELS // (local_training.training.batch_size * height * width)))
 
 
-def _shared_out(steps: Sequence[int], most: int) -> list[list[int]]:
-    """Clients to lanes, the longest first to the least busy; as many lanes as end soonest, and no more than needed.
+def _assign_clients(steps: Sequence[int], most_lanes: int) -> list[list[int]]:
+    """Assign clients to lanes, the longest first to the least busy; use the fewest lanes that finish soonest.
 
-    >>> _shared_out([120, 120, 100, 100, 20, 20], 6)
+    >>> _assign_clients([120, 120, 100, 100, 20, 20], 6)
     [[0], [1], [2, 4], [3, 5]]
     """
 
-    def dealt(lanes: int) -> tuple[int, list[list[int]]]:
+    def assign(lanes: int) -> tuple[int, list[list[int]]]:
         queues: list[list[int]] = [[] for _ in range(lanes)]
         load = [0] * lanes
         for i in sorted(range(len(steps)), key=lambda i: (-steps[i], i)):
@@ -153,10 +150,10 @@ def _shared_out(steps: Sequence[int], most: int) -> list[list[int]]:
             load[lane] += steps[i]
         return max(load), queues
 
-    tried = [dealt(lanes) for lanes in range(1, min(most, len(steps)) + 1)]
-    return min(tried, key=lambda one: one[0])[1] if tried else []
+    candidates = [assign(lanes) for lanes in range(1, min(most_lanes, len(steps)) + 1)]
+    return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else []
 
 
-def _with_loss(trained: ClientResult, loss: float) -> ClientResult:
-    reply = trained.reply
-    return replace(trained, reply=reply._replace(metrics=dict(reply.metrics) | {"train_loss": loss}))
+def _add_loss(result: ClientResult, loss: float) -> ClientResult:
+    reply = result.reply
+    return replace(result, reply=reply._replace(metrics=dict(reply.metrics) | {"train_loss": loss}))

@@ -1,4 +1,4 @@
-"""A GPU's memory that is no longer used, given back to whoever else wants it."""
+"""Release GPU memory that is no longer used."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import gc
 import torch
 
 
-def give_back() -> None:
-    """What torch has cached goes back to the device, cuBLAS's workspaces included, of which each stream had one."""
+def release_gpu_memory() -> None:
+    """Return cached memory to the device, with the cuBLAS workspaces, of which each stream has one."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         gc.collect()

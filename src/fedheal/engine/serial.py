@@ -1,8 +1,8 @@
-"""The obvious engine: one client after another, on any device.
+"""The serial engine: train one client after another, on any device.
 
 A client starts from the global model with a fresh optimiser (SGD with momentum and weight decay), takes its epochs or
-steps over its own shuffled examples (the last, smaller batch included) and returns what it changed. A method's terms have
-their say at each step and at the end.
+steps over its own shuffled examples (the last, smaller batch included) and returns what it changed. The hooks of the method's
+terms are called before training, at each step and at the end.
 """
 
 from __future__ import annotations
@@ -15,23 +15,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.layout import Layout, Packed, real
 from fedheal.core.rng import derive, generator
 from fedheal.core.updates import Reply
 from fedheal.data.augment import Choices, altered, drawn, normalised
 from fedheal.data.domains import Split
-from fedheal.engine.precision import lowered
-from fedheal.local.fedprox import Proximal
+from fedheal.engine.precision import autocast
+from fedheal.local.fedprox import FedProx
 from fedheal.local.term import Arrays, Batch, Context, Term, effective_step
 
+__getattr__ = warn_of_renames(__name__, {"Bench": "LocalTraining", "seeded": "use_seed"})
+
+Shared = tuple[Arrays, ...]  # the shared values of each term
+
 EVALUATE_BATCH = 512
-EVALUATE_PIXELS = 1 << 22  # in a batch on a GPU, which small ones leave idle
-CACHED_PIXELS = 1 << 16  # in a batch on a CPU, so that what a network makes of it stays in the caches
+EVALUATE_PIXELS = 1 << 22  # in a batch on a GPU, which smaller ones leave idle
+CACHED_PIXELS = 1 << 16  # in a batch on a CPU, so that the network's activations stay in the caches
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a client trains: `epochs` over its data or, where given, so many `steps`."""
+    """How a client trains.
+
+    Attributes:
+        lr: The learning rate.
+        batch_size: The number of examples in a batch.
+        epochs: How often a client goes over its data in a round.
+        steps: How many steps it takes instead, if given.
+        momentum: The momentum of SGD.
+        weight_decay: The weight decay of SGD.
+        augment: How images are augmented: `none`, `flip`, `crop` or `crop-flip`.
+    """
 
     lr: float
     batch_size: int
@@ -44,25 +59,40 @@ class Training:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """What an engine works with: a module to train in, its layout, and the clients' examples on the device."""
+    """What an engine needs to train the clients.
+
+    Attributes:
+        module: The module to train in.
+        layout: The module's layout.
+        training: How a client trains.
+        seed: The run's seed.
+        device: The device of the module and the examples.
+        examples: Each client's training examples.
+        classes: The number of classes.
+        rounds: How many rounds the run has.
+        terms: The method's local terms.
+        received_loss: Whether clients report the loss of the model that they receive.
+        validation: Each client's held-out examples, if the method needs them.
+        precision: The precision of the arithmetic (see `engine.precision`).
+    """
 
     module: nn.Module
     layout: Layout
     training: Training
     seed: int
     device: torch.device
-    examples: dict[str, Split]  # by client
+    examples: dict[str, Split]
     classes: int = 0
     rounds: int = 1
     terms: tuple[Term, ...] = ()
-    received_loss: bool = False  # whether clients report the loss of the model they receive
-    validation: dict[str, Split] = field(default_factory=dict)  # by client
+    received_loss: bool = False
+    validation: dict[str, Split] = field(default_factory=dict)
     precision: str = "fp32"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One client's round: its slots are what each term left with it."""
+    """One client's round; `slots` hold what each term kept with the client."""
 
     client: str
     round: int
@@ -71,41 +101,51 @@ class Task:
 
 @dataclass(frozen=True)
 class ClientResult:
-    """What comes of a task: the reply, the client's new slots, and each term's message to the server."""
+    """The result of a task: the reply, the client's new slots, and each term's message to the server."""
 
     reply: Reply
     slots: tuple[Arrays, ...] = ()
     messages: tuple[Arrays, ...] = ()
 
 
-def train(local_training: LocalTraining, model: Packed, shared: tuple[Arrays, ...], task: Task) -> ClientResult:
-    """A client's round, starting from the global `model`."""
+class SerialEngine:
+    """An engine that trains a client when its result is asked for."""
+
+    def __init__(self, local_training: LocalTraining) -> None:
+        self.local_training = local_training
+
+    def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
+        """Train the clients one after another and yield their results."""
+        for task in tasks:
+            yield train_client(self.local_training, model, shared, task)
+
+
+def train_client(local_training: LocalTraining, model: Packed, shared: Shared, task: Task) -> ClientResult:
+    """Train a client for a round, starting from the global `model`."""
 
     def fit(start: Packed, strength: float) -> Packed:
-        again, contexts = anchored(local_training, model, task, strength, start)
-        return _fit(again, start, task, "personal", contexts)[0]
+        retraining, contexts = proximal_retraining(local_training, model, task, strength, start)
+        return _fit(retraining, start, task, "personal", contexts)[0]
 
-    contexts = contexts_of(local_training, model, shared, task, fit)
-    metrics = (
-        {"loss": judge(local_training, model, local_training.examples[task.client])[0]}
-        if local_training.received_loss
-        else {}
-    )
-    start = prepared(local_training, contexts, model)
+    contexts = make_contexts(local_training, model, shared, task, fit)
+    metrics = {}
+    if local_training.received_loss:
+        metrics["loss"], _ = evaluate_split(local_training, model, local_training.examples[task.client])
+    start = prepare_start(local_training, contexts, model)
     local, loss = _fit(local_training, start, task, "batches", contexts)
-    trained = concluded(local_training, model, task, contexts, local, metrics | {"train_loss": float(loss)})
+    result = finish_client(local_training, model, task, contexts, local, metrics | {"train_loss": float(loss)})
     local_training.module.zero_grad(set_to_none=True)
-    return trained
+    return result
 
 
-def prepared(local_training: LocalTraining, contexts: Sequence[Context], start: Packed) -> Packed:
-    """The model a client starts from, as all terms will have it."""
+def prepare_start(local_training: LocalTraining, contexts: Sequence[Context], start: Packed) -> Packed:
+    """Call the terms' `prepare` and return the model that the client starts from."""
     for term, ctx in zip(local_training.terms, contexts, strict=True):
         start = term.prepare(ctx, start)
     return start
 
 
-def concluded(
+def finish_client(
     local_training: LocalTraining,
     model: Packed,
     task: Task,
@@ -114,7 +154,7 @@ def concluded(
     metrics: dict[str, float],
     out: Tensor | None = None,
 ) -> ClientResult:
-    """What comes of a client's round that ended with the model `local`; the update goes to `out` where that is given."""
+    """Call the terms' last hooks and return the result of training that ended at `local`; `out` receives the update."""
     training, examples = local_training.training, len(local_training.examples[task.client])
     sent, slots, messages = local, [], []
     for term, ctx in zip(local_training.terms, contexts, strict=True):
@@ -123,32 +163,28 @@ def concluded(
         slot, message = term.finish(ctx, local)
         slots.append(slot)
         messages.append(message)
-    taken = steps_of(examples, training)
-    metrics |= {
-        "steps": float(taken),
-        "lr": training.lr,
-        "reach": effective_step(training.lr, training.momentum, taken),
-    }
+    steps = count_steps(examples, training)
+    reach = effective_step(training.lr, training.momentum, steps)
     reply = Reply(
-        task.client,
-        torch.sub(sent.params, model.params, out=out),
-        examples,
-        sent.buffers if len(sent.buffers) else None,
-        sent.counters if len(sent.counters) else None,
-        metrics,
+        client=task.client,
+        delta=torch.sub(sent.params, model.params, out=out),
+        num_examples=examples,
+        buffers=sent.buffers if len(sent.buffers) else None,
+        counters=sent.counters if len(sent.counters) else None,
+        metrics=metrics | {"steps": float(steps), "lr": training.lr, "reach": reach},
     )
     return ClientResult(reply, tuple(slots), tuple(messages))
 
 
-def contexts_of(
+def make_contexts(
     local_training: LocalTraining,
     model: Packed,
-    shared: tuple[Arrays, ...],
+    shared: Shared,
     task: Task,
     fit: Callable[[Packed, float], Packed],
     nets: dict[str, nn.Module] | None = None,
 ) -> list[Context]:
-    """What each term may know of a client's round."""
+    """Return each term's context for a client's round."""
     training, examples = local_training.training, local_training.examples[task.client]
     return [
         Context(
@@ -157,7 +193,7 @@ def contexts_of(
             rounds=local_training.rounds,
             lr=training.lr,
             momentum=training.momentum,
-            steps=steps_of(len(examples), training),
+            steps=count_steps(len(examples), training),
             classes=local_training.classes,
             module=local_training.module,
             layout=local_training.layout,
@@ -165,46 +201,47 @@ def contexts_of(
             slot=slot,
             shared=values,
             fit=fit,
-            gradient=lambda at: _gradient(local_training, at, task),
-            validate=lambda at: judge(local_training, at, local_training.validation[task.client]),
+            gradient=lambda at: _compute_gradient(local_training, at, task),
+            validate=lambda at: evaluate_split(local_training, at, local_training.validation[task.client]),
             nets={} if nets is None else nets,
         )
         for slot, values in zip(task.slots, shared, strict=True)
     ]
 
 
-def anchored(
+def proximal_retraining(
     local_training: LocalTraining, model: Packed, task: Task, strength: float, start: Packed
 ) -> tuple[LocalTraining, Sequence[Context]]:
-    """A second training of a client, held near the received model: the local_training and the contexts for it."""
-    again = replace(local_training, terms=(Proximal(strength),))
-    contexts = contexts_of(again, model, ({},), replace(task, slots=({},)), _once)
-    prepared(again, contexts, start)
-    return again, contexts
+    """Return the local training and the contexts of a client's second training, kept near the received model by FedProx."""
+    retraining = replace(local_training, terms=(FedProx(strength),))
+    contexts = make_contexts(retraining, model, ({},), replace(task, slots=({},)), _refuse_retraining)
+    prepare_start(retraining, contexts, start)
+    return retraining, contexts
 
 
-def _once(start: Packed, strength: float) -> Packed:
-    raise RuntimeError("a second training cannot start a third")
+def _refuse_retraining(start: Packed, strength: float) -> Packed:
+    raise RuntimeError("a client's second training cannot start a third one")
 
 
 def _fit(
     local_training: LocalTraining, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]
 ) -> tuple[Packed, Tensor]:
-    """Train from `start` with all terms; the local model and its mean loss (cross-entropy alone)."""
+    """Train from `start` with all terms; return the local model and its mean cross-entropy."""
     module, training = local_training.module, local_training.training
     module.load_state_dict(local_training.layout.unpack(start))
     module.train()
-    optimiser = optimiser_of(local_training)
-    total, taken = torch.zeros((), dtype=torch.float64, device=local_training.device), 0
-    chance = generator(local_training.seed, purpose, task.round, task.client)
-    with seeded(layer_seed(local_training, purpose, task), local_training.device):
-        for x, y, last in batches(local_training.examples[task.client], training, chance):
-            total += step(local_training, optimiser, contexts, x, y, last)
-            taken += 1
-    return local_training.layout.pack(module.state_dict()), total / max(taken, 1)
+    optimiser = make_optimiser(local_training)
+    total, steps = torch.zeros((), dtype=torch.float64, device=local_training.device), 0
+    rng = generator(local_training.seed, purpose, task.round, task.client)
+    with use_seed(derive_layer_seed(local_training, purpose, task), local_training.device):
+        for x, y, last in make_batches(local_training.examples[task.client], training, rng):
+            total += train_step(local_training, optimiser, contexts, x, y, last)
+            steps += 1
+    return local_training.layout.pack(module.state_dict()), total / max(steps, 1)
 
 
-def optimiser_of(local_training: LocalTraining) -> torch.optim.SGD:
+def make_optimiser(local_training: LocalTraining) -> torch.optim.SGD:
+    """Return a fresh optimiser of the module's parameters."""
     training = local_training.training
     return torch.optim.SGD(
         local_training.module.parameters(),
@@ -215,12 +252,12 @@ def optimiser_of(local_training: LocalTraining) -> torch.optim.SGD:
     )
 
 
-def layer_seed(local_training: LocalTraining, purpose: str, task: Task) -> int:
-    """For dropout and the like."""
+def derive_layer_seed(local_training: LocalTraining, purpose: str, task: Task) -> int:
+    """Return the seed of dropout and other random layers."""
     return derive(local_training.seed, f"{purpose} layers", task.round, task.client)
 
 
-def step(
+def train_step(
     local_training: LocalTraining,
     optimiser: torch.optim.Optimizer,
     contexts: Sequence[Context],
@@ -228,11 +265,11 @@ def step(
     y: Tensor,
     last: bool,
 ) -> Tensor:
-    """One step on one batch; the batch's cross-entropy."""
+    """Take one step on one batch and return the batch's cross-entropy."""
     module, terms = local_training.module, local_training.terms
     optimiser.zero_grad(set_to_none=True)
     features: Tensor | None = None
-    with lowered(local_training.precision, local_training.device):
+    with autocast(local_training.precision, local_training.device):
         if any(term.features for term in terms):
             features = module.features(x)  # type: ignore[operator]
             logits = module.head(features)  # type: ignore[operator]
@@ -241,10 +278,10 @@ def step(
             logits = module(x)
         logits = logits.to(x.dtype)
         ce = loss = functional.cross_entropy(logits, y)
-        batch = Batch(x, y, logits, ce, features, last)
+        batch = Batch(x=x, y=y, logits=logits, ce=ce, features=features, last_epoch=last)
         for term, ctx in zip(terms, contexts, strict=True):
-            added = term.loss(batch, ctx)
-            loss = loss if added is None else loss + added
+            term_loss = term.loss(batch, ctx)
+            loss = loss if term_loss is None else loss + term_loss
     torch.autograd.backward(loss)
     for term, ctx in zip(terms, contexts, strict=True):
         term.grad(ctx)
@@ -254,61 +291,64 @@ def step(
     return ce.detach()
 
 
-def steps_of(examples: int, training: Training) -> int:
-    """How many steps a client with so many examples takes in a round."""
+def count_steps(examples: int, training: Training) -> int:
+    """Return how many steps a client with so many examples takes in a round."""
     return training.epochs * -(-examples // training.batch_size) if training.steps is None else training.steps
 
 
-def smallest_batch(examples: int, training: Training) -> int:
-    """The size of a client's smallest batch in a round: what an epoch leaves over, if a step comes to it."""
-    whole, left = divmod(examples, training.batch_size)
-    return left if left and steps_of(examples, training) > whole else training.batch_size
+def find_smallest_batch_size(examples: int, training: Training) -> int:
+    """Return the size of a client's smallest batch in a round: the rest of an epoch, if the steps reach it."""
+    full_batches, rest = divmod(examples, training.batch_size)
+    return rest if rest and count_steps(examples, training) > full_batches else training.batch_size
 
 
-def batches(examples: Split, training: Training, chance: torch.Generator) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """The batches of one client's round, and whether no later epoch follows."""
-    for order, choices, last in planned(len(examples), training, chance):
-        here = order.to(examples.labels.device)
-        chosen = examples.images.index_select(0, here)  # copies whole images, where an index in brackets takes bytes
-        images = altered(chosen, choices).contiguous(memory_format=torch.channels_last)
-        yield normalised(images), examples.labels[here], last
+def make_batches(examples: Split, training: Training, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yield the batches of a client's round: images, labels, and whether it is the last epoch."""
+    for order, choices, last in plan_batches(len(examples), training, rng):
+        index = order.to(examples.labels.device)
+        selected = examples.images.index_select(0, index)  # copies whole images, where `images[index]` copies bytes
+        images = altered(selected, choices).contiguous(memory_format=torch.channels_last)
+        yield normalised(images), examples.labels[index], last
 
 
-def planned(number: int, training: Training, chance: torch.Generator) -> Iterator[tuple[Tensor, Choices, bool]]:
-    """Which of a client's examples each batch takes, and how they are varied: shuffled anew each epoch, none dropped."""
-    per_epoch = -(-number // training.batch_size)
-    left = steps_of(number, training)
-    while left > 0:
-        order = torch.randperm(number, generator=chance)
-        for chosen in torch.split(order, training.batch_size)[:left]:
-            yield chosen, drawn(len(chosen), training.augment, chance), left <= per_epoch
-        left -= per_epoch
+def plan_batches(examples: int, training: Training, rng: torch.Generator) -> Iterator[tuple[Tensor, Choices, bool]]:
+    """Yield the examples of each batch, how they are augmented, and whether it is the last epoch.
+
+    Examples are shuffled in each epoch; none is dropped.
+    """
+    per_epoch = -(-examples // training.batch_size)
+    steps_left = count_steps(examples, training)
+    while steps_left > 0:
+        order = torch.randperm(examples, generator=rng)
+        for selected in torch.split(order, training.batch_size)[:steps_left]:
+            yield selected, drawn(len(selected), training.augment, rng), steps_left <= per_epoch
+        steps_left -= per_epoch
 
 
 @torch.no_grad()
-def judge(local_training: LocalTraining, model: Packed, split: Split) -> tuple[float, float]:
-    """A model's mean cross-entropy and accuracy (0 to 1) on some examples, in evaluation mode and without augmentation."""
+def evaluate_split(local_training: LocalTraining, model: Packed, split: Split) -> tuple[float, float]:
+    """Return a model's mean cross-entropy and accuracy (0 to 1) on some examples, which are not augmented."""
     module = local_training.module
     module.load_state_dict(local_training.layout.unpack(model))
     module.eval()
-    loss, right = 0.0, 0
-    for images, labels in in_turn(split):
-        with lowered(local_training.precision, local_training.device):
+    loss, correct = 0.0, 0
+    for images, labels in eval_batches(split):
+        with autocast(local_training.precision, local_training.device):
             logits = module(normalised(images)).to(torch.float32)
         loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
-        right += int((logits.argmax(dim=1) == labels).sum())
-    return loss / len(split), right / len(split)
+        correct += int((logits.argmax(dim=1) == labels).sum())
+    return loss / len(split), correct / len(split)
 
 
-def _gradient(local_training: LocalTraining, model: Packed, task: Task) -> Tensor:
-    """The gradient of the mean loss over a client's data, at `model`, as a flat vector."""
+def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) -> Tensor:
+    """Return the gradient of the mean loss over a client's data at `model`, as a flat vector."""
     module, examples = local_training.module, local_training.examples[task.client]
     module.load_state_dict(local_training.layout.unpack(model))
     module.train()
     module.zero_grad(set_to_none=True)
-    with seeded(derive(local_training.seed, "gradient layers", task.round, task.client), local_training.device):
-        for images, labels in in_turn(examples):
-            with lowered(local_training.precision, local_training.device):
+    with use_seed(derive(local_training.seed, "gradient layers", task.round, task.client), local_training.device):
+        for images, labels in eval_batches(examples):
+            with autocast(local_training.precision, local_training.device):
                 loss = functional.cross_entropy(module(normalised(images)), labels, reduction="sum") / len(examples)
             torch.autograd.backward(loss)
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -317,8 +357,11 @@ def _gradient(local_training: LocalTraining, model: Packed, task: Task) -> Tenso
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).detach()
 
 
-def in_turn(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """A split's examples in batches; `cached` where neither sums nor statistics of a batch are part of the outcome."""
+def eval_batches(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a split's examples in batches.
+
+    `cached` uses batches that fit into a CPU's caches. Use it only where the batch size does not change the outcome.
+    """
     height, width = split.images.shape[-2:]
     size = EVALUATE_BATCH
     if split.images.device.type == "cuda":
@@ -329,19 +372,19 @@ def in_turn(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor
 
 
 @torch.no_grad()
-def correct(module: nn.Module, split: Split, precision: str = "fp32") -> Tensor:
-    """For every example of a split, whether the module's first guess is right; `[N]` booleans on its device."""
+def find_correct(module: nn.Module, split: Split, precision: str = "fp32") -> Tensor:
+    """Return for every example of a split whether the module classifies it correctly, `[N]` booleans on its device."""
     module.eval()
-    right = []
-    for images, labels in in_turn(split, cached=True):
-        with lowered(precision, images.device):
-            right.append(module(normalised(images)).argmax(dim=1) == labels)
-    return torch.cat(right)
+    correct = []
+    for images, labels in eval_batches(split, cached=True):
+        with autocast(precision, images.device):
+            correct.append(module(normalised(images)).argmax(dim=1) == labels)
+    return torch.cat(correct)
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's own generators seeded for a while, and put back afterwards."""
+def use_seed(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators for the context and restore them afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

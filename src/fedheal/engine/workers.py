@@ -1,7 +1,7 @@
-"""The serial engine in several processes: each trains some of the clients, the results are those of one process.
+"""The serial engine in several processes: each trains some of the clients, with the results of one process.
 
-Workers are started afresh (not forked, which torch's threads do not survive), keep the examples and the module, and are
-sent the global model once a round. Every client is trained with the same number of threads wherever it runs.
+Workers are spawned (torch's threads do not survive a fork), keep the examples and the module, and get the global model once a
+round. Every client is trained with the same number of threads wherever it runs.
 """
 
 from __future__ import annotations
@@ -10,97 +10,89 @@ import copy
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Self
 
 import torch
 
 from fedheal.core.layout import Packed
-from fedheal.engine import serial
-from fedheal.engine.serial import ClientResult, LocalTraining, Task
-from fedheal.local.term import Arrays
+from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task, train_client
 
-Shared = tuple[Arrays, ...]
-Trainer = Callable[[Packed, Shared, Sequence[Task]], Iterator[ClientResult]]
-
-_bench: LocalTraining | None = None  # a worker process's own
+_local_training: LocalTraining | None = None  # in a worker process, what it was started with
 
 
-@contextmanager
-def trainer(local_training: LocalTraining, workers: int, threads: int) -> Iterator[Trainer]:
-    """A function that trains a cohort: here for one worker, else in processes that live as long as the context."""
-    if workers <= 1:
-        yield lambda model, shared, tasks: (serial.train(local_training, model, shared, task) for task in tasks)
-        return
-    context = get_context("spawn")
-    # torch moves the tensors of what it sends into shared memory: the module must be a copy, or all would train in one.
-    sent = replace(local_training, module=copy.deepcopy(local_training.module))
-    pool = ProcessPoolExecutor(workers, context, _start, (sent, threads))
+class WorkerPool:
+    """An engine that trains clients in several processes, which end with the context."""
 
-    @cache
-    def begin() -> None:
-        """Start all processes; tell a model that cannot be pickled from a process that died."""
+    def __init__(self, local_training: LocalTraining, workers: int, threads: int) -> None:
+        self.local_training, self.workers = local_training, workers
+        # torch moves the tensors it sends into shared memory: without a copy, all processes would train one module.
+        sent = replace(local_training, module=copy.deepcopy(local_training.module))
+        self.pool = ProcessPoolExecutor(workers, get_context("spawn"), _initialise_worker, (sent, threads))
+        self.is_started = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
-            for started in [pool.submit(os.getpid) for _ in range(workers)]:
-                started.result()
-        except Exception as error:  # whatever somebody's class may raise on its way there
-            told = "its error is above" if isinstance(error, BrokenProcessPool) else str(error).partition("\n")[0]
-            raise ChildProcessError(
-                f"workers = {workers}: no process could start with this model and method ({told}): their classes and functions "
-                "must be those of a module that can be imported, and memory must do for one more; workers=1 needs neither"
-            ) from error
+            if kind is not None:  # nobody waits for the clients that are being trained
+                processes = list((self.pool._processes or {}).values())
+                self.pool.shutdown(wait=False, cancel_futures=True)
+                for process in processes:
+                    process.terminate()
+        finally:
+            self.pool.shutdown(wait=True, cancel_futures=True)
 
-    def train(model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
-        # Longest first onto whoever is free; replies in the order that was asked for.
-        longest = sorted(tasks, key=lambda task: -len(local_training.examples[task.client]))
-        begin()
-        with unbroken():
-            asked = {task.client: pool.submit(_train, model, shared, task) for task in longest}
+    def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
+        """Train the clients, the longest first; yield the results in the order of `tasks`."""
+        longest_first = sorted(tasks, key=lambda task: -len(self.local_training.examples[task.client]))
+        self._start()
+        with explain_broken_pool():
+            futures = {task.client: self.pool.submit(_train, model, shared, task) for task in longest_first}
             for task in tasks:
-                yield asked[task.client].result()
+                yield futures[task.client].result()
 
-    try:
-        yield train
-    except BaseException:  # nobody waits for what the workers are at
-        started = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in started:
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    def _start(self) -> None:
+        """Start all processes once, to tell a model that cannot be pickled from a process that dies later."""
+        if self.is_started:
+            return
+        try:
+            for future in [self.pool.submit(os.getpid) for _ in range(self.workers)]:
+                future.result()
+        except Exception as error:  # a user's class may raise anything when it is pickled
+            reason = "its error is above" if isinstance(error, BrokenProcessPool) else str(error).partition("\n")[0]
+            raise ChildProcessError(
+                f"workers = {self.workers}: a worker process could not start with this model and method ({reason}). Define "
+                "their classes and functions in a module that can be imported, and leave memory for another process; "
+                "workers=1 needs neither"
+            ) from error
+        self.is_started = True
 
 
 @contextmanager
-def unbroken() -> Iterator[None]:
-    """Says what it means when a process of a pool is killed."""
+def explain_broken_pool() -> Iterator[None]:
+    """Raise ChildProcessError with the likely cause and the remedy if a process of a pool dies."""
     try:
         yield
     except BrokenProcessPool as error:
         raise ChildProcessError(
-            "a process could not start, or was ended from outside, perhaps for lack of memory; what was saved is not lost: "
-            "--resume (for compare, sweep and reproduce, the same command) goes on"
+            "a worker process could not start or was killed, perhaps for lack of memory; saved rounds are not lost: "
+            "resume with --resume (for compare, sweep and reproduce, rerun the command)"
         ) from error
 
 
-def _start(local_training: LocalTraining, threads: int) -> None:
-    global _bench  # noqa: PLW0603  (a worker has nowhere else to keep what it was started with)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches every process of a terminal: the run's own ends the others
-    torch.set_num_threads(threads)
-    _bench = replace(local_training, module=copy.deepcopy(local_training.module))
-    end_with_parent()
-
-
 def end_with_parent() -> None:
-    """From now on, whoever kills the process that started this one ends this one too."""
+    """End this process as soon as its parent process ends, even if that is killed."""
     threading.Thread(target=_watch, args=(parent_process(),), daemon=True).start()
 
 
@@ -110,6 +102,15 @@ def _watch(parent: BaseProcess | None) -> None:
         os._exit(1)
 
 
+def _initialise_worker(local_training: LocalTraining, threads: int) -> None:
+    global _local_training  # noqa: PLW0603  (a worker has nowhere else to keep what it was started with)
+    # Ctrl-C reaches every process of a terminal: the run's main process ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    _local_training = replace(local_training, module=copy.deepcopy(local_training.module))
+    end_with_parent()
+
+
 def _train(model: Packed, shared: Shared, task: Task) -> ClientResult:
-    assert _bench is not None
-    return serial.train(_bench, model, shared, task)
+    assert _local_training is not None
+    return train_client(_local_training, model, shared, task)

@@ -189,7 +189,7 @@ def train(
         received_loss="loss" in instructions.needs,
     )
     task = Task(client, instructions.round, _read_slots(session.loaded, num_terms))
-    result = serial.train(local_training, model, shared, task)
+    result = serial.train_client(local_training, model, shared, task)
     local = Packed(
         model.params + torch.as_tensor(result.reply.delta),
         model.buffers if result.reply.buffers is None else torch.as_tensor(result.reply.buffers),
@@ -245,7 +245,7 @@ def evaluate(
     slots = _read_slots(saved, len(local_training.terms))
     for term, slot in zip(local_training.terms, slots, strict=True):
         model = term.evaluated(model, {}, {client: slot})
-    loss, accuracy = serial.judge(local_training, model, test)
+    loss, accuracy = serial.evaluate_split(local_training, model, test)
     metrics = {"eval_loss": loss, "accuracy": accuracy}
     return reply_evaluation(message, context, len(test), metrics, name=client, domain=domain)
 

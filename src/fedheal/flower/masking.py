@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedheal.aggregate import State, client_share, combine, reduce
+from fedheal.aggregate.aggregator import Reducer
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.stage import Reducer
 from fedheal.core.arrays import Floats
 from fedheal.core.layout import Layout, Packed
 from fedheal.methods import Method

@@ -98,7 +98,7 @@ def describe_terms(terms: Sequence[object]) -> list[str]:
 
     >>> from fedheal import methods
     >>> describe_terms(methods.get("fedprox:mu=0.1").local)
-    ['Proximal(mu=0.1)']
+    ['FedProx(mu=0.1)']
     """
     return [_describe_term(term) for term in terms]
 

@@ -1,12 +1,15 @@
-"""Named strategies: one call each, never a class. Every other setting is `FairStrategy`'s."""
+"""Named strategies: one function each. Every other setting is `FairStrategy`'s."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fedheal import methods
-from fedheal.aggregate import Aggregator
-from fedheal.aggregate import registry as stages
+from fedheal.aggregate import Aggregator, chain
+from fedheal.aggregate.fedheal_stages import BETA, FAEL, FPHL, TAU, VARIANT, fael_weights
+from fedheal.aggregate.weights.afl import AFL_FLOOR, AFL_GAMMA, AFL_RESET
+from fedheal.aggregate.weights.qffl import QFFL_MODE, QFFL_Q
+from fedheal.aggregate.whole.fedfv import FEDFV_ALPHA, FEDFV_TAU
 from fedheal.core.checks import check_among
 from fedheal.flower.settings import PLACEMENTS
 from fedheal.flower.strategy import FairStrategy
@@ -14,52 +17,71 @@ from fedheal.methods import Method
 
 
 def FedHEAL(
-    tau: float = 0.3,
-    beta: float = 0.4,
-    variant: str = "paper",
-    fphl: bool = True,
-    fael: str | bool = "momentum",
+    tau: float = TAU.default,
+    beta: float = BETA.default,
+    variant: str = VARIANT.default,
+    fphl: bool = FPHL.default,
+    fael: str | bool = FAEL.default,
     placement: str = "server",
     **settings: Any,
 ) -> FairStrategy:
-    """FedHEAL (CVPR 2024); see `fedheal.aggregate.fedheal`.
+    """FedHEAL (CVPR 2024) as a strategy; see `fedheal.aggregate.fedheal` for its parameters.
 
-    `placement="client"`: the clients (with `fedheal.flower.client`) keep their own sign counts and mask their own updates; the
-    server keeps four numbers per client instead of a byte per client and parameter. The results are the same.
+    Args:
+        tau: the least consistency of an entry that is kept.
+        beta: how fast weights follow distances.
+        variant: `"paper"` or `"released"`.
+        fphl: False keeps every entry.
+        fael: `"momentum"`, `"exact"`, `"exact-reg"` or False.
+        placement: with `"client"` the clients (with `fedheal.flower.client`) keep their own sign counts and mask their own
+            updates; the server keeps four numbers per client instead of a byte per client and parameter. The results are the
+            same.
+        settings: the settings of `FairStrategy`.
+
+    Raises:
+        ValueError: if a parameter is out of range, or if the mask cannot be placed on the clients.
 
     >>> FedHEAL(tau=0.4).name
     'fedavg+fedheal:tau=0.4'
     """
     check_among("placement", placement, PLACEMENTS)
-    whole = methods.get("fedheal", tau=tau, beta=beta, variant=variant, fphl=fphl, fael=fael)
+    method = methods.get("fedheal", tau=tau, beta=beta, variant=variant, fphl=fphl, fael=fael)
     if placement == "server":
-        return FairStrategy(whole, **settings)
+        return FairStrategy(method, **settings)
     if variant != "paper" or not fphl or fael not in ("momentum", False):
         raise ValueError(
             "placement = 'client' is for variant = 'paper' with fphl on and fael 'momentum' or False: the others need "
             "more than a client's own history"
         )
-    weights = stages.fael(beta) if fael else stages.chain()
-    method = Method((), Aggregator(weights), f"{whole.name} (on clients)")
-    return FairStrategy(method, placement="client", tau=tau, **settings)
+    weights = fael_weights(beta) if fael else chain()
+    weights_only = Method(local=(), aggregator=Aggregator(weights), name=f"{method.name} (on clients)")
+    return FairStrategy(weights_only, placement="client", tau=tau, **settings)
 
 
-def AFL(gamma: float = 0.01, floor: float = 1e-3, reset: bool = False, **settings: Any) -> FairStrategy:
-    """AFL (Mohri et al. 2019); clients must send the `loss` of the received model, as `fedheal.flower.client` does."""
+def AFL(
+    gamma: float = AFL_GAMMA.default,
+    floor: float = AFL_FLOOR.default,
+    reset: bool = AFL_RESET.default,
+    **settings: Any,
+) -> FairStrategy:
+    """AFL (Mohri et al. 2019); see `fedheal.aggregate.afl` for its parameters.
+
+    Clients must send the `loss` of the received model, as `fedheal.flower.client` does.
+    """
     return FairStrategy(methods.get("afl", gamma=gamma, floor=floor, reset=reset), **settings)
 
 
-def QFFL(q: float = 1.0, mode: str = "reweight", **settings: Any) -> FairStrategy:
-    """q-FFL (Li et al. 2020); clients must send the `loss` of the received model.
+def QFFL(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings: Any) -> FairStrategy:
+    """q-FFL (Li et al. 2020); see `fedheal.aggregate.qffl` for its parameters.
 
-    `mode="qfedavg"` also needs their learning rate as `lr`, `mode="qfedavg_eff"` how far their steps reach as `reach`:
-    `fedheal.flower.client.train` sends what is asked for.
+    Clients must send the `loss` of the received model. `mode="qfedavg"` also needs their learning rate as `lr`,
+    `mode="qfedavg_eff"` how far their steps reach as `reach`: `fedheal.flower.client.train` sends what is asked for.
     """
     return FairStrategy(methods.get("qffl", q=q, mode=mode), **settings)
 
 
-def FedFV(alpha: float = 0.1, tau: int = 1, **settings: Any) -> FairStrategy:
-    """FedFV (Wang et al. 2021); clients must send the `loss` of the received model."""
+def FedFV(alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, **settings: Any) -> FairStrategy:
+    """FedFV (Wang et al. 2021); see `fedheal.aggregate.fedfv`. Clients must send the `loss` of the received model."""
     return FairStrategy(methods.get("fedfv", alpha=alpha, tau=tau), **settings)
 
 

@@ -25,9 +25,9 @@ import tomli_w
 import torch
 from filelock import BaseFileLock
 
-from fedheal.aggregate.masks.directions import spread
+from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.layout import Layout
-from fedheal.core.state import RunState, restored_state
+from fedheal.core.state import RunState
 from fedheal.runs import folder as files
 from fedheal.runs.lock import acquire_lock
 from fedheal.runs.resume import drop_result, load_newest_checkpoint
@@ -103,7 +103,7 @@ class RunFolder:
         if checkpoint is None:
             return None
         arrays, described = checkpoint
-        state = restored_state(arrays, described, torch.device("cpu"))
+        state = RunState.from_arrays(arrays, described, torch.device("cpu"))
         return ResumedRun(state, described["flower"], files.read_rounds(self.path))
 
     def count_rounds(self) -> int:
@@ -175,7 +175,7 @@ def _summarise(
         data_fingerprint="",
         used_fingerprint="",
         data_notes=[],
-        consistency=spread(state.aggregator),
+        consistency=bin_consistency(state.aggregator),
         bytes_sent=state.sent,
         bytes_received=state.received,
         versions={

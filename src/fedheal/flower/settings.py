@@ -10,14 +10,15 @@ from torch import nn
 
 from fedheal import methods
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.server_optimizer import Server, check_plain
-from fedheal.core.checks import check_among, check_count, check_share, check_switch
+from fedheal.aggregate.fedheal_stages import TAU
+from fedheal.aggregate.server_optimizer import Server, check_plain_server
+from fedheal.core.checks import check_among, check_count, check_switch
 from fedheal.core.layout import Layout
 from fedheal.flower.masking import check_client_placement
 from fedheal.flower.messages import check_dtypes
-from fedheal.local.scaffold import ControlVariates
+from fedheal.local.fedce import FedCE
+from fedheal.local.scaffold import Scaffold
 from fedheal.local.term import Term
-from fedheal.local.validated import LeaveOneOut
 from fedheal.methods import Method
 
 PLACEMENTS = ("server", "client")
@@ -32,7 +33,7 @@ class RoundSettings:
     seed: int = 0
     data: str = "federation"
     placement: str = "server"
-    tau: float = 0.3
+    tau: float = TAU.default
     roll_call: bool = False
     min_replies: int = 1
     evaluate_every: int = 1
@@ -42,7 +43,7 @@ class RoundSettings:
     def __post_init__(self) -> None:
         check_count("seed", self.seed)
         check_among("placement", self.placement, PLACEMENTS)
-        check_share("tau", self.tau)
+        TAU.check(self.tau)
         check_switch("roll_call", self.roll_call)
         for name, least in (("min_replies", 1), ("evaluate_every", 1), ("clients", 1), ("budget", 0)):
             check_at_least(name, least, getattr(self, name))
@@ -68,7 +69,7 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
         check_client_placement(resolved)
     for term in resolved.local:
         if term.needs_plain_server:
-            check_plain(server, term.needs_plain_server)
+            check_plain_server(server, term.needs_plain_server)
     return resolved
 
 
@@ -85,9 +86,9 @@ def resolve_layout(model: nn.Module | Layout | None) -> Layout | None:
 def check_terms(terms: Sequence[Term]) -> None:
     """Raise ValueError for the two terms that need, on the server, what a federation's clients keep to themselves."""
     for term in terms:
-        if isinstance(term, ControlVariates) and term.fair_controls == "p":
+        if isinstance(term, Scaffold) and term.fair_controls == "p":
             raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
-        if isinstance(term, LeaveOneOut):
+        if isinstance(term, FedCE):
             raise ValueError(
                 "fedce sends each client its own weight, which one broadcast cannot carry: simulate it instead"
             )

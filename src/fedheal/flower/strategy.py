@@ -20,7 +20,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.reduce import finite
+from fedheal.aggregate.fedheal_stages import TAU
+from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.checks import check_switch
 from fedheal.core.layout import Layout, Packed
@@ -118,7 +119,7 @@ class FairStrategy(Strategy):
         budget: int | None = None,
         server: Server | None = None,
         placement: str = "server",
-        tau: float = 0.3,
+        tau: float = TAU.default,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
@@ -382,7 +383,7 @@ class FairStrategy(Strategy):
 
     def _read_model(self, arrays: ArrayRecord) -> Packed:
         model = record_to_model(self._layout, arrays)
-        if not (finite(model.params) and finite(model.buffers)):
+        if not (is_finite(model.params) and is_finite(model.buffers)):
             raise ValueError("the model to continue from holds NaN or infinity: start from a finite one")
         return model
 
@@ -488,7 +489,7 @@ class FairStrategy(Strategy):
         del settings["placement"]
         if not self.settings.clients_mask:
             del settings["tau"]
-        values = {"method": self.name, "algorithm": self.method.spelled or self.method.name, "rounds": self._num_rounds}
+        values = {"method": self.name, "algorithm": self.method.full_name, "rounds": self._num_rounds}
         values |= settings | asdict(self.sampling) | asdict(self.requirements) | {"server": asdict(self.server)}
         return {key: value for key, value in values.items() if value is not None}
 

@@ -10,21 +10,29 @@ import math
 
 from torch import Tensor
 
+from fedheal.core.parameter import Parameter
 from fedheal.local.term import Arrays, ServerContext
 
-PREFIX = "q."
+PREFIX = "q."  # of the shared value that holds a client's weight
+FAIR_CONTROLS = Parameter(
+    "fair_controls",
+    description="what weighs the controls: uniform, or p, the average's weights",
+    source="the original rules",
+    default="uniform",
+    choices=("uniform", "p"),
+)
 
 
-def remembered(shared: Arrays) -> dict[str, Tensor]:
-    """What a term has kept: the last unnormalised_weights by client, each under a name of its own."""
+def get_stored_weights(shared: Arrays) -> dict[str, Tensor]:
+    """Return the last unnormalised weight of each client from a term's shared values, by prefixed client id."""
     return {name: value for name, value in shared.items() if name.startswith(PREFIX)}
 
 
-def brought(ctx: ServerContext) -> dict[str, Tensor]:
-    """This cohort's, under the same names."""
+def get_cohort_weights(ctx: ServerContext) -> dict[str, Tensor]:
+    """Return the unnormalised weights of this round's clients, by prefixed client id."""
     return {f"{PREFIX}{c}": q.clone() for c, q in zip(ctx.updates.clients, ctx.unnormalised_weights, strict=True)}
 
 
-def total(standings: Arrays) -> float:
-    """Their sum, in whatever order they come: a restored state has another."""
-    return math.fsum(float(q) for q in standings.values())
+def sum_weights(weights: Arrays) -> float:
+    """Return the exact sum, which does not depend on the order: a restored state has another."""
+    return math.fsum(float(q) for q in weights.values())

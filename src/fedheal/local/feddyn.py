@@ -1,11 +1,11 @@
 """FedDyn: Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021.
 
 Client: minimise `f_m(w) - <g_m, w> + alpha/2 |w - W|^2`, then `g_m -= alpha (w_m - W)`. Server: `h -= alpha/M sum_S (w_m - W)`
-and `W+ = mean_S w_m - h / alpha`. As in the authors' code the plain average is judged (`eval_model="average"`), not the
+and `W+ = mean_S w_m - h / alpha`. As in the authors' code the plain average is evaluated (`eval_model="average"`), not the
 corrected model that is broadcast, and gradients are clipped at norm 10. Buffers are averaged, never corrected.
 
 `fair_controls="p"`: `h -= alpha sum_S p_m (w_m - W)`, p the weights of the model's average as shares of all clients seen so
-far, each as it last was. When clients join, the others' shares make room, and h, which is a sum over them, shrinks likewise.
+far, each as it last was. When clients join, the others' shares shrink, and so does h, which is a sum over them.
 With a uniform h, re-weighting the average alone does not change where FedDyn converges.
 """
 
@@ -17,34 +17,54 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedheal.core.layout import Layout, Packed
-from fedheal.local.client_weights import brought, remembered, total
-from fedheal.local.fedprox import pull, push
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.local.client_weights import FAIR_CONTROLS, get_cohort_weights, get_stored_weights, sum_weights
+from fedheal.local.gradients import add_proximal_gradient, add_to_gradients
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
+FEDDYN_ALPHA = Parameter(
+    "alpha",
+    description="strength of the dynamic regulariser",
+    source="Acar et al. 2021, CIFAR-10 example (0.001 to 0.1); MarsFL",
+    default=0.01,
+    gt=0,
+)
+FEDDYN_EVAL_MODEL = Parameter(
+    "eval_model",
+    description="which model is evaluated: average or broadcast",
+    source="Acar et al. 2021, released code",
+    default="average",
+    choices=("average", "broadcast"),
+)
+FEDDYN_CLIP = Parameter(
+    "clip", description="largest gradient norm; 0: none", source="Acar et al. 2021, released code", default=10.0, ge=0
+)
 
+
+@declare_parameters(FEDDYN_ALPHA, FEDDYN_EVAL_MODEL, FAIR_CONTROLS, FEDDYN_CLIP)
 @dataclass(frozen=True)
-class Dynamic(Term):
+class FedDyn(Term):
     """FedDyn."""
 
-    alpha: float = 0.01
-    eval_model: str = "average"
-    fair_controls: str = "uniform"
-    clip: float | None = 10.0
+    alpha: float = FEDDYN_ALPHA.default
+    eval_model: str = FEDDYN_EVAL_MODEL.default
+    fair_controls: str = FAIR_CONTROLS.default
+    clip: float = FEDDYN_CLIP.default
 
     def init(self, layout: Layout) -> Arrays:
         return {"h": torch.zeros(layout.sizes().params)}
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         ctx.scratch["anchor"] = ctx.views(ctx.received.params)
-        ctx.scratch["g"] = ctx.views(self._mine(ctx))
+        ctx.scratch["g"] = ctx.views(self._get_linear_term(ctx))
         return start
 
     def grad(self, ctx: Context) -> None:
-        push(ctx, ctx.scratch["g"], -1.0)
-        pull(ctx, ctx.scratch["anchor"], self.alpha)
+        add_to_gradients(ctx, ctx.scratch["g"], -1.0)
+        add_proximal_gradient(ctx, ctx.scratch["anchor"], self.alpha)
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
-        return {"g": self._mine(ctx) - self.alpha * (local.params - ctx.received.params)}, {}
+        return {"g": self._get_linear_term(ctx) - self.alpha * (local.params - ctx.received.params)}, {}
 
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
@@ -52,31 +72,33 @@ class Dynamic(Term):
         deltas = ctx.updates.deltas
         if not len(deltas):
             return aggregated, shared
-        h, last = shared["h"].to(before.params), dict[str, torch.Tensor]()
+        h, weights = shared["h"].to(before.params), dict[str, torch.Tensor]()
         if self.fair_controls == "p":
-            room, u, last = _counted(shared, ctx)
-            h = room * h - self.alpha * _sum(u, deltas)
+            known_share, u, weights = _share_out_weights(shared, ctx)
+            h = known_share * h - self.alpha * _sum(u, deltas)
         else:
             share, u = len(deltas) / ctx.clients, torch.full_like(ctx.weights, 1 / len(deltas))
             h = h - self.alpha * share * _sum(u, deltas)
         corrected = replace(aggregated, params=aggregated.params - h / self.alpha)
-        return corrected, {"h": h, "average": aggregated.params, **last}
+        return corrected, {"h": h, "average": aggregated.params, **weights}
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
         if self.eval_model == "broadcast" or "average" not in shared:
             return model
         return replace(model, params=shared["average"].to(model.params))
 
-    def _mine(self, ctx: Context) -> torch.Tensor:
+    def _get_linear_term(self, ctx: Context) -> torch.Tensor:
         return ctx.slot.get("g", torch.zeros_like(ctx.received.params))
 
 
-def _counted(shared: Arrays, ctx: ServerContext) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+def _share_out_weights(shared: Arrays, ctx: ServerContext) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the share left to known clients, the cohort's shares of all, and every client's last unnormalised weight."""
-    known, now = remembered(shared), brought(ctx)
-    held, last = total(known), known | now
-    joined = total({name: q for name, q in now.items() if name not in known})
-    return held / (held + joined) if held > 0 else 0.0, ctx.unnormalised_weights / total(last), last
+    known, cohort = get_stored_weights(shared), get_cohort_weights(ctx)
+    weights = known | cohort
+    known_total = sum_weights(known)
+    new_total = sum_weights({name: q for name, q in cohort.items() if name not in known})
+    known_share = known_total / (known_total + new_total) if known_total > 0 else 0.0
+    return known_share, ctx.unnormalised_weights / sum_weights(weights), weights
 
 
 def _sum(u: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:

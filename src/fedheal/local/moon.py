@@ -16,24 +16,35 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedheal.core.layout import Packed
+from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.term import Arrays, Batch, Context, Term
 
+MOON_MU = Parameter(
+    "mu",
+    description="weight of the contrast",
+    source="Li, He and Song 2021, CIFAR-10 example; RethinkFL; MarsFL: 1",
+    default=5.0,
+    ge=0,
+)
+MOON_TEMPERATURE = Parameter(
+    "temperature", description="of the contrast", source="Li, He and Song 2021; RethinkFL, MarsFL", default=0.5, gt=0
+)
 
+
+@declare_parameters(MOON_MU, MOON_TEMPERATURE)
 @dataclass(frozen=True)
-class Contrastive(Term):
-    """MOON. `mu=0` is FedAvg."""
+class Moon(Term):
+    """Li, He and Song 2021: features near the global net's, far from the client's previous net's. `mu=0` is FedAvg."""
 
-    mu: float = 5.0
-    temperature: float = 0.5
+    mu: float = MOON_MU.default
+    temperature: float = MOON_TEMPERATURE.default
     features: bool = True
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         if self.mu and "params" in ctx.slot:
             previous = Packed(ctx.slot["params"], ctx.slot["buffers"], ctx.received.counters)
-            ctx.scratch["global"], ctx.scratch["previous"] = (
-                ctx.net("global", ctx.received),
-                ctx.net("previous", previous),
-            )
+            ctx.scratch["global"] = ctx.net("global", ctx.received)
+            ctx.scratch["previous"] = ctx.net("previous", previous)
         return start
 
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
@@ -42,10 +53,10 @@ class Contrastive(Term):
         z = batch.features
         assert z is not None
         with torch.no_grad():
-            near, far = ctx.scratch["global"].features(batch.x), ctx.scratch["previous"].features(batch.x)
-        similar = torch.stack([functional.cosine_similarity(z, other) for other in (near, far)], dim=1)
-        first = torch.zeros(len(z), dtype=torch.int64, device=z.device)
-        return self.mu * functional.cross_entropy(similar / self.temperature, first)
+            references = [ctx.scratch[name].features(batch.x) for name in ("global", "previous")]
+        similarity = torch.stack([functional.cosine_similarity(z, reference) for reference in references], dim=1)
+        positive = torch.zeros(len(z), dtype=torch.int64, device=z.device)  # the global net is the first
+        return self.mu * functional.cross_entropy(similarity / self.temperature, positive)
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         return {"params": local.params, "buffers": local.buffers}, {}

@@ -6,7 +6,7 @@ gradient of the client's loss at W. The server moves by `eta_g` times the aggreg
 of `c_m` times the share of clients present. Parameters only; buffers are averaged.
 
 `fair_controls="p"`: `c = sum_m p_m c_m` over the clients seen so far, with the weights of the model's average; an absent client
-counts as it last did. With uniform controls, re-weighting the average alone does not change where SCAFFOLD converges.
+has its last weight. With uniform controls, re-weighting the average alone does not change where SCAFFOLD converges.
 """
 
 from __future__ import annotations
@@ -17,39 +17,59 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedheal.core.layout import Layout, Packed
-from fedheal.local.client_weights import PREFIX, brought, remembered, total
-from fedheal.local.fedprox import push
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.local.client_weights import FAIR_CONTROLS, PREFIX, get_cohort_weights, get_stored_weights, sum_weights
+from fedheal.local.gradients import add_to_gradients
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
+SCAFFOLD_OPTION = Parameter(
+    "option",
+    description="2: controls from the path taken; 1: from a full gradient",
+    source="Karimireddy et al. 2020; A_K for K: ours",
+    default=2,
+    choices=(1, 2),
+)
+SCAFFOLD_ETA_G = Parameter(
+    "eta_g", description="the server's step", source="Karimireddy et al. 2020; MarsFL: 0.25", default=1.0, gt=0
+)
+SCAFFOLD_CLIP = Parameter(
+    "clip",
+    description="largest gradient norm; 0: none",
+    source="Karimireddy et al. 2020: none; MarsFL: 100",
+    default=0.0,
+    ge=0,
+)
 
+
+@declare_parameters(SCAFFOLD_OPTION, SCAFFOLD_ETA_G, FAIR_CONTROLS, SCAFFOLD_CLIP)
 @dataclass(frozen=True)
-class ControlVariates(Term):
+class Scaffold(Term):
     """SCAFFOLD."""
 
-    option: int = 2
-    eta_g: float = 1.0
-    fair_controls: str = "uniform"
-    clip: float | None = None
+    option: int = SCAFFOLD_OPTION.default
+    eta_g: float = SCAFFOLD_ETA_G.default
+    fair_controls: str = FAIR_CONTROLS.default
+    clip: float = SCAFFOLD_CLIP.default
     sends: tuple[str, ...] = ("c",)
 
     def init(self, layout: Layout) -> Arrays:
         return {"c": torch.zeros(layout.sizes().params)}
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
-        c, mine = self._controls(ctx)
-        ctx.scratch["correction"] = ctx.views(c - mine)
+        c, client_c = self._get_controls(ctx)
+        ctx.scratch["correction"] = ctx.views(c - client_c)
         if self.option == 1:
             ctx.scratch["gradient"] = ctx.gradient(ctx.received)
         return start
 
     def grad(self, ctx: Context) -> None:
-        push(ctx, ctx.scratch["correction"])
+        add_to_gradients(ctx, ctx.scratch["correction"])
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
-        c, mine = self._controls(ctx)
-        moved = (ctx.received.params - local.params) / ctx.effective_step
-        new = ctx.scratch["gradient"] if self.option == 1 else mine - c + moved
-        return {"c": new}, {"change": new - mine}
+        c, client_c = self._get_controls(ctx)
+        mean_gradient = (ctx.received.params - local.params) / ctx.effective_step
+        new = ctx.scratch["gradient"] if self.option == 1 else client_c - c + mean_gradient
+        return {"c": new}, {"change": new - client_c}
 
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
@@ -60,20 +80,20 @@ class ControlVariates(Term):
         if not messages:
             return model, shared
         if self.fair_controls == "p":
-            return model, _weighted(shared, ctx)
+            return model, _average_controls(shared, ctx)
         mean = torch.stack([message["change"] for message in messages]).mean(dim=0)
         return model, {"c": shared["c"] + len(messages) / ctx.clients * mean}
 
-    def _controls(self, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    def _get_controls(self, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
         c = ctx.shared["c"].to(ctx.received.params)
         return c, ctx.slot.get("c", torch.zeros_like(c))
 
 
-def _weighted(shared: Arrays, ctx: ServerContext) -> Arrays:
-    """`c = sum p_m c_m` over the clients seen so far, each with the weight it last had."""
-    last = remembered(shared) | brought(ctx)
-    everything = total(last)
+def _average_controls(shared: Arrays, ctx: ServerContext) -> Arrays:
+    """Compute `c = sum p_m c_m` over the clients seen so far, each with the weight it last had."""
+    weights = get_stored_weights(shared) | get_cohort_weights(ctx)
+    total = sum_weights(weights)
     c = torch.zeros_like(ctx.slots[ctx.updates.clients[0]]["c"])
-    for name, q in sorted(last.items()):  # as after a restore, so that sums keep their bits
-        c += float(q) / everything * ctx.slots[name.removeprefix(PREFIX)]["c"]
-    return {"c": c, **last}
+    for name, q in sorted(weights.items()):  # sorted: a restored state has another order, which would change sums
+        c += float(q) / total * ctx.slots[name.removeprefix(PREFIX)]["c"]
+    return {"c": c, **weights}

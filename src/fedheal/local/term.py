@@ -1,9 +1,9 @@
-"""One part of local training, and what it keeps: every hook is neutral by default, and terms add up.
+"""The interface of a term, one part of a method's local training. A method may have several: their effects add up.
 
-A term may change where a client starts (`prepare`), add to its loss (`loss`) or to its gradients (`grad`), leave something with
-the client (`slot`) and tell the server something (`message`) at the end (`finish`), take the last part of the server's step
-(`absorb`) and say which model is judged (`evaluated`). Slots and shared values are tensors by name and are passed in and out:
-a term itself remembers nothing.
+A term may change the model a client starts from (`prepare`), add to the loss (`loss`) or the gradients (`grad`), keep values
+with the client (its slot) and send values to the server (its message) at the end (`finish`), take the last part of the server
+step (`absorb`) and choose the model to evaluate (`evaluated`). Slots, messages and shared values are tensors by name. They are
+passed in and out: a term itself has no state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ Arrays = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch as a term's `loss` sees it; `last_epoch` says that no later epoch follows."""
+    """A training batch as `Term.loss` gets it.
+
+    Attributes:
+        x: The normalised images.
+        y: The labels.
+        logits: The module's outputs.
+        ce: The mean cross-entropy.
+        features: The module's features, if a term has `features = True`.
+        last_epoch: Whether this is the client's last epoch of the round.
+    """
 
     x: Tensor
     y: Tensor
@@ -36,28 +45,48 @@ class Batch:
 
 @dataclass(frozen=True)
 class Context:
-    """What a term may know during a client's round. `scratch` is this term's own, for this client and round."""
+    """A client's round as the client-side hooks of a term get it.
+
+    Attributes:
+        client: The client's id.
+        round: The number of the round, from 1.
+        rounds: How many rounds the run has.
+        lr: The learning rate.
+        momentum: The optimiser's momentum.
+        steps: How many steps the client takes this round.
+        classes: The number of classes.
+        module: The module in training.
+        layout: The module's layout.
+        received: The global model that the client received.
+        slot: What the term kept with this client.
+        shared: The term's shared values, as broadcast.
+        fit: Trains a second model: `fit(start, strength)` starts at `start` and adds a proximal term of that strength.
+        gradient: Returns the gradient of the mean loss over the client's data at these parameters, flat.
+        validate: Returns a model's loss and accuracy (0 to 1) on the examples that the client held out.
+        scratch: The term's own values for this client and round.
+        nets: Frozen copies of the module by name; an engine may reuse them for other clients.
+    """
 
     client: str
-    round: int  # from 1
+    round: int
     rounds: int
     lr: float
     momentum: float
-    steps: int  # that the client takes this round
+    steps: int
     classes: int
     module: nn.Module
     layout: Layout
     received: Packed
     slot: Arrays
     shared: Arrays
-    fit: Callable[..., Packed]  # train again from another start: see `engine.serial`
-    gradient: Callable[[Packed], Tensor]  # of the mean loss over the client's data, at these parameters
-    validate: Callable[[Packed], tuple[float, float]]  # loss and accuracy (0 to 1) on what the client held out
+    fit: Callable[..., Packed]
+    gradient: Callable[[Packed], Tensor]
+    validate: Callable[[Packed], tuple[float, float]]
     scratch: dict[str, Any] = field(default_factory=dict)
-    nets: dict[str, nn.Module] = field(default_factory=dict)  # an engine may keep them from client to client
+    nets: dict[str, nn.Module] = field(default_factory=dict)
 
     def net(self, name: str, model: Packed) -> nn.Module:
-        """A frozen copy of the module with these values, in evaluation mode; one a name."""
+        """Return the frozen copy of the module of that name, in evaluation mode, with these values."""
         if name not in self.nets:
             self.nets[name] = copy.deepcopy(self.module).eval().requires_grad_(False)
         self.nets[name].load_state_dict(self.layout.unpack(model))
@@ -65,6 +94,7 @@ class Context:
 
     @property
     def effective_step(self) -> float:
+        """How far the client's steps move on a constant unit gradient."""
         return effective_step(self.lr, self.momentum, self.steps)
 
     @property
@@ -74,60 +104,79 @@ class Context:
         return [named[name] for name, _ in self.layout.sizes().tensors]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A flat vector cut into the parameters' shapes; for a complex one its two parts are put together."""
+        """Split a flat vector into tensors of the parameters' shapes; a complex parameter gets its two real parts joined."""
         parts = zip(torch.split(flat, self.layout.sizes().lengths), self.params, strict=True)
         return [(unreal(part, p.dtype) if p.is_complex() else part).view(p.shape) for part, p in parts]
 
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What a term may know when it absorbs a round. `updates`, `weights` and `messages` hold accepted clients only."""
+    """A round as `Term.absorb` gets it.
+
+    Attributes:
+        round: The number of the round, from 1.
+        rounds: How many rounds the run has.
+        clients: How many clients the federation has.
+        updates: The updates of the accepted clients.
+        weights: Their weights in the average, float64 `[k]`, sum 1.
+        unnormalised_weights: Their weights before these were normalised over this cohort, float64 `[k]`.
+        layout: The model's layout.
+        slots: The slots of all clients seen so far, after this round. Empty where slots stay on the clients (Flower).
+    """
 
     round: int
     rounds: int
-    clients: int  # in the federation
+    clients: int
     updates: Updates
-    weights: Tensor  # float64 [k], sum 1
-    unnormalised_weights: Tensor  # float64 [k], the weights before they were made shares of this cohort
+    weights: Tensor
+    unnormalised_weights: Tensor
     layout: Layout
-    slots: Mapping[str, Arrays]  # of all clients seen so far, after this round
+    slots: Mapping[str, Arrays]
 
 
 class Term:
-    """All hooks neutral. `features` asks for a module with `features` and `head`; `clip` bounds the gradient's norm."""
+    """Base class of local terms. Every hook does nothing by default; override those the method needs.
+
+    Attributes:
+        features: Whether the term needs a module with `features` and `head`.
+        clip: The largest norm of the gradient, or None.
+        personalised: Whether clients evaluate models of their own.
+        validates: Whether clients hold examples out of their training data.
+        sends: The shared values that the server sends to every client.
+    """
 
     features: bool = False
     clip: float | None = None
     personalised: bool = False
-    validates: bool = False  # needs examples held out of the client's training data
-    sends: tuple[str, ...] = ()  # which of the shared values travel to every client
+    validates: bool = False
+    sends: tuple[str, ...] = ()
 
     def init(self, layout: Layout) -> Arrays:
-        """What is shared before the first round."""
+        """Return the shared values before the first round."""
         return {}
 
     @property
     def needs_plain_server(self) -> str:
-        """Why this term works only if the aggregated model is the global model, or "" if any server optimiser will do."""
+        """The reason why this term needs the aggregated model to become the global model; "" if any server optimiser works."""
         return ""
 
     def broadcast(self, client: str, shared: Arrays) -> Arrays:
-        """Which of the shared values travel to this client."""
+        """Return the shared values that are sent to this client."""
         return {name: shared[name] for name in self.sends if name in shared}
 
     def local_bytes(self, module: nn.Module, layout: Layout) -> int:
-        """How many bytes of the model do not travel, once a client has its own."""
+        """Return how many bytes of the model are not sent to a client that has a slot."""
         return 0
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
-        """The model the client starts from."""
+        """Return the model that the client starts from; `start` is what earlier terms returned."""
         return start
 
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
-        """What is added to the cross-entropy.
+        """Return what is added to the cross-entropy, or None.
 
-        This and `grad` read of `ctx` what `prepare` put into `ctx.scratch`, and nothing else that differs between clients or
-        rounds: then the step can be captured once and replayed for all (see `engine.lanes`).
+        `loss` and `grad` may read `ctx.scratch`, which `prepare` fills, but nothing else of `ctx` that differs between clients
+        or rounds. Then one captured step can be replayed for all of them (see `engine.lanes`).
         """
         return None
 
@@ -135,30 +184,33 @@ class Term:
         """Change the gradients of `ctx.params`, before momentum."""
 
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
-        """Numbers that the aggregation needs from the client; asked for before `finish`."""
+        """Return numbers that the aggregation needs from the client. Called before `finish`."""
         return {}
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
-        """The client's new slot, and its message to the server."""
+        """Return the client's new slot and its message to the server."""
         return ctx.slot, {}
 
     def upload(self, ctx: Context, local: Packed) -> Packed:
-        """What of the local model is sent; the rest stays with the client."""
+        """Return the model that the client sends, with local entries replaced by the received ones."""
         return local
 
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
-        """The last part of the server's step."""
+        """Take the last part of the server step: return the global model and the new shared values.
+
+        `before` is the previous global model, `aggregated` the one that the server made from this round's updates.
+        """
         return aggregated, shared
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
-        """The model that is judged for the domain whose clients' slots these are."""
+        """Return the model to evaluate for a domain, given the slots of its clients."""
         return model
 
 
 def effective_step(lr: float, momentum: float, steps: int) -> float:
-    """How far K momentum steps on a constant unit gradient move: `eta * A_K`.
+    """Return how far K momentum steps on a constant unit gradient move: `eta * A_K`.
 
     `A_K = [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho)`; without momentum `eta K`.
 

@@ -1,16 +1,5 @@
-"""Methods by name: a name is local training and server stages, put together."""
+"""Methods by name: a name stands for local training and server stages."""
 
-from fedheal.methods.registry import (
-    LOCAL,
-    PARTS,
-    WHOLE,
-    Local,
-    Method,
-    explained,
-    get,
-    known,
-    names,
-    parameters,
-)
+from fedheal.methods.registry import LOCAL, PARTS, WHOLE, Local, Method, get, is_known, names, parse
 
-__all__ = ["LOCAL", "PARTS", "WHOLE", "Local", "Method", "explained", "get", "known", "names", "parameters"]
+__all__ = ["LOCAL", "PARTS", "WHOLE", "Local", "Method", "get", "is_known", "names", "parse"]

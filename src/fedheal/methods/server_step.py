@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedheal.aggregate import Aggregated, Aggregator
-from fedheal.aggregate.reduce import finite
+from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import RunState, TermState
@@ -145,7 +145,7 @@ def _rows(updates: Updates, clients: Sequence[str]) -> torch.Tensor:
 
 
 def _is_finite(model: Packed) -> bool:
-    return finite(model.params) and finite(model.buffers)
+    return is_finite(model.params) and is_finite(model.buffers)
 
 
 def _explain_overflow(step: ServerStep, stepped: Packed) -> str:

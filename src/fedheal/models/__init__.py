@@ -1,12 +1,12 @@
 """Models by name, and models of your own.
 
 A model maps a batch of images to logits. The models here also have `features(x)` (pooled, [N, feature_size])
-and `head`, with `forward(x) = head(features(x))`. Methods that look at representations (MOON, FedProto, FedProc)
+and `head`, with `forward(x) = head(features(x))`. Methods that use representations (MOON, FedProto, FedProc, FPL)
 need these; all others accept any `torch.nn.Module`. Initial values depend on torch's global generator alone:
 seed it before `build`.
 
 A model of your own is named by import path, "package.module:factory". The factory is called with `classes=` and
-the keyword arguments given to `build`.
+the keyword arguments of `build`.
 """
 
 from __future__ import annotations
@@ -18,45 +18,56 @@ from typing import Any
 
 from torch import nn
 
-from fedheal.core.errors import worded
-from fedheal.core.import_path import imported
-from fedheal.models.resnet import BLOCKS, ResNet, resnet
-from fedheal.models.small_cnn import SmallCNN, small_cnn
+from fedheal.core.errors import format_error
+from fedheal.core.import_path import import_function
+from fedheal.models.resnet import BLOCKS, ResNet, build_resnet
+from fedheal.models.small_cnn import SmallCNN
 
-__all__ = ["MODELS", "ResNet", "SmallCNN", "build", "resnet", "small_cnn"]
+__all__ = ["MODELS", "ResNet", "SmallCNN", "build", "build_resnet"]
 
 Factory = Callable[..., nn.Module]
 
 MODELS: dict[str, Factory] = {
-    "small_cnn": small_cnn,
-    **{f"resnet{depth}": partial(resnet, depth=depth) for depth in BLOCKS},
+    "small_cnn": SmallCNN,
+    **{f"resnet{depth}": partial(build_resnet, depth=depth) for depth in BLOCKS},
 }
 
 
 def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
-    """The model of that name for that many classes.
+    """Build a model.
+
+    Args:
+        name: A key of `MODELS`, or the import path of a factory, "package.module:factory".
+        classes: The number of outputs.
+        **kwargs: Further arguments of the factory, e.g. `width`.
+
+    Returns:
+        The model, with initial values from torch's global generator.
+
+    Raises:
+        ValueError: If there is no such model, or its factory does not accept the arguments, fails, or returns no module.
 
     >>> build("small_cnn", classes=10, width=4).feature_size
     256
     """
-    factory = imported("model", name) if ":" in name else _listed(name)
+    factory = import_function("model", name) if ":" in name else _find_factory(name)
     try:
         inspect.signature(factory).bind(classes=classes, **kwargs)
     except TypeError as error:
-        given = ", ".join(["classes", *kwargs])
-        raise ValueError(f"the model {name!r} cannot be built from {given}: {error}") from error
+        arguments = ", ".join(["classes", *kwargs])
+        raise ValueError(f"the model {name!r} cannot be built from {arguments}: {error}") from error
     try:
         model = factory(classes=classes, **kwargs)
     except Exception as error:
         if ":" not in name:
             raise
-        raise ValueError(f"the model's factory {name!r} ended with {worded(error)}") from error
+        raise ValueError(f"the model's factory {name!r} raised {format_error(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model's factory {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
-def _listed(name: str) -> Factory:
+def _find_factory(name: str) -> Factory:
     if name not in MODELS:
         raise ValueError(
             f"there is no model {name!r}; choose one of {', '.join(MODELS)}, "

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedheal.models.fused import norm_relu
-from fedheal.models.lowered import lowered_weights
+from fedheal.models.fused_norm import norm_relu
+from fedheal.models.weight_casting import cast_weights
 
 BLOCKS = {10: (1, 1, 1, 1), 12: (2, 1, 1, 1), 18: (2, 2, 2, 2), 20: (2, 3, 2, 2), 34: (3, 4, 6, 3)}
 
@@ -30,8 +30,7 @@ class BasicBlock(nn.Module):
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
-                nn.BatchNorm2d(outputs),
+                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,29 +38,29 @@ class BasicBlock(nn.Module):
         if len(self.shortcut):
             conv, norm = self.shortcut
             assert isinstance(conv, nn.Conv2d)
-            x = norm_relu(norm, _thinned(conv, x), relu=False)
+            x = norm_relu(norm, _apply_shortcut(conv, x), relu=False)
         return norm_relu(self.norm2, self.conv2(inner), x)
 
 
-def _thinned(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """A 1 x 1 convolution with a stride. With few channels on a CPU the pixels are picked first, to the same end.
+def _apply_shortcut(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+    """Apply a 1 x 1 convolution with a stride. With few channels on a CPU, select the pixels first: the result is the same.
 
-    There the gradient of such weights, as oneDNN computes it with channels last, writes beyond its memory.
+    oneDNN's gradient of such weights with channels last writes out of bounds.
     """
     if x.device.type == "cpu" and conv.in_channels < 16:
         down, right = conv.stride
         return functional.conv2d(x[:, :, ::down, ::right], conv.weight)
-    made: torch.Tensor = conv(x)
-    return made
+    y: torch.Tensor = conv(x)
+    return y
 
 
-def _group(inputs: int, outputs: int, stride: int, blocks: int) -> nn.Sequential:
+def _make_group(inputs: int, outputs: int, stride: int, blocks: int) -> nn.Sequential:
     first = BasicBlock(inputs, outputs, stride)
     return nn.Sequential(first, *(BasicBlock(outputs, outputs, 1) for _ in range(blocks - 1)))
 
 
 class ResNet(nn.Module):
-    """`forward(x) = head(features(x))`; `features` gives [N, feature_size]."""
+    """A residual network: `forward(x) = head(features(x))`; `features` returns `[N, feature_size]`."""
 
     def __init__(self, blocks: tuple[int, ...], classes: int, width: int = 64, channels: int = 3) -> None:
         super().__init__()
@@ -70,16 +69,16 @@ class ResNet(nn.Module):
             nn.Conv2d(channels, width, kernel_size=3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         )
         self.groups = nn.Sequential(
-            _group(width, width, 1, blocks[0]),
-            _group(width, 2 * width, 2, blocks[1]),
-            _group(2 * width, 4 * width, 2, blocks[2]),
-            _group(4 * width, 8 * width, 2, blocks[3]),
+            _make_group(width, width, 1, blocks[0]),
+            _make_group(width, 2 * width, 2, blocks[1]),
+            _make_group(2 * width, 4 * width, 2, blocks[2]),
+            _make_group(4 * width, 8 * width, 2, blocks[3]),
         )
         self.head = nn.Linear(self.feature_size, classes)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         conv, norm, _ = self.stem
-        with lowered_weights([part for part in self.modules() if isinstance(part, nn.Conv2d)], x.device):
+        with cast_weights([part for part in self.modules() if isinstance(part, nn.Conv2d)], x.device):
             maps: torch.Tensor = self.groups(norm_relu(norm, conv(x)))
         return maps.mean(dim=(2, 3))
 
@@ -88,9 +87,9 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet(classes: int, depth: int = 10, width: int = 64, channels: int = 3) -> ResNet:
-    """A residual network of the given depth: 10, 12, 18, 20 or 34 layers."""
+def build_resnet(classes: int, depth: int = 10, width: int = 64, channels: int = 3) -> ResNet:
+    """Return a residual network of 10, 12, 18, 20 or 34 layers."""
     if depth not in BLOCKS:
-        known = ", ".join(str(layers) for layers in BLOCKS)
-        raise ValueError(f"depth = {depth}: there is no such ResNet; use one of {known}")
+        depths = ", ".join(str(layers) for layers in BLOCKS)
+        raise ValueError(f"depth = {depth}: there is no such ResNet; use one of {depths}")
     return ResNet(BLOCKS[depth], classes, width, channels)

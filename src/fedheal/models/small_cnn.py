@@ -14,22 +14,24 @@ from torch.nn import functional
 GRID = 4  # side of the last feature map
 
 
-def _stage(inputs: int, outputs: int) -> nn.Sequential:
+def _make_stage(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(outputs),
-        nn.MaxPool2d(2),  # before ReLU, which then has a quarter of the work: the larger of two stays so, bit for bit
+        nn.MaxPool2d(2),  # before ReLU, which then has a quarter of the work; the result is the same, bit for bit
         nn.ReLU(),
     )
 
 
 class SmallCNN(nn.Module):
-    """`forward(x) = head(features(x))`; `features` gives [N, feature_size]."""
+    """The small network: `forward(x) = head(features(x))`. Its cost grows with the square of the width."""
 
     def __init__(self, classes: int, width: int = 8, channels: int = 3) -> None:
         super().__init__()
         self.feature_size = 4 * width * GRID * GRID
-        self.body = nn.Sequential(_stage(channels, width), _stage(width, 2 * width), _stage(2 * width, 4 * width))
+        self.body = nn.Sequential(
+            _make_stage(channels, width), _make_stage(width, 2 * width), _make_stage(2 * width, 4 * width)
+        )
         self.head = nn.Linear(self.feature_size, classes)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,8 +45,3 @@ class SmallCNN(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.features(x))
         return logits
-
-
-def small_cnn(classes: int, width: int = 8, channels: int = 3) -> SmallCNN:
-    """A small network; its cost grows with the square of the width."""
-    return SmallCNN(classes, width, channels)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedheal.runs.schema import RoundRecord, check_result, dump_json, parse_round
 
-FORMAT = "fedheal-state-3"
+FORMAT = "fedheal-state-4"
 CHECKPOINTS_KEPT = 2
 
 

@@ -11,16 +11,16 @@ from torch import nn
 
 from fedheal import data as datasets
 from fedheal import models
-from fedheal.aggregate.server_optimizer import Server, check_plain
-from fedheal.core.errors import suggestion
+from fedheal.aggregate.server_optimizer import Server, check_plain_server
+from fedheal.core.errors import suggest
 from fedheal.core.layout import Layout
 from fedheal.core.rng import derive
 from fedheal.data.augment import normalised
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.data.on_disk import share
 from fedheal.data.partition import Client, partition
-from fedheal.engine.precision import precision_of
-from fedheal.engine.serial import LocalTraining, Training, seeded, smallest_batch
+from fedheal.engine.precision import resolve_precision
+from fedheal.engine.serial import LocalTraining, Training, find_smallest_batch_size, use_seed
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
@@ -59,7 +59,7 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
         )
     training = _choose_training(experiment)
     train, validation = _split_examples(experiment, domains, clients, device)
-    precision = precision_of(experiment.precision, device)
+    precision = resolve_precision(experiment.precision, device)
     _check_model(experiment, module, domains, train, training, precision)
     local_training = LocalTraining(
         module=module,
@@ -91,7 +91,7 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
 def build_module(experiment: Experiment, classes: int) -> nn.Module:
     """Build the experiment's model with its initial values."""
     keys = {} if experiment.width is None else {"width": experiment.width}
-    with seeded(derive(experiment.seed, "model"), torch.device("cpu")):
+    with use_seed(derive(experiment.seed, "model"), torch.device("cpu")):
         return models.build(experiment.model, classes, **keys)
 
 
@@ -105,7 +105,7 @@ def check_method(experiment: Experiment) -> None:
     method = experiment.resolved_method
     for term in method.local:
         if term.needs_plain_server:
-            check_plain(build_server_optimizer(experiment), term.needs_plain_server)
+            check_plain_server(build_server_optimizer(experiment), term.needs_plain_server)
     if experiment.pool and method.personalised:
         raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
     if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
@@ -138,9 +138,7 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
     for key in ("only", "without"):
         unknown = sorted(set(getattr(experiment, key)) - known)
         if unknown:
-            raise ValueError(
-                f"{key} names '{unknown[0]}'{suggestion(unknown[0], sorted(known))}; the domains are {names}"
-            )
+            raise ValueError(f"{key} names '{unknown[0]}'{suggest(unknown[0], sorted(known))}; the domains are {names}")
     if not any(takes_part(experiment, client) for client in clients):
         raise ValueError(
             f"only = {list(experiment.only)} and without = {list(experiment.without)} leave no client to train"
@@ -236,7 +234,7 @@ def _check_model(
         sample, classes = normalised(image.to(device)), len(domains.classes)
         check_evaluates(module, experiment.model, sample, classes)
         sizes = {client: len(split) for client, split in train.items() if split.images.shape[1:] == shape}
-        single = next((client for client, size in sizes.items() if smallest_batch(size, training) == 1), None)
+        single = next((client for client, size in sizes.items() if find_smallest_batch_size(size, training) == 1), None)
         if sizes:
             check_trains(module, experiment.model, sample, classes, single, features, precision)
 
@@ -267,4 +265,4 @@ def _apply_fraction(experiment: Experiment, domains: Domains, samples: dict[str,
 def _check_domain_names(field: str, setting: Mapping[str, Any], names: Mapping[str, Any]) -> None:
     for name in setting:
         if name not in names:
-            raise ValueError(f"{field} names '{name}'{suggestion(name, list(names))}; the domains are {list(names)}")
+            raise ValueError(f"{field} names '{name}'{suggest(name, list(names))}; the domains are {list(names)}")

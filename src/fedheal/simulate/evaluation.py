@@ -11,7 +11,7 @@ import torch
 from fedheal.core.layout import Packed
 from fedheal.core.metrics import fairness
 from fedheal.core.state import TermState
-from fedheal.engine.serial import correct
+from fedheal.engine.serial import find_correct
 from fedheal.simulate.federation import Federation
 
 
@@ -29,7 +29,7 @@ def evaluate_domains(federation: Federation, model: Packed, terms: Sequence[Term
         members = sorted(client for client, home in federation.client_domains.items() if home == domain)
         evaluated = select_evaluated_model(federation, model, terms, members)
         module.load_state_dict(local_training.layout.unpack(evaluated))
-        is_correct = correct(module, split, precision).cpu().numpy()
+        is_correct = find_correct(module, split, precision).cpu().numpy()
         domains[domain] = 100.0 * float(is_correct.mean())
         for i, client in enumerate(members):
             client_share = is_correct[i :: len(members)]
@@ -37,7 +37,7 @@ def evaluate_domains(federation: Federation, model: Packed, terms: Sequence[Term
                 clients[client] = 100.0 * float(np.mean(client_share))
         held_out = [federation.validation[client] for client in members if client in federation.validation]
         if held_out:
-            hits = torch.cat([correct(module, examples, precision).cpu() for examples in held_out])
+            hits = torch.cat([find_correct(module, examples, precision).cpu() for examples in held_out])
             validation[domain] = 100.0 * float(hits.double().mean())
     return {
         "domains": domains,

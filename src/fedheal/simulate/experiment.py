@@ -16,10 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedheal import data as datasets
 from fedheal import methods
-from fedheal.aggregate.server_optimizer import USUAL
-from fedheal.core.errors import suggestion
+from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
+from fedheal.core.errors import suggest
 from fedheal.methods import Method
-from fedheal.methods.grammar import parts_of, without
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import FREE
 
@@ -112,13 +111,13 @@ class Experiment(BaseModel):
         method = fields.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
             defaults = {key: protocol[key] for key in protocol.keys() - cls.model_fields.keys()}
-            fields["method"] = _add_parameters(method, _drop_named(method, defaults) | parameters).spelled
+            fields["method"] = _complete_method(method, defaults, parameters).full_name
         elif parameters:
             unknown = next(iter(parameters))
-            raise ValueError(f"unknown field '{unknown}'{suggestion(unknown, list(cls.model_fields))}")
-        elif isinstance(method, Method) and not method.spelled and methods.known(method.name):
+            raise ValueError(f"unknown field '{unknown}'{suggest(unknown, list(cls.model_fields))}")
+        elif isinstance(method, Method) and not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' exists already: give yours another name")
-        server = USUAL.get(str(fields.get("server_optimizer", "sgd")), {})
+        server = SERVER_DEFAULTS.get(str(fields.get("server_optimizer", "sgd")), {})
         defaults = {f"server_{name}": value for name, value in server.items()}
         return defaults | {key: value for key, value in protocol.items() if key in cls.model_fields} | fields
 
@@ -147,7 +146,7 @@ class Experiment(BaseModel):
         """Return plain values without the fields that are not set, since TOML has no null."""
         values = {key: getattr(self, key) for key in type(self).model_fields}
         if isinstance(self.method, Method):
-            values["method"] = self.method.spelled or self.method.name
+            values["method"] = self.method.full_name
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
 
     def to_toml(self) -> str:
@@ -218,30 +217,32 @@ def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict
     """Drop the method's parameters that are overridden: a file may have them in the method's name, and so may an override."""
     method, new_method = values.get("method"), changes.get("method")
     if isinstance(new_method, str):
-        parameters = {key for part in parts_of(new_method, methods.PARTS) for key in part.given}
+        parameters = {key for part in methods.parse(new_method) for key in part.explicit}
         parameters -= Experiment.model_fields.keys()
         return {key: value for key, value in values.items() if key not in parameters}
     if isinstance(method, str) and (keys := changes.keys() - Experiment.model_fields.keys()):
-        return values | {"method": without(method, keys, methods.PARTS)}
+        return values | {"method": "+".join(part.unset(keys).format_explicit() for part in methods.parse(method))}
     return values
 
 
-def _drop_named(method: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data set's default parameters of FedHEAL that the method takes and its name does not set."""
-    known = methods.parameters(method) if defaults else {}
-    own = {key for key in defaults if key in known and isinstance(known[key], float)}
-    return {key: defaults[key] for key in own if not re.search(rf"[:,]\s*{key}\s*=", method)}
+def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping[str, Any]) -> Method:
+    """Return the method with these parameters, and with the data set's defaults of FedHEAL that its name does not set.
 
-
-def _add_parameters(method: str, parameters: Mapping[str, Any]) -> Method:
-    """Return the method with these parameters; a mistyped key may have meant a field or a parameter."""
-    known = methods.parameters(method)
+    Raise ValueError if a key is no parameter: a mistyped key may have meant a field.
+    """
+    method = methods.get(name)
+    known = method.parameters
     for key in parameters:
         if key not in known:
-            close = suggestion(key, [*Experiment.model_fields, *known])
+            close = suggest(key, [*Experiment.model_fields, *known])
             takes = ", ".join(known) or "none"
-            raise ValueError(f"unknown field '{key}'{close}; the parameters of method '{method}' are: {takes}")
-    return methods.get(method, **parameters)
+            raise ValueError(f"unknown field '{key}'{close}; the parameters of method '{name}' are: {takes}")
+    explicit = {key for part in method.parts for key in part.explicit}
+    # Other methods' parameters may share a name: FedFV's tau is a number of rounds.
+    missing = {
+        key: value for key, value in defaults.items() if isinstance(known.get(key), float) and key not in explicit
+    }
+    return methods.get(name, **missing | dict(parameters)) if missing or parameters else method
 
 
 def _check_exclusive(fields: Mapping[str, Any]) -> None:

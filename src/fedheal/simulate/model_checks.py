@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from fedheal.core.layout import Layout
-from fedheal.engine.precision import lowered
-from fedheal.engine.serial import seeded
+from fedheal.engine.precision import autocast
+from fedheal.engine.serial import use_seed
 
 
 def check_model(module: nn.Module, name: str) -> None:
@@ -71,7 +71,7 @@ def _try_step(trial: nn.Module, name: str, images: Tensor, classes: int, feature
     """Run one forward and backward pass like `engine.serial`, without a method's terms."""
     x = images.contiguous(memory_format=torch.channels_last)
     trial.train()
-    with _explain_failure(name, x, " in training"), lowered(precision, x.device):
+    with _explain_failure(name, x, " in training"), autocast(precision, x.device):
         representations = trial.features(x) if features else None  # type: ignore[operator]
         logits = trial.head(representations) if features else trial(x)  # type: ignore[operator]
     if features and (not isinstance(representations, Tensor) or representations.ndim != 2):
@@ -119,7 +119,7 @@ def _keep_random_state(device: torch.device) -> Iterator[None]:
     cudnn = torch.backends.cudnn
     before, cudnn.benchmark = cudnn.benchmark, False
     try:
-        with seeded(0, device):
+        with use_seed(0, device):
             yield
     finally:
         cudnn.benchmark = before

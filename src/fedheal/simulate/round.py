@@ -14,8 +14,8 @@ from fedheal.core.clock import Clock
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
 from fedheal.core.updates import Collector
+from fedheal.engine import Engine
 from fedheal.engine.serial import Task
-from fedheal.engine.workers import Trainer
 from fedheal.methods.server_step import ClientTerms, apply_server_step, mean_train_loss
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.evaluation import evaluate_domains
@@ -44,7 +44,7 @@ def initial_state(federation: Federation) -> RunState:
 def run_round(
     federation: Federation,
     state: RunState,
-    train: Trainer,
+    engine: Engine,
     evaluate: bool = True,
     before_server_step: Callable[[], None] = lambda: None,
 ) -> tuple[RunState, RoundRecord]:
@@ -53,7 +53,7 @@ def run_round(
     Args:
         federation: The run's fixed parts.
         state: The state before the round. Its buffers are reused: it must not be used again.
-        train: The engine.
+        engine: The engine that trains the clients.
         evaluate: Whether to evaluate the model after the round.
         before_server_step: Called once all clients have trained; from then on `state` is no longer whole.
 
@@ -69,7 +69,7 @@ def run_round(
     tasks = [Task(client, number, tuple(term.slots.get(client, {}) for term in state.terms)) for client in present]
     collector = Collector(layout=federation.local_training.layout, keep=True)
     client_terms: dict[str, ClientTerms] = {}
-    for result in train(state.model, tuple(term.shared for term in state.terms), tasks):
+    for result in engine.train(state.model, tuple(term.shared for term in state.terms), tasks):
         client = str(result.reply.client)
         domain = federation.client_domains.get(client, client)  # a client without a domain is a domain of its own
         collector.add(result.reply._replace(domain=domain))
@@ -101,7 +101,7 @@ def run_round(
 def run_rounds(
     federation: Federation,
     state: RunState,
-    train: Trainer,
+    engine: Engine,
     last: int,
     eval_every: int = 1,
     before_server_step: Callable[[], None] = lambda: None,
@@ -110,7 +110,7 @@ def run_rounds(
     while state.round < last:
         number = state.round + 1
         evaluate = number % eval_every == 0 or number == last
-        state, record = run_round(federation, state, train, evaluate, before_server_step)
+        state, record = run_round(federation, state, engine, evaluate, before_server_step)
         yield state, record
 
 

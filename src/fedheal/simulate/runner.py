@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from fedheal import methods
-from fedheal.aggregate.masks.directions import spread
-from fedheal.core.state import RunState, restored_state
+from fedheal.aggregate.masks.sign_agreement import bin_consistency
+from fedheal.core.state import RunState
 from fedheal.data.domains import Domains, fingerprint, fingerprint_of_used
-from fedheal.engine import check_engine, trainer
-from fedheal.engine.precision import numerics, precision_of
+from fedheal.engine import check_engine, open_engine
+from fedheal.engine.precision import resolve_precision, use_precision
 from fedheal.runs import folder as files
 from fedheal.runs.lock import hold_lock
 from fedheal.runs.resume import Checkpoint, load_newest_checkpoint
@@ -95,8 +95,8 @@ def run(
     check_engine(device, experiment.engine, experiment.workers)
     with ExitStack() as stack:
         stack.enter_context(_use_threads(experiment.threads))
-        precision = precision_of(experiment.precision, device)
-        stack.enter_context(numerics(precision, experiment.deterministic, device))
+        precision = resolve_precision(experiment.precision, device)
+        stack.enter_context(use_precision(precision, experiment.deterministic, device))
         federation = build_federation(experiment, domains, device)  # before the folder: a failure leaves no trace
         data_identity = _identify_data(federation, domains)
         checkpoint, history = None, list[RoundRecord]()
@@ -107,7 +107,7 @@ def run(
             checkpoint, history = _open_folder(folder, experiment, resume, data_identity)
             if _is_finished(folder):
                 return _read_finished(folder, history)
-        state = initial_state(federation) if checkpoint is None else restored_state(*checkpoint, device)
+        state = initial_state(federation) if checkpoint is None else RunState.from_arrays(*checkpoint, device)
         show_progress = watched() if progress is None else progress
         watchers = [*callbacks, *([Progress()] if show_progress else [])]
         for callback in watchers:
@@ -160,7 +160,7 @@ def check_folder_owner(folder: Path, experiment: Experiment) -> None:
     is_same_name = method == experiment.to_dict()["method"]
     if is_same_name:  # a user's own method is known by its name alone
         written["method"] = experiment.method
-    if not (is_same_name or methods.known(str(method))) or Experiment.of(written).identity != experiment.identity:
+    if not (is_same_name or methods.is_known(str(method))) or Experiment.of(written).identity != experiment.identity:
         raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
 
 
@@ -173,11 +173,11 @@ def _train_to_end(
     watchers: Sequence[Callback],
 ) -> RunState:
     """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong."""
-    engine = trainer(
+    opened = open_engine(
         federation.local_training, experiment.engine, experiment.workers, experiment.threads, experiment.lanes
     )
-    with engine as train, Interrupts() as interrupts:
-        rounds = run_rounds(federation, state, train, experiment.rounds, experiment.eval_every, interrupts.hold)
+    with opened as engine, Interrupts() as interrupts:
+        rounds = run_rounds(federation, state, engine, experiment.rounds, experiment.eval_every, interrupts.hold)
         try:
             for after, record in rounds:
                 state = after
@@ -302,7 +302,7 @@ def _make_result(
         data_notes=list(domains.notes),
         bytes_sent=state.sent,
         bytes_received=state.received,
-        consistency=spread(state.aggregator),
+        consistency=bin_consistency(state.aggregator),
         versions=_list_versions(),
     )
     return Result(

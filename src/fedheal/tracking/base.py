@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
-from fedheal.core.errors import suggestion
+from fedheal.core.errors import suggest
 from fedheal.runs.schema import FREE, RoundRecord
 from fedheal.simulate.callbacks import Callback
 
@@ -81,7 +81,7 @@ def tracker(spec: str, folder: Path) -> Callback:
     name, colon, where = spec.partition(":")
     if name not in _MAKERS:
         raise ValueError(
-            f"unknown tracker '{name}'{suggestion(name, list(_MAKERS))}; "
+            f"unknown tracker '{name}'{suggest(name, list(_MAKERS))}; "
             "the trackers are: tensorboard, mlflow (or mlflow:URI), wandb"
         )
     if colon and (name != "mlflow" or not where):

@@ -18,94 +18,78 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedheal.aggregate.draft import Kept, Measured
+from fedheal.aggregate.draft import CountMask, UpdateNorms
 from fedheal.aggregate.kernels import reference
-from fedheal.aggregate.kernels.reference import NonFinite
+from fedheal.aggregate.validate import NonFinite
 from fedheal.core.arrays import Floats, Integers
 
 PASS_ONE = 1 << 15  # columns summed at a time; sums of blocks are added in order
-STRIP = 1024  # columns of the first pass that one step after another goes over, in the nearest cache
+STRIP = 1024  # columns of the first pass at a time: each step finds them in the nearest cache
 PASS_TWO = 4096  # columns: both float64 accumulators stay in a near cache
 CONVERT = 1 << 18  # columns turned into float32 at a time where numba cannot read the dtype
 REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets sums use vector registers; NaN and infinity keep their meaning
 
 
-def observe(
-    deltas: Tensor,
-    rows: Integers,
-    tensors: Sequence[int],
-    counts: Tensor,
-    slots: Integers,
-    at_least: Integers,
-    below: Integers,
-    sign: int,
-) -> Measured:
-    table = counts.numpy()
-    low, high = at_least.astype(table.dtype), below.astype(table.dtype)
-    measured, bad = _scan(deltas, rows, tensors, table, slots, low, high, sign)
+def observe(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask) -> UpdateNorms:
+    norms, bad = _scan(deltas, rows, tensors, mask)
     if bad:
         for first, matrix in _chunks(deltas, _edges(deltas.shape[1], [deltas.shape[1]], PASS_ONE)[0]):
-            _uncount(matrix, rows, table[:, first:], slots, sign)
+            _uncount(matrix, rows, mask.counts.numpy()[:, first:], mask.slots, mask.sign)
         raise NonFinite(bad)
-    return measured
+    return norms
 
 
-def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
-    # Sign 0: there are no counts, and everything is kept.
-    none = np.zeros(len(rows), np.uint8)
-    nothing = np.zeros((1, 1), np.uint8)
-    measured, bad = _scan(deltas, rows, tensors, nothing, np.zeros(len(rows), np.int64), none, none, 0)
+def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> UpdateNorms:
+    norms, bad = _scan(deltas, rows, tensors, None)
     if bad:
         raise NonFinite(bad)
-    return measured
+    return norms
 
 
-def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
+def average(
+    params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, mask: CountMask | None
+) -> tuple[Tensor, int]:
     readable = params if params.dtype in (torch.float32, torch.float64) else params.to(torch.float32)
     before = readable.contiguous().numpy()
     after = np.empty_like(before)
     edges, _ = _edges(deltas.shape[1], [deltas.shape[1]], PASS_TWO)
     unkept = np.zeros(len(edges) - 1, np.int64)
-    table, slots, low, high, sign = _rule(rows, kept)
+    table, slots, low, high, sign = _unpack_mask(rows, mask)
     for first, matrix in _chunks(deltas, edges):
 
         def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
             arguments = matrix, rows, weights, table, slots, low, high, sign, first, edges[a : b + 1]
             _mean_blocks(*arguments, before, after, unkept[a:b])
 
-        _spread(work, *_within(edges, first, matrix.shape[1]), cost=len(rows) * PASS_TWO)
+        _run_blocks(work, *_find_blocks(edges, first, matrix.shape[1]), cost=len(rows) * PASS_TWO)
     return torch.from_numpy(after).to(params.dtype), int(unkept.sum())
 
 
-def masked(deltas: Tensor, rows: Integers, kept: Kept | None, start: int, stop: int) -> Tensor:
+def mask_block(deltas: Tensor, rows: Integers, mask: CountMask | None, start: int, stop: int) -> Tensor:
     if deltas.dtype not in (torch.float32, torch.float64) or not deltas.is_contiguous():
-        return reference.masked(deltas, rows, kept, start, stop)
+        return reference.mask_block(deltas, rows, mask, start, stop)
     block = np.empty((len(rows), stop - start))
-    table, slots, low, high, sign = _rule(rows, kept)
+    table, slots, low, high, sign = _unpack_mask(rows, mask)
     _fill_masked(deltas.numpy(), rows, table, slots, low, high, sign, start, stop, block)
     return torch.from_numpy(block)
 
 
-def _rule(rows: Integers, kept: Kept | None) -> tuple[NDArray[Any], Integers, NDArray[Any], NDArray[Any], int]:
-    """Counts, slots, thresholds and sign; sign 0 where there are no counts and everything is kept."""
-    if kept is None:
+def _unpack_mask(
+    rows: Integers, mask: CountMask | None
+) -> tuple[NDArray[Any], Integers, NDArray[Any], NDArray[Any], int]:
+    """Return counts, slots, thresholds and sign; sign 0 if there are no counts and everything is kept."""
+    if mask is None:
         none = np.zeros(len(rows), np.uint8)
         return np.zeros((1, 1), np.uint8), np.zeros(len(rows), np.int64), none, none, 0
-    table = kept.counts.numpy()
-    return table, kept.slots, kept.at_least.astype(table.dtype), kept.below.astype(table.dtype), kept.sign
+    table = mask.counts.numpy()
+    return table, mask.slots, mask.at_least.astype(table.dtype), mask.below.astype(table.dtype), mask.sign
 
 
 def _scan(
-    deltas: Tensor,
-    rows: Integers,
-    tensors: Sequence[int],
-    table: NDArray[Any],
-    slots: Integers,
-    low: NDArray[Any],
-    high: NDArray[Any],
-    sign: int,
-) -> tuple[Measured, list[int]]:
-    """The first pass. Also names the rows that are not finite; their counts have been touched by then."""
+    deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None
+) -> tuple[UpdateNorms, list[int]]:
+    """Do the first pass. Also return the rows that are not finite; their counts have been touched by then."""
+    table, slots, low, high, sign = _unpack_mask(rows, mask)
     edges, owner = _edges(deltas.shape[1], tensors, PASS_ONE)
     sound = np.ones((len(rows), len(owner)), np.bool_)
     squares = np.zeros((len(rows), len(owner)))
@@ -116,18 +100,18 @@ def _scan(
             out = sound[:, a:b], squares[:, a:b], number[:, a:b]
             _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges[a : b + 1], *out)
 
-        _spread(work, *_within(edges, first, matrix.shape[1]), cost=len(rows) * PASS_ONE)
+        _run_blocks(work, *_find_blocks(edges, first, matrix.shape[1]), cost=len(rows) * PASS_ONE)
     with np.errstate(over="ignore", invalid="ignore"):
         bad = ~(sound.all(axis=1) & np.isfinite(squares.sum(axis=1)))
 
     def by_tensor(values: NDArray[Any]) -> Floats:
         return np.stack([np.bincount(owner, row, len(tensors)) for row in values]).astype(np.float64)
 
-    return Measured(by_tensor(squares), by_tensor(number).astype(np.int64)), rows[bad].tolist()
+    return UpdateNorms(by_tensor(squares), by_tensor(number).astype(np.int64)), rows[bad].tolist()
 
 
 def _edges(length: int, tensors: Sequence[int], width: int) -> tuple[Integers, Integers]:
-    """Column blocks of at most `width` that cross no tensor's boundary, as edges, and the tensor each belongs to."""
+    """Return column blocks of at most `width` that cross no tensor's boundary, as edges, and the tensor of each."""
     edges, owner = [0], []
     for t, size in enumerate(tensors):
         stops = [*range(edges[-1] + width, edges[-1] + size, width), edges[-1] + size] if size else []
@@ -138,7 +122,7 @@ def _edges(length: int, tensors: Sequence[int], width: int) -> tuple[Integers, I
 
 
 def _chunks(deltas: Tensor, edges: Integers) -> Iterator[tuple[int, NDArray[Any]]]:
-    """The updates as arrays numba reads: all at once where that costs nothing, else a chunk of columns at a time."""
+    """Yield the updates as arrays that numba reads: all at once if no copy is needed, else a chunk of columns at a time."""
     if deltas.dtype in (torch.float32, torch.float64) and deltas.is_contiguous():
         yield 0, deltas.numpy()
         return
@@ -150,21 +134,21 @@ def _chunks(deltas: Tensor, edges: Integers) -> Iterator[tuple[int, NDArray[Any]
             first = int(edge)
 
 
-def _within(edges: Integers, first: int, width: int) -> tuple[int, int]:
+def _find_blocks(edges: Integers, first: int, width: int) -> tuple[int, int]:
     return int(np.searchsorted(edges, first)), int(np.searchsorted(edges, first + width))
 
 
-def _spread(work: Callable[[int, int], None], start: int, stop: int, cost: int) -> None:
-    """Do blocks `start:stop`, over threads where there is enough to do for it to pay."""
+def _run_blocks(work: Callable[[int, int], None], start: int, stop: int, cost: int) -> None:
+    """Do blocks `start:stop`, in threads if there is enough work for that to pay."""
     threads = torch.get_num_threads()
     if threads == 1 or (stop - start) * cost < 1 << 20:
         work(start, stop)
         return
-    work(start, start)  # does nothing but compile: in a thread that would wait for ever for an import under way here
+    work(start, start)  # only compiles: in a thread, that could wait for ever for an import that this thread is in
     parts = np.linspace(start, stop, min(stop - start, 4 * threads) + 1).astype(int)
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work, a, b) for a, b in itertools.pairwise(parts)]:
-            done.result()
+        for future in [pool.submit(work, a, b) for a, b in itertools.pairwise(parts)]:
+            future.result()
 
 
 # Each of these does one thing to a strip that stays in the nearest cache, and so gets vectors of its own width: bytes, float32
@@ -173,7 +157,7 @@ def _spread(work: Callable[[int, int], None], start: int, stop: int, cost: int) 
 
 @numba.njit(nogil=True, cache=True)
 def _tick(x, counts, low, high, sign, kept):  # type: ignore[no-untyped-def]
-    """Count a strip's signs, and say which entries are kept."""
+    """Count a strip's signs, and mark the entries that are kept."""
     one, zero, s = counts.dtype.type(1), counts.dtype.type(0), x.dtype.type(sign)
     for j in range(x.size):
         up = s * x[j] >= 0
@@ -198,7 +182,7 @@ def _only(x, kept, out):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _largest(bits):  # type: ignore[no-untyped-def]
-    """The largest magnitude of float32 numbers, as bits: infinity and NaN are the largest of all."""
+    """Return the largest magnitude of float32 numbers, as bits: infinity and NaN are the largest of all."""
     top = np.int32(0)
     for j in range(bits.size):
         top = max(top, bits[j] & np.int32(0x7FFFFFFF))
@@ -216,7 +200,7 @@ def _square(x):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _sound(x):  # type: ignore[no-untyped-def]
-    """Whether all numbers are finite, and their squares too."""
+    """Return whether all numbers are finite, and their squares too."""
     if x.itemsize == 4:  # in float64, in which they are squared, they cannot overflow
         return _largest(x.view(np.int32)) < np.int32(0x7F800000)
     return np.isfinite(_square(x))

@@ -20,44 +20,37 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from fedheal.aggregate.draft import Kept, Measured
+from fedheal.aggregate.draft import CountMask, UpdateNorms
 from fedheal.aggregate.kernels import reference
-from fedheal.aggregate.kernels.reference import NonFinite
+from fedheal.aggregate.validate import NonFinite
 from fedheal.core.arrays import Floats, Integers
 from fedheal.core.layout import ALIGNED
 
 PASS_ONE, STRIDE = 8192, 1024  # columns a program scans, so many at a time
 PASS_TWO = 1024  # columns a program averages
 
-masked = reference.masked
+mask_block = reference.mask_block
 
 
-def observe(
-    deltas: Tensor,
-    rows: Integers,
-    tensors: Sequence[int],
-    counts: Tensor,
-    slots: Integers,
-    at_least: Integers,
-    below: Integers,
-    sign: int,
-) -> Measured:
-    limits = _on(deltas.device, slots, at_least, below)
-    measured, bad = _scan(deltas, rows, tensors, counts, limits, sign)
+def observe(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask) -> UpdateNorms:
+    limits = _copy_to(deltas.device, mask.slots, mask.at_least, mask.below)
+    norms, bad = _scan(deltas, rows, tensors, mask.counts, limits, mask.sign)
     if bad:
-        _launch_scan(deltas, rows, tensors, counts, limits, sign, step=-1)
+        _launch_scan(deltas, rows, tensors, mask.counts, limits, mask.sign, step=-1)
         raise NonFinite(bad)
-    return measured
+    return norms
 
 
-def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
-    measured, bad = _scan(deltas, rows, tensors, None, None, 0)
+def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> UpdateNorms:
+    norms, bad = _scan(deltas, rows, tensors, None, None, 0)
     if bad:
         raise NonFinite(bad)
-    return measured
+    return norms
 
 
-def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kept: Kept | None) -> tuple[Tensor, int]:
+def average(
+    params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, mask: CountMask | None
+) -> tuple[Tensor, int]:
     device, length = deltas.device, deltas.shape[1]
     before = params.to(device).contiguous()
     after = torch.empty_like(before)
@@ -66,16 +59,16 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
     whole = length - length % ALIGNED
     blocks = triton.cdiv(whole, PASS_TWO)
     unkept = torch.zeros(blocks + 1, dtype=torch.int32, device=device)
-    limits = None if kept is None else _on(device, kept.slots, kept.at_least, kept.below)
-    counts = None if kept is None else kept.counts
-    which, shares = _on(device, rows)[0], torch.from_numpy(weights).to(device)
+    limits = None if mask is None else _copy_to(device, mask.slots, mask.at_least, mask.below)
+    counts = None if mask is None else mask.counts
+    row_index, shares = _copy_to(device, rows)[0], torch.from_numpy(weights).to(device)
     for number, first, last, block in ((blocks, 0, whole, PASS_TWO), (int(whole < length), whole, length, ALIGNED)):
         if number:
             _average[(number,)](
                 before,
                 after,
                 deltas,
-                which,
+                row_index,
                 shares,
                 counts if counts is not None else unkept,
                 limits if limits is not None else unkept,
@@ -86,7 +79,7 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
                 deltas.stride(1),
                 0 if counts is None else counts.stride(0),
                 len(rows),
-                0 if kept is None else kept.sign,
+                0 if mask is None else mask.sign,
                 block=block,
                 num_warps=4,
                 enable_fp_fusion=False,
@@ -96,19 +89,19 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
 
 def _scan(
     deltas: Tensor, rows: Integers, tensors: Sequence[int], counts: Tensor | None, limits: Tensor | None, sign: int
-) -> tuple[Measured, list[int]]:
-    """The first pass. Also names the rows that are not finite; their counts have been touched by then."""
+) -> tuple[UpdateNorms, list[int]]:
+    """Do the first pass. Also return the rows that are not finite; their counts have been touched by then."""
     parts = _launch_scan(deltas, rows, tensors, counts, limits, sign, step=1)
     owner = _blocks(tuple(tensors), deltas.device).owner
     # Blocks to tensors by a product with zeros and ones: a fixed order of sums, and one trip to the host. A block that is not
-    # finite would spoil its neighbours there, so it is told by itself.
+    # finite would spoil its neighbours there, so rows are checked apart.
     everything = parts[0].sum(dim=1)
     by_tensor = torch.nan_to_num(parts[1:], nan=0.0, posinf=0.0) @ owner
-    found = torch.cat([everything[:, None], *by_tensor.unbind()], dim=1).cpu().numpy()
+    columns = torch.cat([everything[:, None], *by_tensor.unbind()], dim=1).cpu().numpy()
     width = len(tensors)
-    bad = ~np.isfinite(found[:, 0])
-    squares, number = found[:, 1 : 1 + width], found[:, 1 + width :]
-    return Measured(np.ascontiguousarray(squares), number.astype(np.int64)), rows[bad].tolist()
+    bad = ~np.isfinite(columns[:, 0])
+    squares, number = columns[:, 1 : 1 + width], columns[:, 1 + width :]
+    return UpdateNorms(np.ascontiguousarray(squares), number.astype(np.int64)), rows[bad].tolist()
 
 
 def _launch_scan(
@@ -120,21 +113,21 @@ def _launch_scan(
     sign: int,
     step: int,
 ) -> Tensor:
-    """Per row and block: the squared norm of all, that of the kept, and how many are kept, `[3, k, blocks]`."""
+    """Return per row and block the squared norms of all and of the kept entries, and how many are kept, `[3, k, blocks]`."""
     device = deltas.device
     cut = _blocks(tuple(tensors), device)
     parts = torch.zeros(3, len(rows), len(cut.starts), dtype=torch.float64, device=device)
-    nothing = cut.starts  # stands in for what is not read
-    which = _on(device, rows)[0]
+    unused = cut.starts  # a placeholder for arguments that are not read
+    row_index = _copy_to(device, rows)[0]
     for first, last, block in ((0, cut.whole, STRIDE), (cut.whole, len(cut.starts), ALIGNED)):
         if last > first and len(rows):
             _count[(last - first, len(rows))](
                 deltas,
-                which,
+                row_index,
                 cut.starts,
                 cut.stops,
-                nothing if counts is None else counts,
-                nothing if limits is None else limits,
+                unused if counts is None else counts,
+                unused if limits is None else limits,
                 parts,
                 deltas.stride(0),
                 deltas.stride(1),
@@ -179,7 +172,7 @@ def _blocks(tensors: tuple[int, ...], device: torch.device) -> _Blocks:
     return _Blocks(starts.contiguous().to(device), stops.contiguous().to(device), len(whole), owner.to(device))
 
 
-def _on(device: torch.device, *columns: Integers) -> Tensor:
+def _copy_to(device: torch.device, *columns: Integers) -> Tensor:
     return torch.from_numpy(np.stack(columns)).to(device, non_blocking=True)
 
 

@@ -7,32 +7,33 @@ import numpy as np
 
 from fedheal.core.arrays import Floats
 
-SMALL = 1 << 12  # entries: fewer are looked through at once
+SMALL = 1 << 12  # entries: fewer are all candidates
 
 
 def add_undropped(values: Floats, number: int, weight: float, step: Floats, z: Floats, zz: Floats) -> float:
-    """Zero the `number` smallest entries in place, of equal ones the first; then, with x what is left and `y = x / |x|`:
-    `step += weight x`, `z += y`, `zz += y^2`. Returns the mean size of what was dropped, 0 if nothing was.
+    """Zero the `number` smallest entries in place, of equal ones the first, and return the mean size of those; 0 if none.
+
+    Then, with x the remaining entries and `y = x / |x|`, add: `step += weight x`, `z += y`, `zz += y^2`.
 
     >>> values, step = np.array([3.0, -1.0, 1.0, -4.0]), np.zeros(4)
     >>> add_undropped(values, 1, 0.5, step, np.zeros(4), np.zeros(4)), step.tolist()
     (1.0, [1.5, 0.0, 0.5, -2.0])
     """
-    limit, ties = smallest_sizes(values, number) if number else (-1.0, 0)
-    lost: float = _add(values, limit, ties, weight, step, z, zz)
-    return lost / number if number else 0.0
+    limit, ties = find_limit(values, number) if number else (-1.0, 0)
+    dropped: float = _add(values, limit, ties, weight, step, z, zz)
+    return dropped / number if number else 0.0
 
 
-def smallest_sizes(values: Floats, number: int) -> tuple[float, int]:
-    """The `number`-th smallest |value|, and how many entries of exactly that size are among the `number` smallest."""
-    candidates, below = (np.abs(values), 0) if values.size <= SMALL else _narrowed(values, number)
+def find_limit(values: Floats, number: int) -> tuple[float, int]:
+    """Return the `number`-th smallest |value|, and how many entries of exactly that size are among the `number` smallest."""
+    candidates, below = (np.abs(values), 0) if values.size <= SMALL else _find_candidates(values, number)
     limit = np.partition(candidates, number - below - 1)[number - below - 1]
     return float(limit), number - below - int((candidates < limit).sum())
 
 
 @numba.njit(nogil=True, cache=True)
-def _narrowed(values, number):  # type: ignore[no-untyped-def]
-    """The sizes among which the `number`-th smallest is, and how many are smaller than all of these.
+def _find_candidates(values, number):  # type: ignore[no-untyped-def]
+    """Return sizes among which the `number`-th smallest is, and how many others are smaller than all of these.
 
     Floats that are not negative sort like their bits: the exponent and four digits leave few to choose from.
     """
@@ -44,23 +45,23 @@ def _narrowed(values, number):  # type: ignore[no-untyped-def]
     while below + histogram[digit] < number:
         below += histogram[digit]
         digit += 1
-    candidates, found = np.empty(histogram[digit]), 0
+    candidates, filled = np.empty(histogram[digit]), 0
     for j in range(values.size):
         if (bits[j] << np.uint64(1)) >> np.uint64(49) == np.uint64(digit):
-            candidates[found] = abs(values[j])
-            found += 1
+            candidates[filled] = abs(values[j])
+            filled += 1
     return candidates, below
 
 
 @numba.njit(nogil=True, cache=True)
 def _add(values, limit, ties, weight, step, z, zz):  # type: ignore[no-untyped-def]
-    lost, square = 0.0, 0.0
+    dropped, square = 0.0, 0.0
     for j in range(values.size):
         size = abs(values[j])
         if size < limit or (size == limit and ties > 0):
             if size == limit:
                 ties -= 1
-            lost += size
+            dropped += size
             values[j] = 0.0
         else:
             square += size * size
@@ -70,4 +71,4 @@ def _add(values, limit, ties, weight, step, z, zz):  # type: ignore[no-untyped-d
         step[j] += weight * values[j]
         z[j] += unit
         zz[j] += unit * unit
-    return lost
+    return dropped

@@ -1,6 +1,6 @@
-"""The obvious twin: plain torch on any device, written to be compared with the equations, not to be fast.
+"""The reference kernel: plain torch on any device, written to be compared with the equations, not to be fast.
 
-It is also the one kernel that knows `Graded` masks; the stages that give them choose it.
+It is also the one kernel that knows `SoftMask`; the stages that give one choose it.
 """
 
 from __future__ import annotations
@@ -12,54 +12,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.aggregate.draft import Graded, Kept, Mask, Measured
+from fedheal.aggregate.draft import CountMask, Mask, SoftMask, UpdateNorms
+from fedheal.aggregate.validate import NonFinite
 from fedheal.core.arrays import Floats, Integers
 
 BLOCK = 1 << 18
 
 
-class NonFinite(Exception):
-    """These rows of the updates hold NaN or infinity, or entries whose squares overflow."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        super().__init__(f"rows {list(rows)} are not finite")
-        self.rows = tuple(int(row) for row in rows)
-
-
-def observe(
-    deltas: Tensor,
-    rows: Integers,
-    tensors: Sequence[int],
-    counts: Tensor,
-    slots: Integers,
-    at_least: Integers,
-    below: Integers,
-    sign: int,
-) -> Measured:
-    kept = Kept(counts, slots, at_least, below, sign)
+def observe(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask) -> UpdateNorms:
     check_finite(deltas, rows)
-    for row, slot in zip(rows, slots, strict=True):
+    for row, slot in zip(rows, mask.slots, strict=True):
         for start, stop in _blocks(0, deltas.shape[1]):
-            up = sign * deltas[row, start:stop] >= 0
-            counts[slot, start:stop] = (counts[slot, start:stop].to(torch.int64) + up).to(counts.dtype)
-    return measured(deltas, rows, tensors, kept)
+            up = mask.sign * deltas[row, start:stop] >= 0
+            counts = mask.counts[slot, start:stop]
+            mask.counts[slot, start:stop] = (counts.to(torch.int64) + up).to(counts.dtype)
+    return measure_masked(deltas, rows, tensors, mask)
 
 
-def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> Measured:
+def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> UpdateNorms:
     check_finite(deltas, rows)
-    return measured(deltas, rows, tensors, None)
+    return measure_masked(deltas, rows, tensors, None)
 
 
-def fade(deltas: Tensor, rows: Integers, counts: Tensor, slots: Integers, left: float, sign: int) -> None:
-    """Keep a share `left` of the counts of float32 and add this round's signs, in place; `NonFinite` before any is touched."""
+def fade_counts(deltas: Tensor, rows: Integers, mask: SoftMask, keep: float) -> None:
+    """Scale the float32 counts by `keep` and add this round's signs, in place. Raise `NonFinite` before any is touched."""
     check_finite(deltas, rows)
-    for row, slot in zip(rows, slots, strict=True):
+    for row, slot in zip(rows, mask.slots, strict=True):
         for start, stop in _blocks(0, deltas.shape[1]):
-            here = counts[slot, start:stop]
-            here.mul_(left).add_(sign * deltas[row, start:stop] >= 0)
+            mask.counts[slot, start:stop].mul_(keep).add_(mask.sign * deltas[row, start:stop] >= 0)
 
 
-def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kept: Mask | None) -> tuple[Tensor, int]:
+def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, mask: Mask | None) -> tuple[Tensor, int]:
     after = params.clone()
     unkept = 0
     for start, stop in _blocks(0, deltas.shape[1]):
@@ -67,7 +50,7 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
         denominator = torch.zeros_like(numerator)
         for i, row in enumerate(rows):
             delta = deltas[row, start:stop].to(torch.float64)
-            share = float(weights[i]) * mask(kept, i, delta, start, stop).to(torch.float64)
+            share = float(weights[i]) * compute_mask(mask, i, delta, start, stop).to(torch.float64)
             numerator += share * delta
             denominator += share
         moved = denominator > 0
@@ -77,15 +60,15 @@ def average(params: Tensor, deltas: Tensor, rows: Integers, weights: Floats, kep
     return after, unkept
 
 
-def masked(deltas: Tensor, rows: Integers, kept: Mask | None, start: int, stop: int) -> Tensor:
+def mask_block(deltas: Tensor, rows: Integers, mask: Mask | None, start: int, stop: int) -> Tensor:
     block = deltas[torch.from_numpy(rows).to(deltas.device), start:stop].to(torch.float64)
-    if kept is None:
+    if mask is None:
         return block
-    return torch.stack([d * mask(kept, i, d, start, stop) for i, d in enumerate(block)])
+    return torch.stack([d * compute_mask(mask, i, d, start, stop) for i, d in enumerate(block)])
 
 
-def measured(deltas: Tensor, rows: Integers, tensors: Sequence[int], kept: Mask | None) -> Measured:
-    """What a mask leaves of updates that are known to be finite."""
+def measure_masked(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: Mask | None) -> UpdateNorms:
+    """Measure masked updates that are known to be finite."""
     squares = np.zeros((len(rows), len(tensors)))
     number = np.zeros((len(rows), len(tensors)), np.int64)
     for i, row in enumerate(rows):
@@ -93,38 +76,38 @@ def measured(deltas: Tensor, rows: Integers, tensors: Sequence[int], kept: Mask 
         for t, length in enumerate(tensors):
             for start, stop in _blocks(begin, begin + length):
                 delta = deltas[row, start:stop].to(torch.float64)
-                where = mask(kept, i, delta, start, stop)
-                squares[i, t] += float(((where * delta) ** 2).sum())
-                number[i, t] += int((where > 0).sum())
+                degree = compute_mask(mask, i, delta, start, stop)
+                squares[i, t] += float(((degree * delta) ** 2).sum())
+                number[i, t] += int((degree > 0).sum())
             begin += length
-    return Measured(squares, number)
+    return UpdateNorms(squares, number)
 
 
-def mask(kept: Mask | None, i: int, delta: Tensor, start: int, stop: int) -> Tensor:
-    """Which of client i's entries `start:stop` are kept or, for a `Graded` mask, how much each counts."""
-    if kept is None:
+def compute_mask(mask: Mask | None, i: int, delta: Tensor, start: int, stop: int) -> Tensor:
+    """Return which of client i's entries `start:stop` are kept or, for a `SoftMask`, how much each counts."""
+    if mask is None:
         return torch.ones_like(delta, dtype=torch.bool)
-    if isinstance(kept, Graded):
-        return _degree(kept, i, delta, start, stop)
-    counts = kept.counts[kept.slots[i], start:stop].to(torch.int64)
-    return torch.where(kept.sign * delta >= 0, counts >= int(kept.at_least[i]), counts < int(kept.below[i]))
+    if isinstance(mask, SoftMask):
+        return _compute_degree(mask, i, delta, start, stop)
+    counts = mask.counts[mask.slots[i], start:stop].to(torch.int64)
+    return torch.where(mask.sign * delta >= 0, counts >= int(mask.at_least[i]), counts < int(mask.below[i]))
 
 
-def _degree(kept: Graded, i: int, delta: Tensor, start: int, stop: int) -> Tensor:
-    up = kept.sign * delta >= 0
-    total = float(kept.total[i])
-    history = kept.counts[kept.slots[i], start:stop].to(torch.float64)
-    if kept.past:
+def _compute_degree(mask: SoftMask, i: int, delta: Tensor, start: int, stop: int) -> Tensor:
+    up = mask.sign * delta >= 0
+    total = float(mask.total[i])
+    history = mask.counts[mask.slots[i], start:stop].to(torch.float64)
+    if mask.past:
         history = history - up.to(torch.float64)
-    agree = torch.where(up, history, total - history).clamp(0, total)  # float32 counts may be a rounding beyond
-    here = agree >= float(kept.need[i])
-    if not kept.soft or total == 0:
-        return here.to(torch.float64)
-    return agree / total * here
+    agree = torch.where(up, history, total - history).clamp(0, total)  # float32 counts may be beyond by rounding
+    kept = agree >= float(mask.need[i])
+    if not mask.soft or total == 0:
+        return kept.to(torch.float64)
+    return agree / total * kept
 
 
 def check_finite(deltas: Tensor, rows: Integers) -> None:
-    """Raise unless every row's squared norm is finite."""
+    """Raise `NonFinite` unless every row's squared norm is finite."""
 
     def square(row: int) -> float:
         blocks = (deltas[row, start:stop].to(torch.float64) for start, stop in _blocks(0, deltas.shape[1]))

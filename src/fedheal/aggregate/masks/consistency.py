@@ -22,22 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.aggregate.client_index import enrol, extended
-from fedheal.aggregate.draft import Draft, Kept, Mask, Measured
+from fedheal.aggregate.client_index import extend_column, index_clients
+from fedheal.aggregate.draft import CountMask, Draft, Mask, UpdateNorms
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Integers
 from fedheal.core.layout import Layout, Sizes, matrix
-from fedheal.core.state import Arrays, Json, State, expect, kind
+from fedheal.core.state import State, expect
 
-WIDTHS = (torch.uint8, torch.uint16, torch.uint32)
+COUNT_DTYPES = {torch.uint8: np.uint8, torch.uint16: np.uint16, torch.uint32: np.uint32}  # narrowest first
 
 
-@kind("consistency")
 @dataclass(frozen=True)
-class ConsistencyState(State):
-    """Per client ever seen: participations `n`, and how often each entry went up, in a slab `[slots, width]` that grows.
+class ConsistencyState(State, kind="consistency"):
+    """Per client ever seen: participations `n`, and how often each entry went up, `counts [slots, width]`.
 
-    The slab may have more rows than clients; a row is all zeros until its client comes.
+    The matrix of counts grows ahead of need: a row is all zeros until its client comes.
     """
 
     clients: tuple[str, ...]
@@ -45,25 +44,23 @@ class ConsistencyState(State):
     counts: Tensor
     sign: int
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        used = self.counts[: len(self.clients)]
-        return {"n": torch.from_numpy(self.n), "counts": used}, {"clients": list(self.clients), "sign": self.sign}
-
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> ConsistencyState:
-        clients, n, counts = tuple(json["clients"]), arrays["n"].numpy(), arrays["counts"]
-        if n.shape != (len(clients),) or counts.ndim != 2 or len(counts) != len(clients) or counts.dtype not in WIDTHS:
-            raise ValueError(f"sign counts of shape {tuple(counts.shape)} do not belong to {len(clients)} clients")
-        return cls(clients, n, counts, json["sign"])
+    def __post_init__(self) -> None:
+        if self.counts.ndim != 2 or self.counts.dtype not in COUNT_DTYPES:
+            raise ValueError(
+                f"sign counts must be a matrix of unsigned integers, got {self.counts.dtype} of shape "
+                f"{tuple(self.counts.shape)}"
+            )
 
 
-def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
-    """The stage that gives FPHL's mask."""
-    limit = exact(tau)
+def consistency_mask(tau: float, variant: str) -> Stage:
+    """Return the stage that gives FPHL's mask."""
+    exact_tau = Fraction(
+        str(tau)
+    )  # the decimal that the user wrote: 0.3 is three tenths, not the nearest binary fraction
     thresholds, sign = _RULES[variant]
 
     def init(layout: Layout) -> State:
-        counts = torch.zeros(0, width_of(layout.sizes(), variant), dtype=WIDTHS[0])
+        counts = torch.zeros(0, count_entries(layout.sizes(), variant), dtype=torch.uint8)
         return ConsistencyState((), np.zeros(0, np.int64), counts, sign)
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
@@ -72,48 +69,40 @@ def consistency(tau: float = 0.3, variant: str = "paper") -> Stage:
             raise ValueError(
                 "this state counts signs by the rule of the other variant: it was made by another aggregator"
             )
-        if before.counts.shape[1] != width_of(draft.sizes, variant):
+        if before.counts.shape[1] != count_entries(draft.sizes, variant):
             raise ValueError(
                 f"this state has sign counts for {before.counts.shape[1]} entries, the model has "
-                f"{width_of(draft.sizes, variant)}: it was made for another one"
+                f"{count_entries(draft.sizes, variant)}: it was made for another one"
             )
-        clients, slots = enrol(before.clients, draft.clients)
-        n = extended(before.n, len(clients))
+        clients, slots = index_clients(before.clients, draft.clients)
+        n = extend_column(before.n, len(clients))
         n[slots] += 1
-        dtype = wide_enough(before.counts.dtype, int(n[slots].max()))
-        counts = room(before.counts, len(before.clients), len(clients), dtype, draft)
-        at_least, below = np.array([thresholds(limit, int(m)) for m in n[slots]], np.int64).T
-        kept = Kept(counts, slots, at_least, below, sign)
-        tensors = draft.sizes.lengths
-        measured = draft.kernel.observe(draft.updates.deltas, draft.rows, tensors, counts, slots, at_least, below, sign)
+        dtype = choose_count_dtype(before.counts.dtype, int(n[slots].max()))
+        counts = grow_counts(before.counts, len(before.clients), len(clients), dtype, draft)
+        at_least, below = np.array([thresholds(exact_tau, int(m)) for m in n[slots]], np.int64).T
+        mask = CountMask(counts=counts, slots=slots, at_least=at_least, below=below, sign=sign)
+        norms = draft.kernel.observe(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
         if variant == "released":
-            observe_extras(draft, kept)
-        report = dict(draft.report) | kept_fractions(draft, measured)
-        return (
-            replace(draft, kept=kept, measured=measured, report=report),
-            ConsistencyState(clients, n, counts, sign),
-        )
+            count_buffer_signs(draft, mask)
+        report = dict(draft.report) | report_kept(draft, norms)
+        return replace(draft, mask=mask, norms=norms, report=report), ConsistencyState(clients, n, counts, sign)
 
     return Stage(init, apply, gives=frozenset({"mask"}))
 
 
-def width_of(sizes: Sizes, variant: str) -> int:
+def count_entries(sizes: Sizes, variant: str) -> int:
+    """Return how many entries of a model have sign counts."""
     return sizes.params + (sizes.buffers + sizes.counters if variant == "released" else 0)
 
 
-def exact(share: float) -> Fraction:
-    """The decimal the user wrote: 0.3 is three tenths, not the nearest binary fraction."""
-    return Fraction(str(share))
-
-
-def _paper(tau: Fraction, n: int) -> tuple[int, int]:
+def _compute_paper_thresholds(tau: Fraction, n: int) -> tuple[int, int]:
     """Counts include this round: going up is kept with `pos >= ceil(tau n)`, going down with `n - pos` as many."""
     need = math.ceil(tau * n)
     return need, n - need + 1
 
 
-def _released(tau: Fraction, n: int) -> tuple[int, int]:
-    """History before this round, strictly more than tau of it; `pos` already includes this round."""
+def _compute_released_thresholds(tau: Fraction, n: int) -> tuple[int, int]:
+    """Only the history before this round counts, of which more than tau is needed; `pos` already includes this round."""
     if n == 1:
         return 0, 2
     need = math.floor(tau * (n - 1)) + 1
@@ -122,41 +111,40 @@ def _released(tau: Fraction, n: int) -> tuple[int, int]:
 
 # variant -> the thresholds (at_least, below) for n participations, and the sign that turns an update into "up"
 _RULES: dict[str, tuple[Callable[[Fraction, int], tuple[int, int]], int]] = {
-    "paper": (_paper, 1),
-    "released": (_released, -1),
+    "paper": (_compute_paper_thresholds, 1),
+    "released": (_compute_released_thresholds, -1),
 }
 
 
-def wide_enough(now: torch.dtype, most: int) -> torch.dtype:
-    """The narrowest type for counts up to `most`, but never narrower than now."""
+def choose_count_dtype(current: torch.dtype, most: int) -> torch.dtype:
+    """Return the narrowest dtype for counts up to `most`, but never a narrower one than the current."""
     return next(
-        width for width in WIDTHS if torch.iinfo(width).bits >= torch.iinfo(now).bits and most < torch.iinfo(width).max
+        dtype
+        for dtype in COUNT_DTYPES
+        if torch.iinfo(dtype).bits >= torch.iinfo(current).bits and most < torch.iinfo(dtype).max
     )
 
 
-def room(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draft: Draft) -> Tensor:
-    """The slab with room for all clients, in this type; the old one itself only if it may be reused."""
+def grow_counts(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draft: Draft) -> Tensor:
+    """Return the counts with at least `needed` rows, in this dtype; the old matrix itself only if it may be reused."""
     device = draft.updates.deltas.device
     if draft.donate and needed <= len(counts) and (dtype, device) == (counts.dtype, counts.device):
         return counts
-    # Grown by half at a time, so that clients who come one by one do not copy the slab each round.
+    # Grown by half at a time, so that clients who come one by one do not copy the matrix each round.
     rows = len(counts) if needed <= len(counts) else max(needed, len(counts) + len(counts) // 2)
     if device.type == "cpu":  # numpy asks the system for zero pages: rows not yet used cost no memory
-        made = torch.from_numpy(np.zeros((rows, counts.shape[1]), _NUMPY[dtype]))
+        grown = torch.from_numpy(np.zeros((rows, counts.shape[1]), COUNT_DTYPES.get(dtype, np.float32)))
     else:
-        made = matrix(rows, counts.shape[1], dtype, device)
+        grown = matrix(rows, counts.shape[1], dtype, device)
     for row in range(used):
-        made[row] = counts[row].to(device, dtype)
-    return made
+        grown[row] = counts[row].to(device, dtype)
+    return grown
 
 
-_NUMPY = {torch.uint8: np.uint8, torch.uint16: np.uint16, torch.uint32: np.uint32, torch.float32: np.float32}
+def count_buffer_signs(draft: Draft, mask: Mask, keep: float | None = None) -> None:
+    """Count the signs of buffers and counters, whose counts follow those of the parameters.
 
-
-def observe_extras(draft: Draft, kept: Mask, left: float | None = None) -> None:
-    """Count the signs of buffers and counters, which stand behind the parameters in the slab.
-
-    `left`: of counts that fade, the share that stays.
+    `keep`: the share of the old counts that stays, where they fade.
     """
     start = draft.sizes.params
     for before, local in (
@@ -164,20 +152,19 @@ def observe_extras(draft: Draft, kept: Mask, left: float | None = None) -> None:
         (draft.model.counters, draft.updates.counters),
     ):
         if local is not None:
-            for row, slot in zip(draft.rows, kept.slots, strict=True):
-                up = kept.sign * (local[row].to(torch.float64) - before.to(torch.float64)) >= 0
-                here = kept.counts[slot, start : start + len(before)]
-                here.copy_(here.to(torch.int64) + up if left is None else left * here + up)
+            for row, slot in zip(draft.rows, mask.slots, strict=True):
+                up = mask.sign * (local[row].to(torch.float64) - before.to(torch.float64)) >= 0
+                counts = mask.counts[slot, start : start + len(before)]
+                counts.copy_(counts.to(torch.int64) + up if keep is None else keep * counts + up)
         start += len(before)
 
 
-def kept_fractions(draft: Draft, measured: Measured) -> dict[str, Any]:
-    """Kept fractions by client, and by parameter tensor over the cohort."""
+def report_kept(draft: Draft, norms: UpdateNorms) -> dict[str, Any]:
+    """Return the kept fractions by client, and by parameter tensor over the cohort."""
     lengths = np.array(draft.sizes.lengths, np.float64)
-    by_client = measured.kept.sum(axis=1) / max(lengths.sum(), 1)
-    by_tensor = measured.kept.mean(axis=0) / np.maximum(lengths, 1)
+    by_tensor = norms.kept.mean(axis=0) / np.maximum(lengths, 1)
     names = [name for name, _ in draft.sizes.tensors]
     return {
-        "kept": dict(zip(draft.clients, by_client.tolist(), strict=True)),
+        "kept": draft.key_by_client(norms.kept.sum(axis=1) / max(lengths.sum(), 1)),
         "kept_by_tensor": dict(zip(names, by_tensor.tolist(), strict=True)),
     }

@@ -1,11 +1,11 @@
 """Soft masks: an entry counts by how consistent it is, instead of fully or not at all. An extension of FPHL.
 
-With `c` the consistency of an entry's update (`consistency.py`), FPHL counts it for 1 where `c >= tau`, else for 0; here it
-counts for `c` where `c >= tau`, else for 0, so that `tau=0` leaves nothing out and weighs everything. The soft mask takes the
-place of the hard one wherever that stands: the mean is `sum u c D / sum u c`, the distance that FAEL follows is `|c D|^2`, and
-the Gram matrix of the exact objective that of `c D`. Where every history is of one mind, `c` is 1 and nothing changes.
+With `c` the consistency of an entry's update (`consistency.py`), FPHL counts it for 1 where `c >= tau`, else for 0. Here it
+counts for `c` where `c >= tau`, else for 0, so `tau=0` leaves nothing out and weighs everything. The soft mask replaces the
+hard one everywhere: the mean is `sum u c D / sum u c`, FAEL's distance is `|c D|^2`, and the exact objective uses the Gram
+matrix of `c D`. Where an entry has always had the same sign, `c` is 1 and nothing changes.
 
-It is a stage around FPHL's own, whose counts, exact thresholds and report it keeps.
+The stage wraps FPHL's own and keeps its counts, exact thresholds and report.
 """
 
 from __future__ import annotations
@@ -14,26 +14,33 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedheal.aggregate.draft import Draft, Graded, Kept
+from fedheal.aggregate.draft import CountMask, Draft, SoftMask
 from fedheal.aggregate.kernels import reference
-from fedheal.aggregate.masks.consistency import ConsistencyState, consistency
+from fedheal.aggregate.masks.consistency import ConsistencyState, consistency_mask
 from fedheal.aggregate.stage import Stage
 from fedheal.core.state import State, expect
 
 
-def soft(tau: float = 0.3, variant: str = "paper") -> Stage:
-    """The stage that gives the soft mask. A client's first round in `released` has no history and counts in full."""
-    hard, past = consistency(tau, variant), int(variant == "released")
+def soft_mask(tau: float, variant: str) -> Stage:
+    """Return the stage that gives the soft mask. A client's first round in `released` has no history and counts in full."""
+    hard, past = consistency_mask(tau, variant), variant == "released"
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         draft, after = hard.apply(draft, state)
-        kept = draft.kept
-        assert isinstance(kept, Kept)
-        total = expect(after, ConsistencyState).n[kept.slots] - past
-        # `at_least` includes this round's own sign where the history does not.
-        need = (kept.at_least - past).astype(np.float64)
-        mask = Graded(kept.counts, kept.slots, total.astype(np.float64), need, bool(past), kept.sign, soft=True)
-        measured = reference.measured(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
-        return replace(draft, kernel=reference, kept=mask, measured=measured), after
+        counts = draft.mask
+        assert isinstance(counts, CountMask)
+        total = expect(after, ConsistencyState).n[counts.slots] - int(past)
+        mask = SoftMask(
+            counts=counts.counts,
+            slots=counts.slots,
+            total=total.astype(np.float64),
+            # `at_least` includes this round's own sign where the history does not.
+            need=(counts.at_least - int(past)).astype(np.float64),
+            past=past,
+            sign=counts.sign,
+            soft=True,
+        )
+        norms = reference.measure_masked(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
+        return replace(draft, kernel=reference, mask=mask, norms=norms), after
 
     return Stage(hard.init, apply, hard.needs, hard.gives)

@@ -21,79 +21,78 @@ the cohort. That code takes the loss of the local model on *test* data; this one
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
 
 import numpy as np
-from torch import Tensor
 
-from fedheal.aggregate.client_index import enrol, uniform_start
+from fedheal.aggregate.client_index import extend_shares, index_clients
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage, stateless
 from fedheal.core.arrays import Floats
-from fedheal.core.checks import check_not_negative, check_share, check_switch
-from fedheal.core.parameter import Parameter
-from fedheal.core.state import Arrays, Json, State, expect, kind, read_columns, write_columns
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.core.state import State, expect
 
 NEEDS = frozenset({"loss"})
+AFL_GAMMA = Parameter(
+    "gamma",
+    description="how fast weights climb towards larger losses",
+    source="released scripts (0.01 to 0.1); MarsFL",
+    default=0.01,
+    ge=0,
+)
+AFL_FLOOR = Parameter(
+    "floor",
+    description="least weight, as a share of 1/M",
+    source="ours: so that no cohort is without weight",
+    default=1e-3,
+    ge=0,
+    le=1,
+)
+AFL_RESET = Parameter(
+    "reset",
+    description="start from equal weights every round",
+    source="Mohri et al. 2019; MarsFL: true",
+    default=False,
+)
 
 
-@kind("afl")
 @dataclass(frozen=True)
-class AflState(State):
+class AflState(State, kind="afl"):
     """Per client ever seen: its weight `lambda`; they sum to 1."""
 
     clients: tuple[str, ...]
     weights: Floats
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return write_columns(self, "weights"), {"clients": list(self.clients)}
 
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> AflState:
-        clients = tuple(json["clients"])
-        return cls(clients, *read_columns(arrays, len(clients), "weights"))
-
-
-def afl(
-    gamma: Annotated[
-        float, Parameter("how fast weights climb towards larger losses", "released scripts (0.01 to 0.1); MarsFL")
-    ] = 0.01,
-    floor: Annotated[
-        float, Parameter("least weight, as a share of 1/M", "ours: so that no cohort is without weight")
-    ] = 1e-3,
-    reset: Annotated[
-        bool, Parameter("start from equal weights every round", "Mohri et al. 2019; MarsFL: true")
-    ] = False,
+@declare_parameters(AFL_GAMMA, AFL_FLOOR, AFL_RESET)
+def afl_weights(
+    gamma: float = AFL_GAMMA.default, floor: float = AFL_FLOOR.default, reset: bool = AFL_RESET.default
 ) -> Stage:
-    """More weight to larger losses; `floor` is a share of `1/M`, `gamma=0` is uniform averaging, `reset` forgets."""
-    check_not_negative("gamma", gamma)
-    check_share("floor", floor)
-    check_switch("reset", reset)
+    """Give more weight to larger losses. `gamma=0` is uniform averaging."""
 
-    def climbed(weights: Floats, loss: Floats, least: float) -> Floats:
-        with np.errstate(over="ignore"):  # a step beyond all numbers is as good as one to the far end
+    def ascend(weights: Floats, loss: Floats, least: float) -> Floats:
+        with np.errstate(over="ignore"):  # an infinite step goes to the same corner as a very long one
             ascent = gamma * (loss - loss.max())  # a common shift does not change the projection
         return project(weights + ascent, float(weights.sum()), least)
 
-    def memoryless(draft: Draft) -> Draft:
+    def apply_from_uniform(draft: Draft) -> Draft:
         k = len(draft.rows)
-        weights = climbed(np.full(k, 1 / k), draft.metric("loss"), floor / k)
-        return replace(draft, weights=weights, unnormalised_weights=k * weights, report=_told(draft))
+        weights = ascend(np.full(k, 1 / k), draft.metric("loss"), floor / k)
+        return replace(draft, weights=weights, unnormalised_weights=k * weights, report=report_loss(draft))
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, AflState)
-        clients, slots = enrol(before.clients, draft.clients)
-        weights = uniform_start(before.weights, len(clients))
-        weights[slots] = climbed(weights[slots], draft.metric("loss"), floor / len(clients))
-        return replace(draft, weights=weights[slots], report=_told(draft)), AflState(clients, weights)
+        clients, slots = index_clients(before.clients, draft.clients)
+        weights = extend_shares(before.weights, len(clients))
+        weights[slots] = ascend(weights[slots], draft.metric("loss"), floor / len(clients))
+        return replace(draft, weights=weights[slots], report=report_loss(draft)), AflState(clients, weights)
 
     if reset:
-        return stateless(memoryless, NEEDS)
+        return stateless(apply_from_uniform, NEEDS)
     return Stage(lambda layout: AflState((), np.zeros(0)), apply, NEEDS)
 
 
 def project(v: Floats, mass: float = 1.0, floor: float = 0.0) -> Floats:
-    """The point nearest to v whose entries sum to `mass` and are all at least `floor`.
+    """Return the point nearest to v whose entries sum to `mass` and are all at least `floor`.
 
     It is `floor + max(v - theta, 0)`, with theta found by sorting: the largest j such that the j largest entries stay
     positive when they alone share what is left above the floors (Held, Wolfe and Crowder 1974; Duchi et al. 2008).
@@ -111,5 +110,6 @@ def project(v: Floats, mass: float = 1.0, floor: float = 0.0) -> Floats:
     return np.asarray(floor + x * (free / x.sum()))
 
 
-def _told(draft: Draft) -> dict[str, Any]:
-    return dict(draft.report) | {"loss": dict(zip(draft.clients, draft.metric("loss").tolist(), strict=True))}
+def report_loss(draft: Draft) -> dict[str, object]:
+    """Return the draft's report with the clients' losses."""
+    return dict(draft.report) | {"loss": draft.key_by_client(draft.metric("loss"))}

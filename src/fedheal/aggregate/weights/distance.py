@@ -4,28 +4,26 @@ Chen, Huang and Ye, CVPR 2024. With `s` the share of the (kept) squared norms an
 `dp = (1-beta) dp + beta s`, `p = p + dp`, normalised. Two deviations make it right when clients are absent, and change
 nothing when none is: a cohort redistributes only the weight it holds, and a late joiner's momentum is corrected for still
 warming up. `per_step=True` is an extension: a distance also grows with the number of local steps, which lets the amount of
-data in by the back door; it is divided by the square of `reach`, how far the client's steps go on a constant unit gradient.
-`cumulative` follows the authors' code: un-squared norms summed over tensors, weights that add up for ever.
+data in again; it is divided by the square of `reach`, how far the client's steps go on a constant unit gradient.
+`cumulative_rule` follows the authors' code: un-squared norms summed over tensors, weights that add up for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from fedheal.aggregate.client_index import enrol, extended
-from fedheal.aggregate.draft import Draft, Measured
+from fedheal.aggregate.client_index import extend_column, index_clients
+from fedheal.aggregate.draft import Draft, UpdateNorms
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats, Integers, normalised
-from fedheal.core.state import Arrays, Json, State, expect, kind, read_columns, write_columns
+from fedheal.core.state import State, expect
 
 
 @dataclass(frozen=True)
-class Followed(State):
+class RuleState(State):
     """What a rule remembers of every unit ever seen."""
 
     clients: tuple[str, ...]
@@ -35,18 +33,17 @@ class Followed(State):
 class Rule:
     """How weights follow distances, over units that are clients or, in `per_domain.py`, whole domains.
 
-    `follow(state, units, joined, d) -> weights [k], state`: `joined [k]` are the examples that newcomers bring to each unit.
+    `update(state, units, joined, d) -> weights [k], state`: `joined [k]` are the examples that newcomers bring to each unit.
     """
 
-    start: Followed
-    follow: Callable[[State, tuple[str, ...], Floats, Floats], tuple[Floats, Followed]]
+    start: RuleState
+    update: Callable[[State, tuple[str, ...], Floats, Floats], tuple[Floats, RuleState]]
     distance: Callable[[Draft], Floats]
     needs: frozenset[str]
 
 
-@kind("momentum")
-@dataclass(frozen=True)
-class MomentumState(Followed):
+@dataclass(frozen=True, kw_only=True)
+class MomentumState(RuleState, kind="momentum"):
     """Per client ever seen: participations, examples when first seen, weight `p` (they sum to 1), momentum `dp`."""
 
     n: Integers
@@ -54,131 +51,97 @@ class MomentumState(Followed):
     p: Floats
     dp: Floats
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return write_columns(self, "n", "examples", "p", "dp"), {"clients": list(self.clients)}
 
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> MomentumState:
-        clients = tuple(json["clients"])
-        return cls(clients, *read_columns(arrays, len(clients), "n", "examples", "p", "dp"))
-
-
-@kind("cumulative")
-@dataclass(frozen=True)
-class CumulativeState(Followed):
+@dataclass(frozen=True, kw_only=True)
+class CumulativeState(RuleState, kind="cumulative"):
     """Per client ever seen: participations, weight `w` that only grows, momentum `dp`."""
 
     n: Integers
     w: Floats
     dp: Floats
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return write_columns(self, "n", "w", "dp"), {"clients": list(self.clients)}
 
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> CumulativeState:
-        clients = tuple(json["clients"])
-        return cls(clients, *read_columns(arrays, len(clients), "n", "w", "dp"))
-
-
-def by_client(rule: Rule) -> Stage:
-    """The rule over clients."""
+def distance_weights(rule: Rule) -> Stage:
+    """Return the stage that applies a rule to clients."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, type(rule.start))
         new = [client not in before.clients for client in draft.clients]
         d = rule.distance(draft)
-        weights, after = rule.follow(before, draft.clients, np.where(new, draft.num_examples, 0.0), d)
-        return replace(draft, weights=weights, report=dict(draft.report) | told(draft, d)), after
+        weights, after = rule.update(before, draft.clients, np.where(new, draft.num_examples, 0.0), d)
+        return replace(draft, weights=weights, report={**draft.report, "distance": draft.key_by_client(d)}), after
 
     return Stage(lambda layout: rule.start, apply, rule.needs)
 
 
-def momentum(beta: float = 0.4, per_step: bool = False) -> Rule:
-    """The paper's rule."""
+def momentum_rule(beta: float, per_step: bool) -> Rule:
+    """Return the paper's rule."""
 
-    def follow(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, Followed]:
+    def update(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, RuleState]:
         before = expect(state, MomentumState)
-        clients, slots = enrol(before.clients, units)
-        n, examples = extended(before.n, len(clients)), extended(before.examples, len(clients))
-        p, dp = extended(before.p, len(clients)), extended(before.dp, len(clients))
+        clients, slots = index_clients(before.clients, units)
+        n, examples = extend_column(before.n, len(clients)), extend_column(before.examples, len(clients))
+        p, dp = extend_column(before.p, len(clients)), extend_column(before.dp, len(clients))
         examples[slots] += joined
         shares = normalised(examples)[slots] * (joined / examples[slots])
         p *= 1 - shares.sum()
         p[slots] += shares
         n[slots] += 1
-        dp[slots] = (1 - beta) * dp[slots] + beta * relative(d)
-        p[slots] = redistributed(p[slots], dp[slots], _warmth(beta, n[slots]))
-        return p[slots], MomentumState(clients, n, examples, p, dp)
+        dp[slots] = (1 - beta) * dp[slots] + beta * scale_to_mean(d)
+        p[slots] = redistribute(p[slots], dp[slots], bias_correction(beta, n[slots]))
+        return p[slots], MomentumState(clients, n=n, examples=examples, p=p, dp=dp)
 
     def distance(draft: Draft) -> Floats:
-        d = measured_distance(measured(draft), "paper")
+        d = compute_distances(draft.measure_norms(), "paper")
         return d / draft.metric("reach") ** 2 if per_step else d
 
-    return Rule(MomentumState((), *_empty(4)), follow, distance, _needs(per_step))
+    none = np.zeros(0)
+    start = MomentumState((), n=np.zeros(0, np.int64), examples=none, p=none, dp=none)
+    return Rule(start, update, distance, frozenset({"reach"} if per_step else ()))
 
 
-def redistributed(p: Floats, dp: Floats, warm: Floats) -> Floats:
-    """The weight that a cohort holds, shared out anew by `p/P + g/K`, where `g` is `dp` corrected for warming up."""
+def redistribute(p: Floats, dp: Floats, correction: Floats) -> Floats:
+    """Share out the weight that a cohort holds anew, by `p/P + g/K`, where `g` is `dp` corrected for its bias."""
     mass = p.sum()
     if not mass > 0:
         return p
-    v = p / mass + warm.mean() * dp / warm / len(p)
+    v = p / mass + correction.mean() * dp / correction / len(p)
     return np.asarray(mass * v / v.sum())
 
 
-def cumulative(beta: float = 0.4, per_step: bool = False) -> Rule:
-    """The rule of the released code. Newcomers start at 1, whatever their examples."""
+def cumulative_rule(beta: float, per_step: bool) -> Rule:
+    """Return the rule of the released code. Newcomers start at 1, whatever their examples."""
 
-    def follow(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, Followed]:
+    def update(state: State, units: tuple[str, ...], joined: Floats, d: Floats) -> tuple[Floats, RuleState]:
         before = expect(state, CumulativeState)
-        clients, slots = enrol(before.clients, units)
-        n, dp = extended(before.n, len(clients)), extended(before.dp, len(clients))
-        w = extended(before.w, len(clients), 1)
+        clients, slots = index_clients(before.clients, units)
+        n, dp = extend_column(before.n, len(clients)), extend_column(before.dp, len(clients))
+        w = extend_column(before.w, len(clients), 1)
         n[slots] += 1
-        dp[slots] = (1 - beta) * dp[slots] + beta * relative(d)
+        dp[slots] = (1 - beta) * dp[slots] + beta * scale_to_mean(d)
         w[slots] += dp[slots]
         # What an average client would hold after as many participations: 1 + sum_{k=1..n} (1 - (1-beta)^k).
-        past = n[slots] - (1 - beta) * _warmth(beta, n[slots]) / beta if beta > 0 else np.zeros(len(slots))
-        return w[slots] / (1 + past), CumulativeState(clients, n, w, dp)
+        past = n[slots] - (1 - beta) * bias_correction(beta, n[slots]) / beta if beta > 0 else np.zeros(len(slots))
+        return w[slots] / (1 + past), CumulativeState(clients, n=n, w=w, dp=dp)
 
     def distance(draft: Draft) -> Floats:
-        d = measured_distance(measured(draft), "released")
+        d = compute_distances(draft.measure_norms(), "released")
         return d / draft.metric("reach") if per_step else d  # these are lengths, not squares
 
-    return Rule(CumulativeState((), *_empty(3)), follow, distance, _needs(per_step))
+    start = CumulativeState((), n=np.zeros(0, np.int64), w=np.zeros(0), dp=np.zeros(0))
+    return Rule(start, update, distance, frozenset({"reach"} if per_step else ()))
 
 
-def measured_distance(measured: Measured, variant: str) -> Floats:
-    """`[k]`: the squared norm of what is kept; in the released code the norms themselves, summed over tensors."""
-    return np.asarray((np.sqrt(measured.squares) if variant == "released" else measured.squares).sum(axis=1))
+def compute_distances(norms: UpdateNorms, variant: str) -> Floats:
+    """Return `[k]`: the squared norms of the masked updates or, as released, their norms summed over tensors."""
+    return np.asarray((np.sqrt(norms.squares) if variant == "released" else norms.squares).sum(axis=1))
 
 
-def relative(d: Floats) -> Floats:
-    """Each client's distance relative to the cohort's mean: 1 for all when nobody moved."""
+def scale_to_mean(d: Floats) -> Floats:
+    """Return each client's distance relative to the cohort's mean: 1 for all if nobody moved."""
     return len(d) * normalised(d) if d.any() else np.ones_like(d)
 
 
-def _warmth(beta: float, n: Integers) -> Floats:
-    """`1 - (1-beta)^n`, without cancellation for small beta."""
+def bias_correction(beta: float, n: Integers) -> Floats:
+    """Return `1 - (1-beta)^n`, without cancellation for small beta."""
     return -np.expm1(n * np.log1p(-beta)) if beta < 1 else np.ones(len(n))
-
-
-def measured(draft: Draft) -> Measured:
-    """What FPHL measured on the way, or a pass of our own."""
-    if draft.measured is not None:
-        return draft.measured
-    found: Measured = draft.kernel.measure(draft.updates.deltas, draft.rows, draft.sizes.lengths)
-    return found
-
-
-def _needs(per_step: bool) -> frozenset[str]:
-    return frozenset({"reach"}) if per_step else frozenset()
-
-
-def told(draft: Draft, d: Floats) -> dict[str, Any]:
-    return {"distance": dict(zip(draft.clients, d.tolist(), strict=True))}
-
-
-def _empty(columns: int) -> list[Any]:
-    return [np.zeros(0, np.int64), *(np.zeros(0) for _ in range(columns - 1))]

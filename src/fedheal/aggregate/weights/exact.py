@@ -13,25 +13,45 @@ the hull of its columns, and that is a non-negative least squares problem in dis
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
 
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.inner_products import gram_matrix
+from fedheal.aggregate.gram import compute_gram
 from fedheal.aggregate.stage import Stage, stateless
 from fedheal.core.arrays import Floats, normalised
+from fedheal.core.parameter import Parameter, declare_parameters
 
 TOLERANCE = 1e-8
-NOTHING = 1e-12  # of the weight: what rounding may leave of it where everyone's least weight is an equal part
+ROUNDING = 1e-12  # what rounding may leave of the free weight where the floors take all of it
+EXACT_RIDGE = Parameter(
+    "ridge",
+    description="pull towards the reference weights, which makes them unique",
+    source="ours",
+    default=1e-4,
+    gt=0,
+)
+EXACT_TOWARDS = Parameter(
+    "towards",
+    description="the reference: examples or uniform",
+    source="ours: FedAvg's weights",
+    default="examples",
+    choices=("examples", "uniform"),
+)
+EXACT_FLOOR = Parameter(
+    "floor", description="least weight, as a share of 1/K", source="ours: none", default=0.0, ge=0, le=1
+)
 
 
-def exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) -> Stage:
-    """The stage: `towards` is `"examples"` or `"uniform"`, `floor` the least weight as a share of `1/K`.
+@declare_parameters(EXACT_RIDGE, EXACT_TOWARDS, EXACT_FLOOR)
+def exact_weights(
+    ridge: float = EXACT_RIDGE.default, towards: str = EXACT_TOWARDS.default, floor: float = EXACT_FLOOR.default
+) -> Stage:
+    """Give the weights that make the global model equally far from all clients; `floor` is a share of `1/K`.
 
-    The report has the variance reached beside that of example shares and of uniform weights. With FPHL on, the model is no
-    single weighted mean and the Gram matrix of the kept entries is a surrogate.
+    The report compares the variance reached with those of example shares and of uniform weights. With FPHL on, the model is
+    no single weighted mean, and the Gram matrix of the masked updates is a surrogate.
     """
 
     def apply(draft: Draft) -> Draft:
@@ -39,43 +59,40 @@ def exact(ridge: float = 1e-4, towards: str = "examples", floor: float = 0.0) ->
         examples = normalised(draft.num_examples)
         uniform = np.full(k, 1 / k)
         reference = examples if towards == "examples" else uniform
-        matrix = gram_matrix(draft, centred=True)  # a common drift cancels in the objective anyway
-        weights, residual = solve(matrix, reference, ridge, floor / k)
+        matrix = compute_gram(draft, centre=True)  # a common drift cancels in the objective anyway
+        weights, residual = solve_weights(matrix, reference, ridge, floor / k)
         candidates = {"reached": weights, "examples": examples, "uniform": uniform}
         scale = float(np.diag(matrix).mean())
         unit = matrix / scale if scale > 0 else matrix
-        told: dict[str, Any] = {
-            "variance": {name: variance(unit, p) * scale * scale for name, p in candidates.items()},
+        report = {
+            "variance": {
+                name: float(compute_model_distances(unit, p).var()) * scale * scale for name, p in candidates.items()
+            },
             "scale": scale,
             "kkt": residual,
-            "distance": dict(zip(draft.clients, distances(matrix, weights).tolist(), strict=True)),
+            "distance": draft.key_by_client(compute_model_distances(matrix, weights)),
         }
-        return replace(draft, weights=weights, unnormalised_weights=k * weights, report=dict(draft.report) | told)
+        return replace(draft, weights=weights, unnormalised_weights=k * weights, report={**draft.report, **report})
 
     return stateless(apply)
 
 
-def distances(gram: Floats, p: Floats) -> Floats:
-    """`|sum_j p_j D_j - D_m|^2` for every m."""
+def compute_model_distances(gram: Floats, p: Floats) -> Floats:
+    """Return `|sum_j p_j D_j - D_m|^2` for every m. The objective is the variance of these distances to the global model."""
     return np.asarray(p @ gram @ p - 2 * gram @ p + np.diag(gram))
 
 
-def variance(gram: Floats, p: Floats) -> float:
-    """The objective itself: the variance over clients of the distance to the global model."""
-    return float(distances(gram, p).var())
+def solve_weights(gram: Floats, reference: Floats, ridge: float, floor: float) -> tuple[Floats, float]:
+    """Return the minimiser and its KKT residual.
 
-
-def solve(gram: Floats, reference: Floats, ridge: float, floor: float) -> tuple[Floats, float]:
-    """The minimiser and its KKT residual.
-
-    >>> p, residual = solve(np.diag([1.0, 1.0, 1.0, 4.0, 4.0, 4.0]), np.full(6, 1 / 6), 1e-8, 0.0)
-    >>> p.round(4).tolist()  # the small updates are silenced: that is the objective, not a fault of the solver
+    >>> p, residual = solve_weights(np.diag([1.0, 1.0, 1.0, 4.0, 4.0, 4.0]), np.full(6, 1 / 6), 1e-8, 0.0)
+    >>> p.round(4).tolist()  # small updates get no weight: that is the objective, no fault of the solver
     [0.0, 0.0, 0.0, 0.3333, 0.3333, 0.3333]
     """
     m = len(gram)
     free = 1 - m * floor
     scale = np.diag(gram).mean()
-    if scale == 0 or m == 1 or free <= NOTHING:  # nothing to choose by, or nothing left to choose
+    if scale == 0 or m == 1 or free <= ROUNDING:  # all weights are equally good, or the floors take everything
         return floor + max(free, 0.0) * reference if floor else reference.copy(), 0.0
     centre = np.eye(m) - 1 / m
     unit = gram / scale
@@ -85,14 +102,14 @@ def solve(gram: Floats, reference: Floats, ridge: float, floor: float) -> tuple[
     hull = free * rows + (rows.sum(axis=1) * floor - target)[:, None]
     y, _ = nnls(np.vstack([hull, np.ones(m)]), np.append(np.zeros(len(hull)), 1.0), maxiter=30 * m)
     p = floor + free * _polish(hull, y / y.sum())
-    residual = kkt(rows, target, p, floor)
+    residual = compute_kkt_residual(rows, target, p, floor)
     if not residual <= TOLERANCE:
         raise RuntimeError(f"the equal-distance weights were not found to {TOLERANCE:g} (KKT residual {residual:.1e})")
     return p, residual
 
 
 def _polish(hull: Floats, x: Floats) -> Floats:
-    """One exact solve on the support, which removes what the detour over the sum constraint has cost in digits."""
+    """Solve exactly on the support, to regain the digits that the soft sum constraint has cost."""
     support = np.flatnonzero(x > 0)
     r = np.asarray(np.linalg.qr(hull[:, support], mode="r"), np.float64)
     z = np.linalg.solve(r, np.linalg.solve(r.T, np.ones(len(support))))
@@ -104,8 +121,8 @@ def _polish(hull: Floats, x: Floats) -> Floats:
     return polished
 
 
-def kkt(rows: Floats, target: Floats, p: Floats, floor: float) -> float:
-    """How far p is from optimal: infeasibility, or a gradient that a feasible move could still follow downhill."""
+def compute_kkt_residual(rows: Floats, target: Floats, p: Floats, floor: float) -> float:
+    """Return how far p is from optimal: its infeasibility, or the slope that a feasible move could still follow downhill."""
     gradient = 2 * rows.T @ (rows @ p - target)
     free = p > floor
     level = float(gradient[free].mean()) if free.any() else float(gradient.min())

@@ -1,73 +1,58 @@
 """FAEL between domains, where it is known which domain a client belongs to. An extension.
 
-A domain with many clients has many voices in FAEL's rule, one with a single client has one. Here the rule of `distance.py` is
-applied to domains: a domain's distance is the mean over its clients in the cohort, weight moves between domains, and what a
-domain holds is shared among its clients in the cohort in proportion to this round's examples. With one client a domain that
-is FAEL itself.
+In FAEL's rule a domain with many clients counts many times. Here the rule of `distance.py` is applied to domains instead: a
+domain's distance is the mean over its clients in the cohort, and its weight is shared among them in proportion to this
+round's examples. With one client per domain that is FAEL itself.
 
-Who is there. A domain takes part in a round when one of its clients does, and counts in full by those who came; domains of
-which nobody came keep their weight and momentum, also for good. A client that joins brings its share of the examples of all
-clients ever seen to its domain, and everyone else makes room, as in FAEL; in the released rule a domain starts at 1 when its
-first client comes. A client belongs to the domain that it named first, as it has the examples that it had first.
+Absent clients: a domain takes part in a round if one of its clients does, with its full weight. A domain without a client in
+the cohort keeps its weight and momentum. A newcomer brings its share of the examples of all clients ever seen to its domain,
+and the other domains shrink, as in FAEL; in the released rule a domain starts at 1 with its first client. A client's domain
+and number of examples are those it named first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.weights.distance import Rule, told
+from fedheal.aggregate.weights.distance import Rule
 from fedheal.core.arrays import normalised
-from fedheal.core.state import Arrays, Json, State, expect, kind, nested, unnested
+from fedheal.core.state import State, expect
 
 
-@kind("per-domain")
 @dataclass(frozen=True)
-class PerDomainState(State):
+class PerDomainState(State, kind="per-domain"):
     """The domain of every client ever seen, and what the rule remembers of domains."""
 
     clients: tuple[str, ...]
     domains: tuple[str, ...]
     rule: State
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        arrays, json = nested({"rule": self.rule})
-        return arrays, {"clients": list(self.clients), "domains": list(self.domains), **json}
 
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> PerDomainState:
-        clients, domains = tuple(json["clients"]), tuple(json["domains"])
-        if len(clients) != len(domains):
-            raise ValueError(f"the domains of {len(domains)} clients do not belong to {len(clients)} clients")
-        return cls(clients, domains, unnested("rule", arrays, json))
-
-
-def by_domain(rule: Rule) -> Stage:
-    """The rule over domains; needs each client's domain."""
+def per_domain_weights(rule: Rule) -> Stage:
+    """Return the stage that applies a rule to domains; it needs each client's domain."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, PerDomainState)
         known = dict(zip(before.clients, before.domains, strict=True))
-        client_domains = known | {
-            c: home for c, home in zip(draft.clients, draft.domains, strict=True) if c not in known
-        }
-        here = np.array([client_domains[client] for client in draft.clients], object)
-        units = tuple(sorted(set(here)))
+        client_domains = dict(known)
+        for client, domain in zip(draft.clients, draft.domains, strict=True):
+            client_domains.setdefault(client, domain)
+        cohort = np.array([client_domains[client] for client in draft.clients], object)
+        domains = tuple(sorted(set(cohort)))
         new = np.array([client not in known for client in draft.clients])
         examples, d = draft.num_examples, rule.distance(draft)
-        joined = np.array([examples[new & (here == unit)].sum() for unit in units])
-        means = np.array([d[here == unit].mean() for unit in units])
-        held, after = rule.follow(before.rule, units, joined, means)
-        weights = np.zeros(len(here))
-        for unit, weight in zip(units, held, strict=True):
-            weights[here == unit] = weight * normalised(examples[here == unit])
-        shares = dict(zip(units, normalised(held).tolist(), strict=True))
-        report = dict(draft.report) | told(draft, d) | {"domain_weights": shares}
+        joined = np.array([examples[new & (cohort == domain)].sum() for domain in domains])
+        means = np.array([d[cohort == domain].mean() for domain in domains])
+        domain_weights, after = rule.update(before.rule, domains, joined, means)
+        weights = np.zeros(len(cohort))
+        for domain, weight in zip(domains, domain_weights, strict=True):
+            weights[cohort == domain] = weight * normalised(examples[cohort == domain])
+        shares = dict(zip(domains, normalised(domain_weights).tolist(), strict=True))
+        report = {**draft.report, "distance": draft.key_by_client(d), "domain_weights": shares}
         state = PerDomainState(tuple(client_domains), tuple(client_domains.values()), after)
         return replace(draft, weights=weights, report=report), state
 

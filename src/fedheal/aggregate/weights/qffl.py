@@ -13,78 +13,81 @@ client's own training data; 1e-10 is added to it.
 - `mode="qfedavg"`: shrunk with the paper's `L = 1/lr`. Its single step is small enough for that; after many local steps
   the shrinkage all but stops training (a factor of 0.01 at lr 0.001, |D| 0.3, F 1 and q 1), which is why it is not the default.
 
-Deviations: the paper samples clients in proportion to their examples and adds them up evenly; here whoever comes counts
-evenly. Clients that differ in `reach` enter the shrinkage with their own L; the weights stay `F^q`.
+Deviations: the paper samples clients in proportion to their examples and adds them up evenly; here all clients of a
+cohort count evenly. Clients that differ in `reach` enter the shrinkage with their own L; the weights stay `F^q`.
 With FPHL the weights go into its masked mean and `|D_m|^2` is that of the kept entries. Buffers are not shrunk.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
 
 import numpy as np
 
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage, stateless
-from fedheal.aggregate.weights.distance import measured, measured_distance
+from fedheal.aggregate.weights.afl import report_loss
+from fedheal.aggregate.weights.distance import compute_distances
 from fedheal.core.arrays import Floats, normalised
-from fedheal.core.checks import check_among, check_not_negative
-from fedheal.core.parameter import Parameter
+from fedheal.core.parameter import Parameter, declare_parameters
 
 TINY = 1e-10
 STEP = {"reweight": None, "qfedavg_eff": "reach", "qfedavg": "lr"}  # mode -> the metric that is 1/L
+QFFL_Q = Parameter(
+    "q",
+    description="the power of the loss; 0 is uniform",
+    source="MarsFL; Li et al. 2020 use 0.001 to 5",
+    default=1.0,
+    ge=0,
+)
+QFFL_MODE = Parameter(
+    "mode",
+    description="reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what",
+    source="ours: qfedavg stalls",
+    default="reweight",
+    choices=tuple(STEP),
+)
 
 
-def qffl(
-    q: Annotated[
-        float, Parameter("the power of the loss; 0 is uniform", "MarsFL; Li et al. 2020 use 0.001 to 5")
-    ] = 1.0,
-    mode: Annotated[
-        str,
-        Parameter("reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what", "ours: qfedavg stalls"),
-    ] = "reweight",
-) -> Stage:
-    """Weights in proportion to `loss^q`; `q=0` is uniform averaging. Other modes also shrink the step."""
-    check_not_negative("q", q)
-    check_among("mode", mode, tuple(STEP))
+@declare_parameters(QFFL_Q, QFFL_MODE)
+def qffl_weights(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default) -> Stage:
+    """Give weights in proportion to `loss^q`. `q=0` is uniform averaging. Other modes also shrink the step."""
     step = STEP[mode]
 
     def apply(draft: Draft) -> Draft:
         loss = draft.metric("loss") + TINY
-        weights = tilted(loss, q)
-        told = {"loss": dict(zip(draft.clients, draft.metric("loss").tolist(), strict=True))}
-        draft = replace(draft, weights=weights, unnormalised_weights=powers(loss, q))
+        weights, report = scale_powers(loss, q), report_loss(draft)
+        draft = replace(draft, weights=weights, unnormalised_weights=clip_powers(loss, q), report=report)
         if step is None:
-            return replace(draft, report=dict(draft.report) | told)
-        d = measured_distance(measured(draft), "paper")
-        scale = shrinkage(normalised(weights), loss, d, draft.metric(step), q)
-        return replace(draft, scale=scale, report=dict(draft.report) | told | {"scale": scale})
+            return draft
+        d = compute_distances(draft.measure_norms(), "paper")
+        scale = compute_shrinkage(normalised(weights), loss, d, draft.metric(step), q)
+        return replace(draft, scale=scale, report=report | {"scale": scale})
 
     return stateless(apply, frozenset({"loss"} | ({step} if step else set())))
 
 
-def tilted(loss: Floats, q: float) -> Floats:
-    """`F^q`, the largest of them scaled to 1 so that nothing overflows.
+def scale_powers(loss: Floats, q: float) -> Floats:
+    """Return `F^q`, the largest of them scaled to 1 so that nothing overflows.
 
-    >>> tilted(np.array([1.0, 2.0, 4.0]), 2.0).tolist()
+    >>> scale_powers(np.array([1.0, 2.0, 4.0]), 2.0).tolist()
     [0.0625, 0.25, 1.0]
     """
     return np.asarray((loss / loss.max()) ** q)
 
 
-def powers(loss: Floats, q: float) -> Floats:
-    """`F^q` itself, which one round's can be compared with another's by; kept within what can be added up.
+def clip_powers(loss: Floats, q: float) -> Floats:
+    """Return `F^q` itself, comparable between rounds, bounded so that sums do not overflow.
 
-    >>> powers(np.array([0.5, 1e300]), 2.0).tolist()
+    >>> clip_powers(np.array([0.5, 1e300]), 2.0).tolist()
     [0.25, 1e+200]
     """
     with np.errstate(over="ignore", under="ignore"):
         return np.asarray(np.clip(loss**q, 1e-200, 1e200))
 
 
-def shrinkage(share: Floats, loss: Floats, d: Floats, step: Floats, q: float) -> float:
-    """`sum F^q / sum F^q (1 + q L d / F)` with `L = 1/step`, `share` the normalised `F^q`; 0 where that is beyond numbers."""
+def compute_shrinkage(share: Floats, loss: Floats, d: Floats, step: Floats, q: float) -> float:
+    """Return `sum F^q / sum F^q (1 + q L d / F)`, with `L = 1/step` and `share` the normalised `F^q`; 0 if L d overflows."""
     if q == 0:
         return 1.0
     with np.errstate(over="ignore", invalid="ignore"):

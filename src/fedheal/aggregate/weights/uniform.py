@@ -1,4 +1,4 @@
-"""Who counts how much, without looking at the updates. Shares of examples, FedAvg's weights, need no stage."""
+"""Equal weights. Shares of examples, FedAvg's weights, need no stage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import numpy as np
 from fedheal.aggregate.stage import Stage, stateless
 
 
-def uniform() -> Stage:
-    """The same weight for every client: the control that fairness methods must beat."""
+def uniform_weights() -> Stage:
+    """Give every client the same weight: the control that fairness methods must beat."""
     return stateless(lambda draft: replace(draft, weights=np.ones(len(draft.rows))))

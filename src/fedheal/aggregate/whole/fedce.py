@@ -6,34 +6,39 @@ it, averaged over its rounds by the client itself (`local/validated.py`), with 0
 normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged with the new e.
 
 Deviations, for clients that were absent; with everyone there it is the original. Means are over a client's own rounds, those of
-the accuracy over the rounds in which it could be told, and who has none yet takes the mean of the cohort. The 0 of the first
-round counts for all alike, as one of as many rounds as anyone was there: for each by itself, it would weigh most for who was
-seldom there, and give it more weight. Weights are shares of the cohort; between rounds `e` is kept times the cohort's size, so
-that 1 is an equal part among any number, and where a newcomer starts.
+the accuracy over the rounds in which it was measured; a client without any takes the mean of the cohort. The 0 of the first
+round counts for all alike, as one of the most rounds that any client took part in: per client, it would count most for those
+that come seldom, and give them more weight. Weights are shares of the cohort; between rounds `e` is kept times the cohort's
+size, so that 1 is an equal part of any cohort, and where a newcomer starts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fedheal.aggregate.client_index import enrol, extended
+from fedheal.aggregate.client_index import extend_column, index_clients
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.inner_products import gram_matrix
+from fedheal.aggregate.gram import compute_gram
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats, Integers, normalised
-from fedheal.core.state import Arrays, Json, State, expect, kind, read_columns, write_columns
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.core.state import State, expect
 
 FLOOR = 1e-3
+FEDCE_MODE = Parameter(
+    "mode",
+    description="times or plus: how both contributions combine",
+    source="Jiang et al. 2023",
+    default="times",
+    choices=("times", "plus"),
+)
 
 
-@kind("fedce")
 @dataclass(frozen=True)
-class FedCEState(State):
+class FedCEState(State, kind="fedce"):
     """Per client ever seen: rounds, the sum of its cosines, and its last weight times the size of that cohort."""
 
     clients: tuple[str, ...]
@@ -41,30 +46,24 @@ class FedCEState(State):
     cosines: Floats
     e: Floats
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return write_columns(self, "n", "cosines", "e"), {"clients": list(self.clients)}
 
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> FedCEState:
-        clients = tuple(json["clients"])
-        return cls(clients, *read_columns(arrays, len(clients), "n", "cosines", "e"))
+@declare_parameters(FEDCE_MODE)
+def fedce_stage(mode: str = FEDCE_MODE.default) -> Stage:
+    """Jiang et al. 2023: weight by estimated contribution. Needs validation data.
 
-
-def fedce(mode: str = "times") -> Stage:
-    """The stage: needs the mean accuracy, on a client's validation data, of the model without it, and over how many rounds."""
-    if mode not in ("times", "plus"):
-        raise ValueError(f"mode = {mode!r}: use 'times' or 'plus'")
+    It needs the mean accuracy, on a client's validation data, of the model without that client, and its number of rounds.
+    """
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedCEState)
-        clients, slots = enrol(before.clients, draft.clients)
-        n, cosines = extended(before.n, len(clients)), extended(before.cosines, len(clients))
-        e = extended(before.e, len(clients), 1)
+        clients, slots = index_clients(before.clients, draft.clients)
+        n, cosines = extend_column(before.n, len(clients)), extend_column(before.cosines, len(clients))
+        e = extend_column(before.e, len(clients), 1)
         n[slots] += 1
-        cosines[slots] += cosines_to_others(gram_matrix(draft), normalised(e[slots]))
-        a = _floored(1 - cosines[slots] / n[slots])
-        known = _filled(draft.metric("without_me"), draft.metric("judged") > 0)
-        b = _floored(1 - (1 - 1 / n.max()) * known)
+        cosines[slots] += cosines_to_others(compute_gram(draft), normalised(e[slots]))
+        a = _floor_shares(1 - cosines[slots] / n[slots])
+        accuracy = _fill_unknown(draft.metric("without_me"), draft.metric("judged") > 0)
+        b = _floor_shares(1 - (1 - 1 / n.max()) * accuracy)
         weights = normalised(a * b if mode == "times" else a + b)
         e[slots] = weights * len(slots)
         return replace(draft, weights=weights, unnormalised_weights=e[slots]), FedCEState(clients, n, cosines, e)
@@ -76,7 +75,7 @@ def fedce(mode: str = "times") -> Stage:
 
 
 def cosines_to_others(gram: Floats, e: Floats) -> Floats:
-    """`cos(D_m, sum_{j != m} e_j D_j)` from inner products; 0 where one of the two does not move."""
+    """Return `cos(D_m, sum_{j != m} e_j D_j)` from inner products; 0 where one of the two does not move."""
     with_sum = gram @ e
     own = np.diag(gram)
     to_others = with_sum - e * own
@@ -85,11 +84,11 @@ def cosines_to_others(gram: Floats, e: Floats) -> Floats:
     return np.asarray(np.divide(to_others, scale, out=np.zeros_like(own), where=scale > 0))
 
 
-def _filled(values: Floats, known: NDArray[np.bool_]) -> Floats:
-    """The values, the unknown replaced by the mean of the others; 0 where there are no others."""
+def _fill_unknown(values: Floats, known: NDArray[np.bool_]) -> Floats:
+    """Replace unknown values by the mean of the known ones; by 0 if there are none."""
     return np.where(known, values, values[known].mean() if known.any() else 0.0)
 
 
-def _floored(values: Floats) -> Floats:
-    """Shares, none below the floor."""
+def _floor_shares(values: Floats) -> Floats:
+    """Normalise the values to shares, none below the floor."""
     return normalised(np.maximum(normalised(np.maximum(values, 0)), FLOOR))

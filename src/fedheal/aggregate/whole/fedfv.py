@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,43 +35,48 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.inner_products import blocks, inner_products
+from fedheal.aggregate.gram import iterate_blocks, sum_products
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats, Integers
-from fedheal.core.checks import check_count, check_share
 from fedheal.core.layout import Layout
-from fedheal.core.state import Arrays, Json, State, expect, kind, read_columns
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.core.state import State, expect
 
 TINY = 1e-12  # of the product of two norms: what rounding may leave of a zero
+FEDFV_ALPHA = Parameter(
+    "alpha",
+    description="share of the largest losses whose updates stay as they are",
+    source="Wang et al. 2021, released code",
+    default=0.1,
+    ge=0,
+    le=1,
+)
+FEDFV_TAU = Parameter(
+    "tau",
+    description="rounds whose absent clients' conflicts count",
+    source="Wang et al. 2021, released code",
+    default=1,
+    ge=0,
+)
 
 
-@kind("fedfv")
 @dataclass(frozen=True)
-class FedFVState(State):
-    """Rounds done, and of clients that may still be asked for: the round they were last seen in and their update then."""
+class FedFVState(State, kind="fedfv"):
+    """Rounds done, and of clients that step 2 may still need: the round they were last seen in and their update then."""
 
     rounds: int
     clients: tuple[str, ...]
     last: Integers
     updates: Tensor  # [clients, G]
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        arrays = {"last": torch.from_numpy(self.last), "updates": self.updates}
-        return arrays, {"rounds": self.rounds, "clients": list(self.clients)}
-
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> FedFVState:
-        clients, updates = tuple(json["clients"]), arrays["updates"]
-        if updates.ndim != 2 or len(updates) != len(clients):
-            raise ValueError(f"updates of shape {tuple(updates.shape)} do not belong to {len(clients)} clients")
-        (last,) = read_columns(arrays, len(clients), "last")
-        return cls(json["rounds"], clients, last, updates)
+    def __post_init__(self) -> None:
+        if self.updates.ndim != 2:
+            raise ValueError(f"remembered updates must be a matrix, got shape {tuple(self.updates.shape)}")
 
 
-def conflict_free(alpha: float = 0.1, tau: int = 1) -> Stage:
-    """The stage that gives FedFV's step; it stands alone."""
-    check_share("alpha", alpha)
-    check_count("tau", tau)
+@declare_parameters(FEDFV_ALPHA, FEDFV_TAU)
+def fedfv_stage(alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default) -> Stage:
+    """Wang et al. 2021: updates that conflict are projected off each other."""
 
     def init(layout: Layout) -> State:
         return FedFVState(0, (), np.zeros(0, np.int64), torch.zeros(0, layout.sizes().params))
@@ -83,46 +87,47 @@ def conflict_free(alpha: float = 0.1, tau: int = 1) -> Stage:
         past = np.array([client not in draft.clients for client in before.clients], bool)
         remembered = before.updates[torch.from_numpy(past)]
         age = np.concatenate([np.zeros(k, np.int64), now - before.last[past]])
-        matrix = inner_products((block for _, block in _with_past(draft, remembered)), len(age))
+        matrix = sum_products((block for _, block in _iterate_with_past(draft, remembered)), len(age))
         largest = float(np.diag(matrix).max()) or 1.0
         unit = matrix / largest
 
         order = np.argsort(draft.metric("loss"), kind="stable")
         coefficients = np.zeros(len(age))
-        coefficients[:k] = internal(unit[:k, :k], order, kept_as_they_are(order, alpha)).mean(axis=0)
+        coefficients[:k] = project_internal(unit[:k, :k], order, choose_unprojected(order, alpha)).mean(axis=0)
         if now >= tau:
-            coefficients = external(unit, coefficients, age, tau)
-        step = _step(draft, remembered, coefficients, TINY * math.sqrt(largest))
+            coefficients = project_external(unit, coefficients, age, tau)
+        step = _combine_updates(draft, remembered, coefficients, TINY * math.sqrt(largest))
         norms = np.sqrt(np.diag(unit)[:k])
-        told = {
+        report = {
             "conflicts": int((unit[:k, :k] < -TINY * norms[:, None] * norms).sum()) // 2,
-            "coefficients": dict(zip(draft.clients, coefficients.tolist(), strict=False)),
+            "coefficients": draft.key_by_client(coefficients[:k]),
         }
-        draft = replace(draft, weights=np.ones(k), step=step, report=dict(draft.report) | told)
+        draft = replace(draft, weights=np.ones(k), step=step, report={**draft.report, **report})
         return draft, _remember(before, draft, past, tau)
 
     return Stage(init, apply, frozenset({"loss"}), frozenset({"weights", "mask"}))
 
 
-def kept_as_they_are(order: Integers, alpha: float) -> Integers:
-    """The clients with the largest losses, from place `ceil((K-1)(1-alpha))` of the order on.
+def choose_unprojected(order: Integers, alpha: float) -> Integers:
+    """Return the clients with the largest losses, from position `ceil((K-1)(1-alpha))` of the order on.
 
-    Less what rounding may have added to a whole number: neither 0.1 nor a third is a float.
+    What rounding may have added to a whole number is subtracted first: neither 0.1 nor a third is a float.
     """
     if alpha == 0:
         return order[:0]
     return order[math.ceil((len(order) - 1) * (1 - alpha) - 1e-9) :]
 
 
-def internal(gram: Floats, order: Integers, kept: Integers) -> Floats:
-    """`[k, k]`: every client's projected update as coefficients of the original ones.
+def project_internal(gram: Floats, order: Integers, unprojected: Integers) -> Floats:
+    """Return `[k, k]`: every client's projected update as coefficients of the original ones.
 
-    >>> internal(np.array([[1.0, -1.0], [-1.0, 4.0]]), np.array([0, 1]), np.array([1])).tolist()  # a + b/4 is orthogonal to b
+    >>> gram = np.array([[1.0, -1.0], [-1.0, 4.0]])
+    >>> project_internal(gram, np.array([0, 1]), np.array([1])).tolist()  # a + b/4 is orthogonal to b
     [[1.0, 0.25], [0.0, 1.0]]
     """
     norms = np.sqrt(np.diag(gram))
     rows = np.eye(len(gram))
-    free = ~np.isin(np.arange(len(gram)), kept)
+    free = ~np.isin(np.arange(len(gram)), unprojected)
     for j in order:
         dots = rows @ gram[:, j]
         against = free & (dots < -TINY * norms * norms[j])
@@ -131,8 +136,8 @@ def internal(gram: Floats, order: Integers, kept: Integers) -> Floats:
     return rows
 
 
-def external(gram: Floats, coefficients: Floats, age: Integers, tau: int) -> Floats:
-    """The combination projected off the sum of those it conflicts with, the longest absent first."""
+def project_external(gram: Floats, coefficients: Floats, age: Integers, tau: int) -> Floats:
+    """Project the combination off the sum of the updates it conflicts with, those of the longest absent clients first."""
     norms = np.sqrt(np.diag(gram))
     for k in range(tau - 1, -1, -1):
         dots = gram @ coefficients
@@ -143,26 +148,26 @@ def external(gram: Floats, coefficients: Floats, age: Integers, tau: int) -> Flo
     return coefficients
 
 
-def _with_past(draft: Draft, remembered: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    for columns, block in blocks(draft):
+def _iterate_with_past(draft: Draft, remembered: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    for columns, block in iterate_blocks(draft):
         yield columns, torch.cat([block, remembered[:, columns].to(block)])
 
 
-def _step(draft: Draft, remembered: Tensor, coefficients: Floats, least: float) -> Tensor:
-    """The combination, given the length of the plain mean of this round's updates; zero if it is no longer than `least`."""
+def _combine_updates(draft: Draft, remembered: Tensor, coefficients: Floats, least: float) -> Tensor:
+    """Return the combination, with the norm of the plain mean of this round's updates; 0 if shorter than `least`."""
     device = draft.updates.deltas.device
-    given = torch.from_numpy(coefficients).to(device)
+    factors = torch.from_numpy(coefficients).to(device)
     step = torch.zeros(draft.sizes.params, dtype=torch.float64, device=device)
     square = torch.zeros((), dtype=torch.float64, device=device)
-    for columns, block in _with_past(draft, remembered):
-        step[columns] = given @ block
+    for columns, block in _iterate_with_past(draft, remembered):
+        step[columns] = factors @ block
         square += (block[: len(draft.rows)].mean(dim=0) ** 2).sum()
-    left = float(step.norm())
-    return step * (math.sqrt(float(square)) / left if left > least else 0.0)
+    norm = float(step.norm())
+    return step * (math.sqrt(float(square)) / norm if norm > least else 0.0)
 
 
 def _remember(before: FedFVState, draft: Draft, past: NDArray[np.bool_], tau: int) -> FedFVState:
-    """What the next round may ask for: clients last seen fewer than tau rounds before it."""
+    """Keep what the next round may need: clients last seen fewer than tau rounds before it."""
     now = before.rounds
     if tau < 2:
         return replace(before, rounds=now + 1)
@@ -170,6 +175,6 @@ def _remember(before: FedFVState, draft: Draft, past: NDArray[np.bool_], tau: in
     clients = (*(before.clients[i] for i in old), *draft.clients)
     last = np.concatenate([before.last[old], np.full(len(draft.rows), now, np.int64)])
     deltas = draft.updates.deltas
-    sent = deltas[torch.from_numpy(draft.rows).to(deltas.device)]
-    held = before.updates[torch.from_numpy(old).to(before.updates.device)].to(deltas.device)
-    return FedFVState(now + 1, clients, last, torch.cat([held, sent]) if len(held) else sent)
+    new_updates = deltas[torch.from_numpy(draft.rows).to(deltas.device)]
+    old_updates = before.updates[torch.from_numpy(old).to(before.updates.device)].to(deltas.device)
+    return FedFVState(now + 1, clients, last, torch.cat([old_updates, new_updates]) if len(old) else new_updates)

@@ -29,90 +29,88 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fedheal.aggregate.client_index import enrol, extended, uniform_start
+from fedheal.aggregate.client_index import extend_column, extend_shares, index_clients
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.inner_products import gram_matrix
+from fedheal.aggregate.gram import compute_gram
 from fedheal.aggregate.kernels.drop import add_undropped
 from fedheal.aggregate.stage import Stage
-from fedheal.aggregate.weights.distance import redistributed, relative
+from fedheal.aggregate.weights.distance import redistribute, scale_to_mean
 from fedheal.core.arrays import Floats, Integers, normalised
-from fedheal.core.checks import check_share
-from fedheal.core.state import Arrays, Json, State, expect, kind, nested, read_columns, unnested, write_columns
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.core.state import State, expect
 
 TINY = 1e-10
 ROUNDING = 1e-9  # so that a share of entries that is whole but for rounding counts as whole
+FEDPW_BETA = Parameter(
+    "beta",
+    description="how fast weights follow loss and alignment",
+    source="Guan et al. 2025, released code",
+    default=0.3,
+    ge=0,
+    le=1,
+)
+FEDPW_RHO = Parameter(
+    "rho",
+    description="mean share of entries dropped, and stressed",
+    source="Guan et al. 2025, released code",
+    default=0.3,
+    ge=0,
+    le=1,
+)
 
 
-@kind("fading")
 @dataclass(frozen=True)
-class FadingState(State):
-    """One weight rule. Per client ever seen: weight, momentum, how warm that is; and the first level of what it follows."""
+class FadingState(State, kind="fading"):
+    """One weight rule. Per client ever seen: weight, momentum, its bias correction; and the first level of what it follows."""
 
     p: Floats
     dp: Floats
-    warm: Floats
+    correction: Floats
     first: float
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return write_columns(self, "p", "dp", "warm"), {"first": self.first}
 
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> FadingState:
-        p, dp, warm = read_columns(arrays, len(arrays["p"]), "p", "dp", "warm")
-        return cls(p, dp, warm, json["first"])
-
-
-@kind("fedpw")
 @dataclass(frozen=True)
-class FedPWState(State):
+class FedPWState(State, kind="fedpw"):
+    """Rounds done, and the two weight rules over all clients ever seen."""
+
     rounds: int
     clients: tuple[str, ...]
     by_loss: FadingState
     by_alignment: FadingState
 
-    def _write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        arrays, json = nested({"by_loss": self.by_loss, "by_alignment": self.by_alignment})
-        return arrays, {"rounds": self.rounds, "clients": list(self.clients), **json}
-
-    @classmethod
-    def _read(cls, arrays: Arrays, json: Json) -> FedPWState:
-        clients, rules = tuple(json["clients"]), [unnested(name, arrays, json) for name in ("by_loss", "by_alignment")]
-        for rule in rules:
-            if len(expect(rule, FadingState).p) != len(clients):
-                raise ValueError(f"weights of {len(rule.p)} clients do not belong to {len(clients)} clients")
-        return cls(json["rounds"], clients, *rules)
+    def __post_init__(self) -> None:
+        for rule in (self.by_loss, self.by_alignment):
+            for column in (rule.p, rule.dp, rule.correction):
+                if column.shape != (len(self.clients),):
+                    raise ValueError(f"weights of shape {column.shape} do not belong to {len(self.clients)} clients")
 
 
-def parameter_wise(beta: float = 0.3, rho: float = 0.3) -> Stage:
-    """The stage that gives FedPW's step; it stands alone."""
-    check_share("beta", beta)
-    check_share("rho", rho)
+@declare_parameters(FEDPW_BETA, FEDPW_RHO)
+def fedpw_stage(beta: float = FEDPW_BETA.default, rho: float = FEDPW_RHO.default) -> Stage:
+    """Guan et al. 2025, FedHEAL's successor: weights by loss and alignment, small entries dropped, agreed ones stressed."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedPWState)
-        clients, slots = enrol(before.clients, draft.clients)
+        clients, slots = index_clients(before.clients, draft.clients)
         loss = draft.metric("train_loss") + TINY
-        matrix = gram_matrix(draft)
+        matrix = compute_gram(draft)
         largest = float(np.diag(matrix).max()) or 1.0
         alignment = (matrix / largest).mean(axis=1)
-        by_loss = followed(before.by_loss, len(clients), slots, loss, float(loss.mean()), beta)
+        by_loss = update_rule(before.by_loss, len(clients), slots, loss, float(loss.mean()), beta)
         level = max(float(alignment.mean()), 0.0) * largest
-        by_alignment = followed(before.by_alignment, len(clients), slots, np.maximum(alignment, 0), level, beta)
-        weights = mixed(normalised(by_loss.p[slots]), normalised(by_alignment.p[slots]))
-        rates = drop_rates(loss, rho) if before.rounds > 0 else np.zeros(len(slots))
+        by_alignment = update_rule(before.by_alignment, len(clients), slots, np.maximum(alignment, 0), level, beta)
+        weights = mix_weights(normalised(by_loss.p[slots]), normalised(by_alignment.p[slots]))
+        rates = compute_drop_rates(loss, rho) if before.rounds > 0 else np.zeros(len(slots))
         step = np.empty(draft.sizes.params)
-        for columns in _tensors(draft):
-            step[columns] = stressed(draft, columns, weights, rates, rho)
-        told = {"dropped": dict(zip(draft.clients, rates.tolist(), strict=True))}
+        for columns in _iterate_tensors(draft):
+            step[columns] = compute_step(draft, columns, weights, rates, rho)
         draft = replace(draft, weights=weights, unnormalised_weights=len(slots) * weights, step=torch.from_numpy(step))
-        draft = replace(draft, report=dict(draft.report) | told)
+        draft = replace(draft, report={**draft.report, "dropped": draft.key_by_client(rates)})
         return draft, FedPWState(before.rounds + 1, clients, by_loss, by_alignment)
 
     nothing = FadingState(np.zeros(0), np.zeros(0), np.zeros(0), 0.0)
@@ -120,22 +118,25 @@ def parameter_wise(beta: float = 0.3, rho: float = 0.3) -> Stage:
     return Stage(lambda layout: FedPWState(0, (), nothing, nothing), apply, frozenset({"train_loss"}), gives)
 
 
-def followed(rule: FadingState, length: int, slots: Integers, signal: Floats, level: float, beta: float) -> FadingState:
-    """The rule after a round in which the cohort's `signal` had this mean `level`."""
+def update_rule(
+    rule: FadingState, length: int, slots: Integers, signal: Floats, level: float, beta: float
+) -> FadingState:
+    """Return the rule after a round in which the cohort's `signal` had this mean `level`."""
     first = rule.first or level
     b = min(beta * level / first, 1.0) if first > 0 else beta
-    p, dp, warm = uniform_start(rule.p, length), extended(rule.dp, length), extended(rule.warm, length)
-    dp[slots] = (1 - b) * dp[slots] + b * relative(signal)
-    warm[slots] += b * (1 - warm[slots])
-    if warm[slots].all():  # else nothing has been followed yet
-        p[slots] = redistributed(p[slots], dp[slots], warm[slots])
-    return FadingState(p, dp, warm, first)
+    p, dp = extend_shares(rule.p, length), extend_column(rule.dp, length)
+    correction = extend_column(rule.correction, length)
+    dp[slots] = (1 - b) * dp[slots] + b * scale_to_mean(signal)
+    correction[slots] += b * (1 - correction[slots])
+    if correction[slots].all():  # else there is no momentum yet
+        p[slots] = redistribute(p[slots], dp[slots], correction[slots])
+    return FadingState(p, dp, correction, first)
 
 
-def mixed(p: Floats, q: Floats) -> Floats:
-    """`r p + (1-r) q`: the weights with the larger spread count for more.
+def mix_weights(p: Floats, q: Floats) -> Floats:
+    """Return `r p + (1-r) q`: the weights with the larger spread count for more.
 
-    >>> mixed(np.array([0.5, 0.5]), np.array([0.25, 0.75])).tolist()
+    >>> mix_weights(np.array([0.5, 0.5]), np.array([0.25, 0.75])).tolist()
     [0.25, 0.75]
     """
     spread = float(p.std() + q.std())
@@ -143,43 +144,43 @@ def mixed(p: Floats, q: Floats) -> Floats:
     return np.asarray(r * p + (1 - r) * q)
 
 
-def drop_rates(loss: Floats, rho: float) -> Floats:
-    """The share of entries that each client loses; rho on average, unless someone has none left to lose.
+def compute_drop_rates(loss: Floats, rho: float) -> Floats:
+    """Return the share of entries that each client loses; rho on average, unless a client loses all.
 
-    >>> drop_rates(np.array([1.0, 3.0]), 0.5).tolist()  # 1/F = 1, 1/3: three quarters and a quarter of 2 * 0.5
+    >>> compute_drop_rates(np.array([1.0, 3.0]), 0.5).tolist()  # 1/F = 1, 1/3: three quarters and a quarter of 2 * 0.5
     [0.75, 0.25]
     """
     return np.minimum(1, rho * len(loss) * normalised(loss.min() / loss))
 
 
-def stressed(draft: Draft, columns: slice, weights: Floats, rates: Floats, rho: float) -> Floats:
-    """One tensor's step: the weighted sum of what the clients' drops leave, larger where they agree."""
+def compute_step(draft: Draft, columns: slice, weights: Floats, rates: Floats, rho: float) -> Floats:
+    """Return one tensor's step: the weighted sum of the entries that clients do not drop, larger where they agree."""
     size = columns.stop - columns.start
     step, z, zz = np.zeros(size), np.zeros(size), np.zeros(size)
-    lost = []
+    dropped_sizes = []
     for i in range(len(draft.rows)):
         row = draft.rows[i : i + 1]
-        delta = draft.kernel.masked(draft.updates.deltas, row, None, columns.start, columns.stop)[0].cpu().numpy()
-        number = _number(rates[i], size)
-        dropped = add_undropped(delta, number, weights[i], step, z, zz)
+        delta = draft.kernel.mask_block(draft.updates.deltas, row, None, columns.start, columns.stop)[0].cpu().numpy()
+        number = _count_share(rates[i], size)
+        dropped_size = add_undropped(delta, number, weights[i], step, z, zz)
         if number:
-            lost.append(dropped)
-    if not lost or len(draft.rows) == 1:
+            dropped_sizes.append(dropped_size)
+    if not dropped_sizes or len(draft.rows) == 1:
         return step
-    # Entries that nobody has left are last in line.
+    # Entries that every client dropped come last.
     disagreement = np.where(zz > 0, -z * z / np.where(zz > 0, zz, 1.0), np.inf)
-    consensus = smallest(disagreement, _number(rho, size))
+    consensus = mark_smallest(disagreement, _count_share(rho, size))
     b = float(np.abs(step[consensus]).mean()) if consensus.any() else 0.0
-    a = float(np.mean(lost))
+    a = float(np.mean(dropped_sizes))
     if a < b:
         step[consensus] *= 1 + a / b
     return step
 
 
-def smallest(values: Floats, number: int) -> NDArray[np.bool_]:
-    """A mask of the `number` smallest values, of equal ones the first.
+def mark_smallest(values: Floats, number: int) -> NDArray[np.bool_]:
+    """Return a mask of the `number` smallest values, of equal ones the first.
 
-    >>> smallest(np.array([2.0, 1.0, 2.0, 3.0]), 2).tolist()
+    >>> mark_smallest(np.array([2.0, 1.0, 2.0, 3.0]), 2).tolist()
     [True, True, False, False]
     """
     if number == 0:
@@ -190,11 +191,11 @@ def smallest(values: Floats, number: int) -> NDArray[np.bool_]:
     return chosen
 
 
-def _number(share: float, size: int) -> int:
+def _count_share(share: float, size: int) -> int:
     return min(math.floor(share * size + ROUNDING), size)
 
 
-def _tensors(draft: Draft) -> Iterator[slice]:
+def _iterate_tensors(draft: Draft) -> Iterator[slice]:
     start = 0
     for length in draft.sizes.lengths:
         if length:

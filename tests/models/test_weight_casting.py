@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 from fedheal import models
-from fedheal.models import lowered
+from fedheal.models import resnet, weight_casting
 
 
 def trained(module, x):
@@ -25,10 +24,10 @@ def test_losses_and_gradients_have_the_bits_of_plain_autocast(monkeypatch):
     module = models.build("resnet10", classes=3, width=16)
     x = torch.randn(6, 3, 12, 12)
     counted = []
-    monkeypatch.setattr(lowered.torch, "_foreach_copy_", counting(torch._foreach_copy_, counted))
+    monkeypatch.setattr(weight_casting.torch, "_foreach_copy_", counting(torch._foreach_copy_, counted))
     together = trained(copy.deepcopy(module), x)
     assert counted == [12, 12]  # there and back
-    monkeypatch.setattr(sys.modules["fedheal.models.resnet"], "lowered_weights", lambda *_: nullcontext())
+    monkeypatch.setattr(resnet, "cast_weights", lambda *_: nullcontext())
     one_by_one = trained(copy.deepcopy(module), x)
     assert torch.equal(together[0], one_by_one[0])
     for a, b in zip(together[1], one_by_one[1], strict=True):
@@ -55,5 +54,5 @@ def test_parameters_are_left_as_they_were_even_by_an_error():
 
 def test_nothing_is_cast_without_autocast(monkeypatch):
     module = models.build("resnet10", classes=3, width=16)
-    monkeypatch.setattr(lowered.torch, "_foreach_copy_", None)
+    monkeypatch.setattr(weight_casting.torch, "_foreach_copy_", None)
     assert module(torch.randn(2, 3, 8, 8)).dtype == torch.float32

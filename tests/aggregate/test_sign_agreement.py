@@ -8,7 +8,7 @@ import torch
 
 from fedheal import Layout, Updates, aggregate, methods
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.masks.directions import directions, same, spread
+from fedheal.aggregate.masks.sign_agreement import bin_consistency, count_agreeing, sign_agreement_report
 from fedheal.core.state import State
 
 LAYOUT = Layout.of(torch.nn.Linear(1, 2))  # weight [2], bias [2]
@@ -30,7 +30,7 @@ def play(aggregator, rounds, clients=("a",), state=None):
 
 
 def test_blocks_and_the_long_window_by_client_and_tensor():
-    _, _, reports = play(Aggregator(directions(block=2, long=4)), ROUNDS)
+    _, _, reports = play(Aggregator(sign_agreement_report(block=2, long=4)), ROUNDS)
     assert reports[0] is None
     assert reports[2] is None
     # Rounds 1 and 2: entries 0, 1 and 3 kept their direction (2 of 2), entry 2 did not (1 of 2). Weight: 0, 1; bias: 2, 3.
@@ -42,7 +42,7 @@ def test_blocks_and_the_long_window_by_client_and_tensor():
 
 
 def test_a_clients_rounds_are_those_it_took_part_in():
-    aggregator = Aggregator(directions(block=2, long=9))
+    aggregator = Aggregator(sign_agreement_report(block=2, long=9))
     _, state, reports = play(aggregator, ROUNDS[:1], ("a", "b"))
     _, state, reports = play(aggregator, ROUNDS[1:2], ("b",), state)
     assert set(reports[0]["block"]) == {"b"}
@@ -61,7 +61,7 @@ def test_watching_changes_nothing():
 
 
 def test_the_state_goes_through_arrays_and_on_from_there():
-    aggregator = Aggregator(directions(block=2, long=4))
+    aggregator = Aggregator(sign_agreement_report(block=2, long=4))
     _, whole, reports = play(aggregator, ROUNDS)
     _, half, _ = play(aggregator, ROUNDS[:3])
     arrays, json = half.to_arrays()
@@ -76,21 +76,21 @@ def test_the_state_goes_through_arrays_and_on_from_there():
 def test_folding_is_symmetric_and_complete():
     for n in range(1, 12):
         up = torch.randint(0, n + 1, (500,), generator=torch.Generator().manual_seed(n))
-        found = same(up, n)
+        found = count_agreeing(up, n)
         assert found.sum() == 500
         assert len(found) == n - (n + 1) // 2 + 1
-        assert (found == same(n - up, n)).all()
+        assert (found == count_agreeing(n - up, n)).all()
 
 
 def test_the_spread_of_fphls_own_counts():
     _, state, _ = play(aggregate.fedheal(tau=0.3), ROUNDS)
-    shares = spread(state)["a"]
+    shares = bin_consistency(state)["a"]
     # 4 of 4 rounds twice, 3 of 4 (75 %, bin 5) once, 2 of 4 (50 %, bin 0) once.
     assert shares == [0.25, 0, 0, 0, 0, 0.25, 0, 0, 0, 0.5]
-    assert spread(play(aggregate.fedavg(), ROUNDS)[1]) is None
+    assert bin_consistency(play(aggregate.fedavg(), ROUNDS)[1]) is None
 
 
 @pytest.mark.parametrize(("name", "number"), [("block", 1), ("long", 0), ("block", True)])
 def test_windows_of_less_than_two_rounds_are_refused(name, number):
     with pytest.raises(ValueError, match=f"{name} = {number}"):
-        directions(**{name: number})
+        sign_agreement_report(**{name: number})

@@ -17,7 +17,7 @@ from fedheal.core.arrays import Integers
 
 
 def finch(vectors: NDArray[Any]) -> Integers:
-    """A cluster for each row, by cosine distance.
+    """Return the cluster of each row, by cosine distance.
 
     >>> finch(np.array([[1, 0.0], [1, 0.1], [0.0, 1], [0.1, 1]])).tolist()
     [0, 0, 1, 1]
@@ -26,20 +26,20 @@ def finch(vectors: NDArray[Any]) -> Integers:
     labels: Integers = np.arange(len(points), dtype=np.int64)
     partition = np.zeros(len(points), np.int64)
     while len(points) > 1:
-        merged = _first_neighbours(points)
-        number = int(merged.max()) + 1  # at most half as many, since each point joins another
-        if number == 1:
+        merged = _join_first_neighbours(points)
+        clusters = int(merged.max()) + 1  # at most half as many, since each point joins another
+        if clusters == 1:
             break
         labels = partition = merged[labels]
-        points = np.stack([vectors[labels == k].astype(np.float64).mean(axis=0) for k in range(number)])
+        points = np.stack([vectors[labels == k].astype(np.float64).mean(axis=0) for k in range(clusters)])
     return partition
 
 
-def _first_neighbours(points: NDArray[np.float64]) -> Integers:
-    """Components of the graph that joins each point to its nearest neighbour."""
+def _join_first_neighbours(points: NDArray[np.float64]) -> Integers:
+    """Return the components of the graph that joins each point to its nearest neighbour."""
     unit = points / np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-12)
-    similar = unit @ unit.T
-    np.fill_diagonal(similar, -np.inf)
-    nearest = similar.argmax(axis=1)
+    similarity = unit @ unit.T
+    np.fill_diagonal(similarity, -np.inf)
+    nearest = similarity.argmax(axis=1)
     graph = coo_array((np.ones(len(points)), (np.arange(len(points)), nearest)), shape=(len(points), len(points)))
     return np.asarray(connected_components(graph, directed=False)[1], np.int64)

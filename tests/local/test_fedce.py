@@ -1,4 +1,4 @@
-"""FedGA and FedCE by hand: what clients report, and the weights that come of it."""
+"""FedCE by hand: what clients report, and the weights that follow."""
 
 from __future__ import annotations
 
@@ -10,133 +10,13 @@ import pytest
 import torch
 
 import fedheal
-from fedheal import Updates
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.whole.fedce import cosines_to_others, fedce
-from fedheal.aggregate.whole.fedga import fedga
-from fedheal.core.layout import Layout
+from fedheal.aggregate.whole.fedce import cosines_to_others, fedce_stage
 from fedheal.engine import serial
-from fedheal.local.validated import Gaps, LeaveOneOut
+from fedheal.local.fedce import FedCE
 from local.quadratic import absorbed, context, packed, vector
+from local.rounds import AggregatorRounds
 from tiny_data import quick
-
-
-class Rounds:
-    """An aggregator round after round; each round's weights by client."""
-
-    def __init__(self, aggregator: Aggregator, size: int = 1) -> None:
-        self.aggregator, self.size = aggregator, size
-        self.state = aggregator.init(Layout.flat(size))
-        self.model, self.report = torch.zeros(size, dtype=torch.float64), {}
-
-    def __call__(self, clients: str, deltas: Any = None, **metrics: Any) -> list[float]:
-        k = len(clients)
-        moved = torch.zeros(k, self.size) if deltas is None else torch.tensor(deltas)
-        updates = Updates(list(clients), moved.double(), list(range(1, k + 1)), metrics=metrics)
-        out = self.aggregator.apply(self.model, updates, self.state)
-        self.state, self.model, self.report = out.state, out.model, out.report
-        return out.weights.tolist()
-
-
-def told(received: list[float], sent: list[float], progress: float) -> dict[str, list[float]]:
-    return {"val_received": received, "val_sent": sent, "progress": [progress] * len(sent)}
-
-
-# FedGA
-
-
-def test_fedgas_metrics() -> None:
-    """The gap that is known in round 3 of 10 is the second round's, 1/10 of the way; losses of the models received and sent."""
-    ctx = context(Gaps(), packed(1.0), round=3, validate=lambda at: (10 * at.params.item(), 0.5))
-    assert Gaps().metrics(ctx, packed(2.0)) == {"val_received": 10.0, "val_sent": 20.0, "progress": 0.1}
-    assert Gaps().validates
-
-
-def test_fedga_by_hand_more_weight_to_whom_averaging_hurts_most() -> None:
-    """Equal at first: nothing has been sent. Then gaps 1.5 - 1 = 0.5 and 1.25 - 1 = 0.25, halfway: s = 0.1, s/K = 0.05.
-
-    1/2 + 0.05 * 1 = 0.55 and 1/2 + 0.05 * 0.5 = 0.525, over 1.075.
-    """
-    weights = Rounds(Aggregator(fedga(0.2)))
-    assert weights("ab", **told([9.0, 1.0], [1.0, 1.0], 0.0)) == pytest.approx([0.5, 0.5])
-    second = weights("ab", **told([1.5, 1.25], [1.0, 1.0], 0.5))
-    assert second == pytest.approx([0.55 / 1.075, 0.525 / 1.075], rel=1e-9)
-    assert second[0] > second[1]
-    assert weights.report["gap"] == {"a": 0.5, "b": 0.25}
-
-
-def test_fedga_takes_from_whom_averaging_helps_and_goes_on_from_there() -> None:
-    """Gaps -0.5 and 0.25 at s = 0.2: 0.5 - 0.1 and 0.5 + 0.05, over 0.95. Then equal gaps of 1: both + 0.1, over 1.2."""
-    weights = Rounds(Aggregator(fedga(0.2)))
-    weights("ab", **told([1.0, 1.0], [1.0, 1.0], 0.0))
-    second = weights("ab", **told([0.5, 1.25], [2.0, 3.0], 0.0))
-    assert second == pytest.approx([0.4 / 0.95, 0.55 / 0.95], rel=1e-9)
-    third = weights("ab", **told([3.0, 4.0], [1.0, 1.0], 0.0))
-    assert third == pytest.approx([(second[0] + 0.1) / 1.2, (second[1] + 0.1) / 1.2], rel=1e-9)
-
-
-def test_fedgas_first_step_is_s0() -> None:
-    """s_t = s0 (1 - (t-1)/T) for the gap of round t, which acts in round t+1: with T = 5, 0.2, 0.16, 0.12, 0.08."""
-    steps = []
-    for number in range(2, 6):
-        ctx = context(Gaps(), packed(1.0), round=number, rounds=5, validate=lambda at: (1.0, 0.5))
-        steps.append(0.2 * (1 - Gaps().metrics(ctx, packed(2.0))["progress"]))
-    assert steps == pytest.approx([0.2, 0.16, 0.12, 0.08])
-
-
-def test_fedga_without_gaps_or_step_stays() -> None:
-    weights = Rounds(Aggregator(fedga(0.2)))
-    weights("ab", **told([1.0, 1.0], [1.0, 2.0], 0.0))
-    assert weights("ab", **told([1.0, 2.0], [1.0, 1.0], 0.5)) == [0.5, 0.5]
-    still = Rounds(Aggregator(fedga(0.0)))
-    still("ab", **told([1.0, 1.0], [1.0, 1.0], 0.0))
-    assert still("ab", **told([9.0, 1.0], [1.0, 1.0], 0.5)) == [0.5, 0.5]
-
-
-def test_fedga_with_absent_clients_and_a_newcomer() -> None:
-    """b keeps its half of the weight while a is alone; c then joins with a third, the others make room."""
-    weights = Rounds(Aggregator(fedga(0.2)))
-    weights("ab", **told([1.0, 1.0], [1.0, 1.0], 0.0))
-    assert weights("a", **told([5.0], [1.0], 0.1)) == [1.0]
-    assert weights("abc", **told([1.0, 1.0, 7.0], [1.0, 1.0, 1.0], 0.2)) == pytest.approx([1 / 3] * 3)
-
-
-@pytest.mark.parametrize("clients", ["a", "ab"])
-def test_fedga_keeps_its_weights_where_a_step_would_leave_none(clients: str) -> None:
-    """s0 = 1: 1/K - 1/K for everyone."""
-    weights, k = Rounds(Aggregator(fedga(1.0))), len(clients)
-    weights(clients, **told([1.0] * k, [1.0] * k, 0.0))
-    assert weights(clients, **told([0.5] * k, [1.0] * k, 0.0)) == [1 / k] * k
-
-
-def test_fedga_compares_only_models_that_follow_each_other() -> None:
-    """c sent a loss of 9 long ago, and b comes for the first time. a's gap is 0.5, and stands in for theirs: nobody moves.
-
-    Then gaps of 0.5, 0.2 and -0.5 at s/K = 0.2/3: 1/3 + (1, 0.4, -1) 0.2/3, over 1 + 0.08/3.
-    """
-    weights = Rounds(Aggregator(fedga(0.2)))
-    weights("ac", **told([1.0, 1.0], [1.0, 9.0], 0.0))
-    weights("a", **told([1.5], [1.0], 0.0))
-    assert weights("abc", **told([1.5, 7.0, 1.0], [1.0, 1.0, 1.0], 0.0)) == pytest.approx([1 / 3] * 3)
-    assert weights.report["gap"] == {"a": 0.5}
-    found = weights("abc", **told([1.5, 1.2, 0.5], [1.0, 1.0, 1.0], 0.0))
-    assert found == pytest.approx([(1 / 3 + g * 0.2 / 3) / (1 + 0.08 / 3) for g in (1, 0.4, -1)], rel=1e-9)
-    assert weights.report["gap"] == pytest.approx({"a": 0.5, "b": 0.2, "c": -0.5})
-
-
-def test_fedga_does_not_take_weight_from_who_is_seldom_there() -> None:
-    """Equal clients whose loss falls all the time, four of them there one time in ten and the others three in five."""
-    rng, weights = np.random.default_rng(0), Rounds(Aggregator(fedga(0.2)))
-    for t in range(1, 201):
-        here = "".join(c for i, c in enumerate("abcdefghijklmnopqrst") if rng.random() < (0.1 if i < 4 else 0.6))
-        level = 2.3 * np.exp(-t / 60)
-        received, sent = (f * level * (1 + 0.02 * rng.normal(size=len(here))) for f in (1.0, 0.9))
-        weights(here, **told(received.tolist(), sent.tolist(), max(t - 2, 0) / 200))
-    held = dict(zip(weights.state.stage.clients, 20 * weights.state.stage.a, strict=True))
-    assert np.mean([held[c] for c in "abcd"]) == pytest.approx(1, abs=0.1)
-
-
-# FedCE
 
 
 def kept(params: float, judged: tuple[float, float] = (0, 0), last: int = 1) -> dict[str, torch.Tensor]:
@@ -153,10 +33,10 @@ def test_the_model_without_a_client_by_hand() -> None:
         return 0.1, 0.75
 
     keys = {"slot": kept(5.0), "shared": {"e.a": vector(0.25)}, "validate": validate, "round": 2}
-    ctx = context(LeaveOneOut(), packed(2.0), **keys)
-    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.75, "judged": 1}
+    ctx = context(FedCE(), packed(2.0), **keys)
+    assert FedCE().metrics(ctx, packed(3.0)) == {"without_me": 0.75, "judged": 1}
     assert asked == [(pytest.approx(1.0), [])]
-    left, message = LeaveOneOut().finish(ctx, packed(3.0))
+    left, message = FedCE().finish(ctx, packed(3.0))
     assert {name: value.tolist() for name, value in left.items()} == {
         "params": [3.0],
         "buffers": [],
@@ -167,9 +47,9 @@ def test_the_model_without_a_client_by_hand() -> None:
 
 
 def test_a_client_starts_without_an_accuracy() -> None:
-    ctx = context(LeaveOneOut(), packed(2.0))
-    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": 0.0, "judged": 0}
-    assert LeaveOneOut().finish(ctx, packed(3.0))[0]["judged"].tolist() == [0, 0]
+    ctx = context(FedCE(), packed(2.0))
+    assert FedCE().metrics(ctx, packed(3.0)) == {"without_me": 0.0, "judged": 0}
+    assert FedCE().finish(ctx, packed(3.0))[0]["judged"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -181,25 +61,26 @@ def test_where_the_model_without_a_client_cannot_be_told_it_repeats_its_mean(e, 
     """It was there in round 2 with 3 accuracies that sum to 1.2; none joins them now, and the next one makes the fourth."""
     shared = {} if e is None else {"e.a": vector(e)}
     keys = {"slot": kept(5.0, (3, 1.2), last=2), "shared": shared, "validate": lambda at: (loss, 0.1), "round": number}
-    ctx = context(LeaveOneOut(), packed(2.0), **keys)
-    assert LeaveOneOut().metrics(ctx, packed(3.0)) == {"without_me": pytest.approx(0.4), "judged": 3}
-    left, _ = LeaveOneOut().finish(ctx, packed(3.0))
+    ctx = context(FedCE(), packed(2.0), **keys)
+    assert FedCE().metrics(ctx, packed(3.0)) == {"without_me": pytest.approx(0.4), "judged": 3}
+    left, _ = FedCE().finish(ctx, packed(3.0))
     assert left["judged"].tolist() == [3, 1.2]
     keys = {"slot": left, "shared": {"e.a": vector(0.25)}, "validate": lambda at: (0.1, 0.8), "round": number + 1}
-    after = LeaveOneOut().metrics(context(LeaveOneOut(), packed(2.0), **keys), packed(3.0))
+    after = FedCE().metrics(context(FedCE(), packed(2.0), **keys), packed(3.0))
     assert after == {"without_me": 0.5, "judged": 4}
 
 
 def test_models_without_a_client_are_sound_when_few_take_part(monkeypatch) -> None:
     """Every model that is judged for the means has a loss, with clients that are away for many rounds."""
     losses = []
-    validated = serial.judge
+    evaluate = serial.evaluate_split
 
-    def judged(*given: Any) -> tuple[float, float]:
-        losses.append(validated(*given)[0])
-        return validated(*given)
+    def note_loss(*arguments: Any) -> tuple[float, float]:
+        loss, accuracy = evaluate(*arguments)
+        losses.append(loss)
+        return loss, accuracy
 
-    monkeypatch.setattr(serial, "judge", judged)
+    monkeypatch.setattr(serial, "evaluate_split", note_loss)
     keys: dict[str, Any] = {"rounds": 12, "participation": 0.5, "lr": 0.5, "steps": 5, "validation": 0.25}
     result = fedheal.run(quick(method="fedce", model="tiny_data:normed", **keys), progress=False)
     assert len(losses) > 5
@@ -208,7 +89,7 @@ def test_models_without_a_client_are_sound_when_few_take_part(monkeypatch) -> No
 
 
 def test_each_client_is_told_its_weight_and_the_absent_keep_theirs() -> None:
-    term = LeaveOneOut()
+    term = FedCE()
     locals_ = {"a": vector(1.0), "b": vector(2.0)}
     _, shared = absorbed(term, packed(0.0), locals_, [{}, {}], {"e.z": vector(0.9)}, weights=[0.25, 0.75])
     assert {name: value.item() for name, value in shared.items()} == {"e.z": 0.9, "e.a": 0.25, "e.b": 0.75}
@@ -237,7 +118,7 @@ def test_fedce_by_hand() -> None:
 
     The new weights are those of this round's average.
     """
-    weights = Rounds(Aggregator(fedce("times")), 2)
+    weights = AggregatorRounds(Aggregator(fedce_stage("times")), 2)
     found = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
     assert found == pytest.approx([0.5 / 1.001, 0.5 / 1.001, 0.001 / 1.001], rel=1e-9)
     assert weights.model.tolist() == pytest.approx([0.501 / 1.001, 0.501 / 1.001], rel=1e-9)
@@ -249,7 +130,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
     With the weights of round 1, (500, 500, 1)/1001: the others' sums are (1, 501), (501, 1), (500, 500), all over 1001.
     """
     for mode in ("times", "plus"):
-        weights = Rounds(Aggregator(fedce(mode)), 2)
+        weights = AggregatorRounds(Aggregator(fedce_stage(mode)), 2)
         first = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
         if mode == "times":
             e = np.array(first)
@@ -271,7 +152,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
 
 def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
     """Equal directions; the model without a does well on its data, the one without b does not."""
-    weights = Rounds(Aggregator(fedce()), 2)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     assert weights("ab", orthogonal, without_me=[0.0, 0.0], judged=[0, 0]) == pytest.approx([0.5, 0.5])
     found = weights("ab", orthogonal, without_me=[0.8, 0.0], judged=[1, 1])
@@ -288,7 +169,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
         return cosines_to_others(gram, e)
 
     monkeypatch.setattr("fedheal.aggregate.whole.fedce.cosines_to_others", noted)
-    weights = Rounds(Aggregator(fedce()), 8)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 8)
     axes = dict(zip("abcdefgh", np.eye(8).tolist(), strict=True))
     for cohort in ("abcde", "f", "abfgh", "gf"):
         found = weights(cohort, [axes[c] for c in cohort], without_me=[0.0] * len(cohort), judged=[0] * len(cohort))
@@ -298,7 +179,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
 
 def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
     """0.6 and 1 over 1.6 among two are 0.75 and 1.25 of a half. Alone, a has an equal part of one, all of it; b keeps its."""
-    weights = Rounds(Aggregator(fedce()), 2)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     for without_me, judged in (([0.0, 0.0], [0, 0]), ([0.8, 0.0], [1, 1])):
         weights("ab", [[1.0, 0.0], [0.0, 1.0]], without_me=without_me, judged=judged)
     assert weights.state.stage.e.tolist() == pytest.approx([0.75, 1.25])
@@ -308,7 +189,7 @@ def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
 
 def test_fedce_with_everyone_there_takes_the_first_rounds_accuracy_for_nothing() -> None:
     """In round t an accuracy of 0.8 in every round but the first is 0.8 (t-1)/t on average, as in the original."""
-    weights = Rounds(Aggregator(fedce()), 2)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     for t in range(1, 6):
         found = weights("ab", orthogonal, without_me=[0.8 * (t > 1), 0.0], judged=[t - 1, t - 1])
@@ -318,7 +199,7 @@ def test_fedce_with_everyone_there_takes_the_first_rounds_accuracy_for_nothing()
 
 def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
     """0.8 and 0.4 are known, so c, a newcomer, counts with 0.6: in round 2, 1 - (0.4, 0.2, 0.3) over 2.1."""
-    weights = Rounds(Aggregator(fedce()), 3)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 3)
     axes = np.eye(3).tolist()
     weights("ab", axes[:2], without_me=[0.0, 0.0], judged=[0, 0])
     found = weights("abc", axes, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 0])
@@ -327,7 +208,7 @@ def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
 
 def test_fedce_gives_equal_clients_equal_weights_however_seldom_they_come() -> None:
     """Four of them come one time in ten, the others four in five; without any of them the others are right in 4 of 5."""
-    rng, weights, term = np.random.default_rng(0), Rounds(Aggregator(fedce()), 20), LeaveOneOut()
+    rng, weights, term = np.random.default_rng(0), AggregatorRounds(Aggregator(fedce_stage()), 20), FedCE()
     names, axes, slots, shared = "abcdefghijklmnopqrst", np.eye(20).tolist(), {}, {}
     for number in range(1, 61):
         here = [c for i, c in enumerate(names) if rng.random() < (0.1 if i < 4 else 0.8)]

@@ -1,8 +1,8 @@
-"""A network's weights in lower precision, by one kernel for all of them.
+"""Cast a network's weights to lower precision with one kernel for all of them.
 
-Under autocast every convolution casts its weight by itself, and its gradient back: dozens of kernels a step that each take
-longer to start than to run. Within `lowered_weights` the weights are cast together, and so are their gradients, to the same
-bits.
+Under autocast every convolution casts its own weight, and its gradient back: dozens of kernels a step, which each take longer
+to launch than to run. Within `cast_weights` the weights are cast together, and so are their gradients, to the same bits
+(`benchmarks/kernels.py` measures both).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class _Cast(torch.autograd.Function):
-    """Tensors in another dtype, and their gradients back in their own."""
+    """Cast tensors to another dtype, and their gradients back to their own."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -30,20 +30,20 @@ class _Cast(torch.autograd.Function):
 
 
 def _cast(tensors: tuple[Tensor, ...], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
-    made = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    torch._foreach_copy_(made, list(tensors))
-    return tuple(made)
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    torch._foreach_copy_(copies, list(tensors))
+    return tuple(copies)
 
 
 @contextmanager
-def lowered_weights(convolutions: list[nn.Conv2d], device: torch.device) -> Iterator[None]:
-    """For as long as it lasts, and only under autocast, these convolutions use weights in autocast's dtype."""
+def cast_weights(convolutions: list[nn.Conv2d], device: torch.device) -> Iterator[None]:
+    """Under autocast, let these convolutions use weights in autocast's dtype for the context."""
     if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
         yield
         return
     weights = [conv.weight for conv in convolutions]
     cast: tuple[Tensor, ...] = _Cast.apply(torch.get_autocast_dtype(device.type), *weights)  # type: ignore[no-untyped-call]
-    # What stands in an object's own dictionary is found before its parameters, which stay where they are.
+    # An entry of an object's own dictionary is found before its parameters, which stay as they are.
     for conv, weight in zip(convolutions, cast, strict=True):
         conv.__dict__["weight"] = weight
     try:

@@ -1,0 +1,216 @@
+"""An aggregator: stages that fill in a draft and a reducer that makes the new model, as one pure function of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedheal.aggregate import kernels, reduce
+from fedheal.aggregate.draft import Draft
+from fedheal.aggregate.stage import Stage, check_returned
+from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite, find_bad_updates
+from fedheal.core.arrays import Floats, Integers, normalised, tensor_of
+from fedheal.core.layout import Layout, Packed, Sizes
+from fedheal.core.state import State, expect
+from fedheal.core.updates import Updates
+
+Reducer = Callable[[Draft, Floats], tuple[Packed, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class AggregatorState(State, kind="aggregator"):
+    """Everything an aggregator remembers, and the sizes of the model it was made for."""
+
+    sizes: Sizes
+    stage: State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregated:
+    """The result of one round's aggregation.
+
+    Attributes:
+        model: The new global model, of the type that was given.
+        weights: `[K]`, in the order of `updates.clients`; 0 for a skipped client.
+        unnormalised_weights: `[K]`, the weights before they are normalised over this cohort, comparable between rounds.
+        state: The aggregator's state after the round.
+        report: JSON-ready: the `skipped` clients with the reason, and what the stages report (distances, kept fractions, ...).
+    """
+
+    model: Any
+    weights: Tensor
+    unnormalised_weights: Tensor
+    state: AggregatorState
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """Stages and a reducer as one pure function of arrays.
+
+    Attributes:
+        stage: Decides who counts how much and which entries count.
+        reduce: Makes the new model from the filled-in draft and the normalised weights.
+        on_bad_update: `"raise"`: a bad update is an error. `"skip"`: its client counts as absent.
+        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
+    """
+
+    stage: Stage
+    reduce: Reducer = reduce.mean
+    on_bad_update: str = "raise"
+    kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.on_bad_update not in ("raise", "skip"):
+            raise ValueError(f"on_bad_update = {self.on_bad_update!r}: use 'raise' or 'skip'")
+        kernels.check_kernel(self.kernel)
+
+    def init(self, layout: Layout) -> AggregatorState:
+        """Return the state before the first round."""
+        return AggregatorState(layout.sizes(), self.stage.init(layout))
+
+    def apply(self, model: Any, updates: Updates, state: State, donate: bool = False) -> Aggregated:
+        """Make the new global model of one round from the old one and a cohort's updates.
+
+        Args:
+            model: A `Packed`, or just the flat parameters as a tensor or numpy array.
+            updates: The cohort's updates.
+            state: What `init` or the last round's `apply` gave.
+            donate: Whether the old state's memory may be reused. That state must not be used again, whatever comes of the
+                round. No other input is ever changed.
+
+        Returns:
+            The new model, the weights, the new state and a report. A cohort without a usable update leaves model and state
+            as they were.
+
+        Raises:
+            BadUpdate: A client's update cannot be used, and `on_bad_update` is `"raise"`.
+            ValueError: Model, updates or state do not fit this aggregator, or the new model would not be finite.
+        """
+        state = expect(state, AggregatorState)
+        packed = _pack_model(model, updates, state.sizes)
+        bad = find_bad_updates(updates, state.sizes, self.stage.needs)
+        while True:
+            if bad and self.on_bad_update == "raise":
+                raise BadUpdate({updates.clients[row]: why for row, why in bad.items()})
+            good = (row for row in range(len(updates.clients)) if row not in bad)
+            rows = np.array(sorted(good, key=lambda row: updates.clients[row]), np.int64)
+            try:
+                new_model, (weights, unnormalised_weights), state, report = self._aggregate(
+                    packed, updates, rows, state, donate
+                )
+            except NonFinite as error:  # from the kernels, which read the updates; the state is still as it was
+                bad |= dict.fromkeys(error.rows, NON_FINITE)
+                continue
+            skipped = dict(updates.refused) | {updates.clients[row]: why for row, why in bad.items()}
+            return Aggregated(
+                model=_unpack_model(new_model, like=model),
+                weights=_scatter(weights, rows, len(updates.clients)),
+                unnormalised_weights=_scatter(unnormalised_weights, rows, len(updates.clients)),
+                state=state,
+                report={"skipped": skipped, **report},
+            )
+
+    def _aggregate(
+        self, model: Packed, updates: Updates, rows: Integers, state: AggregatorState, donate: bool
+    ) -> tuple[Packed, tuple[Floats, Floats], AggregatorState, dict[str, Any]]:
+        """Run the stages and the reducer on these rows: model, weights and unnormalised weights, state, report.
+
+        Raise `NonFinite` if a row holds NaN or infinity.
+        """
+        if len(rows) == 0:
+            return _copy_model(model), (np.zeros(0), np.zeros(0)), state, {}
+        kernel = kernels.choose_kernel(self.kernel, updates.deltas)
+        draft = Draft(sizes=state.sizes, model=model, updates=updates, rows=rows, kernel=kernel, donate=donate)
+        draft, after = check_returned("stage", self.stage.apply(draft, state.stage), Draft, State)
+        state = replace(state, stage=after)
+        weights, unnormalised_weights = _final_weights(draft)
+        if not weights.any():
+            return _copy_model(model), (weights, np.zeros_like(weights)), state, {}
+        new_model, report = check_returned("reducer", self.reduce(draft, weights), Packed, Mapping)
+        _check_overflow(new_model, model, updates, rows)
+        return new_model, (weights, unnormalised_weights), state, {**draft.report, **report}
+
+
+def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
+    """Return the model as vectors. Raise ValueError if it does not fit the state's sizes or the updates."""
+    if isinstance(model, Packed):
+        packed = model
+    else:
+        params = tensor_of(model, "model") if isinstance(model, np.ndarray) else model
+        if not isinstance(params, Tensor):
+            raise TypeError(
+                f"model is a {type(model).__name__}: give a Packed, or the flat parameters as tensor or array"
+            )
+        if updates.buffers is not None or updates.counters is not None:
+            raise ValueError("the updates carry buffers or counters but the model is a flat vector: give a Packed")
+        none = torch.empty(0, dtype=params.dtype), torch.empty(0, dtype=torch.int64)
+        packed = Packed(params.detach(), *none)
+        sizes = replace(sizes, buffers=0, counters=0)
+    expected = {"params": sizes.params, "buffers": sizes.buffers, "counters": sizes.counters}
+    for name, length in expected.items():
+        vector = getattr(packed, name)
+        if vector.shape != (length,):
+            raise ValueError(
+                f"the model's {name} have shape {tuple(vector.shape)}; this aggregator's state has {length} of them"
+            )
+    if not packed.params.is_floating_point():
+        raise ValueError(f"the model's parameters are {packed.params.dtype}, not floating point")
+    for name in ("params", "buffers"):
+        if not reduce.is_finite(getattr(packed, name)):
+            raise ValueError(f"the global model's {name} already hold NaN or infinity: start from a finite one")
+    if updates.clients and packed.params.device != updates.deltas.device:  # the device of no updates says nothing
+        raise ValueError(f"the model is on {packed.params.device}, the updates are on {updates.deltas.device}")
+    return packed
+
+
+def _unpack_model(packed: Packed, like: Any) -> Any:
+    """Return `packed` as the type of `like`."""
+    if isinstance(like, Packed):
+        return packed
+    return packed.params.numpy() if isinstance(like, np.ndarray) else packed.params
+
+
+def _copy_model(model: Packed) -> Packed:
+    return Packed(model.params.clone(), model.buffers.clone(), model.counters.clone())
+
+
+def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
+    """Return the stages' weights, or this round's examples if no stage gave any: normalised, and unnormalised."""
+    weights = draft.num_examples if draft.weights is None else draft.weights
+    unnormalised_weights = weights if draft.unnormalised_weights is None else draft.unnormalised_weights
+    for column in (weights, unnormalised_weights):
+        if column.shape != draft.rows.shape or not np.isfinite(column).all() or (column < 0).any():
+            raise ValueError(f"a stage must give {len(draft.rows)} finite, non-negative weights, got {column}")
+    return normalised(weights), unnormalised_weights
+
+
+def _check_overflow(new_model: Packed, model: Packed, updates: Updates, rows: Integers) -> None:
+    """Raise if the new model is not finite: `NonFinite` if clients are at fault, else ValueError for an overflow.
+
+    An overflow is never skipped: the stages have counted these updates already, and each of them may be valid.
+    """
+    for name in ("params", "buffers"):
+        if not reduce.is_finite(getattr(new_model, name)):
+            kernels.reference.check_finite(updates.deltas, rows)
+            dtype = getattr(new_model, name).dtype
+            clients = [updates.clients[row] for row in rows if not _is_representable(model.params, updates.deltas[row])]
+            hint = f"; the models of {', '.join(map(repr, clients))} do not fit it by themselves" if clients else ""
+            raise ValueError(f"this round would make the global model's {name} overflow {dtype}{hint}")
+
+
+def _is_representable(params: Tensor, delta: Tensor) -> bool:
+    """Return whether a client's own model is finite in the dtype of the global one."""
+    return reduce.is_finite((params.to(torch.float64) + delta.to(params.device, torch.float64)).to(params.dtype))
+
+
+def _scatter(column: Floats, rows: Integers, length: int) -> Tensor:
+    """Return a tensor of this length with the column at `rows` and 0 elsewhere."""
+    scattered = torch.zeros(length, dtype=torch.float64)
+    scattered[torch.from_numpy(rows)] = torch.from_numpy(column)
+    return scattered

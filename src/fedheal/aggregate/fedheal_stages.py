@@ -1,0 +1,133 @@
+"""FedHEAL's stages and their parameters: FPHL gives the mask, FAEL the weights, and FedHEAL both.
+
+Chen, Huang and Ye, CVPR 2024. The rules themselves are in `masks/consistency.py` and `weights/distance.py`.
+"""
+
+from __future__ import annotations
+
+from fedheal.aggregate.masks.consistency import consistency_mask
+from fedheal.aggregate.masks.forgetting import forgetting_mask
+from fedheal.aggregate.masks.soft import soft_mask
+from fedheal.aggregate.stage import Stage, chain
+from fedheal.aggregate.weights.distance import cumulative_rule, distance_weights, momentum_rule
+from fedheal.aggregate.weights.exact import exact_weights
+from fedheal.aggregate.weights.per_domain import per_domain_weights
+from fedheal.core.parameter import Parameter, declare_parameters
+
+TAU = Parameter(
+    "tau",
+    description="least consistency of an entry that is kept",
+    source="Chen et al. 2024 for Digits; 0.4 for Office-Caltech",
+    default=0.3,
+    ge=0,
+    le=1,
+)
+BETA = Parameter(
+    "beta",
+    description="how fast weights follow distances",
+    source="Chen et al. 2024 for both data sets",
+    default=0.4,
+    ge=0,
+    le=1,
+)
+VARIANT = Parameter(
+    "variant",
+    description="paper or released",
+    source="ours: the equations rather than the authors' code",
+    default="paper",
+    choices=("paper", "released"),
+)
+FPHL = Parameter("fphl", description="whether entries are masked at all", source="Chen et al. 2024", default=True)
+FAEL = Parameter(
+    "fael",
+    description="momentum, exact, exact-reg or false (example shares)",
+    source="Chen et al. 2024: momentum",
+    default="momentum",
+    choices=("momentum", "exact", "exact-reg", False),
+)
+PER_STEP = Parameter(
+    "per_step", description="distances per unit of reach", source="extension of ours, off", default=False
+)
+SOFT = Parameter(
+    "soft", description="what is kept counts by its consistency", source="extension of ours, off", default=False
+)
+FORGET = Parameter(
+    "forget",
+    description="share of a client's sign history that each of its rounds fades",
+    source="extension of ours, off",
+    default=0.0,
+    ge=0,
+    lt=1,
+)
+PER_DOMAIN = Parameter(
+    "per_domain",
+    description="weight moves between domains instead of clients",
+    source="extension of ours, off",
+    default=False,
+)
+
+
+@declare_parameters(TAU, VARIANT, SOFT, FORGET)
+def fphl_mask(
+    tau: float = TAU.default,
+    variant: str = VARIANT.default,
+    soft: bool = SOFT.default,
+    forget: float = FORGET.default,
+) -> Stage:
+    """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything.
+
+    `soft`: what is kept counts by its consistency. `forget`: the share of a client's history that each of its rounds fades.
+    """
+    if variant == "paper" and tau == 0 and not soft:
+        return chain()
+    if forget > 0:
+        return forgetting_mask(forget, tau, variant, soft)
+    return soft_mask(tau, variant) if soft else consistency_mask(tau, variant)
+
+
+@declare_parameters(BETA, VARIANT, PER_STEP, PER_DOMAIN)
+def fael_weights(
+    beta: float = BETA.default,
+    variant: str = VARIANT.default,
+    per_step: bool = PER_STEP.default,
+    per_domain: bool = PER_DOMAIN.default,
+) -> Stage:
+    """More weight to clients that must move further (`per_step`: for their steps); `beta=0` of the paper: example shares.
+
+    `per_domain`: more weight to domains whose clients must move further on average.
+    """
+    if variant == "paper" and beta == 0:
+        return chain()
+    rule = (cumulative_rule if variant == "released" else momentum_rule)(beta, per_step)
+    return per_domain_weights(rule) if per_domain else distance_weights(rule)
+
+
+@declare_parameters(TAU, BETA, VARIANT, FPHL, FAEL, PER_STEP, SOFT, FORGET, PER_DOMAIN)
+def fedheal_stage(
+    tau: float = TAU.default,
+    beta: float = BETA.default,
+    variant: str = VARIANT.default,
+    fphl: bool = FPHL.default,
+    fael: str | bool = FAEL.default,
+    per_step: bool = PER_STEP.default,
+    soft: bool = SOFT.default,
+    forget: float = FORGET.default,
+    per_domain: bool = PER_DOMAIN.default,
+) -> Stage:
+    """FPHL's mask and FAEL's weights, with a switch for each."""
+    if fael != "momentum" and per_step:
+        raise ValueError(f"per_step = True with fael = {fael!r}: only fael = 'momentum' measures distances per step")
+    if fael != "momentum" and per_domain:
+        raise ValueError(f"per_domain = True with fael = {fael!r}: only fael = 'momentum' moves weight between domains")
+    if not fphl and soft:
+        raise ValueError("soft = True with fphl = False: there is no mask to soften")
+    if not fphl and forget:
+        raise ValueError(f"forget = {forget} with fphl = False: there are no sign counts to forget")
+    mask = [fphl_mask(tau, variant, soft, forget)] if fphl else []
+    if fael == "momentum":
+        return chain(*mask, fael_weights(beta, variant, per_step, per_domain))
+    if fael == "exact":
+        return chain(*mask, exact_weights())
+    if fael == "exact-reg":
+        return chain(*mask, exact_weights(ridge=1.0, towards="uniform", floor=0.2))
+    return chain(*mask, chain())

@@ -1,0 +1,91 @@
+"""Ditto: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021.
+
+Besides the global model each client trains its own v on `F_m(v) + lam/2 |v - W|^2`, W the received model. The FedHEAL paper
+evaluates the average of the personal models: reading (a), `feedback=False`, trains the global model by FedAvg as usual and
+evaluates `V = sum P_m v_m`; reading (b), `feedback=True`, makes V the global model. The sum is over all clients that have a
+personal model, each with the weight it last had; a server that only has this round's personal models sums over those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from fedheal.core.arrays import Floats, normalised
+from fedheal.core.layout import Packed
+from fedheal.core.parameter import Parameter, declare_parameters
+from fedheal.local.client_weights import PREFIX, get_cohort_weights, get_stored_weights
+from fedheal.local.term import Arrays, Context, ServerContext, Term
+
+COLUMNS = 1 << 18  # entries summed at a time: all clients' models as float64 at once may not fit into memory
+
+
+DITTO_LAM = Parameter(
+    "lam",
+    description="pull of the personal model towards the received one",
+    source="Li et al. 2021, released script",
+    default=1.0,
+    ge=0,
+)
+DITTO_FEEDBACK = Parameter(
+    "feedback",
+    description="broadcast the personal models' average",
+    source="ours: W stays FedAvg's; the FedHEAL paper leaves it open",
+    default=False,
+)
+
+
+@declare_parameters(DITTO_LAM, DITTO_FEEDBACK)
+@dataclass(frozen=True)
+class Ditto(Term):
+    """Li et al. 2021: a personal model per client; their average is evaluated (feedback: and broadcast)."""
+
+    lam: float = DITTO_LAM.default
+    feedback: bool = DITTO_FEEDBACK.default
+
+    @property
+    def needs_plain_server(self) -> str:
+        if not self.feedback:
+            return ""
+        return "ditto:feedback=true makes the personal models' average the global model, whatever the step"
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        slot = ctx.slot
+        start = Packed(slot["params"], slot["buffers"], slot["counters"]) if "params" in slot else ctx.received
+        personal = ctx.fit(start, self.lam)
+        vectors = {"params": personal.params, "buffers": personal.buffers, "counters": personal.counters}
+        return vectors, vectors
+
+    def absorb(
+        self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
+    ) -> tuple[Packed, Arrays]:
+        if not messages:
+            return aggregated, shared
+        models = ctx.slots or dict(zip(ctx.updates.clients, messages, strict=True))
+        weights = get_stored_weights(shared) | get_cohort_weights(ctx)
+        clients = sorted(models)
+        u = normalised(np.array([float(weights[f"{PREFIX}{client}"]) for client in clients]))
+        params, buffers = (_average([models[client][name] for client in clients], u) for name in ("params", "buffers"))
+        if self.feedback:
+            counters = torch.stack([models[client]["counters"] for client in clients]).amax(dim=0)
+            return Packed(params, buffers, counters), weights
+        return aggregated, {"params": params, "buffers": buffers, **weights}
+
+    def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
+        if self.feedback or "params" not in shared:
+            return model
+        return replace(model, params=shared["params"].to(model.params), buffers=shared["buffers"].to(model.buffers))
+
+
+def _average(vectors: Sequence[torch.Tensor], u: Floats) -> torch.Tensor:
+    """Return the mean with weights `u`, summed in float64."""
+    weights = torch.from_numpy(u).to(vectors[0].device)[:, None]
+    mean = torch.empty_like(vectors[0])
+    for start in range(0, len(mean), COLUMNS):
+        columns = slice(start, start + COLUMNS)
+        part = torch.stack([vector[columns] for vector in vectors])
+        mean[columns] = (weights * part.to(torch.float64)).sum(dim=0).to(mean.dtype)
+    return mean

@@ -1,0 +1,69 @@
+"""FedCE: Jiang et al., "Fair Federated Medical Image Segmentation via Client Contribution Estimation", CVPR 2023.
+
+A client reports how well the others do without it (`without_me`): the accuracy, on examples that it holds out of its own
+training data, of `(W - e w_prev) / (1 - e)`, with `w_prev` the model it sent last and `e` the weight that model had, averaged
+over its rounds. The client keeps that mean, as in the authors' code.
+
+Deviation: W contains `e w_prev` only in the next round. Later the formula would subtract what is no longer there, running
+variances would fall below zero, and the network would give NaN. So a client that was absent in the previous round, was alone
+in it, or gets a loss that is not finite repeats its mean. It reports how many rounds that mean is of (`judged`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedheal.core.layout import Packed
+from fedheal.local.term import Arrays, Context, ServerContext, Term
+
+
+@dataclass(frozen=True)
+class FedCE(Term):
+    """The leave-one-out accuracy that FedCE's aggregation needs."""
+
+    validates: bool = True
+
+    @property
+    def needs_plain_server(self) -> str:
+        return "fedce takes a client's model out of the average, which must be the global model itself"
+
+    def broadcast(self, client: str, shared: Arrays) -> Arrays:
+        return {name: shared[name] for name in (f"e.{client}",) if name in shared}
+
+    def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
+        count, total = ctx.slot["judged"].tolist() if "judged" in ctx.slot else (0.0, 0.0)
+        accuracy = self._evaluate_without_client(ctx)
+        if accuracy is not None:
+            count, total = count + 1, total + accuracy
+        ctx.scratch["judged"] = [count, total]  # for `finish`, which follows
+        return {"without_me": total / count if count else 0.0, "judged": count}
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        device = local.params.device
+        judged = torch.tensor(ctx.scratch["judged"], dtype=torch.float64, device=device)  # count and sum of accuracies
+        last_round = torch.tensor(ctx.round, device=device)
+        return {"params": local.params, "buffers": local.buffers, "judged": judged, "round": last_round}, {}
+
+    def _evaluate_without_client(self, ctx: Context) -> float | None:
+        """Return the accuracy of the received model without this client, or None if it cannot be computed."""
+        weight = ctx.shared.get(f"e.{ctx.client}")
+        was_present = "round" in ctx.slot and int(ctx.slot["round"]) == ctx.round - 1
+        if weight is None or not was_present or not float(weight) < 1:
+            return None
+        e = float(weight)
+        others = {f: (getattr(ctx.received, f) - e * ctx.slot[f]) / (1 - e) for f in ("params", "buffers")}
+        loss, accuracy = ctx.validate(replace(ctx.received, **others))
+        return accuracy if math.isfinite(loss) else None
+
+    def absorb(
+        self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
+    ) -> tuple[Packed, Arrays]:
+        # `broadcast` sends each client the weight its model had.
+        weights = {
+            f"e.{client}": weight.clone() for client, weight in zip(ctx.updates.clients, ctx.weights, strict=True)
+        }
+        return aggregated, dict(shared) | weights
