@@ -20,15 +20,15 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def flwr_run(inside: list[str], folder: Path, nodes: int, **config: object) -> str:
+def flwr_run(inside: list[str], workspace: Path, nodes: int, **config: object) -> str:
     """Run the example app with so many nodes; return what it printed."""
     values = " ".join(f"{key.replace('_', '-')}={value!r}" for key, value in config.items())
     federation = f"num-supernodes={nodes} client-resources-num-cpus=1"
     words = ["flwr", "run", str(EXAMPLES / "flower"), "--stream", "--federation-config", federation]
     done = subprocess.run(
         [*inside, *words, "--run-config", values],
-        env=environment(folder / "home"),
-        cwd=folder,
+        env=environment(workspace / "home"),
+        cwd=workspace,
         capture_output=True,
         text=True,
         check=False,
