@@ -15,7 +15,7 @@ import torch
 from fedheal import Layout, Updates, aggregate, models
 from fedheal.aggregate.draft import CountMask
 from fedheal.aggregate.kernels import reference
-from fedheal.core.layout import matrix
+from fedheal.core.layout import allocate_rows
 
 CLIENTS = 20
 
@@ -55,13 +55,13 @@ def main() -> None:
     sizes = layout.sizes()
     tensors, size = [length for _, length in sizes.tensors], sizes.params
     device = torch.device("cuda")
-    deltas = matrix(CLIENTS, size, torch.float32, device)  # as the lanes hand them over
+    deltas = allocate_rows(CLIENTS, size, torch.float32, device)  # as the lanes hand them over
     deltas.copy_(torch.randn(CLIENTS, size, device="cuda") * 0.01)
     params = torch.randn(size, device="cuda")
     source, target = torch.randn(CLIENTS, size, device="cuda"), torch.empty(CLIENTS, size, device="cuda")
     copy = best(lambda: target.copy_(source))
     bandwidth = 2 * deltas.nbytes / copy
-    counts = matrix(CLIENTS, size, torch.uint8, device)
+    counts = allocate_rows(CLIENTS, size, torch.uint8, device)
     rows = np.arange(CLIENTS)
     low, high = np.full(CLIENTS, 1), np.full(CLIENTS, 2)
     weights = np.full(CLIENTS, 1 / CLIENTS)

@@ -14,13 +14,14 @@ SHOWN = {
     "fedheal.aggregate.flaws": ["BadUpdate"],
     "fedheal.aggregate.server": ["Server"],
     "fedheal.aggregate.stages": ["STAGES"],
+    "fedheal.data": ["load"],
     "fedheal.engine.serial": ["Bench", "Training", "seeded"],
     "fedheal.execute": ["run"],
     "fedheal.experiment": ["Experiment", "build", "module_of"],
     "fedheal.recipes": ["RECIPES", "Options", "paper", "planned"],
     "fedheal.flower.client": ["judged", "name_of", "received"],
-    "fedheal.records": ["read_rounds"],
-    "fedheal.report.diagnose": ["diagnose", "sentences"],
+    "fedheal.records": ["read_rounds", "states"],
+    "fedheal.report.diagnose": ["diagnose", "lines", "sentences"],
     "fedheal.rng": ["generator"],
     "fedheal.run": ["Callback", "Federation"],
     "fedheal.statistics": ["compare_all", "seeds_needed", "verdict"],
@@ -42,6 +43,10 @@ def test_from_imports_work_and_the_function_run_stays_a_function() -> None:
     from fedheal.simulate.federation import Federation as moved
 
     assert Federation is moved
+    from fedheal import records
+
+    with pytest.warns(DeprecationWarning, match=r"fedheal\.runs\.folder"):
+        assert callable(records.read_rounds)
     assert callable(fedheal.run)
 
 

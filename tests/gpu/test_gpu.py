@@ -14,7 +14,7 @@ import fedheal
 from fedheal import Layout, Updates, aggregate, methods
 from fedheal.aggregate import kernels
 from fedheal.aggregate.draft import CountMask
-from fedheal.core.layout import matrix
+from fedheal.core.layout import allocate_rows
 from fedheal.engine import open_engine, serial
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.precision import use_precision
@@ -108,7 +108,7 @@ def test_the_cuda_kernel_has_the_bits_of_the_reference(dtype, width, sign, align
     from fedheal.aggregate.kernels import cuda, reference
 
     def rows_of(made):
-        return matrix(*made.shape, made.dtype, made.device).copy_(made) if aligned else made
+        return allocate_rows(*made.shape, made.dtype, made.device).copy_(made) if aligned else made
 
     rng = np.random.default_rng(3)
     tensors = [5000, 0, 1, 70000, 4096, 907]

@@ -14,7 +14,7 @@ from fedheal.aggregate import kernels, reduce
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage, check_returned
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite, find_bad_updates
-from fedheal.core.arrays import Floats, Integers, normalised, tensor_of
+from fedheal.core.arrays import Floats, Integers, as_tensor, normalise_weights
 from fedheal.core.layout import Layout, Packed, Sizes
 from fedheal.core.state import State, expect
 from fedheal.core.updates import Updates
@@ -142,7 +142,7 @@ def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     if isinstance(model, Packed):
         packed = model
     else:
-        params = tensor_of(model, "model") if isinstance(model, np.ndarray) else model
+        params = as_tensor(model, "model") if isinstance(model, np.ndarray) else model
         if not isinstance(params, Tensor):
             raise TypeError(
                 f"model is a {type(model).__name__}: give a Packed, or the flat parameters as tensor or array"
@@ -187,7 +187,7 @@ def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
     for column in (weights, unnormalised_weights):
         if column.shape != draft.rows.shape or not np.isfinite(column).all() or (column < 0).any():
             raise ValueError(f"a stage must give {len(draft.rows)} finite, non-negative weights, got {column}")
-    return normalised(weights), unnormalised_weights
+    return normalise_weights(weights), unnormalised_weights
 
 
 def _check_overflow(new_model: Packed, model: Packed, updates: Updates, rows: Integers) -> None:

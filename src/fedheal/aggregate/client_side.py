@@ -20,7 +20,7 @@ from fedheal.aggregate.fedheal_stages import TAU, VARIANT
 from fedheal.aggregate.masks.consistency import ConsistencyState, consistency_mask
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite
 from fedheal.aggregate.weights.distance import compute_distances
-from fedheal.core.arrays import Array, tensor_of
+from fedheal.core.arrays import Array, as_tensor
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import State, expect
 from fedheal.core.updates import FLOATS, Updates
@@ -63,7 +63,7 @@ def client_share(
     """
     TAU.check(tau)
     VARIANT.check(variant)
-    update = tensor_of(delta, "delta")
+    update = as_tensor(delta, "delta")
     if update.ndim != 1 or update.dtype not in FLOATS:
         raise ValueError(f"delta is {update.dtype} of shape {tuple(update.shape)}: give a vector of floats")
     layout = layout or Layout.flat(len(update))

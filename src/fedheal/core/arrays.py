@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
-def tensor_of(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
+def as_tensor(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
     """Return a tensor that shares the array's memory where possible, also for read-only numpy arrays.
 
     Raises:
@@ -38,7 +38,7 @@ def tensor_of(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
     return torch.from_numpy(values if regular else values.copy())
 
 
-def normalised(values: Floats) -> Floats:
+def normalise_weights(values: Floats) -> Floats:
     """Return non-negative values scaled to sum 1, or zeros if all are 0; a sum that would overflow is no exception."""
     top = values.max(initial=0.0)
     return (values / top) / (values / top).sum() if top > 0 else np.zeros_like(values)

@@ -33,9 +33,23 @@ MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "fedheal.simulate.experiment",
         {"build": "fedheal.simulate.build:build_federation", "module_of": "fedheal.simulate.build:build_module"},
     ),
-    "fedheal.recipes": ("fedheal.reproduce", {}),
+    "fedheal.recipes": (
+        "fedheal.reproduce",
+        {"Entry": "RecipeRow", "paper": "fedheal.reproduce:paper", "planned": "plan_recipe", "suffix": "make_suffix"},
+    ),
     "fedheal.recipes.paper": ("fedheal.reproduce.paper", {}),
-    "fedheal.records": ("fedheal.runs.folder", {}),
+    "fedheal.records": (
+        "fedheal.runs.folder",
+        {
+            "BadState": "CheckpointError",
+            "alone": "fedheal.runs.lock:hold_lock",
+            "cut_rounds": "truncate_rounds",
+            "load_state": "load_checkpoint",
+            "lock": "fedheal.runs.lock:acquire_lock",
+            "save_state": "save_checkpoint",
+            "states": "list_checkpoints",
+        },
+    ),
     "fedheal.rng": ("fedheal.core.rng", {}),
     "fedheal.run": (
         "fedheal.simulate.round",

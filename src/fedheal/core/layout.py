@@ -119,7 +119,7 @@ class Layout:
 
         def vector(kind: Kind) -> Tensor:
             dtype = self._dtype(kind)
-            parts = [real(state_dict[e.name].detach()).reshape(-1).to(device, dtype) for e in self._distinct(kind)]
+            parts = [as_real(state_dict[e.name].detach()).reshape(-1).to(device, dtype) for e in self._distinct(kind)]
             return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
 
         return Packed(vector("param"), vector("buffer"), vector("counter"))
@@ -145,7 +145,7 @@ class Layout:
         for e in self.entries:
             where = (e.kind, e.start, e.stop)
             if where not in made or e.start == e.stop:  # empty tensors share a place without being tied
-                made[where] = unreal(vectors[e.kind][e.start : e.stop], e.dtype).reshape(e.shape)
+                made[where] = restore_dtype(vectors[e.kind][e.start : e.stop], e.dtype).reshape(e.shape)
             result[e.name] = made[where]
         return result
 
@@ -208,13 +208,13 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
 
 
-def real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """Return a tensor as a flat vector holds it: a complex number becomes its two parts."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def unreal(vector: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return part of a flat vector as numbers of this dtype; the inverse of `real`."""
+def restore_dtype(vector: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return part of a flat vector as numbers of this dtype; the inverse of `as_real`."""
     if dtype.is_complex:
         return torch.view_as_complex(vector.to(_real_dtype(dtype), copy=True).reshape(-1, 2))
     return vector.to(dtype)
@@ -223,14 +223,14 @@ def unreal(vector: Tensor, dtype: torch.dtype) -> Tensor:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if (a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()):
         return True
-    bits = [real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    bits = [as_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return torch.equal(bits[0], bits[1].to(bits[0].device))
 
 
-def matrix(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_rows(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros; on a GPU each row starts at a multiple of `ALIGNED` entries.
 
-    >>> matrix(2, 3, torch.float32, torch.device("cpu"))
+    >>> allocate_rows(2, 3, torch.float32, torch.device("cpu"))
     tensor([[0., 0., 0.],
             [0., 0., 0.]])
     """

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.core.arrays import Array, tensor_of
+from fedheal.core.arrays import Array, as_tensor
 from fedheal.core.layout import ALIGNED, Layout, Sizes
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -112,7 +112,7 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
     if not isinstance(value, (Tensor, np.ndarray)):
         if not isinstance(value, Sequence):
             raise TypeError(f"{name} is a {type(value).__name__}: give a matrix, or a list with a vector a client")
-        rows = [tensor_of(row, name) for row in value]
+        rows = [as_tensor(row, name) for row in value]
         shapes = [tuple(row.shape) for row in rows]
         for client, shape in zip(clients, shapes, strict=False):
             if len(shape) != 1 or shape != shapes[0]:
@@ -121,7 +121,7 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
                     "Updates.collect(..., on_bad_update='skip') leaves such clients out"
                 )
         value = torch.stack(rows) if rows else torch.zeros(0, 0)
-    matrix = tensor_of(value, name)
+    matrix = as_tensor(value, name)
     if matrix.ndim != 2 or matrix.shape[0] != len(clients):
         raise ValueError(
             f"{name} has shape {tuple(matrix.shape)}; {len(clients)} clients need ({len(clients)}, length)"
@@ -139,7 +139,7 @@ def _names(name: str, value: Sequence[str], clients: tuple[str, ...]) -> tuple[s
 
 
 def _column(name: str, value: Array | Sequence[float], clients: tuple[str, ...]) -> Tensor:
-    given = tensor_of(value, name)
+    given = as_tensor(value, name)
     if given.is_complex():
         raise TypeError(f"{name} is {given.dtype}: real numbers are needed")
     column = given.to("cpu", torch.float64)
@@ -251,7 +251,7 @@ def _reply(given: Any) -> Reply:
 
 def _read(reply: Reply) -> tuple[Tensor, Reply]:
     """Return the reply's update, and the rest of the reply in plain types."""
-    delta = tensor_of(reply.delta, "its update")
+    delta = as_tensor(reply.delta, "its update")
     if delta.ndim != 1:
         raise ValueError(f"its update has shape {tuple(delta.shape)}, not one dimension")
     if delta.dtype not in FLOATS:
@@ -286,7 +286,7 @@ def _name(name: str, value: Any) -> str | None:
 def _vector(name: str, value: Array | None) -> Tensor | None:
     if value is None:
         return None
-    vector = tensor_of(value, f"its {name}").clone()
+    vector = as_tensor(value, f"its {name}").clone()
     if vector.ndim != 1:
         raise ValueError(f"its {name} have shape {tuple(vector.shape)}, not one dimension")
     if vector.is_complex() or vector.is_floating_point() != (name == "buffers"):
@@ -341,7 +341,7 @@ class _Rows:
 
     def matrix(self) -> Tensor:
         if self.file is None:
-            whole = _one_matrix(self.held) if self.keep else None
+            whole = _view_as_matrix(self.held) if self.keep else None
             if whole is not None:
                 return whole
             device = self.held[0].device if self.held else None
@@ -378,7 +378,7 @@ class _Rows:
             ) from error
 
 
-def _one_matrix(rows: Sequence[Tensor]) -> Tensor | None:
+def _view_as_matrix(rows: Sequence[Tensor]) -> Tensor | None:
     """Return the matrix that these are the consecutive rows of, or None."""
     if not rows or not rows[0].numel():
         return None

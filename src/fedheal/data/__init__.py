@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.errors import format_error, suggest
 from fedheal.core.import_path import import_function
 from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
@@ -25,6 +26,17 @@ from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_from_disk, mak
 from fedheal.data.specs import DatasetSpec
 
 __all__ = ["DATASETS", "SPECS", "DataRequest", "Dataset", "find_spec", "get_protocol", "load_dataset"]
+
+__getattr__ = warn_of_renames(
+    __name__,
+    {
+        "DESCRIPTIONS": "SPECS",
+        "Wanted": "DataRequest",
+        "description": "find_spec",
+        "load": "load_dataset",
+        "protocol": "get_protocol",
+    },
+)
 
 SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
 

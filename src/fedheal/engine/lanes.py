@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedheal.core.layout import Packed, matrix
+from fedheal.core.layout import Packed, allocate_rows
 from fedheal.data.augment import normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine import serial
@@ -74,7 +74,7 @@ class Lanes:
         while len(self.lanes) < len(queues):
             self.lanes.append(Lane(local_training, self.data, self.tuned_sizes))
         metrics = self._compute_metrics(model, tasks)
-        deltas = matrix(len(tasks), len(model.params), model.params.dtype, local_training.device)
+        deltas = allocate_rows(len(tasks), len(model.params), model.params.dtype, local_training.device)
         results: dict[int, tuple[ClientResult, Tensor]] = {}
 
         def run_queue(lane: Lane, queue: Sequence[int]) -> Generator[None, None, None]:

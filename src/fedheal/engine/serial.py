@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedheal.core.deprecated_paths import warn_of_renames
-from fedheal.core.layout import Layout, Packed, real
+from fedheal.core.layout import Layout, Packed, as_real
 from fedheal.core.rng import derive, generator
 from fedheal.core.updates import Reply
 from fedheal.data.augment import Choices, apply_choices, draw_choices, normalise_images
@@ -355,7 +355,7 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
             torch.autograd.backward(loss)
     named = dict(module.named_parameters(remove_duplicate=False))
     tensors = [named[name] for name, _ in local_training.layout.sizes().tensors]
-    gradients = [real(torch.zeros_like(t) if t.grad is None else t.grad) for t in tensors]
+    gradients = [as_real(torch.zeros_like(t) if t.grad is None else t.grad) for t in tensors]
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).detach()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fedheal.core.arrays import Floats, normalised
+from fedheal.core.arrays import Floats, normalise_weights
 from fedheal.core.layout import Packed
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.client_weights import PREFIX, get_cohort_weights, get_stored_weights
@@ -67,7 +67,7 @@ class Ditto(Term):
         models = ctx.slots or dict(zip(ctx.updates.clients, messages, strict=True))
         weights = get_stored_weights(shared) | get_cohort_weights(ctx)
         clients = sorted(models)
-        u = normalised(np.array([float(weights[f"{PREFIX}{client}"]) for client in clients]))
+        u = normalise_weights(np.array([float(weights[f"{PREFIX}{client}"]) for client in clients]))
         params, buffers = (_average([models[client][name] for client in clients], u) for name in ("params", "buffers"))
         if self.feedback:
             counters = torch.stack([models[client]["counters"] for client in clients]).amax(dim=0)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedheal.core.layout import Layout, Packed, unreal
+from fedheal.core.layout import Layout, Packed, restore_dtype
 from fedheal.core.updates import Updates
 
 Arrays = Mapping[str, Tensor]
@@ -106,7 +106,7 @@ class Context:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Split a flat vector into tensors of the parameters' shapes; a complex parameter gets its two real parts joined."""
         parts = zip(torch.split(flat, self.layout.sizes().lengths), self.params, strict=True)
-        return [(unreal(part, p.dtype) if p.is_complex() else part).view(p.shape) for part, p in parts]
+        return [(restore_dtype(part, p.dtype) if p.is_complex() else part).view(p.shape) for part, p in parts]
 
 
 @dataclass(frozen=True)

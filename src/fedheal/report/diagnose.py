@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.metrics import LAST
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, label_rounds
@@ -34,6 +35,10 @@ GAP = 5.0  # points below the mean
 COLUMNS = (
     "accuracy", "to the mean", "under-served since", "weight", "x equal share", "kept", "distance", "rounds present"
 )  # fmt: skip
+
+__getattr__ = warn_of_renames(
+    __name__, {"diagnose": "diagnose_run", "lines": "format_diagnosis", "sentences": "explain_diagnosis"}
+)
 
 
 @dataclass(frozen=True)

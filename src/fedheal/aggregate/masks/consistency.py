@@ -26,7 +26,7 @@ from fedheal.aggregate.client_index import extend_column, index_clients
 from fedheal.aggregate.draft import CountMask, Draft, Mask, UpdateNorms
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Integers
-from fedheal.core.layout import Layout, Sizes, matrix
+from fedheal.core.layout import Layout, Sizes, allocate_rows
 from fedheal.core.state import State, expect
 
 COUNT_DTYPES = {torch.uint8: np.uint8, torch.uint16: np.uint16, torch.uint32: np.uint32}  # narrowest first
@@ -135,7 +135,7 @@ def grow_counts(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draf
     if device.type == "cpu":  # numpy asks the system for zero pages: rows not yet used cost no memory
         grown = torch.from_numpy(np.zeros((rows, counts.shape[1]), COUNT_DTYPES.get(dtype, np.float32)))
     else:
-        grown = matrix(rows, counts.shape[1], dtype, device)
+        grown = allocate_rows(rows, counts.shape[1], dtype, device)
     for row in range(used):
         grown[row] = counts[row].to(device, dtype)
     return grown

@@ -18,7 +18,7 @@ import numpy as np
 from fedheal.aggregate.client_index import extend_column, index_clients
 from fedheal.aggregate.draft import Draft, UpdateNorms
 from fedheal.aggregate.stage import Stage
-from fedheal.core.arrays import Floats, Integers, normalised
+from fedheal.core.arrays import Floats, Integers, normalise_weights
 from fedheal.core.state import State, expect
 
 
@@ -83,7 +83,7 @@ def momentum_rule(beta: float, per_step: bool) -> Rule:
         n, examples = extend_column(before.n, len(clients)), extend_column(before.examples, len(clients))
         p, dp = extend_column(before.p, len(clients)), extend_column(before.dp, len(clients))
         examples[slots] += joined
-        shares = normalised(examples)[slots] * (joined / examples[slots])
+        shares = normalise_weights(examples)[slots] * (joined / examples[slots])
         p *= 1 - shares.sum()
         p[slots] += shares
         n[slots] += 1
@@ -139,7 +139,7 @@ def compute_distances(norms: UpdateNorms, variant: str) -> Floats:
 
 def scale_to_mean(d: Floats) -> Floats:
     """Return each client's distance relative to the cohort's mean: 1 for all if nobody moved."""
-    return len(d) * normalised(d) if d.any() else np.ones_like(d)
+    return len(d) * normalise_weights(d) if d.any() else np.ones_like(d)
 
 
 def bias_correction(beta: float, n: Integers) -> Floats:

@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.gram import compute_gram
 from fedheal.aggregate.stage import Stage, stateless
-from fedheal.core.arrays import Floats, normalised
+from fedheal.core.arrays import Floats, normalise_weights
 from fedheal.core.parameter import Parameter, declare_parameters
 
 TOLERANCE = 1e-8
@@ -56,7 +56,7 @@ def exact_weights(
 
     def apply(draft: Draft) -> Draft:
         k = len(draft.rows)
-        examples = normalised(draft.num_examples)
+        examples = normalise_weights(draft.num_examples)
         uniform = np.full(k, 1 / k)
         reference = examples if towards == "examples" else uniform
         matrix = compute_gram(draft, centre=True)  # a common drift cancels in the objective anyway

@@ -19,7 +19,7 @@ import numpy as np
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.weights.distance import Rule
-from fedheal.core.arrays import normalised
+from fedheal.core.arrays import normalise_weights
 from fedheal.core.state import State, expect
 
 
@@ -50,8 +50,8 @@ def per_domain_weights(rule: Rule) -> Stage:
         domain_weights, after = rule.update(before.rule, domains, joined, means)
         weights = np.zeros(len(cohort))
         for domain, weight in zip(domains, domain_weights, strict=True):
-            weights[cohort == domain] = weight * normalised(examples[cohort == domain])
-        shares = dict(zip(domains, normalised(domain_weights).tolist(), strict=True))
+            weights[cohort == domain] = weight * normalise_weights(examples[cohort == domain])
+        shares = dict(zip(domains, normalise_weights(domain_weights).tolist(), strict=True))
         report = {**draft.report, "distance": draft.key_by_client(d), "domain_weights": shares}
         state = PerDomainState(tuple(client_domains), tuple(client_domains.values()), after)
         return replace(draft, weights=weights, report=report), state

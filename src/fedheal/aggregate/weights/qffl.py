@@ -28,7 +28,7 @@ from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage, stateless
 from fedheal.aggregate.weights.afl import report_loss
 from fedheal.aggregate.weights.distance import compute_distances
-from fedheal.core.arrays import Floats, normalised
+from fedheal.core.arrays import Floats, normalise_weights
 from fedheal.core.parameter import Parameter, declare_parameters
 
 TINY = 1e-10
@@ -61,7 +61,7 @@ def qffl_weights(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default) -> St
         if step is None:
             return draft
         d = compute_distances(draft.measure_norms(), "paper")
-        scale = compute_shrinkage(normalised(weights), loss, d, draft.metric(step), q)
+        scale = compute_shrinkage(normalise_weights(weights), loss, d, draft.metric(step), q)
         return replace(draft, scale=scale, report=report | {"scale": scale})
 
     return stateless(apply, frozenset({"loss"} | ({step} if step else set())))

@@ -23,7 +23,7 @@ from fedheal.aggregate.client_index import extend_column, index_clients
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.gram import compute_gram
 from fedheal.aggregate.stage import Stage
-from fedheal.core.arrays import Floats, Integers, normalised
+from fedheal.core.arrays import Floats, Integers, normalise_weights
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
@@ -60,11 +60,11 @@ def fedce_stage(mode: str = FEDCE_MODE.default) -> Stage:
         n, cosines = extend_column(before.n, len(clients)), extend_column(before.cosines, len(clients))
         e = extend_column(before.e, len(clients), 1)
         n[slots] += 1
-        cosines[slots] += cosines_to_others(compute_gram(draft), normalised(e[slots]))
+        cosines[slots] += cosines_to_others(compute_gram(draft), normalise_weights(e[slots]))
         a = _floor_shares(1 - cosines[slots] / n[slots])
         accuracy = _fill_unknown(draft.metric("without_me"), draft.metric("judged") > 0)
         b = _floor_shares(1 - (1 - 1 / n.max()) * accuracy)
-        weights = normalised(a * b if mode == "times" else a + b)
+        weights = normalise_weights(a * b if mode == "times" else a + b)
         e[slots] = weights * len(slots)
         return replace(draft, weights=weights, unnormalised_weights=e[slots]), FedCEState(clients, n, cosines, e)
 
@@ -91,4 +91,4 @@ def _fill_unknown(values: Floats, known: NDArray[np.bool_]) -> Floats:
 
 def _floor_shares(values: Floats) -> Floats:
     """Normalise the values to shares, none below the floor."""
-    return normalised(np.maximum(normalised(np.maximum(values, 0)), FLOOR))
+    return normalise_weights(np.maximum(normalise_weights(np.maximum(values, 0)), FLOOR))

@@ -40,7 +40,7 @@ from fedheal.aggregate.gram import compute_gram
 from fedheal.aggregate.kernels.drop import add_undropped
 from fedheal.aggregate.stage import Stage
 from fedheal.aggregate.weights.distance import redistribute, scale_to_mean
-from fedheal.core.arrays import Floats, Integers, normalised
+from fedheal.core.arrays import Floats, Integers, normalise_weights
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
@@ -104,7 +104,7 @@ def fedpw_stage(beta: float = FEDPW_BETA.default, rho: float = FEDPW_RHO.default
         by_loss = update_rule(before.by_loss, len(clients), slots, loss, float(loss.mean()), beta)
         level = max(float(alignment.mean()), 0.0) * largest
         by_alignment = update_rule(before.by_alignment, len(clients), slots, np.maximum(alignment, 0), level, beta)
-        weights = mix_weights(normalised(by_loss.p[slots]), normalised(by_alignment.p[slots]))
+        weights = mix_weights(normalise_weights(by_loss.p[slots]), normalise_weights(by_alignment.p[slots]))
         rates = compute_drop_rates(loss, rho) if before.rounds > 0 else np.zeros(len(slots))
         step = np.empty(draft.sizes.params)
         for columns in _iterate_tensors(draft):
@@ -150,7 +150,7 @@ def compute_drop_rates(loss: Floats, rho: float) -> Floats:
     >>> compute_drop_rates(np.array([1.0, 3.0]), 0.5).tolist()  # 1/F = 1, 1/3: three quarters and a quarter of 2 * 0.5
     [0.75, 0.25]
     """
-    return np.minimum(1, rho * len(loss) * normalised(loss.min() / loss))
+    return np.minimum(1, rho * len(loss) * normalise_weights(loss.min() / loss))
 
 
 def compute_step(draft: Draft, columns: slice, weights: Floats, rates: Floats, rho: float) -> Floats:
