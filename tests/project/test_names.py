@@ -15,8 +15,8 @@ ROOT = Path(fedheal.__file__).parent
 LONGEST_FUNCTION = 60
 IRREGULAR = re.findall(
     r"\w+",
-    "begun bound bought broken brought built chosen done drawn fallen found given gone grown held hidden kept known left lost made "
-    "met said sent shown spoken taken thought thrown told understood won worn written",
+    "begun bound bought broken brought built chosen done drawn fallen found given gone grown held hidden kept known left lost "
+    "made met said sent shown spoken taken thought thrown told understood won worn written",
 )
 VERBS = {"embed", "exceed", "feed", "need", "proceed", "seed", "shed", "succeed"}
 PRONOUNS = {"beside", "mine", "one", "others", "there", "what", "who"}
