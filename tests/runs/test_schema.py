@@ -52,3 +52,10 @@ def test_a_summary_has_the_last_accuracies_of_each_unit_in_the_order_of_the_sche
     with pytest.raises(ValueError, match="there is no seed"):
         check_result(summary)
     check_result(summary, required=["method"])
+
+
+def test_the_domains_of_a_federations_clients_keep_their_name_in_the_file() -> None:
+    record = RoundRecord(round=1, client_domains={"a": "x"})
+    assert '"homes": {"a": "x"}' in record.to_json()
+    assert "client_domains" not in record.to_json()
+    assert RoundRecord.model_validate_json(record.to_json()).client_domains == {"a": "x"}

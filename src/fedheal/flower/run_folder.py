@@ -1,7 +1,7 @@
 """A federation's run folder: the project's own format, so that a report shows it like a simulation.
 
     federation.toml     how the strategy was set up (a simulation has experiment.toml here)
-    rounds.jsonl        as in `fedheal.runs.folder`; each line also has the domains of the round's clients as `client_domains`
+    rounds.jsonl        as in `fedheal.runs.folder`; each line also has the domains of the round's clients as `homes`
     state/, model.safetensors, result.json        as in `fedheal.runs.folder`
 
 Every round ends with a checkpoint, written after the round's line: a resume repeats at most the round that was under way.

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 # Settings that change no result: a resumed run may differ in them.
 FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
@@ -40,11 +40,15 @@ class RoundRecord(_Record):
     fairness: dict[str, float] | None = None
     client_fairness: dict[str, float] | None = None
     validation: dict[str, float] | None = None  # by domain, on examples held out of its clients' training data
-    client_domains: dict[str, str | None] | None = None  # written by federations, whose clients come and go
+    # Written by federations, whose clients come and go; the file calls it `homes`.
+    client_domains: dict[str, str | None] | None = Field(None, validation_alias=AliasChoices("homes", "client_domains"))
 
     def to_json(self) -> str:
         """Return the line of `rounds.jsonl`."""
-        fields = {name: value for name, value in self if name != "client_domains" or value is not None}
+        fields = dict(self)
+        client_domains = fields.pop("client_domains")
+        if client_domains is not None:
+            fields["homes"] = client_domains
         try:
             _check_report(self.report)
         except ValueError as error:
