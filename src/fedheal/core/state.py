@@ -155,10 +155,8 @@ def _restore(hint: Any, path: str, arrays: Mapping[str, Tensor], json: Any) -> A
     if origin in (Union, UnionType):
         (hint,) = (arg for arg in args if arg is not NoneType)
         return None if json is None else _restore(hint, path, arrays, json)
-    if hint is Tensor:
-        return arrays[path]
-    if origin is np.ndarray:
-        return arrays[path].numpy()
+    if json == ARRAY and hint is not str:  # not by the type of numpy's arrays, which is an alias in newer versions
+        return arrays[path] if hint is Tensor else arrays[path].numpy()
     if origin is tuple:
         hints = repeat(args[0], len(json)) if args[-1] is Ellipsis else args
         pairs = enumerate(zip(hints, json, strict=True))
