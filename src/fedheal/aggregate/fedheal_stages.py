@@ -69,10 +69,7 @@ PER_DOMAIN = Parameter(
 
 @declare_parameters(TAU, VARIANT, SOFT, FORGET)
 def fphl_mask(
-    tau: float = TAU.default,
-    variant: str = VARIANT.default,
-    soft: bool = SOFT.default,
-    forget: float = FORGET.default,
+    tau: float = TAU.default, variant: str = VARIANT.default, soft: bool = SOFT.default, forget: float = FORGET.default
 ) -> Stage:
     """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything.
 

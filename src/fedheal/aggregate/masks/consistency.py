@@ -147,10 +147,7 @@ def count_buffer_signs(draft: Draft, mask: Mask, keep: float | None = None) -> N
     `keep`: the share of the old counts that stays, where they fade.
     """
     start = draft.sizes.params
-    for before, local in (
-        (draft.model.buffers, draft.updates.buffers),
-        (draft.model.counters, draft.updates.counters),
-    ):
+    for before, local in ((draft.model.buffers, draft.updates.buffers), (draft.model.counters, draft.updates.counters)):
         if local is not None:
             for row, slot in zip(draft.rows, mask.slots, strict=True):
                 up = mask.sign * (local[row].to(torch.float64) - before.to(torch.float64)) >= 0

@@ -48,10 +48,7 @@ AFL_FLOOR = Parameter(
     le=1,
 )
 AFL_RESET = Parameter(
-    "reset",
-    description="start from equal weights every round",
-    source="Mohri et al. 2019; MarsFL: true",
-    default=False,
+    "reset", description="start from equal weights every round", source="Mohri et al. 2019; MarsFL: true", default=False
 )
 
 
