@@ -1,9 +1,8 @@
 """FPHL where the data is: a client masks its own update, the server needs only two sums.
 
-Whether an entry is kept depends on the client's own history, its update and tau, so the client can decide. With `u` any
-positive multiple of its weight (the same for all clients), the server adds up `u * kept * D` and `u * kept` and divides.
-Both are plain sums over clients: this is what lets FPHL run under secure summation, or over very many clients without
-sign counts on the server. `docs/design.md` says what the sums reveal.
+Whether an entry is kept depends on the client's own history, its update and tau. With `u` any positive multiple of its weight (the
+same for all clients), the server adds up `u * kept * D` and `u * kept` and divides. Plain sums over clients let FPHL run under
+secure summation, or over very many clients without sign counts on the server. `docs/design.md` says what the sums reveal.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def client_share(
         The client's share, and its new state, which stays with the client.
 
     Raises:
-        BadUpdate: The update holds NaN or infinity.
-        ValueError: The update is no vector of floats, or does not fit the layout or the state.
+        ValueError: The update is not finite (`BadUpdate`), no vector of floats, or does not fit the layout or the state.
 
     >>> share, state = client_share(np.array([1.0, -2.0]))
     >>> share.masked.tolist(), share.kept.tolist(), share.distance
@@ -94,9 +92,6 @@ def combine(model: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
         model: The global parameters `[G]`.
         numerator: The sum of `u * kept * D`.
         denominator: The sum of `u * kept`. An entry where it is 0 does not move.
-
-    Returns:
-        The new parameters, in the dtype of `model`.
 
     >>> combine(torch.zeros(2), torch.tensor([3.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
     [1.5, 0.0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedheal.core.arrays import Floats, Integers
@@ -112,12 +113,12 @@ class Draft:
         return self.updates.metrics[name].numpy()[self.rows]
 
     def key_by_client(self, column: Floats) -> dict[str, float]:
-        """Return a column `[k]` as a dictionary by client id, for the report."""
         return dict(zip(self.clients, column.tolist(), strict=True))
 
     def measure_norms(self) -> UpdateNorms:
         """Return the norms that a stage has measured, or measure those of the whole updates."""
-        if self.norms is not None:
-            return self.norms
-        norms: UpdateNorms = self.kernel.measure(self.updates.deltas, self.rows, self.sizes.lengths)
-        return norms
+        return self.norms or self.kernel.measure(self.updates.deltas, self.rows, self.sizes.lengths)
+
+    def select_rows(self, matrix: Tensor) -> Tensor:
+        """Return the accepted rows of a matrix with a row per client."""
+        return matrix[torch.from_numpy(self.rows).to(matrix.device)]

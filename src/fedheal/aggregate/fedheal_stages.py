@@ -16,55 +16,39 @@ from fedheal.core.parameter import Parameter, declare_parameters
 
 TAU = Parameter(
     "tau",
-    description="least consistency of an entry that is kept",
-    source="Chen et al. 2024 for Digits; 0.4 for Office-Caltech",
-    default=0.3,
+    0.3,
+    "least consistency of an entry that is kept",
+    "Chen et al. 2024 for Digits; 0.4 for Office-Caltech",
     ge=0,
     le=1,
 )
-BETA = Parameter(
-    "beta",
-    description="how fast weights follow distances",
-    source="Chen et al. 2024 for both data sets",
-    default=0.4,
-    ge=0,
-    le=1,
-)
+BETA = Parameter("beta", 0.4, "how fast weights follow distances", "Chen et al. 2024 for both data sets", ge=0, le=1)
 VARIANT = Parameter(
     "variant",
-    description="paper or released",
-    source="ours: the equations rather than the authors' code",
-    default="paper",
+    "paper",
+    "paper or released",
+    "ours: the equations rather than the authors' code",
     choices=("paper", "released"),
 )
-FPHL = Parameter("fphl", description="whether entries are masked at all", source="Chen et al. 2024", default=True)
+FPHL = Parameter("fphl", True, "whether entries are masked at all", "Chen et al. 2024")
 FAEL = Parameter(
     "fael",
-    description="momentum, exact, exact-reg or false (example shares)",
-    source="Chen et al. 2024: momentum",
-    default="momentum",
+    "momentum",
+    "momentum, exact, exact-reg or false (example shares)",
+    "Chen et al. 2024: momentum",
     choices=("momentum", "exact", "exact-reg", False),
 )
-PER_STEP = Parameter(
-    "per_step", description="distances per unit of reach", source="extension of ours, off", default=False
-)
-SOFT = Parameter(
-    "soft", description="what is kept counts by its consistency", source="extension of ours, off", default=False
-)
+PER_STEP = Parameter("per_step", False, "distances per unit of reach", "extension of ours, off")
+SOFT = Parameter("soft", False, "what is kept counts by its consistency", "extension of ours, off")
 FORGET = Parameter(
     "forget",
-    description="share of a client's sign history that each of its rounds fades",
-    source="extension of ours, off",
-    default=0.0,
+    0.0,
+    "share of a client's sign history that each of its rounds fades",
+    "extension of ours, off",
     ge=0,
     lt=1,
 )
-PER_DOMAIN = Parameter(
-    "per_domain",
-    description="weight moves between domains instead of clients",
-    source="extension of ours, off",
-    default=False,
-)
+PER_DOMAIN = Parameter("per_domain", False, "weight moves between domains instead of clients", "extension of ours, off")
 
 
 @declare_parameters(TAU, VARIANT, SOFT, FORGET)
@@ -120,11 +104,11 @@ def fedheal_stage(
         raise ValueError("soft = True with fphl = False: there is no mask to soften")
     if not fphl and forget:
         raise ValueError(f"forget = {forget} with fphl = False: there are no sign counts to forget")
-    mask = [fphl_mask(tau, variant, soft, forget)] if fphl else []
+    stages = [fphl_mask(tau, variant, soft, forget)] if fphl else []
     if fael == "momentum":
-        return chain(*mask, fael_weights(beta, variant, per_step, per_domain))
-    if fael == "exact":
-        return chain(*mask, exact_weights())
-    if fael == "exact-reg":
-        return chain(*mask, exact_weights(ridge=1.0, towards="uniform", floor=0.2))
-    return chain(*mask, chain())
+        stages.append(fael_weights(beta, variant, per_step, per_domain))
+    elif fael == "exact":
+        stages.append(exact_weights())
+    elif fael == "exact-reg":
+        stages.append(exact_weights(ridge=1.0, towards="uniform", floor=0.2))
+    return chain(*stages)

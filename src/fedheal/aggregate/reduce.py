@@ -17,23 +17,17 @@ from fedheal.core.layout import Packed
 def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
     """Average the masked updates: `W_i + sum u k D / sum u k`; an entry that nobody keeps does not move.
 
-    Float buffers become the weighted mean of the clients' values, counters the largest one. Without any they stay.
-
-    Args:
-        draft: The draft with mask, `scale` and `step` as the stages left them.
-        weights: `[k]`, normalised.
-
-    Returns:
-        The new model, and a report: `unkept`, the share of entries that nobody keeps, if there is a mask.
+    Float buffers become the weighted mean of the clients' values, counters the largest one. Without any they stay. With a mask
+    the report has `unkept`, the share of entries that nobody keeps.
     """
     params, report = _average_params(draft, weights)
     buffers, counters = draft.model.buffers, draft.model.counters
     if draft.updates.buffers is not None:
-        local = _select_rows(draft, draft.updates.buffers).to(torch.float64)
+        local = draft.select_rows(draft.updates.buffers).to(torch.float64)
         u = torch.from_numpy(weights).to(local.device)
         buffers = (u[:, None] * local).sum(dim=0).to(buffers.dtype)
     if draft.updates.counters is not None:
-        local = _select_rows(draft, draft.updates.counters).to(torch.int64)
+        local = draft.select_rows(draft.updates.counters).to(torch.int64)
         counters = local.amax(dim=0).to(counters.dtype)
     return Packed(params, buffers, counters), report
 
@@ -77,7 +71,7 @@ def _average_vector(draft: Draft, vector: Tensor, local: Tensor | None, weights:
     before = vector.to(torch.float64)
     if local is None or not len(vector):
         return before
-    delta = _select_rows(draft, local).to(torch.float64) - before
+    delta = draft.select_rows(local).to(torch.float64) - before
     columns = offset, offset + len(vector)
     mask = torch.stack([reference.compute_mask(draft.mask, i, row, *columns) for i, row in enumerate(delta)])
     u = torch.from_numpy(weights).to(delta.device)[:, None] * mask.to(delta.dtype)
@@ -91,7 +85,3 @@ def _truncate(mean: Tensor) -> Tensor:
     """Round towards zero; a mean that is whole but for rounding errors counts as whole."""
     nearest = mean.round()
     return torch.where((mean - nearest).abs() < 1e-6, nearest, mean.trunc())
-
-
-def _select_rows(draft: Draft, matrix: Tensor) -> Tensor:
-    return matrix[torch.from_numpy(draft.rows).to(matrix.device)]

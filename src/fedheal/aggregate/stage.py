@@ -47,13 +47,7 @@ class ChainState(State, kind="chain"):
 
 
 def chain(*stages: Stage) -> Stage:
-    """Run stages one after another, masks first. Chains among them are taken apart, so that the result is one flat chain.
-
-    Args:
-        *stages: Any number of stages; none at all means FedAvg's weights and no mask.
-
-    Returns:
-        A stage whose state is one `ChainState`.
+    """Run stages one after another, masks first, as one flat chain; no stage at all means FedAvg's weights and no mask.
 
     Raises:
         ValueError: Two stages give weights, or two give a mask.
@@ -63,9 +57,6 @@ def chain(*stages: Stage) -> Stage:
         if sum(what in stage.gives for stage in flat) > 1:
             raise ValueError(f"two of these stages give {what}: only one can decide {why}")
     parts = tuple(sorted(flat, key=lambda stage: "weights" in stage.gives))
-
-    def init(layout: Layout) -> State:
-        return ChainState(tuple(stage.init(layout) for stage in parts))
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         states = expect(state, ChainState).states
@@ -81,7 +72,7 @@ def chain(*stages: Stage) -> Stage:
 
     needs = frozenset[str]().union(*(stage.needs for stage in parts))
     gives = frozenset[str]().union(*(stage.gives for stage in parts))
-    return Stage(init, apply, needs, gives, parts)
+    return Stage(lambda layout: ChainState(tuple(stage.init(layout) for stage in parts)), apply, needs, gives, parts)
 
 
 def check_returned(what: str, value: object, *types: type) -> Any:

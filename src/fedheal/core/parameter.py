@@ -99,7 +99,9 @@ class Parameter:
 
     def _allows(self, value: Any) -> bool:
         if self.choices:  # True == 1 in Python, but a switch is no number here
-            return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in self.choices)
+            return any(
+                value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in self.choices
+            )
         if isinstance(self.default, bool | str):
             return isinstance(value, type(self.default))
         kinds = int if isinstance(self.default, int) else (int, float)

@@ -54,7 +54,9 @@ def expect(state: State, wanted: type[S]) -> S:
     """Return the state as the type that a stage works with. Raise ValueError if another aggregator made it."""
     if not isinstance(state, wanted):
         kind = getattr(state, "kind", type(state).__name__)
-        raise ValueError(f"this state is of kind '{kind}', the aggregator needs '{wanted.kind}': it was made by another one")
+        raise ValueError(
+            f"this state is of kind '{kind}', the aggregator needs '{wanted.kind}': it was made by another one"
+        )
     return state
 
 

@@ -124,7 +124,9 @@ def client_id(client: object) -> str:
         return client
     if isinstance(client, (int, np.integer)) and not isinstance(client, bool):
         return str(int(client))
-    raise TypeError(f"client id {client!r} is a {type(client).__name__}: use a string or an integer that stays the same")
+    raise TypeError(
+        f"client id {client!r} is a {type(client).__name__}: use a string or an integer that stays the same"
+    )
 
 
 def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...]) -> Tensor:
@@ -142,7 +144,9 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
         value = torch.stack(rows) if rows else torch.zeros(0, 0)
     matrix = as_tensor(value, name)
     if matrix.ndim != 2 or matrix.shape[0] != len(clients):
-        raise ValueError(f"{name} has shape {tuple(matrix.shape)}; {len(clients)} clients need ({len(clients)}, length)")
+        raise ValueError(
+            f"{name} has shape {tuple(matrix.shape)}; {len(clients)} clients need ({len(clients)}, length)"
+        )
     return matrix
 
 

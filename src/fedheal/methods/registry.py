@@ -39,9 +39,9 @@ from fedheal.methods.grammar import Part, parse_parts
 
 PRESET = Parameter(
     "preset",
-    description="ours, or group: what the code of the FedHEAL paper's group amounts to",
-    source="ours: the method as published",
-    default="ours",
+    "ours",
+    "ours, or group: what the code of the FedHEAL paper's group amounts to",
+    "ours: the method as published",
     choices=("ours", "group"),
 )
 

@@ -18,15 +18,13 @@ from types import ModuleType
 from torch import Tensor
 
 from fedheal.aggregate.kernels import cpu, reference
-from fedheal.aggregate.validate import NonFinite
 
-__all__ = ["NonFinite", "check_kernel", "choose_kernel", "cpu", "reference"]
+__all__ = ["check_kernel", "choose_kernel", "cpu", "reference"]
 
 NAMES = ("cpu", "cuda", "reference")
 
 
 def check_kernel(name: str) -> None:
-    """Raise ValueError if there is no kernel of that name."""
     if name != "auto" and name not in NAMES:
         raise ValueError(f"kernel = {name!r}: use 'auto' or one of {list(NAMES)}")
 
@@ -35,16 +33,16 @@ def choose_kernel(name: str, deltas: Tensor) -> ModuleType:
     """Return the kernel of that name; for `auto` the fastest one for the updates' device."""
     check_kernel(name)
     device_type = deltas.device.type
-    if name == "auto":
-        return cpu if device_type == "cpu" else _import_fast(device_type) or reference
     if name == "reference":
         return reference
-    if name != device_type:
+    if name not in ("auto", device_type):
         raise ValueError(f"kernel = '{name}': the updates are on '{deltas.device}'")
-    kernel = cpu if name == "cpu" else _import_fast(device_type)
-    if kernel is None:
+    if device_type == "cpu":
+        return cpu
+    fast = _import_fast(device_type)
+    if fast is None and name != "auto":
         raise ValueError(f"kernel = '{name}' needs Triton, which is not installed: use 'auto' or 'reference'")
-    return kernel
+    return fast or reference
 
 
 @cache

@@ -54,14 +54,12 @@ def average(
     after = np.empty_like(before)
     edges, _ = _edges(deltas.shape[1], [deltas.shape[1]], PASS_TWO)
     unkept = np.zeros(len(edges) - 1, np.int64)
-    table, slots, low, high, sign = _unpack_mask(rows, mask)
-    for first, matrix in _chunks(deltas, edges):
+    limits = _unpack_mask(rows, mask)
 
-        def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
-            arguments = matrix, rows, weights, table, slots, low, high, sign, first, edges[a : b + 1]
-            _mean_blocks(*arguments, before, after, unkept[a:b])
+    def work(matrix: NDArray[Any], first: int, a: int, b: int) -> None:
+        _mean_blocks(matrix, rows, weights, *limits, first, edges[a : b + 1], before, after, unkept[a:b])
 
-        _run_blocks(work, *_find_blocks(edges, first, matrix.shape[1]), cost=len(rows) * PASS_TWO)
+    _run_blocks(work, deltas, edges, cost=len(rows) * PASS_TWO)
     return torch.from_numpy(after).to(params.dtype), int(unkept.sum())
 
 
@@ -69,8 +67,7 @@ def mask_block(deltas: Tensor, rows: Integers, mask: CountMask | None, start: in
     if deltas.dtype not in (torch.float32, torch.float64) or not deltas.is_contiguous():
         return reference.mask_block(deltas, rows, mask, start, stop)
     block = np.empty((len(rows), stop - start))
-    table, slots, low, high, sign = _unpack_mask(rows, mask)
-    _fill_masked(deltas.numpy(), rows, table, slots, low, high, sign, start, stop, block)
+    _fill_masked(deltas.numpy(), rows, *_unpack_mask(rows, mask), start, stop, block)
     return torch.from_numpy(block)
 
 
@@ -89,18 +86,17 @@ def _scan(
     deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None
 ) -> tuple[UpdateNorms, list[int]]:
     """Do the first pass. Also return the rows that are not finite; their counts have been touched by then."""
-    table, slots, low, high, sign = _unpack_mask(rows, mask)
+    limits = _unpack_mask(rows, mask)
     edges, owner = _edges(deltas.shape[1], tensors, PASS_ONE)
     sound = np.ones((len(rows), len(owner)), np.bool_)
     squares = np.zeros((len(rows), len(owner)))
     number = np.zeros((len(rows), len(owner)), np.int64)
-    for first, matrix in _chunks(deltas, edges):
 
-        def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
-            out = sound[:, a:b], squares[:, a:b], number[:, a:b]
-            _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges[a : b + 1], *out)
+    def work(matrix: NDArray[Any], first: int, a: int, b: int) -> None:
+        out = sound[:, a:b], squares[:, a:b], number[:, a:b]
+        _scan_blocks(matrix, rows, *limits, first, edges[a : b + 1], *out)
 
-        _run_blocks(work, *_find_blocks(edges, first, matrix.shape[1]), cost=len(rows) * PASS_ONE)
+    _run_blocks(work, deltas, edges, cost=len(rows) * PASS_ONE)
     with np.errstate(over="ignore", invalid="ignore"):
         bad = ~(sound.all(axis=1) & np.isfinite(squares.sum(axis=1)))
 
@@ -134,21 +130,23 @@ def _chunks(deltas: Tensor, edges: Integers) -> Iterator[tuple[int, NDArray[Any]
             first = int(edge)
 
 
-def _find_blocks(edges: Integers, first: int, width: int) -> tuple[int, int]:
-    return int(np.searchsorted(edges, first)), int(np.searchsorted(edges, first + width))
-
-
-def _run_blocks(work: Callable[[int, int], None], start: int, stop: int, cost: int) -> None:
-    """Do blocks `start:stop`, in threads if there is enough work for that to pay."""
+def _run_blocks(
+    work: Callable[[NDArray[Any], int, int, int], None], deltas: Tensor, edges: Integers, cost: int
+) -> None:
+    """Do `work(matrix, first column, a, b)` for blocks `a:b`, in threads if there is enough work for that to pay."""
     threads = torch.get_num_threads()
-    if threads == 1 or (stop - start) * cost < 1 << 20:
-        work(start, stop)
-        return
-    work(start, start)  # only compiles: in a thread, that could wait for ever for an import that this thread is in
-    parts = np.linspace(start, stop, min(stop - start, 4 * threads) + 1).astype(int)
-    with ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(work, a, b) for a, b in itertools.pairwise(parts)]:
-            future.result()
+    for first, matrix in _chunks(deltas, edges):
+        start, stop = np.searchsorted(edges, [first, first + matrix.shape[1]]).tolist()
+        if threads == 1 or (stop - start) * cost < 1 << 20:
+            work(matrix, first, start, stop)
+            continue
+        work(
+            matrix, first, start, start
+        )  # only compiles: in a thread, that could wait for ever for an import of this one
+        parts = np.linspace(start, stop, min(stop - start, 4 * threads) + 1).astype(int)
+        with ThreadPoolExecutor(threads) as pool:
+            for future in [pool.submit(work, matrix, first, a, b) for a, b in itertools.pairwise(parts)]:
+                future.result()
 
 
 # Each of these does one thing to a strip that stays in the nearest cache, and so gets vectors of its own width: bytes, float32
@@ -293,12 +291,8 @@ def _mean_blocks(matrix, rows, weights, table, slots, low, high, sign, first, ed
         d[:] = 0.0
         fours = rows.size // 4 * 4
         for i in range(0, fours, 4):
-            x0, x1, x2, x3 = (
-                matrix[rows[i], here],
-                matrix[rows[i + 1], here],
-                matrix[rows[i + 2], here],
-                matrix[rows[i + 3], here],
-            )
+            x0, x1 = matrix[rows[i], here], matrix[rows[i + 1], here]
+            x2, x3 = matrix[rows[i + 2], here], matrix[rows[i + 3], here]
             if sign == 0:
                 _add_four(x0, x1, x2, x3, weights[i : i + 4], n, d)
             else:

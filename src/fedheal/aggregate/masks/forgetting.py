@@ -1,12 +1,9 @@
 """Sign counts that fade, so that a client's old rounds count less. An extension of FPHL.
 
-In each round that a client takes part in, its counts and their number of rounds shrink by `1 - gamma` before the round is
-added: `pos = (1-gamma) pos + [D >= 0]`, `n = (1-gamma) n + 1`. So n tends to `1/gamma`, about as many rounds as are
-remembered. An absent client forgets nothing, and a late joiner starts like any other. `gamma=0` would be FPHL's own counts,
-which `consistency.py` keeps exactly.
-
-The counts are float32, four bytes an entry instead of one, so equality with tau cannot be exact: a consistency within 2e-5
-of tau counts as equal to it, which `paper` keeps and `released`, whose history excludes this round, does not.
+In each of a client's rounds its counts shrink before the round is added: `pos = (1-gamma) pos + [D >= 0]`, `n = (1-gamma) n + 1`.
+So n tends to `1/gamma`, about as many rounds as are remembered. An absent client forgets nothing. `gamma=0` would be FPHL's own
+counts, which `consistency.py` keeps exactly. These are float32: a consistency within 2e-5 of tau counts as equal to it, which
+`paper` keeps and `released`, whose history excludes this round, does not.
 """
 
 from __future__ import annotations
@@ -40,9 +37,8 @@ class ForgettingState(State, kind="forgetting"):
 
     def __post_init__(self) -> None:
         if self.counts.ndim != 2 or self.counts.dtype != torch.float32:
-            raise ValueError(
-                f"faded counts must be a float32 matrix, got {self.counts.dtype} of shape {tuple(self.counts.shape)}"
-            )
+            got = f"{self.counts.dtype} of shape {tuple(self.counts.shape)}"
+            raise ValueError(f"faded counts must be a float32 matrix, got {got}")
 
 
 def forgetting_mask(gamma: float, tau: float, variant: str, soft: bool) -> Stage:
@@ -71,8 +67,7 @@ def forgetting_mask(gamma: float, tau: float, variant: str, soft: bool) -> Stage
         if past:
             count_buffer_signs(draft, mask, keep)
         norms = reference.measure_masked(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
-        report = dict(draft.report) | report_kept(draft, norms)
-        after = ForgettingState(clients, n, counts, sign)
-        return replace(draft, kernel=reference, mask=mask, norms=norms, report=report), after
+        draft = report_kept(replace(draft, kernel=reference, mask=mask, norms=norms))
+        return draft, ForgettingState(clients, n, counts, sign)
 
     return Stage(init, apply, gives=frozenset({"mask"}))

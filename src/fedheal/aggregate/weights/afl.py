@@ -33,23 +33,12 @@ from fedheal.core.state import State, expect
 
 NEEDS = frozenset({"loss"})
 AFL_GAMMA = Parameter(
-    "gamma",
-    description="how fast weights climb towards larger losses",
-    source="released scripts (0.01 to 0.1); MarsFL",
-    default=0.01,
-    ge=0,
+    "gamma", 0.01, "how fast weights climb towards larger losses", "released scripts (0.01 to 0.1); MarsFL", ge=0
 )
 AFL_FLOOR = Parameter(
-    "floor",
-    description="least weight, as a share of 1/M",
-    source="ours: so that no cohort is without weight",
-    default=1e-3,
-    ge=0,
-    le=1,
+    "floor", 1e-3, "least weight, as a share of 1/M", "ours: so that no cohort is without weight", ge=0, le=1
 )
-AFL_RESET = Parameter(
-    "reset", description="start from equal weights every round", source="Mohri et al. 2019; MarsFL: true", default=False
-)
+AFL_RESET = Parameter("reset", False, "start from equal weights every round", "Mohri et al. 2019; MarsFL: true")
 
 
 @dataclass(frozen=True)

@@ -25,23 +25,15 @@ from fedheal.core.parameter import Parameter, declare_parameters
 
 TOLERANCE = 1e-8
 ROUNDING = 1e-12  # what rounding may leave of the free weight where the floors take all of it
-EXACT_RIDGE = Parameter(
-    "ridge",
-    description="pull towards the reference weights, which makes them unique",
-    source="ours",
-    default=1e-4,
-    gt=0,
-)
+EXACT_RIDGE = Parameter("ridge", 1e-4, "pull towards the reference weights, which makes them unique", "ours", gt=0)
 EXACT_TOWARDS = Parameter(
     "towards",
-    description="the reference: examples or uniform",
-    source="ours: FedAvg's weights",
-    default="examples",
+    "examples",
+    "the reference: examples or uniform",
+    "ours: FedAvg's weights",
     choices=("examples", "uniform"),
 )
-EXACT_FLOOR = Parameter(
-    "floor", description="least weight, as a share of 1/K", source="ours: none", default=0.0, ge=0, le=1
-)
+EXACT_FLOOR = Parameter("floor", 0.0, "least weight, as a share of 1/K", "ours: none", ge=0, le=1)
 
 
 @declare_parameters(EXACT_RIDGE, EXACT_TOWARDS, EXACT_FLOOR)

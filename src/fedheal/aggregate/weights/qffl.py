@@ -33,18 +33,12 @@ from fedheal.core.parameter import Parameter, declare_parameters
 
 TINY = 1e-10
 STEP = {"reweight": None, "qfedavg_eff": "reach", "qfedavg": "lr"}  # mode -> the metric that is 1/L
-QFFL_Q = Parameter(
-    "q",
-    description="the power of the loss; 0 is uniform",
-    source="MarsFL; Li et al. 2020 use 0.001 to 5",
-    default=1.0,
-    ge=0,
-)
+QFFL_Q = Parameter("q", 1.0, "the power of the loss; 0 is uniform", "MarsFL; Li et al. 2020 use 0.001 to 5", ge=0)
 QFFL_MODE = Parameter(
     "mode",
-    description="reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what",
-    source="ours: qfedavg stalls",
-    default="reweight",
+    "reweight",
+    "reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what",
+    "ours: qfedavg stalls",
     choices=tuple(STEP),
 )
 

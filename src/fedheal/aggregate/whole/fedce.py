@@ -29,11 +29,7 @@ from fedheal.core.state import State, expect
 
 FLOOR = 1e-3
 FEDCE_MODE = Parameter(
-    "mode",
-    description="times or plus: how both contributions combine",
-    source="Jiang et al. 2023",
-    default="times",
-    choices=("times", "plus"),
+    "mode", "times", "times or plus: how both contributions combine", "Jiang et al. 2023", choices=("times", "plus")
 )
 
 

@@ -45,19 +45,13 @@ from fedheal.core.state import State, expect
 TINY = 1e-12  # of the product of two norms: what rounding may leave of a zero
 FEDFV_ALPHA = Parameter(
     "alpha",
-    description="share of the largest losses whose updates stay as they are",
-    source="Wang et al. 2021, released code",
-    default=0.1,
+    0.1,
+    "share of the largest losses whose updates stay as they are",
+    "Wang et al. 2021, released code",
     ge=0,
     le=1,
 )
-FEDFV_TAU = Parameter(
-    "tau",
-    description="rounds whose absent clients' conflicts count",
-    source="Wang et al. 2021, released code",
-    default=1,
-    ge=0,
-)
+FEDFV_TAU = Parameter("tau", 1, "rounds whose absent clients' conflicts count", "Wang et al. 2021, released code", ge=0)
 
 
 @dataclass(frozen=True)

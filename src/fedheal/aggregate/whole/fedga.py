@@ -23,14 +23,7 @@ from fedheal.core.arrays import Floats, Integers
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
-FEDGA_S0 = Parameter(
-    "s0",
-    description="first step of the weights; it falls linearly",
-    source="Zhang et al. 2023",
-    default=0.2,
-    ge=0,
-    le=1,
-)
+FEDGA_S0 = Parameter("s0", 0.2, "first step of the weights; it falls linearly", "Zhang et al. 2023", ge=0, le=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,20 +47,10 @@ from fedheal.core.state import State, expect
 TINY = 1e-10
 ROUNDING = 1e-9  # so that a share of entries that is whole but for rounding counts as whole
 FEDPW_BETA = Parameter(
-    "beta",
-    description="how fast weights follow loss and alignment",
-    source="Guan et al. 2025, released code",
-    default=0.3,
-    ge=0,
-    le=1,
+    "beta", 0.3, "how fast weights follow loss and alignment", "Guan et al. 2025, released code", ge=0, le=1
 )
 FEDPW_RHO = Parameter(
-    "rho",
-    description="mean share of entries dropped, and stressed",
-    source="Guan et al. 2025, released code",
-    default=0.3,
-    ge=0,
-    le=1,
+    "rho", 0.3, "mean share of entries dropped, and stressed", "Guan et al. 2025, released code", ge=0, le=1
 )
 
 
