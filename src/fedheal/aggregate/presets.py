@@ -1,12 +1,13 @@
 """Named aggregators: one function each. Every parameter is declared beside its stage, with its bounds and default.
 
-All of them take two keywords more: `on_bad_update` (`"raise"`, or `"skip"` to count the client as absent) and `kernel`
-(`"auto"`, `"reference"`, `"cpu"` or `"cuda"`).
+All of them take two keywords more, those of `Aggregator`: `on_bad_update` (`"raise"`, or `"skip"` to count the client as absent)
+and `kernel` (`"auto"`, `"reference"`, `"cpu"` or `"cuda"`).
 """
 
 from __future__ import annotations
 
-from fedheal.aggregate import fedheal_stages, reduce
+from fedheal.aggregate import fedheal_stages as stages
+from fedheal.aggregate import reduce
 from fedheal.aggregate.aggregator import Aggregator, Reducer
 from fedheal.aggregate.registry import STAGES
 from fedheal.aggregate.stage import chain
@@ -40,8 +41,6 @@ def afl(
         gamma: how fast weights climb; 0 is uniform averaging.
         floor: the least weight, as a share of `1/M`, M the clients ever seen.
         reset: start from equal weights every round.
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
 
     >>> import torch
     >>> from fedheal import Layout, Updates
@@ -62,8 +61,6 @@ def qffl(
     Args:
         q: the power of the loss; 0 is uniform averaging.
         mode: `"reweight"` changes the weights alone; `"qfedavg_eff"` and `"qfedavg"` also shrink the step.
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
     """
     return Aggregator(STAGES["qffl"](q, mode), on_bad_update=on_bad_update, kernel=kernel)
 
@@ -80,8 +77,6 @@ def fedfv(
     Args:
         alpha: share of the clients with the largest losses whose updates stay as they are.
         tau: rounds whose absent clients' conflicts count.
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
     """
     return Aggregator(fedfv_stage(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
 
@@ -98,22 +93,20 @@ def fedpw(
     Args:
         beta: how fast weights follow loss and alignment.
         rho: mean share of the entries that are dropped, and stressed.
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
     """
     return Aggregator(fedpw_stage(beta, rho), on_bad_update=on_bad_update, kernel=kernel)
 
 
 def fedheal(
-    tau: float = fedheal_stages.TAU.default,
-    beta: float = fedheal_stages.BETA.default,
-    variant: str = fedheal_stages.VARIANT.default,
-    fphl: bool = fedheal_stages.FPHL.default,
-    fael: str | bool = fedheal_stages.FAEL.default,
-    per_step: bool = fedheal_stages.PER_STEP.default,
-    soft: bool = fedheal_stages.SOFT.default,
-    forget: float = fedheal_stages.FORGET.default,
-    per_domain: bool = fedheal_stages.PER_DOMAIN.default,
+    tau: float = stages.TAU.default,
+    beta: float = stages.BETA.default,
+    variant: str = stages.VARIANT.default,
+    fphl: bool = stages.FPHL.default,
+    fael: str | bool = stages.FAEL.default,
+    per_step: bool = stages.PER_STEP.default,
+    soft: bool = stages.SOFT.default,
+    forget: float = stages.FORGET.default,
+    per_domain: bool = stages.PER_DOMAIN.default,
     *,
     on_bad_update: str = "raise",
     kernel: str = "auto",
@@ -125,14 +118,11 @@ def fedheal(
         beta: how fast weights follow distances.
         variant: `"paper"`, or `"released"` for the rules of the authors' code.
         fphl: False keeps every entry.
-        fael: `"momentum"`, `"exact"` (the paper's objective itself, without momentum), `"exact-reg"` (the same, held towards
-            uniform weights) or False (example shares).
-        per_step: measure distances per unit of `reach`, so that more local steps do not mean more weight.
+        fael: `"momentum"`, `"exact"` (the objective itself), `"exact-reg"` (held towards uniform) or False (example shares).
+        per_step: measure distances per unit of `reach`.
         soft: count what is kept by its consistency (`masks/soft.py`).
         forget: the share of a client's sign counts that fades with each of its rounds (`masks/forgetting.py`).
         per_domain: move weight between domains instead of clients (`weights/per_domain.py`).
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
 
     Raises:
         ValueError: if a parameter is out of range, or contradicts another.

@@ -42,28 +42,22 @@ def exact_weights(
 ) -> Stage:
     """Give the weights that make the global model equally far from all clients; `floor` is a share of `1/K`.
 
-    The report compares the variance reached with those of example shares and of uniform weights. With FPHL on, the model is
-    no single weighted mean, and the Gram matrix of the masked updates is a surrogate.
+    The report has the variances of these weights and of others. With FPHL, the masked updates' Gram matrix is a surrogate.
     """
 
     def apply(draft: Draft) -> Draft:
         k = len(draft.rows)
-        examples = normalise_weights(draft.num_examples)
-        uniform = np.full(k, 1 / k)
-        reference = examples if towards == "examples" else uniform
+        candidates = {"examples": normalise_weights(draft.num_examples), "uniform": np.full(k, 1 / k)}
         matrix = compute_gram(draft, centre=True)  # a common drift cancels in the objective anyway
-        weights, residual = solve_weights(matrix, reference, ridge, floor / k)
-        candidates = {"reached": weights, "examples": examples, "uniform": uniform}
+        weights, residual = solve_weights(matrix, candidates[towards], ridge, floor / k)
         scale = float(np.diag(matrix).mean())
         unit = matrix / scale if scale > 0 else matrix
-        report = {
-            "variance": {
-                name: float(compute_model_distances(unit, p).var()) * scale * scale for name, p in candidates.items()
-            },
-            "scale": scale,
-            "kkt": residual,
-            "distance": draft.key_by_client(compute_model_distances(matrix, weights)),
+        variance = {
+            name: float(compute_model_distances(unit, p).var()) * scale * scale
+            for name, p in {"reached": weights, **candidates}.items()
         }
+        distance = draft.key_by_client(compute_model_distances(matrix, weights))
+        report = {"variance": variance, "scale": scale, "kkt": residual, "distance": distance}
         return replace(draft, weights=weights, unnormalised_weights=k * weights, report={**draft.report, **report})
 
     return stateless(apply)

@@ -15,19 +15,17 @@ Guan et al., "Rethinking Fair Federated Learning from Parameter and Client View"
    over clients as well; the smaller the standard deviation over clients, the better. For a column z that is
    `(1 - (sum z)^2 / (K sum z^2)) / (K - 1)` squared, so two sums over clients are enough.
 
-Deviations. Absent clients: the cohort rule of FAEL (`distance.py`), with shares over the cohort, its correction for late
-joiners (the coefficients change, so each client's `1 - prod (1 - b)` is stored), newcomers at `1/M`; `|mean D|^2` instead of
-the mean of `K 1`, which is K times that and would depend on the size of the cohort. p and q start uniform; the authors'
-code starts them at nothing, so that its first weights are the shares themselves: the difference fades over the first
-rounds. Negative alignments count as 0 and the coefficients stay at most 1. `a` is taken over all dropped entries (the code
-takes every tenth), averaged over the clients that dropped any; without any, or with one client alone, nothing is stressed.
-1e-10 is added to the losses. Buffers are averaged with u and not dropped.
+Deviations. Absent clients: the cohort rule of FAEL (`distance.py`), with shares over the cohort, its correction for late joiners
+(each client's `1 - prod (1 - b)` is stored), newcomers at `1/M`; `|mean D|^2` instead of the mean of `K 1`, which would depend on
+the size of the cohort. p and q start uniform; the authors' code starts them at nothing: the difference fades over the first
+rounds. Negative alignments count as 0 and the coefficients stay at most 1. `a` is taken over all dropped entries (the code takes
+every tenth), averaged over the clients that dropped any; without any, or with one client alone, nothing is stressed. 1e-10 is
+added to the losses. Buffers are averaged with u and not dropped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -97,8 +95,10 @@ def fedpw_stage(beta: float = FEDPW_BETA.default, rho: float = FEDPW_RHO.default
         weights = mix_weights(normalise_weights(by_loss.p[slots]), normalise_weights(by_alignment.p[slots]))
         rates = compute_drop_rates(loss, rho) if before.rounds > 0 else np.zeros(len(slots))
         step = np.empty(draft.sizes.params)
-        for columns in _iterate_tensors(draft):
-            step[columns] = compute_step(draft, columns, weights, rates, rho)
+        ends = np.cumsum(draft.sizes.lengths).tolist()
+        for length, end in zip(draft.sizes.lengths, ends, strict=True):
+            if length:
+                step[end - length : end] = compute_step(draft, slice(end - length, end), weights, rates, rho)
         draft = replace(draft, weights=weights, unnormalised_weights=len(slots) * weights, step=torch.from_numpy(step))
         draft = replace(draft, report={**draft.report, "dropped": draft.key_by_client(rates)})
         return draft, FedPWState(before.rounds + 1, clients, by_loss, by_alignment)
@@ -183,11 +183,3 @@ def mark_smallest(values: Floats, number: int) -> NDArray[np.bool_]:
 
 def _count_share(share: float, size: int) -> int:
     return min(math.floor(share * size + ROUNDING), size)
-
-
-def _iterate_tensors(draft: Draft) -> Iterator[slice]:
-    start = 0
-    for length in draft.sizes.lengths:
-        if length:
-            yield slice(start, start + length)
-        start += length
