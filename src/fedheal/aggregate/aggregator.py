@@ -1,7 +1,5 @@
 """An aggregator: stages that fill in a draft and a reducer that makes the new model, as one pure function of arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A round's aggregation in progress: the draft that stages fill in, and the masks that it may hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -19,8 +17,8 @@ from fedheal.core.updates import Updates
 class CountMask:
     """Which entries of a cohort's updates count, as sign counts and thresholds: no mask is stored.
 
-    Client i's sign counts are `counts[slots[i]]` and include this round. With `up = sign * D >= 0`, an entry is kept where
-    `counts >= at_least[i]` if it goes up, and where `counts < below[i]` if it goes down.
+    Client i's sign counts are `counts[slots[i]]` and include this round. With `up = sign * D >= 0`, an entry is kept
+    where `counts >= at_least[i]` if it goes up, and where `counts < below[i]` if it goes down.
     """
 
     counts: Tensor  # [slots, G (+ B + C)]
@@ -34,10 +32,10 @@ class CountMask:
 class SoftMask:
     """A `CountMask` for histories that fade and for entries that count by degree.
 
-    Client i's history has the length `total[i]`. Its part that agrees with the direction of this round's update is `agree`:
-    the count itself if the entry goes up, else the total less the count. The counts include this round; with `past` it is
-    taken out again. An entry is kept where `agree >= need[i]`. It then counts for 1 or, if `soft`, for its consistency
-    `agree / total[i]` (1 where there is no history).
+    Client i's history has the length `total[i]`. Its part that agrees with the direction of this round's update is
+    `agree`: the count itself if the entry goes up, else the total less the count. The counts include this round; with
+    `past` it is taken out again. An entry is kept where `agree >= need[i]`. It then counts for 1 or, if `soft`, for its
+    consistency `agree / total[i]` (1 where there is no history).
     """
 
     counts: Tensor  # [slots, G (+ B + C)], integers or float32

@@ -3,8 +3,6 @@
 Chen, Huang and Ye, CVPR 2024. The rules themselves are in `masks/consistency.py` and `weights/distance.py`.
 """
 
-from __future__ import annotations
-
 from fedheal.aggregate.masks.consistency import consistency_mask
 from fedheal.aggregate.masks.forgetting import forgetting_mask
 from fedheal.aggregate.masks.soft import soft_mask
@@ -57,7 +55,8 @@ def fphl_mask(
 ) -> Stage:
     """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything.
 
-    `soft`: what is kept counts by its consistency. `forget`: the share of a client's history that each of its rounds fades.
+    `soft`: what is kept counts by its consistency. `forget`: the share of a client's history that each of its rounds
+    fades.
     """
     if variant == "paper" and tau == 0 and not soft:
         return chain()

@@ -1,7 +1,5 @@
 """Reducers: from weights and mask to one new model. The mean is FPHL's masked mean, or the plain one without a mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,8 @@ from fedheal.core.layout import Packed
 def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
     """Average the masked updates: `W_i + sum u k D / sum u k`; an entry that nobody keeps does not move.
 
-    Float buffers become the weighted mean of the clients' values, counters the largest one. Without any they stay. With a mask
-    the report has `unkept`, the share of entries that nobody keeps.
+    Float buffers become the weighted mean of the clients' values, counters the largest one. Without any they stay. With
+    a mask the report has `unkept`, the share of entries that nobody keeps.
     """
     params, report = _average_params(draft, weights)
     buffers, counters = draft.model.buffers, draft.model.counters

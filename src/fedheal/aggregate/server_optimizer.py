@@ -1,15 +1,13 @@
 """The server's step: how far, and with what memory, the global model follows the aggregated one.
 
 Reddi et al., "Adaptive Federated Optimization", ICLR 2021, with `Delta = aggregated - before` as pseudo-gradient.
-`sgd`: `v = momentum v + Delta`, `W + lr v`; with lr = 1 and no momentum exactly the aggregated model.
-`adam`: `m = b1 m + (1-b1) Delta`, `v = b2 v + (1-b2) Delta^2`, `W + lr m / (sqrt(v) + eps)`, without bias correction, as there;
+`sgd`: `v = momentum v + Delta`, `W + lr v`; with lr = 1 and no momentum exactly the aggregated model. `adam`: `m = b1 m
++ (1-b1) Delta`, `v = b2 v + (1-b2) Delta^2`, `W + lr m / (sqrt(v) + eps)`, without bias correction, as there;
 `momentum` is b1. Buffers and counters are taken from the aggregated model.
 
-Where Delta is well above eps, a step of Adam is about `lr` whatever Delta: each has defaults of its own. Adam's b1, b2 and eps
-are those of Reddi et al., who tune lr from 1e-3 to 1; 0.01 is ours.
+Where Delta is well above eps, a step of Adam is about `lr` whatever Delta: each has defaults of its own. Adam's b1, b2
+and eps are those of Reddi et al., who tune lr from 1e-3 to 1; 0.01 is ours.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 

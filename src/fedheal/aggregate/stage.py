@@ -1,7 +1,7 @@
 """Stages: each fills in a part of the draft, and its state is passed in and out.
 
-A stage gives a *mask* (which entries count) or *weights* (who counts how much), or both. `chain` runs masks before weights
-whatever the order they are named in, since weights may depend on what is kept.
+A stage gives a *mask* (which entries count) or *weights* (who counts how much), or both. `chain` runs masks before
+weights whatever the order they are named in, since weights may depend on what is kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which clients' updates are unusable, and why.
 
-`find_bad_updates` finds what can be seen without reading the updates themselves. NaN and infinity inside them are found by the
-kernels, which raise `NonFinite` with the rows at fault; `Aggregator.apply` then refuses the round or leaves those clients out.
+`find_bad_updates` finds what can be seen without reading the updates themselves. NaN and infinity inside them are found
+by the kernels, which raise `NonFinite` with the rows at fault; `Aggregator.apply` then refuses the round or leaves
+those clients out.
 """
 
 from __future__ import annotations

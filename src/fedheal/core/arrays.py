@@ -1,7 +1,5 @@
 """Array types, and small functions on arrays that every package shares."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

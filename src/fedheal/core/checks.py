@@ -1,7 +1,5 @@
 """Check settings that are no parameters of a method; a ValueError names the setting, its value and what is allowed."""
 
-from __future__ import annotations
-
 from fedheal.core.parameter import Parameter
 
 

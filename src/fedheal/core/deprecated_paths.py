@@ -1,7 +1,5 @@
 """Import paths of version 0.1, which work for one more release with a DeprecationWarning."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,8 +1,9 @@
 """Map a model to flat vectors and back.
 
-Aggregation treats a model as three vectors: *parameters*, *float buffers* (running means and variances) and *counters* (integers
-and booleans, such as the number of batches seen). `Layout` maps a `state_dict` to them and back, bit for bit (only a NaN's payload
-may change, where one vector holds several dtypes). A tensor with several names (tied parameters) is one slice.
+Aggregation treats a model as three vectors: *parameters*, *float buffers* (running means and variances) and *counters*
+(integers and booleans, such as the number of batches seen). `Layout` maps a `state_dict` to them and back, bit for bit
+(only a NaN's payload may change, where one vector holds several dtypes). A tensor with several names (tied parameters)
+is one slice.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Layout:
         return Packed(vector("param"), vector("buffer"), vector("counter"))
 
     def unpack(self, packed: Packed) -> dict[str, Tensor]:
-        """Return the `state_dict` of these vectors, in new memory that tied names share. Raise ValueError for a wrong length."""
+        """Return the `state_dict` of these vectors, in new memory. Raise ValueError if one has not the layout's length."""
         given: dict[Kind, Tensor] = {"param": packed.params, "buffer": packed.buffers, "counter": packed.counters}
         vectors = {kind: vector.detach().clone() for kind, vector in given.items()}
         for kind, vector in vectors.items():

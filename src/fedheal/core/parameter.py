@@ -5,11 +5,9 @@
     @declare_parameters(MU)
     def make_term(mu: float = MU.default) -> Term: ...
 
-Every call of the decorated function or class then checks its arguments. Names of methods, `fedheal methods`, the reference page
-and the contract tests read the same declarations.
+Every call of the decorated function or class then checks its arguments. Names of methods, `fedheal methods`, the
+reference page and the contract tests read the same declarations.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect

@@ -1,9 +1,10 @@
 """States that turn into (arrays, JSON) and back, so that a checkpoint needs no pickle.
 
-A state is a frozen dataclass that registers under a kind: `class AflState(State, kind="afl")`. Both directions follow from its
-fields: tensors, numpy columns, strings, numbers, booleans, states, dataclasses, tuples of these, mappings from strings to these,
-or None where the type allows it. With a field `clients`, every column, tensor and tuple has one entry per client. A tensor may
-have spare rows behind those, which are not saved. Tensors may share memory with the state: a donated state takes them with it.
+A state is a frozen dataclass that registers under a kind: `class AflState(State, kind="afl")`. Both directions follow
+from its fields: tensors, numpy columns, strings, numbers, booleans, states, dataclasses, tuples of these, mappings from
+strings to these, or None where the type allows it. With a field `clients`, every column, tensor and tuple has one entry
+per client. A tensor may have spare rows behind those, which are not saved. Tensors may share memory with the state: a
+donated state takes them with it.
 """
 
 from __future__ import annotations

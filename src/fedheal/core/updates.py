@@ -1,7 +1,7 @@
 """One cohort's updates: a matrix with a row per client, filled from replies one client at a time.
 
-K clients send a matrix of updates `[K, G]`, `delta = local - global` as in the paper. Rows are kept in memory up to a budget;
-the rest goes to a temporary file, which is deleted with the matrix. Every aggregator works on either.
+K clients send a matrix of updates `[K, G]`, `delta = local - global` as in the paper. Rows are kept in memory up to a
+budget; the rest goes to a temporary file, which is deleted with the matrix. Every aggregator works on either.
 """
 
 from __future__ import annotations

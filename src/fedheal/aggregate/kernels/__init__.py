@@ -7,8 +7,8 @@
   nobody keeps it, and the number of such entries. Sums are in float64 and rounded once, to the dtype of `params`.
 - `mask_block(deltas, rows, mask, start, stop) -> float64 [k, stop - start]`: a block of `k * D`, on the updates' device.
 
-`rows` are sorted by client id and every sum runs in that order, so results do not depend on the order of arrival. `tensors` are
-the lengths of the parameter tensors. Work goes in column blocks, so that temporaries stay small.
+`rows` are sorted by client id and every sum runs in that order, so results do not depend on the order of arrival.
+`tensors` are the lengths of the parameter tensors. Work goes in column blocks, so that temporaries stay small.
 """
 
 import importlib

@@ -2,10 +2,9 @@
 
 The first pass counts signs and measures what is kept, the second recomputes the mask from the counts and averages, so
 that no mask is ever stored. Compiled functions release the GIL and take blocks of columns from a small thread pool
-(`torch.get_num_threads()` wide). Block boundaries and the order of sums are fixed: the number of threads changes nothing.
+(`torch.get_num_threads()` wide). Block boundaries and the order of sums are fixed: the number of threads changes
+nothing.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

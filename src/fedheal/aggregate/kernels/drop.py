@@ -1,7 +1,5 @@
 """FedPW's loops over one client's tensor, compiled by numba: find the smallest entries, drop them, add up what is left."""
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 

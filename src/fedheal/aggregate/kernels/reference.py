@@ -3,8 +3,6 @@
 It is also the one kernel that knows `SoftMask`; the stages that give one choose it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

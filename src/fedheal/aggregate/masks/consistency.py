@@ -4,13 +4,11 @@ Chen, Huang and Ye, "Fair Federated Learning under Domain Skew with Local Consis
 With `l` the share of a client's rounds in which an entry's update was not negative, the consistency of an update is
 `c = l` where it is not negative, else `1 - l`, and the entry is kept where `c >= tau`.
 
-Deviations: shares are exact integer counts per client, compared with the smallest admissible integer: 3 of 10 rounds at tau =
-0.3 is kept, and absence does not dilute a history. `variant="released"` follows the authors' code: the history excludes the
-current round, the first participation keeps all, `c > tau`, the sign is that of `global - local`, and buffers and counters are
-treated like parameters.
+Deviations: shares are exact integer counts per client, compared with the smallest admissible integer: 3 of 10 rounds at
+tau = 0.3 is kept, and absence does not dilute a history. `variant="released"` follows the authors' code: the history
+excludes the current round, the first participation keeps all, `c > tau`, the sign is that of `global - local`, and
+buffers and counters are treated like parameters.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable

@@ -1,11 +1,10 @@
 """How often entries of a client's updates point the same way: the observation behind FPHL.
 
-Chen, Huang and Ye (CVPR 2024, section 3.2) count for every entry the rounds in which its update had the same direction, over 10
-and 100 rounds. `sign_agreement_report` does so as a stage that changes nothing; `bin_consistency` reads the counts that FPHL
-keeps. As in FPHL an update of exactly zero counts as going up, so entries that never move look perfectly consistent.
+Chen, Huang and Ye (CVPR 2024, section 3.2) count for every entry the rounds in which its update had the same direction,
+over 10 and 100 rounds. `sign_agreement_report` does so as a stage that changes nothing; `bin_consistency` reads the
+counts that FPHL keeps. As in FPHL an update of exactly zero counts as going up, so entries that never move look
+perfectly consistent.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,8 +45,8 @@ class SignAgreementState(State, kind="sign-agreement"):
 def sign_agreement_report(block: int = DIRECTIONS_BLOCK.default, long: int = DIRECTIONS_LONG.default) -> Stage:
     """Change nothing; report how many entries kept their direction over every `block` rounds and the first `long`.
 
-    The report's `directions` has, for `block` and `long`, by client and tensor, how many entries pointed the same way in
-    ceil(n/2), ..., n of the n rounds. A client's rounds are those it took part in.
+    The report's `directions` has, for `block` and `long`, by client and tensor, how many entries pointed the same way
+    in ceil(n/2), ..., n of the n rounds. A client's rounds are those it took part in.
     """
 
     def init(layout: Layout) -> State:

@@ -1,18 +1,17 @@
 """AFL: more weight to the clients with the largest losses, by projected ascent on the mixture of clients.
 
-Mohri, Sivek and Suresh, "Agnostic Federated Learning", ICML 2019: `min_W max_lambda sum_m lambda_m F_m(W)`, lambda in a convex
-part of the simplex. The ascent step is `lambda <- Proj(lambda + gamma F)`, `F_m` the loss of the received model on the client's
-own training data, the metric `loss`. The part of the simplex is `lambda_m >= floor/M`, M the clients ever seen.
+Mohri, Sivek and Suresh, "Agnostic Federated Learning", ICML 2019: `min_W max_lambda sum_m lambda_m F_m(W)`, lambda in a
+convex part of the simplex. The ascent step is `lambda <- Proj(lambda + gamma F)`, `F_m` the loss of the received model
+on the client's own training data, the metric `loss`. The part of the simplex is `lambda_m >= floor/M`, M the clients
+ever seen.
 
-Deviations, as in every federated version: many local steps instead of one gradient, lambda is updated before the average it
-weighs, and the last model is used, not the average of all. Absent clients keep their weight: a cohort S projects
-`lambda_S + gamma F_S` on the simplex of mass `sum_S lambda`, which with everyone present is the step above. (Projecting all
-entries would drive absent ones to 0 with losses all equal.) A newcomer starts with `1/M` and the others shrink to make room.
-`reset=True` forgets lambda after every round, as a public benchmark of FedHEAL's authors does: `Proj(1/K + gamma F)` over the
-cohort. That code takes the loss of the local model on *test* data; this one never does.
+Deviations, as in every federated version: many local steps instead of one gradient, lambda is updated before the
+average it weighs, and the last model is used, not the average of all. Absent clients keep their weight: a cohort S
+projects `lambda_S + gamma F_S` on the simplex of mass `sum_S lambda`, which with everyone present is the step above.
+(Projecting all entries would drive absent ones to 0 with losses all equal.) A newcomer starts with `1/M` and the others
+shrink to make room. `reset=True` forgets lambda after every round, as a public benchmark of FedHEAL's authors does:
+`Proj(1/K + gamma F)` over the cohort. That code takes the loss of the local model on *test* data; this one never does.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 

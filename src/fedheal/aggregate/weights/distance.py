@@ -1,13 +1,12 @@
 """FAEL: clients whose models must move further get more weight, by a momentum rule on their update's squared norm.
 
-Chen, Huang and Ye, CVPR 2024. With `s` the share of the (kept) squared norms, the paper's rule is `dp = (1-beta) dp + beta s`,
-`p = p + dp`, normalised. Two deviations, which change nothing with everyone present: a cohort redistributes only the weight it
-holds, and a late joiner's momentum is corrected for its bias. `per_step=True` is an extension: distances, which grow with the
-number of local steps, are divided by the square of `reach`, how far the client's steps go on a constant unit gradient.
-`cumulative_rule` follows the authors' code: un-squared norms summed over tensors, weights that add up for ever.
+Chen, Huang and Ye, CVPR 2024. With `s` the share of the (kept) squared norms, the paper's rule is `dp = (1-beta) dp +
+beta s`, `p = p + dp`, normalised. Two deviations, which change nothing with everyone present: a cohort redistributes
+only the weight it holds, and a late joiner's momentum is corrected for its bias. `per_step=True` is an extension:
+distances, which grow with the number of local steps, are divided by the square of `reach`, how far the client's steps
+go on a constant unit gradient. `cumulative_rule` follows the authors' code: un-squared norms summed over tensors,
+weights that add up for ever.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +31,8 @@ class RuleState(State):
 class Rule:
     """How weights follow distances, over units that are clients or, in `per_domain.py`, whole domains.
 
-    `update(state, units, joined, d) -> weights [k], state`: `joined [k]` are the examples that newcomers bring to each unit.
+    `update(state, units, joined, d) -> weights [k], state`: `joined [k]` are the examples that newcomers bring to each
+    unit.
     """
 
     start: RuleState

@@ -1,7 +1,7 @@
 """FAEL's objective solved exactly: the weights that make the global model equally far from all clients.
 
-With `K = D D^T` and `d_m = |sum_j p_j D_j - D_m|^2`, the variance of `d` over clients is `|C (a - 2 K p)|^2 / M`, `a` the
-diagonal of K and C the centring matrix: a convex quadratic in p. We minimise, on the simplex with `p >= floor`,
+With `K = D D^T` and `d_m = |sum_j p_j D_j - D_m|^2`, the variance of `d` over clients is `|C (a - 2 K p)|^2 / M`, `a`
+the diagonal of K and C the centring matrix: a convex quadratic in p. We minimise, on the simplex with `p >= floor`,
 
     |C (a - 2 K p)|^2 / (M sbar^2) + ridge |p - reference|^2,       sbar = mean(a).
 
@@ -9,8 +9,6 @@ On the simplex every target can be folded into the matrix (`b = b 1^T x`), which
 the hull of its columns, and that is a non-negative least squares problem in disguise: if y minimises
 `|B y|^2 + (1^T y - 1)^2` over `y >= 0`, then `y / sum y` minimises `|B x|^2` over the simplex. scipy solves it exactly.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -42,7 +40,8 @@ def exact_weights(
 ) -> Stage:
     """Give the weights that make the global model equally far from all clients; `floor` is a share of `1/K`.
 
-    The report has the variances of these weights and of others. With FPHL, the masked updates' Gram matrix is a surrogate.
+    The report has the variances of these weights and of others. With FPHL, the masked updates' Gram matrix is a
+    surrogate.
     """
 
     def apply(draft: Draft) -> Draft:

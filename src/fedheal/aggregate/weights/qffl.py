@@ -5,16 +5,15 @@ Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning"
 
     W + (sum_m F_m^q D_m) / (sum_m F_m^q (1 + q L |D_m|^2 / F_m)),
 
-a mean weighted by `F^q`, shrunk by an estimate of the curvature. `F_m` is the metric `loss`, that of the received model on the
-client's own training data, plus 1e-10. `mode="reweight"` (default): the weights alone. `"qfedavg_eff"`: shrunk with `L = 1/reach`,
-how far the client's steps go on a constant unit gradient. `"qfedavg"`: shrunk with the paper's `L = 1/lr`, which after many local
-steps all but stops training (a factor of 0.01 at lr 0.001, |D| 0.3, F 1 and q 1).
+a mean weighted by `F^q`, shrunk by an estimate of the curvature. `F_m` is the metric `loss`, that of the received model
+on the client's own training data, plus 1e-10. `mode="reweight"` (default): the weights alone. `"qfedavg_eff"`: shrunk
+with `L = 1/reach`, how far the client's steps go on a constant unit gradient. `"qfedavg"`: shrunk with the paper's `L =
+1/lr`, which after many local steps all but stops training (a factor of 0.01 at lr 0.001, |D| 0.3, F 1 and q 1).
 
-Deviations: the paper samples clients in proportion to their examples; here all clients of a cohort count evenly. Clients that
-differ in `reach` enter the shrinkage with their own L. With FPHL, `|D_m|^2` is that of the kept entries. Buffers are not shrunk.
+Deviations: the paper samples clients in proportion to their examples; here all clients of a cohort count evenly.
+Clients that differ in `reach` enter the shrinkage with their own L. With FPHL, `|D_m|^2` is that of the kept entries.
+Buffers are not shrunk.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 

@@ -1,17 +1,17 @@
 """FedCE: Jiang et al., "Fair Federated Medical Image Segmentation via Client Contribution Estimation", CVPR 2023.
 
-Weights `e` start equal. Gradient space: `cos_m` between a client's update and the weighted sum of the others', averaged over
-its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the client's validation data of the model without
-it, averaged over its rounds by the client itself (`local/validated.py`), with 0 for the first; `b_m = 1 - mean accuracy`,
-normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged with the new e.
+Weights `e` start equal. Gradient space: `cos_m` between a client's update and the weighted sum of the others', averaged
+over its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the client's validation data of the model
+without it, averaged over its rounds by the client itself (`local/validated.py`), with 0 for the first; `b_m = 1 - mean
+accuracy`, normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged
+with the new e.
 
-Deviations, for clients that were absent. Means are over a client's own rounds, those of the accuracy over the rounds in which it
-was measured; a client without any takes the mean of the cohort. The 0 of the first round counts for all alike, as one of the
-most rounds that any client took part in, or it would favour those that come seldom. Weights are shares of the cohort; between
-rounds `e` is kept times the cohort's size, so that 1 is an equal part of any cohort, and where a newcomer starts.
+Deviations, for clients that were absent. Means are over a client's own rounds, those of the accuracy over the rounds in
+which it was measured; a client without any takes the mean of the cohort. The 0 of the first round counts for all alike,
+as one of the most rounds that any client took part in, or it would favour those that come seldom. Weights are shares of
+the cohort; between rounds `e` is kept times the cohort's size, so that 1 is an equal part of any cohort, and where a
+newcomer starts.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 

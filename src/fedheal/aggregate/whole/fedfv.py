@@ -9,18 +9,17 @@ Wang, Fan, Qi, Wen, Wang and Yu, "Federated Learning with Fair Averaging", IJCAI
    with g are added up, and g is projected off the sum. As in the authors' code, k = 0 are this round's own clients.
 3. g is given the length of the plain mean of the updates. Buffers are averaged evenly.
 
-All of this happens in the span of the updates, so it is done on their inner products. Updates are the negatives of the paper's
-gradients, and conflict alike.
+All of this happens in the span of the updates, so it is done on their inner products. Updates are the negatives of the
+paper's gradients, and conflict alike.
 
-Deviations: an angle within rounding of 90 degrees is no conflict (`TINY`). Where nothing is left of g, the model stays; the
-authors' code divides by zero. Equal losses are ordered by client id. With `alpha=0` nobody is kept, as in the authors' code,
-although its formula for the share would keep one.
+Deviations: an angle within rounding of 90 degrees is no conflict (`TINY`). Where nothing is left of g, the model stays;
+the authors' code divides by zero. Equal losses are ordered by client id. With `alpha=0` nobody is kept, as in the
+authors' code, although its formula for the share would keep one.
 
-Memory: the updates of clients last seen in the `tau - 1` rounds before, as they were sent: nothing for tau 0 and 1, else at most
-`(tau - 1) * cohort * G` numbers (20 clients, 5 million float32 parameters, tau = 3: 800 MB), in the state and every checkpoint.
+Memory: the updates of clients last seen in the `tau - 1` rounds before, as they were sent: nothing for tau 0 and 1,
+else at most `(tau - 1) * cohort * G` numbers (20 clients, 5 million float32 parameters, tau = 3: 800 MB), in the state
+and every checkpoint.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator
@@ -99,7 +98,7 @@ def fedfv_stage(alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default
 
 
 def choose_unprojected(order: Integers, alpha: float) -> Integers:
-    """Return the clients with the largest losses, from position `ceil((K-1)(1-alpha))` on, less what rounding may have added."""
+    """Return the clients with the largest losses: from position `ceil((K-1)(1-alpha))` on, rounding errors aside."""
     return order[math.ceil((len(order) - 1) * (1 - alpha) - 1e-9) :] if alpha > 0 else order[:0]
 
 

@@ -15,15 +15,13 @@ Guan et al., "Rethinking Fair Federated Learning from Parameter and Client View"
    over clients as well; the smaller the standard deviation over clients, the better. For a column z that is
    `(1 - (sum z)^2 / (K sum z^2)) / (K - 1)` squared, so two sums over clients are enough.
 
-Deviations. Absent clients: the cohort rule of FAEL (`distance.py`), with shares over the cohort, its correction for late joiners
-(each client's `1 - prod (1 - b)` is stored), newcomers at `1/M`; `|mean D|^2` instead of the mean of `K 1`, which would depend on
-the size of the cohort. p and q start uniform; the authors' code starts them at nothing: the difference fades over the first
-rounds. Negative alignments count as 0 and the coefficients stay at most 1. `a` is taken over all dropped entries (the code takes
-every tenth), averaged over the clients that dropped any; without any, or with one client alone, nothing is stressed. 1e-10 is
-added to the losses. Buffers are averaged with u and not dropped.
+Deviations. Absent clients: the cohort rule of FAEL (`distance.py`), with shares over the cohort, its correction for
+late joiners (each client's `1 - prod (1 - b)` is stored), newcomers at `1/M`; `|mean D|^2` instead of the mean of `K
+1`, which would depend on the size of the cohort. p and q start uniform; the authors' code starts them at nothing: the
+difference fades over the first rounds. Negative alignments count as 0 and the coefficients stay at most 1. `a` is taken
+over all dropped entries (the code takes every tenth), averaged over the clients that dropped any; without any, or with
+one client alone, nothing is stressed. 1e-10 is added to the losses. Buffers are averaged with u and not dropped.
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
