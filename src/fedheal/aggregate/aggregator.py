@@ -30,21 +30,13 @@ class AggregatorState(State, kind="aggregator"):
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregated:
-    """The result of one round's aggregation.
+    """The result of one round's aggregation."""
 
-    Attributes:
-        model: The new global model, of the type that was given.
-        weights: `[K]`, in the order of `updates.clients`; 0 for a skipped client.
-        unnormalised_weights: `[K]`, the weights before they are normalised over this cohort, comparable between rounds.
-        state: The aggregator's state after the round.
-        report: JSON-ready: the `skipped` clients with the reason, and what the stages report.
-    """
-
-    model: Any
-    weights: Tensor
-    unnormalised_weights: Tensor
-    state: AggregatorState
-    report: dict[str, Any]
+    model: Any  # the new global model, of the type that was given
+    weights: Tensor  # [K], in the order of `updates.clients`; 0 for a skipped client
+    unnormalised_weights: Tensor  # [K], before they are normalised over this cohort, comparable between rounds
+    state: AggregatorState  # after the round
+    report: dict[str, Any]  # JSON-ready: the `skipped` clients with the reason, and what the stages report
 
 
 @dataclass(frozen=True)
@@ -103,12 +95,9 @@ class Aggregator:
         weights = torch.zeros(2, len(updates.clients), dtype=torch.float64)
         weights[:, torch.from_numpy(rows)] = torch.from_numpy(np.stack(columns))
         skipped = dict(updates.refused) | {updates.clients[row]: why for row, why in bad.items()}
+        report = {"skipped": skipped, **report}
         return Aggregated(
-            model=new_model,
-            weights=weights[0],
-            unnormalised_weights=weights[1],
-            state=state,
-            report={"skipped": skipped, **report},
+            model=new_model, weights=weights[0], unnormalised_weights=weights[1], state=state, report=report
         )
 
     def _aggregate(
@@ -150,9 +139,8 @@ def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     for name in ("params", "buffers", "counters"):
         vector, length = getattr(packed, name), getattr(sizes, name)
         if vector.shape != (length,):
-            raise ValueError(
-                f"the model's {name} have shape {tuple(vector.shape)}; this aggregator's state has {length} of them"
-            )
+            has = f"have shape {tuple(vector.shape)}"
+            raise ValueError(f"the model's {name} {has}; this aggregator's state has {length} of them")
     if not packed.params.is_floating_point():
         raise ValueError(f"the model's parameters are {packed.params.dtype}, not floating point")
     for name in ("params", "buffers"):

@@ -60,37 +60,21 @@ class UpdateNorms:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A round's aggregation while the stages fill it in.
-
-    Attributes:
-        sizes: The model's sizes.
-        model: The global model before the round.
-        updates: The cohort's updates.
-        rows: The accepted rows of `updates`, sorted by client id, so that the order of arrival changes nothing.
-        kernel: The module that goes over the updates.
-        donate: Whether the memory of the old state may be reused.
-        weights: `[k]`, in the order of `rows`; None means example shares.
-        unnormalised_weights: `[k]`, the weights before they are normalised over this cohort; None means `weights`.
-        mask: Which entries of the updates count; None means all.
-        norms: The norms of the masked updates, where a stage has measured them.
-        scale: A factor on the mean update of the parameters.
-        step: `[G]`, float64: the update of the parameters, where it is no (masked) mean.
-        report: What the stages report; JSON-ready.
-    """
+    """A round's aggregation while the stages fill it in."""
 
     sizes: Sizes
-    model: Packed
+    model: Packed  # before the round
     updates: Updates
-    rows: Integers
-    kernel: ModuleType
-    donate: bool = False
-    weights: Floats | None = None
-    unnormalised_weights: Floats | None = None
-    mask: Mask | None = None
-    norms: UpdateNorms | None = None
-    scale: float = 1.0
-    step: Tensor | None = None
-    report: Mapping[str, Any] = field(default_factory=dict)
+    rows: Integers  # the accepted rows of `updates`, sorted by client id, so that the order of arrival changes nothing
+    kernel: ModuleType  # goes over the updates
+    donate: bool = False  # whether the memory of the old state may be reused
+    weights: Floats | None = None  # [k], in the order of `rows`; None means example shares
+    unnormalised_weights: Floats | None = None  # [k], before they are normalised over this cohort; None means `weights`
+    mask: Mask | None = None  # which entries of the updates count; None means all
+    norms: UpdateNorms | None = None  # of the masked updates, where a stage has measured them
+    scale: float = 1.0  # a factor on the mean update of the parameters
+    step: Tensor | None = None  # [G], float64: the update of the parameters, where it is no (masked) mean
+    report: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready
 
     @property
     def clients(self) -> tuple[str, ...]:

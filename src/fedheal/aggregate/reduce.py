@@ -36,7 +36,9 @@ def mean_as_released(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, A
     model, sizes = draft.model, draft.sizes
     buffers = _average_vector(draft, model.buffers, draft.updates.buffers, weights, sizes.params)
     counters = _average_vector(draft, model.counters, draft.updates.counters, weights, sizes.params + sizes.buffers)
-    return Packed(params, buffers.to(model.buffers.dtype), _truncate(counters).to(model.counters.dtype)), report
+    whole = counters.round()  # towards zero, but a mean that is whole except for rounding errors counts as whole
+    counters = torch.where((counters - whole).abs() < 1e-6, whole, counters.trunc())
+    return Packed(params, buffers.to(model.buffers.dtype), counters.to(model.counters.dtype)), report
 
 
 def is_finite(vector: Tensor) -> bool:
@@ -77,9 +79,3 @@ def _average_vector(draft: Draft, vector: Tensor, local: Tensor | None, weights:
     moved = total > 0
     step = (u * delta).sum(dim=0) / total.where(moved, 1.0)
     return before + torch.where(moved, step, 0.0)
-
-
-def _truncate(mean: Tensor) -> Tensor:
-    """Round towards zero; a mean that is whole but for rounding errors counts as whole."""
-    nearest = mean.round()
-    return torch.where((mean - nearest).abs() < 1e-6, nearest, mean.trunc())

@@ -17,21 +17,13 @@ from fedheal.core.state import Nothing, State, expect
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of an aggregator.
+    """One part of an aggregator."""
 
-    Attributes:
-        init: `init(layout) -> state` before the first round.
-        apply: `apply(draft, state) -> draft, state` for one round.
-        needs: The client metrics it must be given; `"domain"` stands for the clients' domains.
-        gives: `"weights"`, `"mask"`, both, or nothing if the stage only reports.
-        parts: The stages of a chain in the order they run; None if this is no chain.
-    """
-
-    init: Callable[[Layout], State]
-    apply: Callable[[Draft, State], tuple[Draft, State]]
-    needs: frozenset[str] = frozenset()
-    gives: frozenset[str] = frozenset({"weights"})
-    parts: tuple[Stage, ...] | None = None
+    init: Callable[[Layout], State]  # before the first round
+    apply: Callable[[Draft, State], tuple[Draft, State]]  # for one round
+    needs: frozenset[str] = frozenset()  # client metrics it must be given; "domain" stands for the clients' domains
+    gives: frozenset[str] = frozenset({"weights"})  # "weights", "mask", both, or nothing if the stage only reports
+    parts: tuple[Stage, ...] | None = None  # the stages of a chain in the order they run; None if this is no chain
 
 
 def stateless(apply: Callable[[Draft], Draft], needs: frozenset[str] = frozenset()) -> Stage:

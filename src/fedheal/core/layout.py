@@ -173,7 +173,8 @@ class Layout:
             if e.start == e.stop:
                 continue
             twin = first.setdefault((e.kind, e.start, e.stop), e.name)
-            if twin != e.name and not _same_bits(tensor, state_dict[twin]):
+            bits = [as_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (tensor, state_dict[twin])]
+            if twin != e.name and not torch.equal(bits[0], bits[1].to(bits[0].device)):
                 raise ValueError(f"'{e.name}' and '{twin}' are tied in this layout but differ in the state_dict")
 
 
@@ -191,13 +192,6 @@ def restore_dtype(vector: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(vector.to(_real_dtype(dtype), copy=True).reshape(-1, 2))
     return vector.to(dtype)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if (a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()):
-        return True
-    bits = [as_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(bits[0], bits[1].to(bits[0].device))
 
 
 def allocate_rows(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -73,19 +73,20 @@ class Updates:
         domains: Sequence[str] | None = None,
     ) -> None:
         ids = tuple(client_id(c) for c in clients)
-        put = object.__setattr__
-        put(self, "clients", ids)
-        put(self, "deltas", _matrix("deltas", deltas, ids))
-        put(self, "num_examples", _column("num_examples", num_examples, ids))
-        put(self, "buffers", None if buffers is None else _matrix("buffers", buffers, ids))
-        put(self, "counters", None if counters is None else _matrix("counters", counters, ids))
-        put(self, "metrics", {name: _column(f"metrics['{name}']", v, ids) for name, v in (metrics or {}).items()})
-        put(self, "refused", dict(refused or {}))
         if isinstance(domains, str) or not all(isinstance(domain, str) for domain in domains or ()):
             raise TypeError(f"domains = {domains!r}: give a list with a name a client")
         if domains is not None and len(domains) != len(ids):
             raise ValueError(f"domains has {len(domains)} names for {len(ids)} clients")
-        put(self, "domains", None if domains is None else tuple(domains))
+        vars(self).update(  # the dataclass is frozen
+            clients=ids,
+            deltas=_matrix("deltas", deltas, ids),
+            num_examples=_column("num_examples", num_examples, ids),
+            buffers=None if buffers is None else _matrix("buffers", buffers, ids),
+            counters=None if counters is None else _matrix("counters", counters, ids),
+            metrics={name: _column(f"metrics['{name}']", v, ids) for name, v in (metrics or {}).items()},
+            refused=dict(refused or {}),
+            domains=None if domains is None else tuple(domains),
+        )
 
     @staticmethod
     def collect(
@@ -124,9 +125,8 @@ def client_id(client: object) -> str:
         return client
     if isinstance(client, (int, np.integer)) and not isinstance(client, bool):
         return str(int(client))
-    raise TypeError(
-        f"client id {client!r} is a {type(client).__name__}: use a string or an integer that stays the same"
-    )
+    remedy = "use a string or an integer that stays the same"
+    raise TypeError(f"client id {client!r} is a {type(client).__name__}: {remedy}")
 
 
 def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...]) -> Tensor:
@@ -144,9 +144,8 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
         value = torch.stack(rows) if rows else torch.zeros(0, 0)
     matrix = as_tensor(value, name)
     if matrix.ndim != 2 or matrix.shape[0] != len(clients):
-        raise ValueError(
-            f"{name} has shape {tuple(matrix.shape)}; {len(clients)} clients need ({len(clients)}, length)"
-        )
+        shape, k = tuple(matrix.shape), len(clients)
+        raise ValueError(f"{name} has shape {shape}; {k} clients need ({k}, length)")
     return matrix
 
 
@@ -196,7 +195,8 @@ class Collector:
         except (TypeError, ValueError) as error:
             client = str(reply[0]) if isinstance(reply, Sequence) and reply else "?"
             if not self._skip:
-                self._rows.close()
+                if self._rows.file is not None:
+                    self._rows.file.close()
                 raise ValueError(f"client '{client}': {error}") from None
             self._refused[client] = str(error)
             return
@@ -318,10 +318,6 @@ class _Rows:
             mapped = np.memmap(self.file, np.uint8, "r+", shape=(self.count, self.length * self.dtype.itemsize))
             return torch.from_numpy(mapped).view(self.dtype)
         finally:
-            self.file.close()
-
-    def close(self) -> None:
-        if self.file is not None:
             self.file.close()
 
     def _write(self, row: Tensor) -> None:

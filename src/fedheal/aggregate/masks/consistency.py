@@ -72,7 +72,8 @@ def consistency_mask(tau: float, variant: str) -> Stage:
         clients, slots = index_clients(before.clients, draft.clients)
         n = extend_column(before.n, len(clients))
         n[slots] += 1
-        dtype = choose_count_dtype(before.counts.dtype, int(n[slots].max()))
+        wide_enough = (dtype for dtype in COUNT_DTYPES if torch.iinfo(dtype).max > n[slots].max())
+        dtype = max(before.counts.dtype, next(wide_enough), key=lambda dtype: torch.iinfo(dtype).bits)
         counts = grow_counts(before.counts, len(before.clients), len(clients), dtype, draft)
         at_least, below = np.array([thresholds(exact_tau, int(m)) for m in n[slots]], np.int64).T
         mask = CountMask(counts=counts, slots=slots, at_least=at_least, below=below, sign=sign)
@@ -96,11 +97,9 @@ def _compute_paper_thresholds(tau: Fraction, n: int) -> tuple[int, int]:
 
 
 def _compute_released_thresholds(tau: Fraction, n: int) -> tuple[int, int]:
-    """Only the history before this round counts, of which more than tau is needed; `pos` already includes this round."""
-    if n == 1:
-        return 0, 2
+    """Of the history before this round more than tau is needed; `pos` already includes this round."""
     need = math.floor(tau * (n - 1)) + 1
-    return need + 1, n - 1 - need + 1
+    return (need + 1, n - need) if n > 1 else (0, 2)
 
 
 # variant -> the thresholds (at_least, below) for n participations, and the sign that turns an update into "up"
@@ -108,12 +107,6 @@ _RULES: dict[str, tuple[Callable[[Fraction, int], tuple[int, int]], int]] = {
     "paper": (_compute_paper_thresholds, 1),
     "released": (_compute_released_thresholds, -1),
 }
-
-
-def choose_count_dtype(current: torch.dtype, most: int) -> torch.dtype:
-    """Return the narrowest dtype for counts up to `most`, but never a narrower one than the current."""
-    wide_enough = (dtype for dtype in COUNT_DTYPES if torch.iinfo(dtype).max > most)
-    return max(current, next(wide_enough), key=lambda dtype: torch.iinfo(dtype).bits)
 
 
 def grow_counts(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draft: Draft) -> Tensor:
