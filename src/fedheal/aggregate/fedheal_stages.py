@@ -12,6 +12,7 @@ from fedheal.aggregate.weights.exact import exact_weights
 from fedheal.aggregate.weights.per_domain import per_domain_weights
 from fedheal.core.parameter import Parameter, declare_parameters
 
+EXTENSION = "extension of ours, off"
 TAU = Parameter(
     "tau",
     0.3,
@@ -21,12 +22,9 @@ TAU = Parameter(
     le=1,
 )
 BETA = Parameter("beta", 0.4, "how fast weights follow distances", "Chen et al. 2024 for both data sets", ge=0, le=1)
+VARIANTS = ("paper", "released")
 VARIANT = Parameter(
-    "variant",
-    "paper",
-    "paper or released",
-    "ours: the equations rather than the authors' code",
-    choices=("paper", "released"),
+    "variant", "paper", "paper or released", "ours: the equations rather than the authors' code", choices=VARIANTS
 )
 FPHL = Parameter("fphl", True, "whether entries are masked at all", "Chen et al. 2024")
 FAEL = Parameter(
@@ -36,17 +34,12 @@ FAEL = Parameter(
     "Chen et al. 2024: momentum",
     choices=("momentum", "exact", "exact-reg", False),
 )
-PER_STEP = Parameter("per_step", False, "distances per unit of reach", "extension of ours, off")
-SOFT = Parameter("soft", False, "what is kept counts by its consistency", "extension of ours, off")
+PER_STEP = Parameter("per_step", False, "distances per unit of reach", EXTENSION)
+SOFT = Parameter("soft", False, "what is kept counts by its consistency", EXTENSION)
 FORGET = Parameter(
-    "forget",
-    0.0,
-    "share of a client's sign history that each of its rounds fades",
-    "extension of ours, off",
-    ge=0,
-    lt=1,
+    "forget", 0.0, "share of a client's sign history that each of its rounds fades", EXTENSION, ge=0, lt=1
 )
-PER_DOMAIN = Parameter("per_domain", False, "weight moves between domains instead of clients", "extension of ours, off")
+PER_DOMAIN = Parameter("per_domain", False, "weight moves between domains instead of clients", EXTENSION)
 
 
 @declare_parameters(TAU, VARIANT, SOFT, FORGET)

@@ -195,11 +195,6 @@ def restore_dtype(vector: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def allocate_rows(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a GPU each row starts at a multiple of `ALIGNED` entries.
-
-    >>> allocate_rows(2, 3, torch.float32, torch.device("cpu"))
-    tensor([[0., 0., 0.],
-            [0., 0., 0.]])
-    """
+    """Return zeros; on a GPU each row starts at a multiple of `ALIGNED` entries."""
     width = length if device.type == "cpu" else -(-length // ALIGNED) * ALIGNED
     return torch.zeros(rows, width, dtype=dtype, device=device)[:, :length]

@@ -50,9 +50,7 @@ class Local:
     terms: tuple[Term, ...] = ()
     uniform: bool = False  # whether all clients count alike where no stage gives weights
     aggregator: Aggregator | None = None  # of a whole method, which no stage joins
-    training: Mapping[str, float] = field(
-        default_factory=dict
-    )  # fields of the experiment that it sets, such as `momentum`
+    training: Mapping[str, float] = field(default_factory=dict)  # fields of the experiment, such as `momentum`
 
 
 @declare_parameters()
@@ -78,12 +76,12 @@ def _make_scaffold(
     preset: str = PRESET.default,
 ) -> Local:
     """Karimireddy et al. 2020: control variates, aware of momentum. preset=group: no momentum, eta_g 0.25, clip 100."""
-    if preset == "group":
-        _check_default(SCAFFOLD_ETA_G, eta_g)
-        _check_default(SCAFFOLD_CLIP, clip)
-        term = Scaffold(option, 0.25, fair_controls, 100.0)
-        return Local((term,), uniform=True, training={"momentum": 0.0, "weight_decay": 0.0})
-    return Local((Scaffold(option, eta_g, fair_controls, clip),), uniform=True)
+    if preset != "group":
+        return Local((Scaffold(option, eta_g, fair_controls, clip),), uniform=True)
+    _check_default(SCAFFOLD_ETA_G, eta_g)
+    _check_default(SCAFFOLD_CLIP, clip)
+    term = Scaffold(option, 0.25, fair_controls, 100.0)
+    return Local((term,), uniform=True, training={"momentum": 0.0, "weight_decay": 0.0})
 
 
 @declare_parameters(FEDDYN_ALPHA, FEDDYN_EVAL_MODEL, FAIR_CONTROLS, FEDDYN_CLIP, PRESET)

@@ -2,8 +2,7 @@
 
 The first pass counts signs and measures what is kept, the second recomputes the mask from the counts and averages, so
 that no mask is ever stored. Compiled functions release the GIL and take blocks of columns from a small thread pool
-(`torch.get_num_threads()` wide). Block boundaries and the order of sums are fixed: the number of threads changes
-nothing.
+(`torch.get_num_threads()` wide). Block boundaries and the order of sums are fixed, whatever the number of threads.
 """
 
 import itertools
@@ -29,20 +28,33 @@ CONVERT = 1 << 18  # columns turned into float32 at a time where numba cannot re
 REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets sums use vector registers; NaN and infinity keep their meaning
 
 
-def observe(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask) -> UpdateNorms:
-    norms, bad = _scan(deltas, rows, tensors, mask)
-    if bad:
-        for first, matrix in _chunks(deltas, _edges(deltas.shape[1], [deltas.shape[1]], PASS_ONE)[0]):
+def observe(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None) -> UpdateNorms:
+    limits = _unpack_mask(rows, mask)
+    edges, owner = _edges(tensors, PASS_ONE)
+    sound = np.ones((len(rows), len(owner)), np.bool_)
+    squares = np.zeros((len(rows), len(owner)))
+    number = np.zeros((len(rows), len(owner)), np.int64)
+
+    def work(matrix: NDArray[Any], first: int, a: int, b: int) -> None:
+        out = sound[:, a:b], squares[:, a:b], number[:, a:b]
+        _scan_blocks(matrix, rows, *limits, first, edges[a : b + 1], *out)
+
+    def by_tensor(values: NDArray[Any]) -> Floats:
+        return np.stack([np.bincount(owner, row, len(tensors)) for row in values]).astype(np.float64)
+
+    _run_blocks(work, deltas, edges, cost=len(rows) * PASS_ONE)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bad = ~(sound.all(axis=1) & np.isfinite(squares.sum(axis=1)))
+    if not bad.any():
+        return UpdateNorms(by_tensor(squares), by_tensor(number).astype(np.int64))
+    if mask is not None:
+        for first, matrix in _chunks(deltas, edges):
             _uncount(matrix, rows, mask.counts.numpy()[:, first:], mask.slots, mask.sign)
-        raise NonFinite(bad)
-    return norms
+    raise NonFinite(rows[bad].tolist())
 
 
 def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> UpdateNorms:
-    norms, bad = _scan(deltas, rows, tensors, None)
-    if bad:
-        raise NonFinite(bad)
-    return norms
+    return observe(deltas, rows, tensors, None)
 
 
 def average(
@@ -51,7 +63,7 @@ def average(
     readable = params if params.dtype in (torch.float32, torch.float64) else params.to(torch.float32)
     before = readable.contiguous().numpy()
     after = np.empty_like(before)
-    edges, _ = _edges(deltas.shape[1], [deltas.shape[1]], PASS_TWO)
+    edges, _ = _edges([deltas.shape[1]], PASS_TWO)
     unkept = np.zeros(len(edges) - 1, np.int64)
     limits = _unpack_mask(rows, mask)
 
@@ -81,38 +93,13 @@ def _unpack_mask(
     return table, mask.slots, mask.at_least.astype(table.dtype), mask.below.astype(table.dtype), mask.sign
 
 
-def _scan(
-    deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None
-) -> tuple[UpdateNorms, list[int]]:
-    """Do the first pass. Also return the rows that are not finite; their counts have been touched by then."""
-    limits = _unpack_mask(rows, mask)
-    edges, owner = _edges(deltas.shape[1], tensors, PASS_ONE)
-    sound = np.ones((len(rows), len(owner)), np.bool_)
-    squares = np.zeros((len(rows), len(owner)))
-    number = np.zeros((len(rows), len(owner)), np.int64)
-
-    def work(matrix: NDArray[Any], first: int, a: int, b: int) -> None:
-        out = sound[:, a:b], squares[:, a:b], number[:, a:b]
-        _scan_blocks(matrix, rows, *limits, first, edges[a : b + 1], *out)
-
-    _run_blocks(work, deltas, edges, cost=len(rows) * PASS_ONE)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bad = ~(sound.all(axis=1) & np.isfinite(squares.sum(axis=1)))
-
-    def by_tensor(values: NDArray[Any]) -> Floats:
-        return np.stack([np.bincount(owner, row, len(tensors)) for row in values]).astype(np.float64)
-
-    return UpdateNorms(by_tensor(squares), by_tensor(number).astype(np.int64)), rows[bad].tolist()
-
-
-def _edges(length: int, tensors: Sequence[int], width: int) -> tuple[Integers, Integers]:
+def _edges(tensors: Sequence[int], width: int) -> tuple[Integers, Integers]:
     """Return column blocks of at most `width` that cross no tensor's boundary, as edges, and the tensor of each."""
     edges, owner = [0], []
     for t, size in enumerate(tensors):
         stops = [*range(edges[-1] + width, edges[-1] + size, width), edges[-1] + size] if size else []
         edges += stops
         owner += [t] * len(stops)
-    assert edges[-1] == length
     return np.array(edges, np.int64), np.array(owner, np.int64)
 
 

@@ -79,11 +79,7 @@ def sign_agreement_report(block: int = DIRECTIONS_BLOCK.default, long: int = DIR
 
 
 def count_agreeing(up: Tensor, n: int) -> Integers:
-    """Return how many entries pointed the same way in ceil(n/2), ..., n of n rounds, from how often each went up.
-
-    >>> count_agreeing(torch.tensor([0, 1, 2, 3]), 3)  # up 0 or 3 times: always the same way; up once or twice: twice
-    array([2, 2])
-    """
+    """Return how many entries pointed the same way in ceil(n/2), ..., n of n rounds, from how often each went up."""
     counts = torch.bincount(up.to(torch.int64), minlength=n + 1).cpu().numpy()
     folded = counts + counts[::-1]  # k ups and n - k ups are the same number of equal directions
     if n % 2 == 0:

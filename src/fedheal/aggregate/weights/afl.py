@@ -75,9 +75,6 @@ def project(v: Floats, mass: float = 1.0, floor: float = 0.0) -> Floats:
 
     It is `floor + max(v - theta, 0)`, with theta found by sorting: the largest j such that the j largest entries stay
     positive when they alone share what is left above the floors (Held, Wolfe and Crowder 1974; Duchi et al. 2008).
-
-    >>> project(np.array([0.5, 0.75, -1.0])).tolist()  # theta = 1/8 with the third entry out
-    [0.375, 0.625, 0.0]
     """
     free = mass - len(v) * floor
     if free <= 0:

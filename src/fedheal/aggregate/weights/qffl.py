@@ -45,8 +45,12 @@ def qffl_weights(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default) -> St
 
     def apply(draft: Draft) -> Draft:
         loss = draft.metric("loss") + TINY
-        weights, report = scale_powers(loss, q), report_loss(draft)
-        draft = replace(draft, weights=weights, unnormalised_weights=clip_powers(loss, q), report=report)
+        weights, report = np.asarray((loss / loss.max()) ** q), report_loss(draft)  # scaled, so that nothing overflows
+        with np.errstate(over="ignore", under="ignore"):
+            powers = np.clip(
+                loss**q, 1e-200, 1e200
+            )  # comparable between rounds, and bounded so that sums do not overflow
+        draft = replace(draft, weights=weights, unnormalised_weights=powers, report=report)
         if step is None:
             return draft
         d = compute_distances(draft.measure_norms(), "paper")
@@ -54,25 +58,6 @@ def qffl_weights(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default) -> St
         return replace(draft, scale=scale, report=report | {"scale": scale})
 
     return stateless(apply, frozenset({"loss"} | ({step} if step else set())))
-
-
-def scale_powers(loss: Floats, q: float) -> Floats:
-    """Return `F^q`, the largest of them scaled to 1 so that nothing overflows.
-
-    >>> scale_powers(np.array([1.0, 2.0, 4.0]), 2.0).tolist()
-    [0.0625, 0.25, 1.0]
-    """
-    return np.asarray((loss / loss.max()) ** q)
-
-
-def clip_powers(loss: Floats, q: float) -> Floats:
-    """Return `F^q` itself, comparable between rounds, bounded so that sums do not overflow.
-
-    >>> clip_powers(np.array([0.5, 1e300]), 2.0).tolist()
-    [0.25, 1e+200]
-    """
-    with np.errstate(over="ignore", under="ignore"):
-        return np.asarray(np.clip(loss**q, 1e-200, 1e200))
 
 
 def compute_shrinkage(share: Floats, loss: Floats, d: Floats, step: Floats, q: float) -> float:

@@ -90,7 +90,10 @@ def fedpw_stage(beta: float = FEDPW_BETA.default, rho: float = FEDPW_RHO.default
         by_loss = update_rule(before.by_loss, len(clients), slots, loss, float(loss.mean()), beta)
         level = max(float(alignment.mean()), 0.0) * largest
         by_alignment = update_rule(before.by_alignment, len(clients), slots, np.maximum(alignment, 0), level, beta)
-        weights = mix_weights(normalise_weights(by_loss.p[slots]), normalise_weights(by_alignment.p[slots]))
+        p, q = normalise_weights(by_loss.p[slots]), normalise_weights(by_alignment.p[slots])
+        spread = float(p.std() + q.std())
+        r = float(p.std()) / spread if spread > 0 else 0.5
+        weights = r * p + (1 - r) * q
         rates = compute_drop_rates(loss, rho) if before.rounds > 0 else np.zeros(len(slots))
         step = np.empty(draft.sizes.params)
         ends = np.cumsum(draft.sizes.lengths).tolist()
@@ -121,23 +124,8 @@ def update_rule(
     return FadingState(p, dp, correction, first)
 
 
-def mix_weights(p: Floats, q: Floats) -> Floats:
-    """Return `r p + (1-r) q`: the weights with the larger spread count for more.
-
-    >>> mix_weights(np.array([0.5, 0.5]), np.array([0.25, 0.75])).tolist()
-    [0.25, 0.75]
-    """
-    spread = float(p.std() + q.std())
-    r = float(p.std()) / spread if spread > 0 else 0.5
-    return np.asarray(r * p + (1 - r) * q)
-
-
 def compute_drop_rates(loss: Floats, rho: float) -> Floats:
-    """Return the share of entries that each client loses; rho on average, unless a client loses all.
-
-    >>> compute_drop_rates(np.array([1.0, 3.0]), 0.5).tolist()  # 1/F = 1, 1/3: three quarters and a quarter of 2 * 0.5
-    [0.75, 0.25]
-    """
+    """Return the share of entries that each client loses; rho on average, unless a client loses all."""
     return np.minimum(1, rho * len(loss) * normalise_weights(loss.min() / loss))
 
 
@@ -166,11 +154,7 @@ def compute_step(draft: Draft, columns: slice, weights: Floats, rates: Floats, r
 
 
 def mark_smallest(values: Floats, number: int) -> NDArray[np.bool_]:
-    """Return a mask of the `number` smallest values, of equal ones the first.
-
-    >>> mark_smallest(np.array([2.0, 1.0, 2.0, 3.0]), 2).tolist()
-    [True, True, False, False]
-    """
+    """Return a mask of the `number` smallest values, of equal ones the first."""
     if number == 0:
         return np.zeros(len(values), bool)
     limit = np.partition(values, number - 1)[number - 1]
