@@ -68,13 +68,9 @@ def client_share(
         raise ValueError(f"delta has length {len(update)}; the layout has {layout.sizes().params} parameters")
     stage = consistency_mask(tau, variant)
     updates = Updates(["me"], update[None], [1])
-    draft = Draft(
-        sizes=layout.sizes(),
-        model=Packed(torch.zeros_like(update), torch.empty(0), torch.empty(0, dtype=torch.int64)),
-        updates=updates,
-        rows=np.zeros(1, np.int64),
-        kernel=kernels.choose_kernel("auto", updates.deltas),
-    )
+    model = Packed(torch.zeros_like(update), torch.empty(0), torch.empty(0, dtype=torch.int64))
+    kernel = kernels.choose_kernel("auto", updates.deltas)
+    draft = Draft(sizes=layout.sizes(), model=model, updates=updates, rows=np.zeros(1, np.int64), kernel=kernel)
     try:
         draft, after = stage.apply(draft, stage.init(layout) if state is None else state)
     except NonFinite:

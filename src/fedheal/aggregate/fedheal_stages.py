@@ -22,6 +22,7 @@ TAU = Parameter(
     le=1,
 )
 BETA = Parameter("beta", 0.4, "how fast weights follow distances", "Chen et al. 2024 for both data sets", ge=0, le=1)
+FAELS = ("momentum", "exact", "exact-reg", False)
 VARIANTS = ("paper", "released")
 VARIANT = Parameter(
     "variant", "paper", "paper or released", "ours: the equations rather than the authors' code", choices=VARIANTS
@@ -32,7 +33,7 @@ FAEL = Parameter(
     "momentum",
     "momentum, exact, exact-reg or false (example shares)",
     "Chen et al. 2024: momentum",
-    choices=("momentum", "exact", "exact-reg", False),
+    choices=FAELS,
 )
 PER_STEP = Parameter("per_step", False, "distances per unit of reach", EXTENSION)
 SOFT = Parameter("soft", False, "what is kept counts by its consistency", EXTENSION)

@@ -34,13 +34,9 @@ from fedheal.local.scaffold import SCAFFOLD_CLIP, SCAFFOLD_ETA_G, SCAFFOLD_OPTIO
 from fedheal.local.term import Term
 from fedheal.methods.grammar import Part, parse_parts
 
-PRESET = Parameter(
-    "preset",
-    "ours",
-    "ours, or group: what the code of the FedHEAL paper's group amounts to",
-    "ours: the method as published",
-    choices=("ours", "group"),
-)
+PRESETS = ("ours", "group")
+GROUP = "ours, or group: what the code of the FedHEAL paper's group amounts to"
+PRESET = Parameter("preset", "ours", GROUP, "ours: the method as published", choices=PRESETS)
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,11 @@ def forgetting_mask(gamma: float, tau: float, variant: str, soft: bool) -> Stage
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, ForgettingState)
-        if before.sign != sign or before.counts.shape[1] != count_entries(draft.sizes, variant):
+        has, needed = (before.counts.shape[1], before.sign), (count_entries(draft.sizes, variant), sign)
+        if has != needed:
+            state_has = f"this state has faded counts for {has[0]} entries by the rule of sign {has[1]}"
             raise ValueError(
-                f"this state has faded counts for {before.counts.shape[1]} entries by the rule of sign {before.sign}, this "
-                f"aggregator needs {count_entries(draft.sizes, variant)} and {sign}: it was made by another one"
+                f"{state_has}, this aggregator needs {needed[0]} and {needed[1]}: it was made by another one"
             )
         clients, slots = index_clients(before.clients, draft.clients)
         n = extend_column(before.n, len(clients))

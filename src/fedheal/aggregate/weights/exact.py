@@ -24,12 +24,9 @@ from fedheal.core.parameter import Parameter, declare_parameters
 TOLERANCE = 1e-8
 ROUNDING = 1e-12  # what rounding may leave of the free weight where the floors take all of it
 EXACT_RIDGE = Parameter("ridge", 1e-4, "pull towards the reference weights, which makes them unique", "ours", gt=0)
+TOWARDS = ("examples", "uniform")
 EXACT_TOWARDS = Parameter(
-    "towards",
-    "examples",
-    "the reference: examples or uniform",
-    "ours: FedAvg's weights",
-    choices=("examples", "uniform"),
+    "towards", "examples", "the reference: examples or uniform", "ours: FedAvg's weights", choices=TOWARDS
 )
 EXACT_FLOOR = Parameter("floor", 0.0, "least weight, as a share of 1/K", "ours: none", ge=0, le=1)
 

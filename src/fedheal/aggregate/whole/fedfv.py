@@ -39,15 +39,9 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 TINY = 1e-12  # of the product of two norms: what rounding may leave of a zero
-FEDFV_ALPHA = Parameter(
-    "alpha",
-    0.1,
-    "share of the largest losses whose updates stay as they are",
-    "Wang et al. 2021, released code",
-    ge=0,
-    le=1,
-)
-FEDFV_TAU = Parameter("tau", 1, "rounds whose absent clients' conflicts count", "Wang et al. 2021, released code", ge=0)
+SOURCE = "Wang et al. 2021, released code"
+FEDFV_ALPHA = Parameter("alpha", 0.1, "share of the largest losses whose updates stay as they are", SOURCE, ge=0, le=1)
+FEDFV_TAU = Parameter("tau", 1, "rounds whose absent clients' conflicts count", SOURCE, ge=0)
 
 
 @dataclass(frozen=True)

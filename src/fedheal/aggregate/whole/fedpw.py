@@ -42,12 +42,9 @@ from fedheal.core.state import State, expect
 
 TINY = 1e-10
 ROUNDING = 1e-9  # so that a share of entries that is whole but for rounding counts as whole
-FEDPW_BETA = Parameter(
-    "beta", 0.3, "how fast weights follow loss and alignment", "Guan et al. 2025, released code", ge=0, le=1
-)
-FEDPW_RHO = Parameter(
-    "rho", 0.3, "mean share of entries dropped, and stressed", "Guan et al. 2025, released code", ge=0, le=1
-)
+SOURCE = "Guan et al. 2025, released code"
+FEDPW_BETA = Parameter("beta", 0.3, "how fast weights follow loss and alignment", SOURCE, ge=0, le=1)
+FEDPW_RHO = Parameter("rho", 0.3, "mean share of entries dropped, and stressed", SOURCE, ge=0, le=1)
 
 
 @dataclass(frozen=True)
