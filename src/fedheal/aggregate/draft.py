@@ -32,10 +32,9 @@ class CountMask:
 class SoftMask:
     """A `CountMask` for histories that fade and for entries that count by degree.
 
-    Client i's history has the length `total[i]`. Its part that agrees with the direction of this round's update is
-    `agree`: the count itself if the entry goes up, else the total less the count. The counts include this round; with
-    `past` it is taken out again. An entry is kept where `agree >= need[i]`. It then counts for 1 or, if `soft`, for its
-    consistency `agree / total[i]` (1 where there is no history).
+    Of client i's history of length `total[i]`, `agree` has the direction of this round's update: the count if the entry
+    goes up, else the total less the count. The counts include this round; with `past` it is taken out again. An entry
+    is kept where `agree >= need[i]` and counts for 1 or, if `soft`, for `agree / total[i]` (1 without a history).
     """
 
     counts: Tensor  # [slots, G (+ B + C)], integers or float32

@@ -47,11 +47,7 @@ PER_DOMAIN = Parameter("per_domain", False, "weight moves between domains instea
 def fphl_mask(
     tau: float = TAU.default, variant: str = VARIANT.default, soft: bool = SOFT.default, forget: float = FORGET.default
 ) -> Stage:
-    """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything.
-
-    `soft`: what is kept counts by its consistency. `forget`: the share of a client's history that each of its rounds
-    fades.
-    """
+    """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything."""
     if variant == "paper" and tau == 0 and not soft:
         return chain()
     if forget > 0:
@@ -66,10 +62,7 @@ def fael_weights(
     per_step: bool = PER_STEP.default,
     per_domain: bool = PER_DOMAIN.default,
 ) -> Stage:
-    """More weight to clients that must move further (`per_step`: for their steps); `beta=0` of the paper: example shares.
-
-    `per_domain`: more weight to domains whose clients must move further on average.
-    """
+    """More weight to clients that must move further (`per_step`: for their steps); `beta=0` of the paper: example shares."""
     if variant == "paper" and beta == 0:
         return chain()
     rule = (cumulative_rule if variant == "released" else momentum_rule)(beta, per_step)

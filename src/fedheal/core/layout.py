@@ -103,10 +103,7 @@ class Layout:
         return Sizes(tensors, self._length("buffer"), self._length("counter"))
 
     def pack(self, state_dict: Mapping[str, Tensor]) -> Packed:
-        """Return the vectors of a `state_dict`, as new tensors on the device of its first tensor.
-
-        Raise ValueError if a name, shape or dtype is not that of the layout.
-        """
+        """Return a `state_dict` as new vectors on the device of its first tensor. Raise ValueError if it does not fit."""
         self._check(state_dict)
         device = next((t.device for t in state_dict.values()), torch.device("cpu"))
 

@@ -38,16 +38,12 @@ class ServerStep:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a server step gives.
-
-    A `refusal` says why the step would have made the model non-finite: `state` then holds the old model, and of this
-    cohort only the aggregator's own history.
-    """
+    """What a server step gives."""
 
     state: RunState
     aggregated: Aggregated
     accepted: tuple[str, ...]  # the clients whose updates count
-    refusal: str = ""
+    refusal: str = ""  # why the step would make the model non-finite: `state` then has the old one, optimiser and terms
 
     @property
     def is_refused(self) -> bool:
@@ -57,10 +53,7 @@ class StepOutcome:
 def apply_server_step(
     step: ServerStep, state: RunState, updates: Updates, replies: Mapping[str, ClientTerms], num_clients: int
 ) -> StepOutcome:
-    """Take one server step from a cohort's updates. The old state must not be used again.
-
-    A cohort without weight leaves the model, the optimiser and the terms as they were.
-    """
+    """Take one server step; a cohort without weight moves nothing. The old state must not be used again."""
     aggregated = step.aggregator.apply(state.model, updates, state.aggregator, donate=True)
     skipped = aggregated.report["skipped"]
     accepted = tuple(sorted(client for client in updates.clients if client not in skipped))

@@ -31,10 +31,7 @@ COUNT_DTYPES = {torch.uint8: np.uint8, torch.uint16: np.uint16, torch.uint32: np
 
 @dataclass(frozen=True)
 class ConsistencyState(State, kind="consistency"):
-    """Per client ever seen: participations `n`, and how often each entry went up, `counts [slots, width]`.
-
-    The matrix of counts grows ahead of need: a row is all zeros until its client comes.
-    """
+    """Per client ever seen: participations `n`, and how often each entry went up. Counts have rows for clients to come."""
 
     clients: tuple[str, ...]
     n: Integers

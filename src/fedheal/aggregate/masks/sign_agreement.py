@@ -45,8 +45,7 @@ class SignAgreementState(State, kind="sign-agreement"):
 def sign_agreement_report(block: int = DIRECTIONS_BLOCK.default, long: int = DIRECTIONS_LONG.default) -> Stage:
     """Change nothing; report how many entries kept their direction over every `block` rounds and the first `long`.
 
-    The report's `directions` has, for `block` and `long`, by client and tensor, how many entries pointed the same way
-    in ceil(n/2), ..., n of the n rounds. A client's rounds are those it took part in.
+    The report's `directions` has, for `block` and `long`, by client and tensor, what `count_agreeing` returns.
     """
 
     def init(layout: Layout) -> State:

@@ -31,8 +31,7 @@ class RuleState(State):
 class Rule:
     """How weights follow distances, over units that are clients or, in `per_domain.py`, whole domains.
 
-    `update(state, units, joined, d) -> weights [k], state`: `joined [k]` are the examples that newcomers bring to each
-    unit.
+    `update(state, units, joined, d) -> weights [k], state`: `joined [k]` are the examples that newcomers bring to a unit.
     """
 
     start: RuleState

@@ -37,8 +37,7 @@ def exact_weights(
 ) -> Stage:
     """Give the weights that make the global model equally far from all clients; `floor` is a share of `1/K`.
 
-    The report has the variances of these weights and of others. With FPHL, the masked updates' Gram matrix is a
-    surrogate.
+    The report has their variance and that of others. With FPHL, the masked updates' Gram matrix is a surrogate.
     """
 
     def apply(draft: Draft) -> Draft:
