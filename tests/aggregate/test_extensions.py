@@ -321,7 +321,8 @@ def test_domains_that_are_not_known_are_refused() -> None:
 # All of them at once
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32 - 1),
     variant=st.sampled_from(["paper", "released"]),

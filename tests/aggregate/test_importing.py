@@ -14,9 +14,9 @@ def test_aggregating_inside_an_import_does_not_hang(tmp_path):
         "import torch\n"
         "from fedheal import Layout, Updates, aggregate\n"
         "torch.set_num_threads(2)\n"
-        "heal = aggregate.fedheal(kernel='cpu')\n"
-        "state = heal.init(Layout.flat(300_000))\n"
-        "out = heal.apply(torch.zeros(300_000), Updates(range(9), torch.ones(9, 300_000), [1] * 9), state)\n"
+        "mean = aggregate.fedavg(kernel='cpu')\n"  # both passes start their threads in the same place; this compiles one
+        "state = mean.init(Layout.flat(300_000))\n"
+        "out = mean.apply(torch.zeros(300_000), Updates(range(9), torch.ones(9, 300_000), [1] * 9), state)\n"
     )
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}  # empty: everything is compiled anew
     code = "import os; os.environ.update(%r); import aggregates; print(float(aggregates.out.model[0]))" % environment  # noqa: UP031

@@ -35,7 +35,7 @@ def random_case(k, width, dtype, counts_dtype, seed):
     return deltas, rows, counts, slots, at_least, below, weights / weights.sum()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     k=st.integers(1, 11),
     tensors=st.lists(st.integers(1, 9000), min_size=1, max_size=4),
@@ -210,7 +210,7 @@ def test_sign_counts_of_twenty_resnets_fit_in_two_hundred_megabytes():
     assert out.state.stage.states[0].counts.nbytes <= 200e6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     size=st.integers(1, 9000),
     share=st.floats(0, 1),

@@ -75,7 +75,8 @@ def run_both(oracle, aggregator, layout, cohorts, order):
     return state
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32 - 1),
     variant=st.sampled_from(["paper", "released"]),

@@ -89,8 +89,8 @@ def test_equal_clients_stay_equal_when_ten_of_a_hundred_come_each_round(variant,
     rng = np.random.default_rng(4)
     aggregator = fedheal(fphl=False, variant=variant)
     state = aggregator.init(Layout.flat(2))
-    for t in range(500):
-        known = 100 - late if t < 100 else 100
+    for t in range(200):
+        known = 100 - late if t < 50 else 100
         here = rng.choice(known, 10, replace=False)
         rows = rng.choice([-1.0, 1.0], size=(10, 2))
         out = aggregator.apply(np.zeros(2), Updates(here.tolist(), rows, [50] * 10), state)

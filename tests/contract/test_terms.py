@@ -46,7 +46,11 @@ VARIANTS = [
     "fedavg+fedheal:soft=true,forget=0.1,per_domain=true",
     "scaffold+fedheal:variant=released,soft=true,forget=0.1,per_domain=true",
 ]
-NAMES = [*methods.names(), *VARIANTS]
+STAGES = [name.partition("+")[2] for name in methods.names() if name.startswith("fedavg+")]
+OTHERS = [name for name in methods.LOCAL if name != "fedavg"]
+# Terms and stages know nothing of each other: every local method with one stage, and every stage with plain training.
+COMBINED = [f"{local}+{stage}" for local, stage in zip(OTHERS, STAGES, strict=False)]
+NAMES = [*methods.LOCAL, *methods.WHOLE, *(f"fedavg+{stage}" for stage in STAGES), *COMBINED, *VARIANTS]
 QUICK = [name for name in NAMES if "+" not in name or name in VARIANTS or name == "fedavg+fedheal"]
 CPU = torch.device("cpu")
 every = pytest.mark.parametrize(

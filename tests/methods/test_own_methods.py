@@ -188,7 +188,7 @@ def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
     (tmp_path / "one" / "rounds.jsonl").write_text('{"round": 1, "coh')  # as a kill within the first line leaves it
     fedheal.run(quick(), tmp_path / "one", progress=False)  # another experiment: the first has left nothing
     assert fedheal.Experiment.read(tmp_path / "one" / "experiment.toml").identity == quick().identity
-    assert [record["round"] for record in read_rounds(tmp_path / "one")] == [1, 2, 3]
+    assert [record.round for record in read_rounds(tmp_path / "one")] == [1, 2, 3]
 
 
 def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """An aggregator: stages that fill in a draft and a reducer that makes the new model, as one pure function of arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,21 +30,13 @@ class AggregatorState(State, kind="aggregator"):
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregated:
-    """The result of one round's aggregation.
+    """The result of one round's aggregation."""
 
-    Attributes:
-        model: The new global model, of the type that was given.
-        weights: `[K]`, in the order of `updates.clients`; 0 for a skipped client.
-        unnormalised_weights: `[K]`, the weights before they are normalised over this cohort, comparable between rounds.
-        state: The aggregator's state after the round.
-        report: JSON-ready: the `skipped` clients with the reason, and what the stages report (distances, kept fractions, ...).
-    """
-
-    model: Any
-    weights: Tensor
-    unnormalised_weights: Tensor
-    state: AggregatorState
-    report: dict[str, Any]
+    model: Any  # the new global model, of the type that was given
+    weights: Tensor  # [K], in the order of `updates.clients`; 0 for a skipped client
+    unnormalised_weights: Tensor  # [K], before they are normalised over this cohort, comparable between rounds
+    state: AggregatorState  # after the round
+    report: dict[str, Any]  # JSON-ready: the `skipped` clients with the reason, and what the stages report
 
 
 @dataclass(frozen=True)
@@ -79,14 +69,9 @@ class Aggregator:
 
         Args:
             model: A `Packed`, or just the flat parameters as a tensor or numpy array.
-            updates: The cohort's updates.
+            updates: The cohort's updates. If none is usable, model and state stay as they were.
             state: What `init` or the last round's `apply` gave.
-            donate: Whether the old state's memory may be reused. That state must not be used again, whatever comes of the
-                round. No other input is ever changed.
-
-        Returns:
-            The new model, the weights, the new state and a report. A cohort without a usable update leaves model and state
-            as they were.
+            donate: Whether the old state's memory may be reused; that state must then not be used again.
 
         Raises:
             BadUpdate: A client's update cannot be used, and `on_bad_update` is `"raise"`.
@@ -101,40 +86,40 @@ class Aggregator:
             good = (row for row in range(len(updates.clients)) if row not in bad)
             rows = np.array(sorted(good, key=lambda row: updates.clients[row]), np.int64)
             try:
-                new_model, (weights, unnormalised_weights), state, report = self._aggregate(
-                    packed, updates, rows, state, donate
-                )
+                new_model, *columns, state, report = self._aggregate(packed, updates, rows, state, donate)
+                break
             except NonFinite as error:  # from the kernels, which read the updates; the state is still as it was
                 bad |= dict.fromkeys(error.rows, NON_FINITE)
-                continue
-            skipped = dict(updates.refused) | {updates.clients[row]: why for row, why in bad.items()}
-            return Aggregated(
-                model=_unpack_model(new_model, like=model),
-                weights=_scatter(weights, rows, len(updates.clients)),
-                unnormalised_weights=_scatter(unnormalised_weights, rows, len(updates.clients)),
-                state=state,
-                report={"skipped": skipped, **report},
-            )
+        if not isinstance(model, Packed):
+            new_model = new_model.params.numpy() if isinstance(model, np.ndarray) else new_model.params
+        weights = torch.zeros(2, len(updates.clients), dtype=torch.float64)
+        weights[:, torch.from_numpy(rows)] = torch.from_numpy(np.stack(columns))
+        skipped = dict(updates.refused) | {updates.clients[row]: why for row, why in bad.items()}
+        report = {"skipped": skipped, **report}
+        return Aggregated(
+            model=new_model, weights=weights[0], unnormalised_weights=weights[1], state=state, report=report
+        )
 
     def _aggregate(
         self, model: Packed, updates: Updates, rows: Integers, state: AggregatorState, donate: bool
-    ) -> tuple[Packed, tuple[Floats, Floats], AggregatorState, dict[str, Any]]:
-        """Run the stages and the reducer on these rows: model, weights and unnormalised weights, state, report.
-
-        Raise `NonFinite` if a row holds NaN or infinity.
-        """
+    ) -> tuple[Any, Floats, Floats, AggregatorState, dict[str, Any]]:
+        """Return model, weights, unnormalised weights, state and report. Raise `NonFinite` if a row is not finite."""
         if len(rows) == 0:
-            return _copy_model(model), (np.zeros(0), np.zeros(0)), state, {}
+            return _copy_model(model), np.zeros(0), np.zeros(0), state, {}
         kernel = kernels.choose_kernel(self.kernel, updates.deltas)
         draft = Draft(sizes=state.sizes, model=model, updates=updates, rows=rows, kernel=kernel, donate=donate)
         draft, after = check_returned("stage", self.stage.apply(draft, state.stage), Draft, State)
         state = replace(state, stage=after)
         weights, unnormalised_weights = _final_weights(draft)
         if not weights.any():
-            return _copy_model(model), (weights, np.zeros_like(weights)), state, {}
+            return _copy_model(model), weights, np.zeros_like(weights), state, {}
         new_model, report = check_returned("reducer", self.reduce(draft, weights), Packed, Mapping)
         _check_overflow(new_model, model, updates, rows)
-        return new_model, (weights, unnormalised_weights), state, {**draft.report, **report}
+        return new_model, weights, unnormalised_weights, state, {**draft.report, **report}
+
+
+def _copy_model(model: Packed) -> Packed:
+    return Packed(model.params.clone(), model.buffers.clone(), model.counters.clone())
 
 
 def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
@@ -149,16 +134,13 @@ def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
             )
         if updates.buffers is not None or updates.counters is not None:
             raise ValueError("the updates carry buffers or counters but the model is a flat vector: give a Packed")
-        none = torch.empty(0, dtype=params.dtype), torch.empty(0, dtype=torch.int64)
-        packed = Packed(params.detach(), *none)
+        packed = Packed(params.detach(), torch.empty(0, dtype=params.dtype), torch.empty(0, dtype=torch.int64))
         sizes = replace(sizes, buffers=0, counters=0)
-    expected = {"params": sizes.params, "buffers": sizes.buffers, "counters": sizes.counters}
-    for name, length in expected.items():
-        vector = getattr(packed, name)
+    for name in ("params", "buffers", "counters"):
+        vector, length = getattr(packed, name), getattr(sizes, name)
         if vector.shape != (length,):
-            raise ValueError(
-                f"the model's {name} have shape {tuple(vector.shape)}; this aggregator's state has {length} of them"
-            )
+            has = f"have shape {tuple(vector.shape)}"
+            raise ValueError(f"the model's {name} {has}; this aggregator's state has {length} of them")
     if not packed.params.is_floating_point():
         raise ValueError(f"the model's parameters are {packed.params.dtype}, not floating point")
     for name in ("params", "buffers"):
@@ -167,17 +149,6 @@ def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     if updates.clients and packed.params.device != updates.deltas.device:  # the device of no updates says nothing
         raise ValueError(f"the model is on {packed.params.device}, the updates are on {updates.deltas.device}")
     return packed
-
-
-def _unpack_model(packed: Packed, like: Any) -> Any:
-    """Return `packed` as the type of `like`."""
-    if isinstance(like, Packed):
-        return packed
-    return packed.params.numpy() if isinstance(like, np.ndarray) else packed.params
-
-
-def _copy_model(model: Packed) -> Packed:
-    return Packed(model.params.clone(), model.buffers.clone(), model.counters.clone())
 
 
 def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
@@ -198,19 +169,10 @@ def _check_overflow(new_model: Packed, model: Packed, updates: Updates, rows: In
     for name in ("params", "buffers"):
         if not reduce.is_finite(getattr(new_model, name)):
             kernels.reference.check_finite(updates.deltas, rows)
-            dtype = getattr(new_model, name).dtype
-            clients = [updates.clients[row] for row in rows if not _is_representable(model.params, updates.deltas[row])]
+            dtype, before = getattr(new_model, name).dtype, model.params.to(torch.float64)
+            own_models = ((before + updates.deltas[row].to(before)).to(model.params.dtype) for row in rows)
+            clients = [
+                updates.clients[row] for row, own in zip(rows, own_models, strict=True) if not reduce.is_finite(own)
+            ]
             hint = f"; the models of {', '.join(map(repr, clients))} do not fit it by themselves" if clients else ""
             raise ValueError(f"this round would make the global model's {name} overflow {dtype}{hint}")
-
-
-def _is_representable(params: Tensor, delta: Tensor) -> bool:
-    """Return whether a client's own model is finite in the dtype of the global one."""
-    return reduce.is_finite((params.to(torch.float64) + delta.to(params.device, torch.float64)).to(params.dtype))
-
-
-def _scatter(column: Floats, rows: Integers, length: int) -> Tensor:
-    """Return a tensor of this length with the column at `rows` and 0 elsewhere."""
-    scattered = torch.zeros(length, dtype=torch.float64)
-    scattered[torch.from_numpy(rows)] = torch.from_numpy(column)
-    return scattered

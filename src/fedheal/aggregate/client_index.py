@@ -1,7 +1,5 @@
 """Columns over all clients ever seen, in the order of their first appearance (newcomers of one round by id)."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import numpy as np

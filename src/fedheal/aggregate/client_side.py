@@ -1,12 +1,10 @@
 """FPHL where the data is: a client masks its own update, the server needs only two sums.
 
-Whether an entry is kept depends on the client's own history, its update and tau, so the client can decide. With `u` any
-positive multiple of its weight (the same for all clients), the server adds up `u * kept * D` and `u * kept` and divides.
-Both are plain sums over clients: this is what lets FPHL run under secure summation, or over very many clients without
-sign counts on the server. `docs/design.md` says what the sums reveal.
+Whether an entry is kept depends on the client's own history, its update and tau. With `u` any positive multiple of its
+weight (the same for all clients), the server adds up `u * kept * D` and `u * kept` and divides. Plain sums over clients
+let FPHL run under secure summation, or over very many clients without sign counts on the server. `docs/design.md` says
+what the sums reveal.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -54,8 +52,7 @@ def client_share(
         The client's share, and its new state, which stays with the client.
 
     Raises:
-        BadUpdate: The update holds NaN or infinity.
-        ValueError: The update is no vector of floats, or does not fit the layout or the state.
+        ValueError: The update is not finite (`BadUpdate`), no vector of floats, or does not fit the layout or the state.
 
     >>> share, state = client_share(np.array([1.0, -2.0]))
     >>> share.masked.tolist(), share.kept.tolist(), share.distance
@@ -71,13 +68,9 @@ def client_share(
         raise ValueError(f"delta has length {len(update)}; the layout has {layout.sizes().params} parameters")
     stage = consistency_mask(tau, variant)
     updates = Updates(["me"], update[None], [1])
-    draft = Draft(
-        sizes=layout.sizes(),
-        model=Packed(torch.zeros_like(update), torch.empty(0), torch.empty(0, dtype=torch.int64)),
-        updates=updates,
-        rows=np.zeros(1, np.int64),
-        kernel=kernels.choose_kernel("auto", updates.deltas),
-    )
+    model = Packed(torch.zeros_like(update), torch.empty(0), torch.empty(0, dtype=torch.int64))
+    kernel = kernels.choose_kernel("auto", updates.deltas)
+    draft = Draft(sizes=layout.sizes(), model=model, updates=updates, rows=np.zeros(1, np.int64), kernel=kernel)
     try:
         draft, after = stage.apply(draft, stage.init(layout) if state is None else state)
     except NonFinite:
@@ -94,9 +87,6 @@ def combine(model: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
         model: The global parameters `[G]`.
         numerator: The sum of `u * kept * D`.
         denominator: The sum of `u * kept`. An entry where it is 0 does not move.
-
-    Returns:
-        The new parameters, in the dtype of `model`.
 
     >>> combine(torch.zeros(2), torch.tensor([3.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
     [1.5, 0.0]

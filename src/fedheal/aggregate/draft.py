@@ -1,12 +1,11 @@
 """A round's aggregation in progress: the draft that stages fill in, and the masks that it may hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedheal.core.arrays import Floats, Integers
@@ -18,8 +17,8 @@ from fedheal.core.updates import Updates
 class CountMask:
     """Which entries of a cohort's updates count, as sign counts and thresholds: no mask is stored.
 
-    Client i's sign counts are `counts[slots[i]]` and include this round. With `up = sign * D >= 0`, an entry is kept where
-    `counts >= at_least[i]` if it goes up, and where `counts < below[i]` if it goes down.
+    Client i's sign counts are `counts[slots[i]]` and include this round. With `up = sign * D >= 0`, an entry is kept
+    where `counts >= at_least[i]` if it goes up, and where `counts < below[i]` if it goes down.
     """
 
     counts: Tensor  # [slots, G (+ B + C)]
@@ -33,10 +32,9 @@ class CountMask:
 class SoftMask:
     """A `CountMask` for histories that fade and for entries that count by degree.
 
-    Client i's history has the length `total[i]`. Its part that agrees with the direction of this round's update is `agree`:
-    the count itself if the entry goes up, else the total less the count. The counts include this round; with `past` it is
-    taken out again. An entry is kept where `agree >= need[i]`. It then counts for 1 or, if `soft`, for its consistency
-    `agree / total[i]` (1 where there is no history).
+    Of client i's history of length `total[i]`, `agree` has the direction of this round's update: the count if the entry
+    goes up, else the total less the count. The counts include this round; with `past` it is taken out again. An entry
+    is kept where `agree >= need[i]` and counts for 1 or, if `soft`, for `agree / total[i]` (1 without a history).
     """
 
     counts: Tensor  # [slots, G (+ B + C)], integers or float32
@@ -61,37 +59,21 @@ class UpdateNorms:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A round's aggregation while the stages fill it in.
-
-    Attributes:
-        sizes: The model's sizes.
-        model: The global model before the round.
-        updates: The cohort's updates.
-        rows: The accepted rows of `updates`, sorted by client id, so that the order of arrival changes nothing.
-        kernel: The module that goes over the updates.
-        donate: Whether the memory of the old state may be reused.
-        weights: `[k]`, in the order of `rows`; None means example shares.
-        unnormalised_weights: `[k]`, the weights before they are normalised over this cohort; None means `weights`.
-        mask: Which entries of the updates count; None means all.
-        norms: The norms of the masked updates, where a stage has measured them.
-        scale: A factor on the mean update of the parameters.
-        step: `[G]`, float64: the update of the parameters, where it is no (masked) mean.
-        report: What the stages report; JSON-ready.
-    """
+    """A round's aggregation while the stages fill it in."""
 
     sizes: Sizes
-    model: Packed
+    model: Packed  # before the round
     updates: Updates
-    rows: Integers
-    kernel: ModuleType
-    donate: bool = False
-    weights: Floats | None = None
-    unnormalised_weights: Floats | None = None
-    mask: Mask | None = None
-    norms: UpdateNorms | None = None
-    scale: float = 1.0
-    step: Tensor | None = None
-    report: Mapping[str, Any] = field(default_factory=dict)
+    rows: Integers  # the accepted rows of `updates`, sorted by client id, so that the order of arrival changes nothing
+    kernel: ModuleType  # goes over the updates
+    donate: bool = False  # whether the memory of the old state may be reused
+    weights: Floats | None = None  # [k], in the order of `rows`; None means example shares
+    unnormalised_weights: Floats | None = None  # [k], before they are normalised over this cohort; None means `weights`
+    mask: Mask | None = None  # which entries of the updates count; None means all
+    norms: UpdateNorms | None = None  # of the masked updates, where a stage has measured them
+    scale: float = 1.0  # a factor on the mean update of the parameters
+    step: Tensor | None = None  # [G], float64: the update of the parameters, where it is no (masked) mean
+    report: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -112,12 +94,12 @@ class Draft:
         return self.updates.metrics[name].numpy()[self.rows]
 
     def key_by_client(self, column: Floats) -> dict[str, float]:
-        """Return a column `[k]` as a dictionary by client id, for the report."""
         return dict(zip(self.clients, column.tolist(), strict=True))
 
     def measure_norms(self) -> UpdateNorms:
         """Return the norms that a stage has measured, or measure those of the whole updates."""
-        if self.norms is not None:
-            return self.norms
-        norms: UpdateNorms = self.kernel.measure(self.updates.deltas, self.rows, self.sizes.lengths)
-        return norms
+        return self.norms or self.kernel.measure(self.updates.deltas, self.rows, self.sizes.lengths)
+
+    def select_rows(self, matrix: Tensor) -> Tensor:
+        """Return the accepted rows of a matrix with a row per client."""
+        return matrix[torch.from_numpy(self.rows).to(matrix.device)]

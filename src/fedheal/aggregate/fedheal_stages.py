@@ -3,8 +3,6 @@
 Chen, Huang and Ye, CVPR 2024. The rules themselves are in `masks/consistency.py` and `weights/distance.py`.
 """
 
-from __future__ import annotations
-
 from fedheal.aggregate.masks.consistency import consistency_mask
 from fedheal.aggregate.masks.forgetting import forgetting_mask
 from fedheal.aggregate.masks.soft import soft_mask
@@ -14,70 +12,42 @@ from fedheal.aggregate.weights.exact import exact_weights
 from fedheal.aggregate.weights.per_domain import per_domain_weights
 from fedheal.core.parameter import Parameter, declare_parameters
 
+EXTENSION = "extension of ours, off"
 TAU = Parameter(
     "tau",
-    description="least consistency of an entry that is kept",
-    source="Chen et al. 2024 for Digits; 0.4 for Office-Caltech",
-    default=0.3,
+    0.3,
+    "least consistency of an entry that is kept",
+    "Chen et al. 2024 for Digits; 0.4 for Office-Caltech",
     ge=0,
     le=1,
 )
-BETA = Parameter(
-    "beta",
-    description="how fast weights follow distances",
-    source="Chen et al. 2024 for both data sets",
-    default=0.4,
-    ge=0,
-    le=1,
-)
+BETA = Parameter("beta", 0.4, "how fast weights follow distances", "Chen et al. 2024 for both data sets", ge=0, le=1)
+FAELS = ("momentum", "exact", "exact-reg", False)
+VARIANTS = ("paper", "released")
 VARIANT = Parameter(
-    "variant",
-    description="paper or released",
-    source="ours: the equations rather than the authors' code",
-    default="paper",
-    choices=("paper", "released"),
+    "variant", "paper", "paper or released", "ours: the equations rather than the authors' code", choices=VARIANTS
 )
-FPHL = Parameter("fphl", description="whether entries are masked at all", source="Chen et al. 2024", default=True)
+FPHL = Parameter("fphl", True, "whether entries are masked at all", "Chen et al. 2024")
 FAEL = Parameter(
     "fael",
-    description="momentum, exact, exact-reg or false (example shares)",
-    source="Chen et al. 2024: momentum",
-    default="momentum",
-    choices=("momentum", "exact", "exact-reg", False),
+    "momentum",
+    "momentum, exact, exact-reg or false (example shares)",
+    "Chen et al. 2024: momentum",
+    choices=FAELS,
 )
-PER_STEP = Parameter(
-    "per_step", description="distances per unit of reach", source="extension of ours, off", default=False
-)
-SOFT = Parameter(
-    "soft", description="what is kept counts by its consistency", source="extension of ours, off", default=False
-)
+PER_STEP = Parameter("per_step", False, "distances per unit of reach", EXTENSION)
+SOFT = Parameter("soft", False, "what is kept counts by its consistency", EXTENSION)
 FORGET = Parameter(
-    "forget",
-    description="share of a client's sign history that each of its rounds fades",
-    source="extension of ours, off",
-    default=0.0,
-    ge=0,
-    lt=1,
+    "forget", 0.0, "share of a client's sign history that each of its rounds fades", EXTENSION, ge=0, lt=1
 )
-PER_DOMAIN = Parameter(
-    "per_domain",
-    description="weight moves between domains instead of clients",
-    source="extension of ours, off",
-    default=False,
-)
+PER_DOMAIN = Parameter("per_domain", False, "weight moves between domains instead of clients", EXTENSION)
 
 
 @declare_parameters(TAU, VARIANT, SOFT, FORGET)
 def fphl_mask(
-    tau: float = TAU.default,
-    variant: str = VARIANT.default,
-    soft: bool = SOFT.default,
-    forget: float = FORGET.default,
+    tau: float = TAU.default, variant: str = VARIANT.default, soft: bool = SOFT.default, forget: float = FORGET.default
 ) -> Stage:
-    """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything.
-
-    `soft`: what is kept counts by its consistency. `forget`: the share of a client's history that each of its rounds fades.
-    """
+    """Leave out entries whose direction disagrees with the client's history; `tau=0` of the paper keeps everything."""
     if variant == "paper" and tau == 0 and not soft:
         return chain()
     if forget > 0:
@@ -92,10 +62,7 @@ def fael_weights(
     per_step: bool = PER_STEP.default,
     per_domain: bool = PER_DOMAIN.default,
 ) -> Stage:
-    """More weight to clients that must move further (`per_step`: for their steps); `beta=0` of the paper: example shares.
-
-    `per_domain`: more weight to domains whose clients must move further on average.
-    """
+    """More weight to clients that must move further (`per_step`: for their steps); `beta=0` of the paper: example shares."""
     if variant == "paper" and beta == 0:
         return chain()
     rule = (cumulative_rule if variant == "released" else momentum_rule)(beta, per_step)
@@ -123,11 +90,11 @@ def fedheal_stage(
         raise ValueError("soft = True with fphl = False: there is no mask to soften")
     if not fphl and forget:
         raise ValueError(f"forget = {forget} with fphl = False: there are no sign counts to forget")
-    mask = [fphl_mask(tau, variant, soft, forget)] if fphl else []
+    stages = [fphl_mask(tau, variant, soft, forget)] if fphl else []
     if fael == "momentum":
-        return chain(*mask, fael_weights(beta, variant, per_step, per_domain))
-    if fael == "exact":
-        return chain(*mask, exact_weights())
-    if fael == "exact-reg":
-        return chain(*mask, exact_weights(ridge=1.0, towards="uniform", floor=0.2))
-    return chain(*mask, chain())
+        stages.append(fael_weights(beta, variant, per_step, per_domain))
+    elif fael == "exact":
+        stages.append(exact_weights())
+    elif fael == "exact-reg":
+        stages.append(exact_weights(ridge=1.0, towards="uniform", floor=0.2))
+    return chain(*stages)

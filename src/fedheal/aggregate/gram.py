@@ -1,7 +1,5 @@
 """Inner products of a cohort's updates, in float64, one block of columns at a time and on the updates' device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import numpy as np

@@ -1,12 +1,13 @@
 """Named aggregators: one function each. Every parameter is declared beside its stage, with its bounds and default.
 
-All of them take two keywords more: `on_bad_update` (`"raise"`, or `"skip"` to count the client as absent) and `kernel`
-(`"auto"`, `"reference"`, `"cpu"` or `"cuda"`).
+All of them take two keywords more, those of `Aggregator`: `on_bad_update` (`"raise"`, or `"skip"` to count the client
+as absent) and `kernel` (`"auto"`, `"reference"`, `"cpu"` or `"cuda"`).
 """
 
-from __future__ import annotations
+from typing import TypedDict, Unpack
 
-from fedheal.aggregate import fedheal_stages, reduce
+from fedheal.aggregate import fedheal_stages as stages
+from fedheal.aggregate import reduce
 from fedheal.aggregate.aggregator import Aggregator, Reducer
 from fedheal.aggregate.registry import STAGES
 from fedheal.aggregate.stage import chain
@@ -16,23 +17,28 @@ from fedheal.aggregate.whole.fedfv import FEDFV_ALPHA, FEDFV_TAU, fedfv_stage
 from fedheal.aggregate.whole.fedpw import FEDPW_BETA, FEDPW_RHO, fedpw_stage
 
 
-def fedavg(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
+class AggregatorOptions(TypedDict, total=False):
+    """The keywords of `Aggregator` that every preset takes."""
+
+    on_bad_update: str
+    kernel: str
+
+
+def fedavg(**options: Unpack[AggregatorOptions]) -> Aggregator:
     """McMahan et al. 2017: the mean, weighted by this round's examples."""
-    return Aggregator(chain(), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(chain(), **options)
 
 
-def uniform(*, on_bad_update: str = "raise", kernel: str = "auto") -> Aggregator:
+def uniform(**options: Unpack[AggregatorOptions]) -> Aggregator:
     """The plain mean over clients."""
-    return Aggregator(STAGES["uniform"](), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(STAGES["uniform"](), **options)
 
 
 def afl(
     gamma: float = AFL_GAMMA.default,
     floor: float = AFL_FLOOR.default,
     reset: bool = AFL_RESET.default,
-    *,
-    on_bad_update: str = "raise",
-    kernel: str = "auto",
+    **options: Unpack[AggregatorOptions],
 ) -> Aggregator:
     """AFL (Mohri et al. 2019): weights that climb towards the clients with the largest `loss`.
 
@@ -40,8 +46,6 @@ def afl(
         gamma: how fast weights climb; 0 is uniform averaging.
         floor: the least weight, as a share of `1/M`, M the clients ever seen.
         reset: start from equal weights every round.
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
 
     >>> import torch
     >>> from fedheal import Layout, Updates
@@ -51,72 +55,54 @@ def afl(
     >>> [round(w, 4) for w in out.weights.tolist()]  # 1/2 + 0.1 and 1/2 + 0.2, less 0.15 each
     [0.45, 0.55]
     """
-    return Aggregator(STAGES["afl"](gamma, floor, reset), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(STAGES["afl"](gamma, floor, reset), **options)
 
 
-def qffl(
-    q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, *, on_bad_update: str = "raise", kernel: str = "auto"
-) -> Aggregator:
+def qffl(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **options: Unpack[AggregatorOptions]) -> Aggregator:
     """q-FFL (Li et al. 2020): weights in proportion to `loss^q`.
 
     Args:
         q: the power of the loss; 0 is uniform averaging.
         mode: `"reweight"` changes the weights alone; `"qfedavg_eff"` and `"qfedavg"` also shrink the step.
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
     """
-    return Aggregator(STAGES["qffl"](q, mode), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(STAGES["qffl"](q, mode), **options)
 
 
 def fedfv(
-    alpha: float = FEDFV_ALPHA.default,
-    tau: int = FEDFV_TAU.default,
-    *,
-    on_bad_update: str = "raise",
-    kernel: str = "auto",
+    alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, **options: Unpack[AggregatorOptions]
 ) -> Aggregator:
     """FedFV (Wang et al. 2021): conflicts between updates are projected away.
 
     Args:
         alpha: share of the clients with the largest losses whose updates stay as they are.
         tau: rounds whose absent clients' conflicts count.
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
     """
-    return Aggregator(fedfv_stage(alpha, tau), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(fedfv_stage(alpha, tau), **options)
 
 
 def fedpw(
-    beta: float = FEDPW_BETA.default,
-    rho: float = FEDPW_RHO.default,
-    *,
-    on_bad_update: str = "raise",
-    kernel: str = "auto",
+    beta: float = FEDPW_BETA.default, rho: float = FEDPW_RHO.default, **options: Unpack[AggregatorOptions]
 ) -> Aggregator:
     """FedPW (Guan et al. 2025): small entries dropped, agreement stressed, weights by loss and alignment.
 
     Args:
         beta: how fast weights follow loss and alignment.
         rho: mean share of the entries that are dropped, and stressed.
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
     """
-    return Aggregator(fedpw_stage(beta, rho), on_bad_update=on_bad_update, kernel=kernel)
+    return Aggregator(fedpw_stage(beta, rho), **options)
 
 
 def fedheal(
-    tau: float = fedheal_stages.TAU.default,
-    beta: float = fedheal_stages.BETA.default,
-    variant: str = fedheal_stages.VARIANT.default,
-    fphl: bool = fedheal_stages.FPHL.default,
-    fael: str | bool = fedheal_stages.FAEL.default,
-    per_step: bool = fedheal_stages.PER_STEP.default,
-    soft: bool = fedheal_stages.SOFT.default,
-    forget: float = fedheal_stages.FORGET.default,
-    per_domain: bool = fedheal_stages.PER_DOMAIN.default,
-    *,
-    on_bad_update: str = "raise",
-    kernel: str = "auto",
+    tau: float = stages.TAU.default,
+    beta: float = stages.BETA.default,
+    variant: str = stages.VARIANT.default,
+    fphl: bool = stages.FPHL.default,
+    fael: str | bool = stages.FAEL.default,
+    per_step: bool = stages.PER_STEP.default,
+    soft: bool = stages.SOFT.default,
+    forget: float = stages.FORGET.default,
+    per_domain: bool = stages.PER_DOMAIN.default,
+    **options: Unpack[AggregatorOptions],
 ) -> Aggregator:
     """FedHEAL (CVPR 2024): FPHL's mask and FAEL's weights. The last four parameters are extensions, off by default.
 
@@ -125,14 +111,11 @@ def fedheal(
         beta: how fast weights follow distances.
         variant: `"paper"`, or `"released"` for the rules of the authors' code.
         fphl: False keeps every entry.
-        fael: `"momentum"`, `"exact"` (the paper's objective itself, without momentum), `"exact-reg"` (the same, held towards
-            uniform weights) or False (example shares).
-        per_step: measure distances per unit of `reach`, so that more local steps do not mean more weight.
+        fael: `"momentum"`, `"exact"` (the objective itself), `"exact-reg"` (held towards uniform) or False (example shares).
+        per_step: measure distances per unit of `reach`.
         soft: count what is kept by its consistency (`masks/soft.py`).
         forget: the share of a client's sign counts that fades with each of its rounds (`masks/forgetting.py`).
         per_domain: move weight between domains instead of clients (`weights/per_domain.py`).
-        on_bad_update: `"raise"` or `"skip"`.
-        kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
 
     Raises:
         ValueError: if a parameter is out of range, or contradicts another.
@@ -146,7 +129,7 @@ def fedheal(
     [0.5833, 0.4167]
     """
     stage = STAGES["fedheal"](tau, beta, variant, fphl, fael, per_step, soft, forget, per_domain)
-    return Aggregator(stage, get_reducer(variant), on_bad_update, kernel)
+    return Aggregator(stage, get_reducer(variant), **options)
 
 
 def get_reducer(variant: str) -> Reducer:

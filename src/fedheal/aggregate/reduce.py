@@ -1,7 +1,5 @@
 """Reducers: from weights and mask to one new model. The mean is FPHL's masked mean, or the plain one without a mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -17,23 +15,17 @@ from fedheal.core.layout import Packed
 def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
     """Average the masked updates: `W_i + sum u k D / sum u k`; an entry that nobody keeps does not move.
 
-    Float buffers become the weighted mean of the clients' values, counters the largest one. Without any they stay.
-
-    Args:
-        draft: The draft with mask, `scale` and `step` as the stages left them.
-        weights: `[k]`, normalised.
-
-    Returns:
-        The new model, and a report: `unkept`, the share of entries that nobody keeps, if there is a mask.
+    Float buffers become the weighted mean of the clients' values, counters the largest one. Without any they stay. With
+    a mask the report has `unkept`, the share of entries that nobody keeps.
     """
     params, report = _average_params(draft, weights)
     buffers, counters = draft.model.buffers, draft.model.counters
     if draft.updates.buffers is not None:
-        local = _select_rows(draft, draft.updates.buffers).to(torch.float64)
+        local = draft.select_rows(draft.updates.buffers).to(torch.float64)
         u = torch.from_numpy(weights).to(local.device)
         buffers = (u[:, None] * local).sum(dim=0).to(buffers.dtype)
     if draft.updates.counters is not None:
-        local = _select_rows(draft, draft.updates.counters).to(torch.int64)
+        local = draft.select_rows(draft.updates.counters).to(torch.int64)
         counters = local.amax(dim=0).to(counters.dtype)
     return Packed(params, buffers, counters), report
 
@@ -44,7 +36,9 @@ def mean_as_released(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, A
     model, sizes = draft.model, draft.sizes
     buffers = _average_vector(draft, model.buffers, draft.updates.buffers, weights, sizes.params)
     counters = _average_vector(draft, model.counters, draft.updates.counters, weights, sizes.params + sizes.buffers)
-    return Packed(params, buffers.to(model.buffers.dtype), _truncate(counters).to(model.counters.dtype)), report
+    whole = counters.round()  # towards zero, but a mean that is whole except for rounding errors counts as whole
+    counters = torch.where((counters - whole).abs() < 1e-6, whole, counters.trunc())
+    return Packed(params, buffers.to(model.buffers.dtype), counters.to(model.counters.dtype)), report
 
 
 def is_finite(vector: Tensor) -> bool:
@@ -77,7 +71,7 @@ def _average_vector(draft: Draft, vector: Tensor, local: Tensor | None, weights:
     before = vector.to(torch.float64)
     if local is None or not len(vector):
         return before
-    delta = _select_rows(draft, local).to(torch.float64) - before
+    delta = draft.select_rows(local).to(torch.float64) - before
     columns = offset, offset + len(vector)
     mask = torch.stack([reference.compute_mask(draft.mask, i, row, *columns) for i, row in enumerate(delta)])
     u = torch.from_numpy(weights).to(delta.device)[:, None] * mask.to(delta.dtype)
@@ -85,13 +79,3 @@ def _average_vector(draft: Draft, vector: Tensor, local: Tensor | None, weights:
     moved = total > 0
     step = (u * delta).sum(dim=0) / total.where(moved, 1.0)
     return before + torch.where(moved, step, 0.0)
-
-
-def _truncate(mean: Tensor) -> Tensor:
-    """Round towards zero; a mean that is whole but for rounding errors counts as whole."""
-    nearest = mean.round()
-    return torch.where((mean - nearest).abs() < 1e-6, nearest, mean.trunc())
-
-
-def _select_rows(draft: Draft, matrix: Tensor) -> Tensor:
-    return matrix[torch.from_numpy(draft.rows).to(matrix.device)]

@@ -1,7 +1,5 @@
 """The stages by name, as they stand behind a `+` in a method's name. A new stage is one line here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from fedheal.aggregate.fedheal_stages import fael_weights, fedheal_stage, fphl_mask

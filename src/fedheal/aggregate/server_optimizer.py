@@ -1,16 +1,13 @@
 """The server's step: how far, and with what memory, the global model follows the aggregated one.
 
 Reddi et al., "Adaptive Federated Optimization", ICLR 2021, with `Delta = aggregated - before` as pseudo-gradient.
-`sgd`: `v = momentum v + Delta`, `W + lr v`; with lr = 1 and no momentum exactly the aggregated model.
-`adam`: `m = b1 m + (1-b1) Delta`, `v = b2 v + (1-b2) Delta^2`, `W + lr m / (sqrt(v) + eps)`, without bias correction, as there;
+`sgd`: `v = momentum v + Delta`, `W + lr v`; with lr = 1 and no momentum exactly the aggregated model. `adam`: `m = b1 m
++ (1-b1) Delta`, `v = b2 v + (1-b2) Delta^2`, `W + lr m / (sqrt(v) + eps)`, without bias correction, as there;
 `momentum` is b1. Buffers and counters are taken from the aggregated model.
 
-Where Delta is well above eps, a step of Adam is about `lr` whatever Delta; smaller ones are multiplied by `lr/eps` at most. The
-lr of 1 that takes over the aggregated model would destroy it. So each has defaults of its own. Adam's b1, b2 and eps are those
-of Reddi et al., who tune lr from 1e-3 to 1; 0.01 is ours.
+Where Delta is well above eps, a step of Adam is about `lr` whatever Delta: each has defaults of its own. Adam's b1, b2
+and eps are those of Reddi et al., who tune lr from 1e-3 to 1; 0.01 is ours.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
@@ -60,11 +57,9 @@ class Server:
     ) -> None:
         check_among("optimizer", optimizer, tuple(SERVER_DEFAULTS))
         rates = SERVER_DEFAULTS[optimizer]
-        object.__setattr__(self, "optimizer", optimizer)
-        object.__setattr__(self, "lr", rates["lr"] if lr is None else lr)
-        object.__setattr__(self, "momentum", rates["momentum"] if momentum is None else momentum)
-        object.__setattr__(self, "beta2", beta2)
-        object.__setattr__(self, "eps", eps)
+        lr = rates["lr"] if lr is None else lr
+        momentum = rates["momentum"] if momentum is None else momentum
+        vars(self).update(optimizer=optimizer, lr=lr, momentum=momentum, beta2=beta2, eps=eps)
 
     def init(self) -> ServerState:
         """Return the state before the first round."""
@@ -73,11 +68,11 @@ class Server:
     def apply(self, before: Packed, aggregated: Packed, state: State) -> tuple[Packed, ServerState]:
         """Return the new global model and state, from the model before the round and the aggregated one."""
         moments = expect(state, ServerState)
-        if self.optimizer == "sgd" and self.momentum == 0:
-            if self.lr == 1:
-                return aggregated, moments
-            return replace(aggregated, params=before.params + self.lr * (aggregated.params - before.params)), moments
+        if self.optimizer == "sgd" and self.momentum == 0 and self.lr == 1:
+            return aggregated, moments
         delta = aggregated.params - before.params
+        if self.optimizer == "sgd" and self.momentum == 0:
+            return replace(aggregated, params=before.params + self.lr * delta), moments
         first = moments.first if len(moments.first) else torch.zeros_like(delta)
         if self.optimizer == "sgd":
             first = self.momentum * first + delta
@@ -92,7 +87,5 @@ class Server:
 def check_plain_server(server: Server, why: str) -> None:
     """Raise ValueError unless the server takes over the aggregated model as it is, which some methods need."""
     if (server.optimizer, server.lr, server.momentum) != ("sgd", 1, 0):
-        raise ValueError(
-            f"server_optimizer = {server.optimizer!r}, server_lr = {server.lr:g}, server_momentum = {server.momentum:g}: "
-            f"{why}; use 'sgd', 1 and 0"
-        )
+        settings = f"server_lr = {server.lr:g}, server_momentum = {server.momentum:g}"
+        raise ValueError(f"server_optimizer = {server.optimizer!r}, {settings}: {why}; use 'sgd', 1 and 0")

@@ -1,7 +1,7 @@
 """Stages: each fills in a part of the draft, and its state is passed in and out.
 
-A stage gives a *mask* (which entries count) or *weights* (who counts how much), or both. `chain` runs masks before weights
-whatever the order they are named in, since weights may depend on what is kept.
+A stage gives a *mask* (which entries count) or *weights* (who counts how much), or both. `chain` runs masks before
+weights whatever the order they are named in, since weights may depend on what is kept.
 """
 
 from __future__ import annotations
@@ -17,21 +17,13 @@ from fedheal.core.state import Nothing, State, expect
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of an aggregator.
+    """One part of an aggregator."""
 
-    Attributes:
-        init: `init(layout) -> state` before the first round.
-        apply: `apply(draft, state) -> draft, state` for one round.
-        needs: The client metrics it must be given; `"domain"` stands for the clients' domains.
-        gives: `"weights"`, `"mask"`, both, or nothing if the stage only reports.
-        parts: The stages of a chain in the order they run; None if this is no chain.
-    """
-
-    init: Callable[[Layout], State]
-    apply: Callable[[Draft, State], tuple[Draft, State]]
-    needs: frozenset[str] = frozenset()
-    gives: frozenset[str] = frozenset({"weights"})
-    parts: tuple[Stage, ...] | None = None
+    init: Callable[[Layout], State]  # before the first round
+    apply: Callable[[Draft, State], tuple[Draft, State]]  # for one round
+    needs: frozenset[str] = frozenset()  # client metrics it must be given; "domain" stands for the clients' domains
+    gives: frozenset[str] = frozenset({"weights"})  # "weights", "mask", both, or nothing if the stage only reports
+    parts: tuple[Stage, ...] | None = None  # the stages of a chain in the order they run; None if this is no chain
 
 
 def stateless(apply: Callable[[Draft], Draft], needs: frozenset[str] = frozenset()) -> Stage:
@@ -47,13 +39,7 @@ class ChainState(State, kind="chain"):
 
 
 def chain(*stages: Stage) -> Stage:
-    """Run stages one after another, masks first. Chains among them are taken apart, so that the result is one flat chain.
-
-    Args:
-        *stages: Any number of stages; none at all means FedAvg's weights and no mask.
-
-    Returns:
-        A stage whose state is one `ChainState`.
+    """Run stages one after another, masks first, as one flat chain; no stage at all means FedAvg's weights and no mask.
 
     Raises:
         ValueError: Two stages give weights, or two give a mask.
@@ -63,9 +49,6 @@ def chain(*stages: Stage) -> Stage:
         if sum(what in stage.gives for stage in flat) > 1:
             raise ValueError(f"two of these stages give {what}: only one can decide {why}")
     parts = tuple(sorted(flat, key=lambda stage: "weights" in stage.gives))
-
-    def init(layout: Layout) -> State:
-        return ChainState(tuple(stage.init(layout) for stage in parts))
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         states = expect(state, ChainState).states
@@ -81,7 +64,7 @@ def chain(*stages: Stage) -> Stage:
 
     needs = frozenset[str]().union(*(stage.needs for stage in parts))
     gives = frozenset[str]().union(*(stage.gives for stage in parts))
-    return Stage(init, apply, needs, gives, parts)
+    return Stage(lambda layout: ChainState(tuple(stage.init(layout) for stage in parts)), apply, needs, gives, parts)
 
 
 def check_returned(what: str, value: object, *types: type) -> Any:

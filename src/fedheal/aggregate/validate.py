@@ -1,8 +1,8 @@
 """Which clients' updates are unusable, and why.
 
-`find_bad_updates` finds all that can be seen without reading the updates themselves. NaN and infinity inside the updates are
-found by the kernels, in the pass that reads them anyway: they raise `NonFinite` with the rows at fault, and `Aggregator.apply`
-then refuses the round or leaves those clients out.
+`find_bad_updates` finds what can be seen without reading the updates themselves. NaN and infinity inside them are found
+by the kernels, which raise `NonFinite` with the rows at fault; `Aggregator.apply` then refuses the round or leaves
+those clients out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ NON_FINITE = "its update holds NaN, infinity or numbers too large to square"
 
 
 class BadUpdate(ValueError):
-    """Updates that cannot be used.
-
-    Attributes:
-        reasons: The clients at fault, each with the reason.
-    """
+    """Updates that cannot be used; `reasons` are the clients at fault, each with the reason."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         first, *more = (f"client '{client}': {why}" for client, why in reasons.items())
@@ -54,9 +50,12 @@ def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> d
     """
     if not updates.clients:
         return {}
-    _check_metrics(updates, needs)
-    common_reason = _find_common_reason(updates, sizes)
-    if common_reason:
+    if "domain" in needs and updates.domains is None:
+        raise ValueError("this aggregator needs the domain of each client: give Updates(..., domains=[...])")
+    if missing := sorted(needs - set(updates.metrics) - {"domain"}):
+        known = sorted(updates.metrics)
+        raise ValueError(f"this aggregator needs the client metric '{missing[0]}'; the updates have {known}")
+    if common_reason := _find_common_reason(updates, sizes):
         return dict.fromkeys(range(len(updates.clients)), common_reason)
     times = Counter(updates.clients)
     reasons: dict[int, str] = {}
@@ -65,9 +64,8 @@ def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> d
         if times[client] > 1:
             reasons[row] = f"its id occurs {times[client]} times in this cohort"
         elif client in updates.refused:
-            reasons[row] = (
-                f"its id occurs again in this cohort, with a reply that is refused: {updates.refused[client]}"
-            )
+            why = updates.refused[client]
+            reasons[row] = f"its id occurs again in this cohort, with a reply that is refused: {why}"
         elif not 0 < examples < float("inf"):
             reasons[row] = f"num_examples must be a positive number, got {examples:g}"
     if "domain" in needs:
@@ -86,16 +84,6 @@ def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> d
         for row in torch.nonzero(~torch.isfinite(updates.buffers).all(dim=1)).flatten().tolist():
             reasons.setdefault(row, "its buffers hold NaN or infinity")
     return reasons
-
-
-def _check_metrics(updates: Updates, needs: frozenset[str]) -> None:
-    if "domain" in needs and updates.domains is None:
-        raise ValueError("this aggregator needs the domain of each client: give Updates(..., domains=[...])")
-    missing = sorted(needs - set(updates.metrics) - {"domain"})
-    if missing:
-        raise ValueError(
-            f"this aggregator needs the client metric '{missing[0]}'; the updates have {sorted(updates.metrics)}"
-        )
 
 
 def _find_common_reason(updates: Updates, sizes: Sizes) -> str | None:

@@ -1,7 +1,5 @@
 """Array types, and small functions on arrays that every package shares."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +14,7 @@ Integers = NDArray[np.int64]
 
 
 def as_tensor(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
-    """Return a tensor that shares the array's memory where possible, also for read-only numpy arrays.
-
-    Raises:
-        TypeError: The array does not hold numbers that torch knows.
-    """
+    """Return a tensor that shares the array's memory where possible. Raise TypeError unless it holds numbers for torch."""
     if isinstance(array, Tensor):
         return array.detach()
     values = np.asarray(array)

@@ -1,7 +1,5 @@
 """Seconds spent in each phase of a round."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Import paths of version 0.1, which work for one more release with a DeprecationWarning."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings
@@ -82,17 +80,13 @@ def warn_of_renames(module: str, renamed: Mapping[str, str]) -> Callable[[str], 
 
 
 def _take(old_path: str, module: str, new_name: str) -> Any:
-    target, _, attribute = new_name.rpartition(":")
-    target = target or module
+    target, _, attribute = (new_name if ":" in new_name else f"{module}:{new_name}").partition(":")
     try:
         value = getattr(importlib.import_module(target), attribute)
     except AttributeError:
         raise AttributeError(f"{old_path} is gone: {target} has no attribute {attribute!r}") from None
-    warnings.warn(
-        f"{old_path} is now {target}.{attribute}; the old path goes with the next release",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    message = f"{old_path} is now {target}.{attribute}; the old path goes with the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
     return value
 
 

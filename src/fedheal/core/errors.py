@@ -1,7 +1,5 @@
 """Parts of error messages: what an exception says, and the name that a misspelt word may have meant."""
 
-from __future__ import annotations
-
 import difflib
 
 

@@ -1,7 +1,5 @@
 """Import a user's function by its path, "package.module:function"."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -1,16 +1,15 @@
 """Map a model to flat vectors and back.
 
-Aggregation treats a model as three vectors: its *parameters*, its *float buffers* (running means and variances) and its
-*counters* (integers and booleans, such as the number of batches seen). `Layout` maps a `state_dict` to these vectors
-and back, bit for bit (only the payload of a NaN may change, where one vector holds tensors of several dtypes).
-A tensor with several names (tied parameters) is one slice.
+Aggregation treats a model as three vectors: *parameters*, *float buffers* (running means and variances) and *counters*
+(integers and booleans, such as the number of batches seen). `Layout` maps a `state_dict` to them and back, bit for bit
+(only a NaN's payload may change, where one vector holds several dtypes). A tensor with several names (tied parameters)
+is one slice.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -51,7 +50,6 @@ class Sizes:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the parameter tensors."""
         return [length for _, length in self.tensors]
 
     @property
@@ -72,11 +70,7 @@ class Layout:
 
     @staticmethod
     def of(module: nn.Module) -> Layout:
-        """Return the layout of `module.state_dict()`.
-
-        Raises:
-            TypeError: The state holds something that is not a tensor.
-        """
+        """Return the layout of `module.state_dict()`. Raise TypeError if the state holds something that is no tensor."""
         parameters = {id(p) for p in module.parameters()}
         entries: list[Entry] = []
         seen: dict[int, Entry] = {}
@@ -87,14 +81,14 @@ class Layout:
                     f"state_dict entry '{name}' is a {type(tensor).__name__}, not a tensor: extra state of other kinds "
                     "cannot be averaged; leave it out of the module's state_dict"
                 )
-            twin = seen.get(id(tensor))
-            if twin is None:
-                kind = _kind(tensor, id(tensor) in parameters)
+            if id(tensor) not in seen:
+                kind: Kind = "param" if id(tensor) in parameters else "buffer"
+                if not (tensor.is_floating_point() or tensor.is_complex()):
+                    kind = "counter"
                 start = ends[kind]
-                ends[kind] = start + _length(tensor.shape, tensor.dtype)
-                twin = Entry(name, kind, tuple(tensor.shape), tensor.dtype, start, ends[kind])
-                seen[id(tensor)] = twin
-            entries.append(Entry(name, twin.kind, twin.shape, twin.dtype, twin.start, twin.stop))
+                ends[kind] += tensor.numel() * (2 if tensor.is_complex() else 1)
+                seen[id(tensor)] = Entry(name, kind, tuple(tensor.shape), tensor.dtype, start, ends[kind])
+            entries.append(replace(seen[id(tensor)], name=name))
         return Layout(tuple(entries))
 
     @staticmethod
@@ -109,11 +103,7 @@ class Layout:
         return Sizes(tensors, self._length("buffer"), self._length("counter"))
 
     def pack(self, state_dict: Mapping[str, Tensor]) -> Packed:
-        """Return the vectors of a `state_dict`, as new tensors on the device of its first tensor.
-
-        Raises:
-            ValueError: A name, shape or dtype is not that of the layout.
-        """
+        """Return a `state_dict` as new vectors on the device of its first tensor. Raise ValueError if it does not fit."""
         self._check(state_dict)
         device = next((t.device for t in state_dict.values()), torch.device("cpu"))
 
@@ -125,16 +115,9 @@ class Layout:
         return Packed(vector("param"), vector("buffer"), vector("counter"))
 
     def unpack(self, packed: Packed) -> dict[str, Tensor]:
-        """Return the `state_dict` of these vectors, in new memory; tied names share it.
-
-        Raises:
-            ValueError: A vector does not have the layout's length.
-        """
-        vectors: dict[Kind, Tensor] = {
-            "param": packed.params.detach().clone(),
-            "buffer": packed.buffers.detach().clone(),
-            "counter": packed.counters.detach().clone(),
-        }
+        """Return the `state_dict` of these vectors, in new memory. Raise ValueError if one has not the layout's length."""
+        given: dict[Kind, Tensor] = {"param": packed.params, "buffer": packed.buffers, "counter": packed.counters}
+        vectors = {kind: vector.detach().clone() for kind, vector in given.items()}
         for kind, vector in vectors.items():
             if vector.shape != (self._length(kind),):
                 raise ValueError(
@@ -150,12 +133,10 @@ class Layout:
         return result
 
     def _distinct(self, kind: Kind) -> list[Entry]:
-        distinct: dict[tuple[int, int, bool], Entry] = {}
-        for position, e in enumerate(self.entries):
-            if e.kind == kind:
-                # Empty tensors share slices without being tied: their position distinguishes them.
-                empty = e.start == e.stop
-                distinct.setdefault((e.start, position if empty else e.stop, empty), e)
+        distinct: dict[tuple[int, str], Entry] = {}
+        for e in self.entries:
+            if e.kind == kind:  # empty tensors share slices without being tied: their names distinguish them
+                distinct.setdefault((e.start, e.name if e.start == e.stop else ""), e)
         return list(distinct.values())
 
     def _length(self, kind: Kind) -> int:
@@ -171,9 +152,8 @@ class Layout:
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def _check(self, state_dict: Mapping[str, Tensor]) -> None:
-        names = [e.name for e in self.entries]
-        missing = [name for name in names if name not in state_dict]
-        extra = sorted(set(state_dict) - set(names))
+        missing = [e.name for e in self.entries if e.name not in state_dict]
+        extra = sorted(set(state_dict) - {e.name for e in self.entries})
         if missing or extra:
             problems = [f"lacks {missing[:3]}"] if missing else []
             problems += [f"has unknown {extra[:3]}"] if extra else []
@@ -190,18 +170,9 @@ class Layout:
             if e.start == e.stop:
                 continue
             twin = first.setdefault((e.kind, e.start, e.stop), e.name)
-            if twin != e.name and not _same_bits(tensor, state_dict[twin]):
+            bits = [as_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (tensor, state_dict[twin])]
+            if twin != e.name and not torch.equal(bits[0], bits[1].to(bits[0].device)):
                 raise ValueError(f"'{e.name}' and '{twin}' are tied in this layout but differ in the state_dict")
-
-
-def _kind(tensor: Tensor, is_parameter: bool) -> Kind:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return "counter"
-    return "param" if is_parameter else "buffer"
-
-
-def _length(shape: torch.Size, dtype: torch.dtype) -> int:
-    return math.prod(shape) * (2 if dtype.is_complex else 1)
 
 
 def _real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -220,19 +191,7 @@ def restore_dtype(vector: Tensor, dtype: torch.dtype) -> Tensor:
     return vector.to(dtype)
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if (a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()):
-        return True
-    bits = [as_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(bits[0], bits[1].to(bits[0].device))
-
-
 def allocate_rows(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a GPU each row starts at a multiple of `ALIGNED` entries.
-
-    >>> allocate_rows(2, 3, torch.float32, torch.device("cpu"))
-    tensor([[0., 0., 0.],
-            [0., 0., 0.]])
-    """
+    """Return zeros; on a GPU each row starts at a multiple of `ALIGNED` entries."""
     width = length if device.type == "cpu" else -(-length // ALIGNED) * ALIGNED
     return torch.zeros(rows, width, dtype=dtype, device=device)[:, :length]

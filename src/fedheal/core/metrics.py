@@ -1,11 +1,9 @@
 """How well and how evenly a model serves several units: domains, or clients.
 
-Accuracies are in percent. STD is the sample standard deviation (ddof=1) as in the FedHEAL paper's tables. With mean mu and
-K units: gap = best - worst, CoV = STD/mu, Gini = sum_ij |x_i - x_j| / (2 K^2 mu), Jain = (sum x)^2 / (K sum x^2), entropy of
-x / sum x (at most log K). Where all are 0 they are equal: Gini 0, Jain 1, entropy log K.
+Accuracies are in percent. STD is the sample standard deviation (ddof=1) as in the FedHEAL paper's tables. With mean mu
+and K units: gap = best - worst, CoV = STD/mu, Gini = sum_ij |x_i - x_j| / (2 K^2 mu), Jain = (sum x)^2 / (K sum x^2),
+entropy of x / sum x (at most log K). Where all are 0 they are equal: Gini 0, Jain 1, entropy log K.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 

@@ -1,15 +1,13 @@
 """Declare a method's parameter once: what it means, where its default comes from and which values it takes.
 
-    MU = Parameter("mu", description="pull towards the received model", source="Li et al. 2020", default=0.01, ge=0)
+    MU = Parameter("mu", 0.01, "pull towards the received model", "Li et al. 2020", ge=0)
 
     @declare_parameters(MU)
     def make_term(mu: float = MU.default) -> Term: ...
 
-Every call of the decorated function or class then checks its arguments. The names of methods, `fedheal methods`, the reference
-page and the contract tests read the same declarations with `get_parameters`.
+Every call of the decorated function or class then checks its arguments. Names of methods, `fedheal methods`, the
+reference page and the contract tests read the same declarations.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
@@ -23,27 +21,22 @@ Constructor = TypeVar("Constructor", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a method.
-
-    The type of `default` is the type of the parameter. Numbers must be finite.
+    """A parameter of a method. It has the type of its default, and numbers must be finite.
 
     Args:
         name: the keyword.
+        default: the default, which stands nowhere else.
         description: what the parameter does, for `fedheal methods` and the reference page.
         source: where the default comes from.
-        default: the default, which stands nowhere else.
-        ge: the smallest value that is allowed.
-        gt: a bound that the value must exceed.
-        le: the largest value that is allowed.
-        lt: a bound that the value must stay below.
+        ge, gt, le, lt: bounds of the value: at least, above, at most, below.
         choices: the values that are allowed, where they are few.
     """
 
     name: str
-    _: KW_ONLY
     default: Any
     description: str = ""
     source: str = ""
+    _: KW_ONLY
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
@@ -68,8 +61,7 @@ class Parameter:
             return f"{number} from {self.ge} to {self.le}"
         if self.ge is not None and self.lt is not None:
             return f"{number} from {self.ge} to {self.lt}, but less than {self.lt}"
-        if number == "a number":
-            number = "a finite number"
+        number = number.replace("a number", "a finite number")
         if self.gt is not None:
             return f"{number} above {self.gt}"
         if self.ge is None:
@@ -106,7 +98,7 @@ class Parameter:
     def _allows(self, value: Any) -> bool:
         if self.choices:  # True == 1 in Python, but a switch is no number here
             return any(
-                isinstance(value, bool) == isinstance(choice, bool) and value == choice for choice in self.choices
+                value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in self.choices
             )
         if isinstance(self.default, bool | str):
             return isinstance(value, type(self.default))

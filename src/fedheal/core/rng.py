@@ -3,8 +3,6 @@
 The engine, the order of clients, a resume or another use of randomness elsewhere cannot change what is drawn.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

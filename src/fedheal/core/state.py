@@ -1,11 +1,10 @@
 """States that turn into (arrays, JSON) and back, so that a checkpoint needs no pickle.
 
-A state is a frozen dataclass that registers under a kind: `class AflState(State, kind="afl")`. Both directions follow from its
-fields. A field is a tensor, a numpy column, a string, a number, a boolean, another state or dataclass, a tuple of these, a
-mapping from strings to these, or None where its type allows that.
-
-In a state with a field `clients` every numpy column, tensor and tuple has one entry per client. A tensor may have spare rows
-behind those of the clients; they are not saved. Tensors may share memory with the state: a donated state takes them with it.
+A state is a frozen dataclass that registers under a kind: `class AflState(State, kind="afl")`. Both directions follow
+from its fields: tensors, numpy columns, strings, numbers, booleans, states, dataclasses, tuples of these, mappings from
+strings to these, or None where the type allows it. With a field `clients`, every column, tensor and tuple has one entry
+per client. A tensor may have spare rows behind those, which are not saved. Tensors may share memory with the state: a
+donated state takes them with it.
 """
 
 from __future__ import annotations
@@ -39,31 +38,13 @@ class State:
             State.kinds[kind] = cls
 
     def to_arrays(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the state's tensors by name, and the rest of it as a JSON-ready dictionary.
-
-        Returns:
-            Tensors for a safetensors file, and a dictionary that names the kind of state.
-
-        Raises:
-            TypeError: A field holds a value of a type that no state may hold.
-        """
+        """Return the state's tensors by name, and the rest of it, with its kind, as a JSON-ready dictionary."""
         arrays: dict[str, Tensor] = {}
         return arrays, _flatten(self, "", arrays)
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, Tensor], json: Mapping[str, Any]) -> Any:
-        """Rebuild the state that `to_arrays` described, of whatever kind the JSON names.
-
-        Args:
-            arrays: Tensors by name, on the CPU.
-            json: The dictionary that came with them.
-
-        Returns:
-            A state of the class that is registered under the kind.
-
-        Raises:
-            ValueError: The kind is unknown, or the state is damaged.
-        """
+        """Rebuild a state from what `to_arrays` gave, on the CPU. Raise ValueError if it is damaged or of an unknown kind."""
         return _restore_state(State, "", arrays, json)
 
 
@@ -110,13 +91,9 @@ class RunState(State, kind="run"):
     def from_arrays(
         arrays: Mapping[str, Tensor], json: Mapping[str, Any], device: torch.device | str = "cpu"
     ) -> RunState:
-        """Rebuild the state of a run on a device.
-
-        The aggregator's state stays on the CPU: its columns are numpy's, and it moves the other arrays itself.
-        """
+        """Rebuild the state of a run on a device; the aggregator's stays on the CPU and moves its arrays itself."""
         placed = {name: array.to("cpu" if name.startswith("aggregator.") else device) for name, array in arrays.items()}
-        state: RunState = _restore_state(RunState, "", placed, json)
-        return state
+        return _restore_state(RunState, "", placed, json)  # type: ignore[no-any-return]
 
 
 def _flatten(value: Any, path: str, arrays: dict[str, Tensor]) -> Any:
@@ -134,12 +111,8 @@ def _flatten(value: Any, path: str, arrays: dict[str, Tensor]) -> Any:
             key: _flatten(item, _join(path, key if isinstance(item, Tensor) else i), arrays)
             for i, (key, item) in enumerate(value.items())
         }
-    if is_dataclass(value):
-        return _flatten_fields(value, path, arrays)
-    raise TypeError(f"a state holds a {type(value).__name__} in '{path}', which cannot be saved")
-
-
-def _flatten_fields(value: Any, path: str, arrays: dict[str, Tensor]) -> dict[str, Any]:
+    if not is_dataclass(value):
+        raise TypeError(f"a state holds a {type(value).__name__} in '{path}', which cannot be saved")
     json: dict[str, Any] = {"kind": value.kind} if isinstance(value, State) else {}
     for field in fields(value):
         item = getattr(value, field.name)
@@ -169,8 +142,7 @@ def _restore(hint: Any, path: str, arrays: Mapping[str, Tensor], json: Any) -> A
     if issubclass(hint, State):
         return _restore_state(hint, path, arrays, json)
     if is_dataclass(hint):
-        make: Any = hint
-        return make(**_restore_fields(hint, path, arrays, json))
+        return hint(**_restore_fields(hint, path, arrays, json))  # type: ignore[operator]
     if type(json) is not hint and not (hint is float and type(json) is int):
         raise TypeError(f"'{path}' must be {hint.__name__}, got {json!r}")
     return json
@@ -194,10 +166,7 @@ def _restore_state(wanted: type[State], path: str, arrays: Mapping[str, Tensor],
 
 def _restore_fields(cls: Any, path: str, arrays: Mapping[str, Tensor], json: Mapping[str, Any]) -> dict[str, Any]:
     hints = _field_types(cls)
-    return {
-        field.name: _restore(hints[field.name], _join(path, field.name), arrays, json[field.name])
-        for field in fields(cls)
-    }
+    return {f.name: _restore(hints[f.name], _join(path, f.name), arrays, json[f.name]) for f in fields(cls)}
 
 
 def _check_lengths(values: Mapping[str, Any]) -> None:
@@ -210,9 +179,7 @@ def _check_lengths(values: Mapping[str, Any]) -> None:
             raise ValueError(f"'{name}' has {len(value)} entries and does not belong to {clients} clients")
 
 
-@cache
-def _field_types(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+_field_types = cache(get_type_hints)
 
 
 def _join(path: str, name: str | int) -> str:

@@ -1,8 +1,7 @@
 """One cohort's updates: a matrix with a row per client, filled from replies one client at a time.
 
-A cohort of K clients sends one matrix of updates `[K, G]`, `delta = local - global` as in the paper. A federation with large
-models cannot hold every reply twice: `collect` keeps rows in memory up to a budget and writes the rest to a temporary file,
-which is deleted with the matrix. Every aggregator works on either.
+K clients send a matrix of updates `[K, G]`, `delta = local - global` as in the paper. Rows are kept in memory up to a
+budget; the rest goes to a temporary file, which is deleted with the matrix. Every aggregator works on either.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedheal.core.arrays import Array, as_tensor
-from fedheal.core.layout import ALIGNED, Layout, Sizes
+from fedheal.core.layout import ALIGNED, Layout
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -74,15 +73,20 @@ class Updates:
         domains: Sequence[str] | None = None,
     ) -> None:
         ids = tuple(client_id(c) for c in clients)
-        put = object.__setattr__
-        put(self, "clients", ids)
-        put(self, "deltas", _matrix("deltas", deltas, ids))
-        put(self, "num_examples", _column("num_examples", num_examples, ids))
-        put(self, "buffers", None if buffers is None else _matrix("buffers", buffers, ids))
-        put(self, "counters", None if counters is None else _matrix("counters", counters, ids))
-        put(self, "metrics", {name: _column(f"metrics['{name}']", v, ids) for name, v in (metrics or {}).items()})
-        put(self, "refused", dict(refused or {}))
-        put(self, "domains", None if domains is None else _names("domains", domains, ids))
+        if isinstance(domains, str) or not all(isinstance(domain, str) for domain in domains or ()):
+            raise TypeError(f"domains = {domains!r}: give a list with a name a client")
+        if domains is not None and len(domains) != len(ids):
+            raise ValueError(f"domains has {len(domains)} names for {len(ids)} clients")
+        vars(self).update(  # the dataclass is frozen
+            clients=ids,
+            deltas=_matrix("deltas", deltas, ids),
+            num_examples=_column("num_examples", num_examples, ids),
+            buffers=None if buffers is None else _matrix("buffers", buffers, ids),
+            counters=None if counters is None else _matrix("counters", counters, ids),
+            metrics={name: _column(f"metrics['{name}']", v, ids) for name, v in (metrics or {}).items()},
+            refused=dict(refused or {}),
+            domains=None if domains is None else tuple(domains),
+        )
 
     @staticmethod
     def collect(
@@ -93,8 +97,26 @@ class Updates:
         folder: str | None = None,
         keep: bool = False,
     ) -> Updates:
-        """Collect replies one at a time into a matrix; see `collect`."""
-        return collect(replies, budget, on_bad_update, layout, folder, keep)
+        """Collect replies `(client, delta, num_examples, buffers, counters, metrics, domain)` one at a time.
+
+        Args:
+            replies: The last four parts of a reply are optional. A metric that a client did not send is NaN.
+            budget: Bytes of updates to hold in memory; the rest goes to a temporary file. None: all in memory.
+            on_bad_update: "raise", or "skip" to leave out replies that do not fit and name them in `refused`.
+            layout: What every reply must fit; by default the first good reply, which also sets the dtype.
+            folder: Where the temporary file goes.
+            keep: Whether to take rows without a copy; nobody else may write to them then.
+
+        Raises:
+            ValueError: A reply does not fit, and `on_bad_update` is "raise".
+
+        >>> Updates.collect([("a", np.ones(3), 10), ("b", np.zeros(3), 5)], budget=0).deltas.tolist()
+        [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+        """
+        collector = Collector(budget, on_bad_update, layout, folder, keep)
+        for reply in replies:
+            collector.add(reply)
+        return collector.finish()
 
 
 def client_id(client: object) -> str:
@@ -103,9 +125,8 @@ def client_id(client: object) -> str:
         return client
     if isinstance(client, (int, np.integer)) and not isinstance(client, bool):
         return str(int(client))
-    raise TypeError(
-        f"client id {client!r} is a {type(client).__name__}: use a string or an integer that stays the same"
-    )
+    remedy = "use a string or an integer that stays the same"
+    raise TypeError(f"client id {client!r} is a {type(client).__name__}: {remedy}")
 
 
 def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...]) -> Tensor:
@@ -123,19 +144,9 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
         value = torch.stack(rows) if rows else torch.zeros(0, 0)
     matrix = as_tensor(value, name)
     if matrix.ndim != 2 or matrix.shape[0] != len(clients):
-        raise ValueError(
-            f"{name} has shape {tuple(matrix.shape)}; {len(clients)} clients need ({len(clients)}, length)"
-        )
+        shape, k = tuple(matrix.shape), len(clients)
+        raise ValueError(f"{name} has shape {shape}; {k} clients need ({k}, length)")
     return matrix
-
-
-def _names(name: str, value: Sequence[str], clients: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(value)
-    if isinstance(value, str) or not all(isinstance(one, str) for one in names):
-        raise TypeError(f"{name} = {value!r}: give a list with a name a client")
-    if len(names) != len(clients):
-        raise ValueError(f"{name} has {len(names)} names for {len(clients)} clients")
-    return names
 
 
 def _column(name: str, value: Array | Sequence[float], clients: tuple[str, ...]) -> Tensor:
@@ -148,41 +159,8 @@ def _column(name: str, value: Array | Sequence[float], clients: tuple[str, ...])
     return column
 
 
-def collect(
-    replies: Iterable[Reply | tuple[Any, ...]],
-    budget: int | None = None,
-    on_bad_update: str = "raise",
-    layout: Layout | None = None,
-    folder: str | None = None,
-    keep: bool = False,
-) -> Updates:
-    """Collect replies `(client, delta, num_examples, buffers, counters, metrics, domain)` into one `Updates`.
-
-    Args:
-        replies: The last four parts of a reply are optional. A metric that a client did not send is NaN.
-        budget: Bytes of updates to hold in memory; the rest goes to a temporary file. None: all in memory.
-        on_bad_update: "raise", or "skip" to leave out replies that do not fit and name them in `Updates.refused`.
-        layout: What every reply must fit; by default the first good reply, which also sets the dtype.
-        folder: Where the temporary file goes.
-        keep: Whether to take rows without a copy; nobody else may write to them then.
-
-    Returns:
-        The cohort's updates.
-
-    Raises:
-        ValueError: A reply does not fit, and `on_bad_update` is "raise".
-
-    >>> collect([("a", np.ones(3), 10), ("b", np.zeros(3), 5)], budget=0).deltas.tolist()
-    [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
-    """
-    collector = Collector(budget, on_bad_update, layout, folder, keep)
-    for reply in replies:
-        collector.add(reply)
-    return collector.finish()
-
-
 class Collector:
-    """Collect the replies of one cohort as they arrive; see `collect` for the settings."""
+    """Collect the replies of one cohort as they arrive; see `Updates.collect` for the settings."""
 
     def __init__(
         self,
@@ -198,21 +176,27 @@ class Collector:
             raise ValueError(f"budget = {budget}: give a number of bytes, 0 or more")
         self._rows = _Rows(budget, folder, keep)
         self._skip = on_bad_update == "skip"
-        self._expected = None if layout is None else _lengths(layout.sizes())
+        self._expected: dict[str, int] | None = None
+        if layout is not None:
+            sizes = layout.sizes()
+            lengths = {"update": sizes.params, "buffers": sizes.buffers, "counters": sizes.counters}
+            self._expected = {name: length for name, length in lengths.items() if length or name == "update"}
         self._replies: list[Reply] = []  # without their updates, which live in `_rows` alone
         self._refused: dict[str, str] = {}
 
     def add(self, reply: Reply | tuple[Any, ...]) -> None:
         """Check a reply and add it to the matrix, or refuse it."""
         try:
-            delta, rest = _read(_reply(reply))
-            lengths = {"update": len(delta)} | {k: len(v) for k, v in _extras(rest).items() if v is not None}
+            delta, rest = _read_reply(reply)
+            extras = {"buffers": rest.buffers, "counters": rest.counters}
+            lengths = {"update": len(delta)} | {name: len(v) for name, v in extras.items() if v is not None}
             self._expected = self._expected or lengths
             _compare(lengths, self._expected)
         except (TypeError, ValueError) as error:
             client = str(reply[0]) if isinstance(reply, Sequence) and reply else "?"
             if not self._skip:
-                self._rows.close()
+                if self._rows.file is not None:
+                    self._rows.file.close()
                 raise ValueError(f"client '{client}': {error}") from None
             self._refused[client] = str(error)
             return
@@ -240,17 +224,14 @@ class Collector:
         return torch.stack(vectors) if vectors and vectors[0] is not None else None
 
 
-def _reply(given: Any) -> Reply:
+def _read_reply(given: Any) -> tuple[Tensor, Reply]:
+    """Return the reply's update, and the rest of the reply in plain types."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(f"its reply is a {type(given).__name__}: give a Reply, or (client, delta, num_examples)")
     least, most = len(Reply._fields) - len(Reply._field_defaults), len(Reply._fields)
     if not least <= len(given) <= most:
         raise TypeError(f"its reply has {len(given)} parts: give a Reply, or {least} to {most} of {Reply._fields}")
-    return Reply(*given)
-
-
-def _read(reply: Reply) -> tuple[Tensor, Reply]:
-    """Return the reply's update, and the rest of the reply in plain types."""
+    reply = Reply(*given)
     delta = as_tensor(reply.delta, "its update")
     if delta.ndim != 1:
         raise ValueError(f"its update has shape {tuple(delta.shape)}, not one dimension")
@@ -258,16 +239,16 @@ def _read(reply: Reply) -> tuple[Tensor, Reply]:
         raise ValueError(f"its update is {delta.dtype}; float32, float64, bfloat16 and float16 will do")
     if not isinstance(reply.metrics, Mapping):
         raise TypeError(f"its metrics are a {type(reply.metrics).__name__}, not a mapping of names to numbers")
-    rest = Reply(
-        client_id(reply.client),
-        torch.empty(0),
-        _number("num_examples", reply.num_examples),
-        _vector("buffers", reply.buffers),
-        _vector("counters", reply.counters),
-        {name: _number(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
-        _name("domain", reply.domain),
+    if reply.domain is not None and not isinstance(reply.domain, str):
+        raise TypeError(f"its domain = {reply.domain!r} is not a name")
+    return delta, reply._replace(
+        client=client_id(reply.client),
+        delta=torch.empty(0),
+        num_examples=_number("num_examples", reply.num_examples),
+        buffers=_vector("buffers", reply.buffers),
+        counters=_vector("counters", reply.counters),
+        metrics={name: _number(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
     )
-    return delta, rest
 
 
 def _number(name: str, value: Any) -> float:
@@ -275,12 +256,6 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"its {name} = {value!r} is not a number") from None
-
-
-def _name(name: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"its {name} = {value!r} is not a name")
-    return value
 
 
 def _vector(name: str, value: Array | None) -> Tensor | None:
@@ -292,15 +267,6 @@ def _vector(name: str, value: Array | None) -> Tensor | None:
     if vector.is_complex() or vector.is_floating_point() != (name == "buffers"):
         raise ValueError(f"its {name} are {vector.dtype}: {'floats' if name == 'buffers' else 'integers'} are needed")
     return vector
-
-
-def _extras(reply: Reply) -> dict[str, Array | None]:
-    return {"buffers": reply.buffers, "counters": reply.counters}
-
-
-def _lengths(sizes: Sizes) -> dict[str, int]:
-    extras = {"buffers": sizes.buffers, "counters": sizes.counters}
-    return {"update": sizes.params} | {name: length for name, length in extras.items() if length}
 
 
 def _compare(found: dict[str, int], expected: dict[str, int]) -> None:
@@ -324,11 +290,8 @@ class _Rows:
         if self.count == 0:
             self.length, self.dtype = row.shape[0], row.dtype
         self.count += 1
-        if (
-            self.file is None
-            and self.budget is not None
-            and self.count * self.length * self.dtype.itemsize > self.budget
-        ):
+        size = self.count * self.length * self.dtype.itemsize
+        if self.file is None and self.budget is not None and size > self.budget:
             # Unbuffered, so that a full disk raises here; the mapping outlives the file.
             self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
             for held in self.held:
@@ -341,8 +304,7 @@ class _Rows:
 
     def matrix(self) -> Tensor:
         if self.file is None:
-            whole = _view_as_matrix(self.held) if self.keep else None
-            if whole is not None:
+            if self.keep and (whole := _view_as_matrix(self.held)) is not None:
                 return whole
             device = self.held[0].device if self.held else None
             made = torch.empty(self.count, self.length, dtype=self.dtype, device=device)
@@ -356,10 +318,6 @@ class _Rows:
             mapped = np.memmap(self.file, np.uint8, "r+", shape=(self.count, self.length * self.dtype.itemsize))
             return torch.from_numpy(mapped).view(self.dtype)
         finally:
-            self.file.close()
-
-    def close(self) -> None:
-        if self.file is not None:
             self.file.close()
 
     def _write(self, row: Tensor) -> None:

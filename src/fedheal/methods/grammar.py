@@ -2,8 +2,8 @@
 
     <part>[:key=value,...]{+<part>[:key=value,...]}         fedprox:mu=0.1+fedheal:tau=0.4
 
-A part is a name in a table of constructors, or a function of your own by import path, `package.module:function`. Its parameters
-are those that the constructor declares, or those of its signature.
+A part is a name in a table of constructors, or a function by import path, `package.module:function`. Its parameters are
+those that the constructor declares, or those of its signature.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ class Part:
 
     def format(self, defaults: bool) -> str:
         """Return the part as text, with all parameters or only with those that differ from their defaults."""
-        parameters = self.parameters
-        return _format(self.name, {k: v for k, v in self.values.items() if defaults or v != parameters[k].default})
+        values = self.values
+        return _format(
+            self.name, {k: values[k] for k, p in self.parameters.items() if defaults or values[k] != p.default}
+        )
 
     def format_explicit(self) -> str:
         """Return the part as text, with the parameters that the name gives."""
@@ -91,10 +93,8 @@ def _parse_part(text: str, table: Mapping[str, Callable[..., Any]]) -> Part:
     elif match := IMPORT_PATH.fullmatch(text):
         part, assignments = _import_part(match["path"]), match["assignments"] or ""
     else:
-        raise ValueError(
-            f"there is no method part '{word}'{suggest(word, list(table))}; `fedheal methods` lists them, and "
-            "one of your own is named by import path, package.module:function"
-        )
+        known = "`fedheal methods` lists them, and one of your own is named by import path, package.module:function"
+        raise ValueError(f"there is no method part '{word}'{suggest(word, list(table))}; {known}")
     for assignment in assignments.split(",") if assignments else []:
         key, equals, value = (word.strip() for word in assignment.partition("="))
         if not equals or key in part.explicit:
@@ -112,9 +112,8 @@ def _import_part(path: str) -> Part:
         raise ValueError(f"the parameters of the method {path!r} cannot be read: {format_error(error)}") from error
     for key, parameter in parameters.items():
         if not isinstance(parameter.default, bool | int | float | str) or set(str(parameter.default)) & set(",+"):
-            raise ValueError(
-                f"the method {path!r}: give its parameter '{key}' a default that is a number, a word, True or False"
-            )
+            needed = "a default that is a number, a word, True or False"
+            raise ValueError(f"the method {path!r}: give its parameter '{key}' {needed}")
     return part
 
 

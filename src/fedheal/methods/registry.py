@@ -2,11 +2,8 @@
 
     <local>[:key=value,...]{+<stage>[:key=value,...]}         fedavg+fedheal:tau=0.4,variant=released
 
-A stage alone is short for `fedavg+` it. Keys given beside a name go to the part that has them. Either part may be a
-function of your own, `package.module:function`.
+A stage alone is short for `fedavg+` it. Either part may be a function of your own, `package.module:function`.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
@@ -37,30 +34,19 @@ from fedheal.local.scaffold import SCAFFOLD_CLIP, SCAFFOLD_ETA_G, SCAFFOLD_OPTIO
 from fedheal.local.term import Term
 from fedheal.methods.grammar import Part, parse_parts
 
-PRESET = Parameter(
-    "preset",
-    description="ours, or group: what the code of the FedHEAL paper's group amounts to",
-    source="ours: the method as published",
-    default="ours",
-    choices=("ours", "group"),
-)
+PRESETS = ("ours", "group")
+GROUP = "ours, or group: what the code of the FedHEAL paper's group amounts to"
+PRESET = Parameter("preset", "ours", GROUP, "ours: the method as published", choices=PRESETS)
 
 
 @dataclass(frozen=True)
 class Local:
-    """Local training.
-
-    Attributes:
-        terms: the terms, which add up.
-        uniform: whether all clients count alike where no stage gives weights.
-        aggregator: the aggregator of a whole method, which no stage joins.
-        training: the fields of the experiment that it sets, such as `momentum`.
-    """
+    """Local training, as terms that add up."""
 
     terms: tuple[Term, ...] = ()
-    uniform: bool = False
-    aggregator: Aggregator | None = None
-    training: Mapping[str, float] = field(default_factory=dict)
+    uniform: bool = False  # whether all clients count alike where no stage gives weights
+    aggregator: Aggregator | None = None  # of a whole method, which no stage joins
+    training: Mapping[str, float] = field(default_factory=dict)  # fields of the experiment, such as `momentum`
 
 
 @declare_parameters()
@@ -74,8 +60,7 @@ def _make_fedprox(mu: float = FEDPROX_MU.default, preset: str = PRESET.default) 
     """Li et al. 2020: CE + mu/2 |w - W|^2. preset=group: mu = 1e-4, the effective value of the paper's group's code."""
     if preset == "group":
         _check_default(FEDPROX_MU, mu)
-        return Local((FedProx(1e-4),))
-    return Local((FedProx(mu),))
+    return Local((FedProx(1e-4 if preset == "group" else mu),))
 
 
 @declare_parameters(SCAFFOLD_OPTION, SCAFFOLD_ETA_G, FAIR_CONTROLS, SCAFFOLD_CLIP, PRESET)
@@ -87,12 +72,12 @@ def _make_scaffold(
     preset: str = PRESET.default,
 ) -> Local:
     """Karimireddy et al. 2020: control variates, aware of momentum. preset=group: no momentum, eta_g 0.25, clip 100."""
-    if preset == "group":
-        _check_default(SCAFFOLD_ETA_G, eta_g)
-        _check_default(SCAFFOLD_CLIP, clip)
-        term = Scaffold(option, 0.25, fair_controls, 100.0)
-        return Local((term,), uniform=True, training={"momentum": 0.0, "weight_decay": 0.0})
-    return Local((Scaffold(option, eta_g, fair_controls, clip),), uniform=True)
+    if preset != "group":
+        return Local((Scaffold(option, eta_g, fair_controls, clip),), uniform=True)
+    _check_default(SCAFFOLD_ETA_G, eta_g)
+    _check_default(SCAFFOLD_CLIP, clip)
+    term = Scaffold(option, 0.25, fair_controls, 100.0)
+    return Local((term,), uniform=True, training={"momentum": 0.0, "weight_decay": 0.0})
 
 
 @declare_parameters(FEDDYN_ALPHA, FEDDYN_EVAL_MODEL, FAIR_CONTROLS, FEDDYN_CLIP, PRESET)
@@ -152,16 +137,14 @@ PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES}
 
 @dataclass(frozen=True)
 class Method:
-    """A whole algorithm as a value: the terms of local training, and the aggregator.
-
-    A run folder identifies a method by its name. Give a method of your own a name of its own, and a changed one another.
+    """A whole algorithm as a value. A run folder identifies it by its name: give a changed method another.
 
     Attributes:
         local: the terms of local training; `()` is plain training.
         aggregator: the aggregator.
         name: the canonical name, which leaves defaults out.
         training: the fields of the experiment that the method sets, such as `momentum`.
-        parts: the parts of the name, of methods made by `get`; a changed copy has none.
+        parts: the parts of the name, if `get` made it; a changed copy has none.
     """
 
     local: tuple[Term, ...]
@@ -196,9 +179,6 @@ def get(name: str, **keys: Any) -> Method:
     Args:
         name: `<local>[:key=value,...]{+<stage>[:key=value,...]}`.
         keys: parameters, each for the part that has it.
-
-    Returns:
-        The method; its `name` is canonical.
 
     Raises:
         ValueError: if there is no such method or parameter, or if parts or values contradict each other.
@@ -267,10 +247,8 @@ def _to_local(part: Part, built: Any) -> Local:
             return Local((built,))
         case Method():
             return Local(built.local, aggregator=built.aggregator, training=built.training)
-    raise ValueError(
-        f"the method's function {part.name!r} returned a {type(built).__name__}, not a Stage, an Aggregator, a Term, a Local "
-        "or a Method"
-    )
+    expected = "a Stage, an Aggregator, a Term, a Local or a Method"
+    raise ValueError(f"the method's function {part.name!r} returned a {type(built).__name__}, not {expected}")
 
 
 def _make_aggregator(parts: list[Part], stages: list[Stage], uniform: bool, name: str) -> Aggregator:

@@ -3,8 +3,6 @@
 aggregate -> server optimiser -> each term absorbs its messages -> check that the model is finite -> next state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,35 +27,23 @@ class ClientTerms:
 
 @dataclass(frozen=True)
 class ServerStep:
-    """The fixed parts of a server step.
-
-    Args:
-        aggregator: Turns the cohort's updates into one model.
-        optimizer: Moves the global model towards the aggregated one.
-        terms: The local terms, which may take a last part in the step (`Term.absorb`).
-        layout: The model's layout.
-        rounds: How many rounds the run has; 0 if that is unknown.
-    """
+    """The fixed parts of a server step."""
 
     aggregator: Aggregator
     optimizer: Server
     terms: tuple[Term, ...]
     layout: Layout
-    rounds: int
+    rounds: int  # of the run; 0 if that is unknown
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a server step gives.
-
-    `accepted` are the clients whose updates count. If `refusal` is not empty, the step would have made the model
-    non-finite: `state` then holds the old model and says nothing about this cohort except the aggregator's own history.
-    """
+    """What a server step gives."""
 
     state: RunState
     aggregated: Aggregated
-    accepted: tuple[str, ...]
-    refusal: str = ""
+    accepted: tuple[str, ...]  # the clients whose updates count
+    refusal: str = ""  # why the step would make the model non-finite: `state` then has the old one, optimiser and terms
 
     @property
     def is_refused(self) -> bool:
@@ -67,30 +53,24 @@ class StepOutcome:
 def apply_server_step(
     step: ServerStep, state: RunState, updates: Updates, replies: Mapping[str, ClientTerms], num_clients: int
 ) -> StepOutcome:
-    """Take one server step from a cohort's updates.
-
-    Args:
-        step: The fixed parts.
-        state: The state before this round. Its buffers are reused: it must not be used again.
-        updates: The cohort's updates.
-        replies: What the terms left in each client's reply, by client.
-        num_clients: How many clients the federation has.
-
-    Returns:
-        The state after the round, the aggregation's result and the accepted clients. A cohort without weight leaves the
-        model, the optimiser and the terms as they were.
-    """
+    """Take one server step; a cohort without weight moves nothing. The old state must not be used again."""
     aggregated = step.aggregator.apply(state.model, updates, state.aggregator, donate=True)
     skipped = aggregated.report["skipped"]
     accepted = tuple(sorted(client for client in updates.clients if client not in skipped))
     unmoved = replace(state, round=state.round + 1, aggregator=aggregated.state)
-    if not bool(aggregated.weights.any()):
+    if not aggregated.weights.any():
         return StepOutcome(unmoved, aggregated, accepted)
     stepped, moments = step.optimizer.apply(state.model, aggregated.model, state.server)
     model, terms = _absorb(step, state, stepped, updates, aggregated, replies, accepted, num_clients)
-    if model is not aggregated.model and not _is_finite(model):
-        return StepOutcome(unmoved, aggregated, accepted, _explain_overflow(step, stepped))
-    return StepOutcome(replace(unmoved, model=model, server=moments, terms=terms), aggregated, accepted)
+    if model is aggregated.model or _is_finite(model):
+        return StepOutcome(replace(unmoved, model=model, server=moments, terms=terms), aggregated, accepted)
+    if not _is_finite(stepped):
+        why = f"server_lr = {step.optimizer.lr}: this round's step makes the global model infinite; use less"
+    else:
+        names = ", ".join(type(term).__name__ for term in step.terms)
+        remedy = "use a smaller learning rate or more regularisation"
+        why = f"the server step of {names} makes the global model infinite; {remedy}"
+    return StepOutcome(unmoved, aggregated, accepted, why)
 
 
 def mean_train_loss(updates: Updates, accepted: Sequence[str]) -> float | None:
@@ -146,11 +126,3 @@ def _rows(updates: Updates, clients: Sequence[str]) -> torch.Tensor:
 
 def _is_finite(model: Packed) -> bool:
     return is_finite(model.params) and is_finite(model.buffers)
-
-
-def _explain_overflow(step: ServerStep, stepped: Packed) -> str:
-    """Say which part of a step made the model non-finite, and what would help."""
-    if not _is_finite(stepped):
-        return f"server_lr = {step.optimizer.lr}: this round's step makes the global model infinite; use less"
-    names = ", ".join(type(term).__name__ for term in step.terms)
-    return f"the server step of {names} makes the global model infinite; use a smaller learning rate or more regularisation"

@@ -7,8 +7,8 @@
   nobody keeps it, and the number of such entries. Sums are in float64 and rounded once, to the dtype of `params`.
 - `mask_block(deltas, rows, mask, start, stop) -> float64 [k, stop - start]`: a block of `k * D`, on the updates' device.
 
-`rows` are sorted by client id and every sum runs in that order, so results do not depend on the order of arrival. `tensors` are
-the lengths of the parameter tensors. Work goes in column blocks, so that temporaries stay small.
+`rows` are sorted by client id and every sum runs in that order, so results do not depend on the order of arrival.
+`tensors` are the lengths of the parameter tensors. Work goes in column blocks, so that temporaries stay small.
 """
 
 import importlib
@@ -18,15 +18,13 @@ from types import ModuleType
 from torch import Tensor
 
 from fedheal.aggregate.kernels import cpu, reference
-from fedheal.aggregate.validate import NonFinite
 
-__all__ = ["NonFinite", "check_kernel", "choose_kernel", "cpu", "reference"]
+__all__ = ["check_kernel", "choose_kernel", "cpu", "reference"]
 
 NAMES = ("cpu", "cuda", "reference")
 
 
 def check_kernel(name: str) -> None:
-    """Raise ValueError if there is no kernel of that name."""
     if name != "auto" and name not in NAMES:
         raise ValueError(f"kernel = {name!r}: use 'auto' or one of {list(NAMES)}")
 
@@ -35,16 +33,16 @@ def choose_kernel(name: str, deltas: Tensor) -> ModuleType:
     """Return the kernel of that name; for `auto` the fastest one for the updates' device."""
     check_kernel(name)
     device_type = deltas.device.type
-    if name == "auto":
-        return cpu if device_type == "cpu" else _import_fast(device_type) or reference
     if name == "reference":
         return reference
-    if name != device_type:
+    if name not in ("auto", device_type):
         raise ValueError(f"kernel = '{name}': the updates are on '{deltas.device}'")
-    kernel = cpu if name == "cpu" else _import_fast(device_type)
-    if kernel is None:
+    if device_type == "cpu":
+        return cpu
+    fast = _import_fast(device_type)
+    if fast is None and name != "auto":
         raise ValueError(f"kernel = '{name}' needs Triton, which is not installed: use 'auto' or 'reference'")
-    return kernel
+    return fast or reference
 
 
 @cache

@@ -2,10 +2,8 @@
 
 The first pass counts signs and measures what is kept, the second recomputes the mask from the counts and averages, so
 that no mask is ever stored. Compiled functions release the GIL and take blocks of columns from a small thread pool
-(`torch.get_num_threads()` wide). Block boundaries and the order of sums are fixed: the number of threads changes nothing.
+(`torch.get_num_threads()` wide). Block boundaries and the order of sums are fixed, whatever the number of threads.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -30,20 +28,33 @@ CONVERT = 1 << 18  # columns turned into float32 at a time where numba cannot re
 REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets sums use vector registers; NaN and infinity keep their meaning
 
 
-def observe(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask) -> UpdateNorms:
-    norms, bad = _scan(deltas, rows, tensors, mask)
-    if bad:
-        for first, matrix in _chunks(deltas, _edges(deltas.shape[1], [deltas.shape[1]], PASS_ONE)[0]):
+def observe(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None) -> UpdateNorms:
+    limits = _unpack_mask(rows, mask)
+    edges, owner = _edges(tensors, PASS_ONE)
+    sound = np.ones((len(rows), len(owner)), np.bool_)
+    squares = np.zeros((len(rows), len(owner)))
+    number = np.zeros((len(rows), len(owner)), np.int64)
+
+    def work(matrix: NDArray[Any], first: int, a: int, b: int) -> None:
+        out = sound[:, a:b], squares[:, a:b], number[:, a:b]
+        _scan_blocks(matrix, rows, *limits, first, edges[a : b + 1], *out)
+
+    def by_tensor(values: NDArray[Any]) -> Floats:
+        return np.stack([np.bincount(owner, row, len(tensors)) for row in values]).astype(np.float64)
+
+    _run_blocks(work, deltas, edges, cost=len(rows) * PASS_ONE)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bad = ~(sound.all(axis=1) & np.isfinite(squares.sum(axis=1)))
+    if not bad.any():
+        return UpdateNorms(by_tensor(squares), by_tensor(number).astype(np.int64))
+    if mask is not None:
+        for first, matrix in _chunks(deltas, edges):
             _uncount(matrix, rows, mask.counts.numpy()[:, first:], mask.slots, mask.sign)
-        raise NonFinite(bad)
-    return norms
+    raise NonFinite(rows[bad].tolist())
 
 
 def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> UpdateNorms:
-    norms, bad = _scan(deltas, rows, tensors, None)
-    if bad:
-        raise NonFinite(bad)
-    return norms
+    return observe(deltas, rows, tensors, None)
 
 
 def average(
@@ -52,16 +63,14 @@ def average(
     readable = params if params.dtype in (torch.float32, torch.float64) else params.to(torch.float32)
     before = readable.contiguous().numpy()
     after = np.empty_like(before)
-    edges, _ = _edges(deltas.shape[1], [deltas.shape[1]], PASS_TWO)
+    edges, _ = _edges([deltas.shape[1]], PASS_TWO)
     unkept = np.zeros(len(edges) - 1, np.int64)
-    table, slots, low, high, sign = _unpack_mask(rows, mask)
-    for first, matrix in _chunks(deltas, edges):
+    limits = _unpack_mask(rows, mask)
 
-        def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
-            arguments = matrix, rows, weights, table, slots, low, high, sign, first, edges[a : b + 1]
-            _mean_blocks(*arguments, before, after, unkept[a:b])
+    def work(matrix: NDArray[Any], first: int, a: int, b: int) -> None:
+        _mean_blocks(matrix, rows, weights, *limits, first, edges[a : b + 1], before, after, unkept[a:b])
 
-        _run_blocks(work, *_find_blocks(edges, first, matrix.shape[1]), cost=len(rows) * PASS_TWO)
+    _run_blocks(work, deltas, edges, cost=len(rows) * PASS_TWO)
     return torch.from_numpy(after).to(params.dtype), int(unkept.sum())
 
 
@@ -69,8 +78,7 @@ def mask_block(deltas: Tensor, rows: Integers, mask: CountMask | None, start: in
     if deltas.dtype not in (torch.float32, torch.float64) or not deltas.is_contiguous():
         return reference.mask_block(deltas, rows, mask, start, stop)
     block = np.empty((len(rows), stop - start))
-    table, slots, low, high, sign = _unpack_mask(rows, mask)
-    _fill_masked(deltas.numpy(), rows, table, slots, low, high, sign, start, stop, block)
+    _fill_masked(deltas.numpy(), rows, *_unpack_mask(rows, mask), start, stop, block)
     return torch.from_numpy(block)
 
 
@@ -85,39 +93,13 @@ def _unpack_mask(
     return table, mask.slots, mask.at_least.astype(table.dtype), mask.below.astype(table.dtype), mask.sign
 
 
-def _scan(
-    deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None
-) -> tuple[UpdateNorms, list[int]]:
-    """Do the first pass. Also return the rows that are not finite; their counts have been touched by then."""
-    table, slots, low, high, sign = _unpack_mask(rows, mask)
-    edges, owner = _edges(deltas.shape[1], tensors, PASS_ONE)
-    sound = np.ones((len(rows), len(owner)), np.bool_)
-    squares = np.zeros((len(rows), len(owner)))
-    number = np.zeros((len(rows), len(owner)), np.int64)
-    for first, matrix in _chunks(deltas, edges):
-
-        def work(a: int, b: int, first: int = first, matrix: NDArray[Any] = matrix) -> None:
-            out = sound[:, a:b], squares[:, a:b], number[:, a:b]
-            _scan_blocks(matrix, rows, table, slots, low, high, sign, first, edges[a : b + 1], *out)
-
-        _run_blocks(work, *_find_blocks(edges, first, matrix.shape[1]), cost=len(rows) * PASS_ONE)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bad = ~(sound.all(axis=1) & np.isfinite(squares.sum(axis=1)))
-
-    def by_tensor(values: NDArray[Any]) -> Floats:
-        return np.stack([np.bincount(owner, row, len(tensors)) for row in values]).astype(np.float64)
-
-    return UpdateNorms(by_tensor(squares), by_tensor(number).astype(np.int64)), rows[bad].tolist()
-
-
-def _edges(length: int, tensors: Sequence[int], width: int) -> tuple[Integers, Integers]:
+def _edges(tensors: Sequence[int], width: int) -> tuple[Integers, Integers]:
     """Return column blocks of at most `width` that cross no tensor's boundary, as edges, and the tensor of each."""
     edges, owner = [0], []
     for t, size in enumerate(tensors):
         stops = [*range(edges[-1] + width, edges[-1] + size, width), edges[-1] + size] if size else []
         edges += stops
         owner += [t] * len(stops)
-    assert edges[-1] == length
     return np.array(edges, np.int64), np.array(owner, np.int64)
 
 
@@ -134,21 +116,23 @@ def _chunks(deltas: Tensor, edges: Integers) -> Iterator[tuple[int, NDArray[Any]
             first = int(edge)
 
 
-def _find_blocks(edges: Integers, first: int, width: int) -> tuple[int, int]:
-    return int(np.searchsorted(edges, first)), int(np.searchsorted(edges, first + width))
-
-
-def _run_blocks(work: Callable[[int, int], None], start: int, stop: int, cost: int) -> None:
-    """Do blocks `start:stop`, in threads if there is enough work for that to pay."""
+def _run_blocks(
+    work: Callable[[NDArray[Any], int, int, int], None], deltas: Tensor, edges: Integers, cost: int
+) -> None:
+    """Do `work(matrix, first column, a, b)` for blocks `a:b`, in threads if there is enough work for that to pay."""
     threads = torch.get_num_threads()
-    if threads == 1 or (stop - start) * cost < 1 << 20:
-        work(start, stop)
-        return
-    work(start, start)  # only compiles: in a thread, that could wait for ever for an import that this thread is in
-    parts = np.linspace(start, stop, min(stop - start, 4 * threads) + 1).astype(int)
-    with ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(work, a, b) for a, b in itertools.pairwise(parts)]:
-            future.result()
+    for first, matrix in _chunks(deltas, edges):
+        start, stop = np.searchsorted(edges, [first, first + matrix.shape[1]]).tolist()
+        if threads == 1 or (stop - start) * cost < 1 << 20:
+            work(matrix, first, start, stop)
+            continue
+        work(
+            matrix, first, start, start
+        )  # only compiles: in a thread, that could wait for ever for an import of this one
+        parts = np.linspace(start, stop, min(stop - start, 4 * threads) + 1).astype(int)
+        with ThreadPoolExecutor(threads) as pool:
+            for future in [pool.submit(work, matrix, first, a, b) for a, b in itertools.pairwise(parts)]:
+                future.result()
 
 
 # Each of these does one thing to a strip that stays in the nearest cache, and so gets vectors of its own width: bytes, float32
@@ -293,12 +277,8 @@ def _mean_blocks(matrix, rows, weights, table, slots, low, high, sign, first, ed
         d[:] = 0.0
         fours = rows.size // 4 * 4
         for i in range(0, fours, 4):
-            x0, x1, x2, x3 = (
-                matrix[rows[i], here],
-                matrix[rows[i + 1], here],
-                matrix[rows[i + 2], here],
-                matrix[rows[i + 3], here],
-            )
+            x0, x1 = matrix[rows[i], here], matrix[rows[i + 1], here]
+            x2, x3 = matrix[rows[i + 2], here], matrix[rows[i + 3], here]
             if sign == 0:
                 _add_four(x0, x1, x2, x3, weights[i : i + 4], n, d)
             else:

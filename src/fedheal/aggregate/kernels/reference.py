@@ -3,8 +3,6 @@
 It is also the one kernel that knows `SoftMask`; the stages that give one choose it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
@@ -87,23 +85,15 @@ def compute_mask(mask: Mask | None, i: int, delta: Tensor, start: int, stop: int
     """Return which of client i's entries `start:stop` are kept or, for a `SoftMask`, how much each counts."""
     if mask is None:
         return torch.ones_like(delta, dtype=torch.bool)
-    if isinstance(mask, SoftMask):
-        return _compute_degree(mask, i, delta, start, stop)
-    counts = mask.counts[mask.slots[i], start:stop].to(torch.int64)
-    return torch.where(mask.sign * delta >= 0, counts >= int(mask.at_least[i]), counts < int(mask.below[i]))
-
-
-def _compute_degree(mask: SoftMask, i: int, delta: Tensor, start: int, stop: int) -> Tensor:
-    up = mask.sign * delta >= 0
+    up, counts = mask.sign * delta >= 0, mask.counts[mask.slots[i], start:stop]
+    if isinstance(mask, CountMask):
+        counts = counts.to(torch.int64)
+        return torch.where(up, counts >= int(mask.at_least[i]), counts < int(mask.below[i]))
     total = float(mask.total[i])
-    history = mask.counts[mask.slots[i], start:stop].to(torch.float64)
-    if mask.past:
-        history = history - up.to(torch.float64)
+    history = counts.to(torch.float64) - (up.to(torch.float64) if mask.past else 0.0)
     agree = torch.where(up, history, total - history).clamp(0, total)  # float32 counts may be beyond by rounding
     kept = agree >= float(mask.need[i])
-    if not mask.soft or total == 0:
-        return kept.to(torch.float64)
-    return agree / total * kept
+    return agree / total * kept if mask.soft and total > 0 else kept.to(torch.float64)
 
 
 def check_finite(deltas: Tensor, rows: Integers) -> None:

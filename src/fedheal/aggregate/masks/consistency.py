@@ -4,26 +4,23 @@ Chen, Huang and Ye, "Fair Federated Learning under Domain Skew with Local Consis
 With `l` the share of a client's rounds in which an entry's update was not negative, the consistency of an update is
 `c = l` where it is not negative, else `1 - l`, and the entry is kept where `c >= tau`.
 
-Deviations: shares are kept as exact integer counts per client and compared with the smallest admissible integer, so that
-3 of 10 rounds at tau = 0.3 is kept and a client's absence does not dilute its history. `variant="released"` follows the
-authors' code instead: the history excludes the current round, the first participation keeps all, `c > tau`, the sign is
-that of `global - local`, and buffers and counters are treated like parameters.
+Deviations: shares are exact integer counts per client, compared with the smallest admissible integer: 3 of 10 rounds at
+tau = 0.3 is kept, and absence does not dilute a history. `variant="released"` follows the authors' code: the history
+excludes the current round, the first participation keeps all, `c > tau`, the sign is that of `global - local`, and
+buffers and counters are treated like parameters.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedheal.aggregate.client_index import extend_column, index_clients
-from fedheal.aggregate.draft import CountMask, Draft, Mask, UpdateNorms
+from fedheal.aggregate.draft import CountMask, Draft, Mask
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Integers
 from fedheal.core.layout import Layout, Sizes, allocate_rows
@@ -34,10 +31,7 @@ COUNT_DTYPES = {torch.uint8: np.uint8, torch.uint16: np.uint16, torch.uint32: np
 
 @dataclass(frozen=True)
 class ConsistencyState(State, kind="consistency"):
-    """Per client ever seen: participations `n`, and how often each entry went up, `counts [slots, width]`.
-
-    The matrix of counts grows ahead of need: a row is all zeros until its client comes.
-    """
+    """Per client ever seen: participations `n`, and how often each entry went up. Counts have rows for clients to come."""
 
     clients: tuple[str, ...]
     n: Integers
@@ -46,10 +40,8 @@ class ConsistencyState(State, kind="consistency"):
 
     def __post_init__(self) -> None:
         if self.counts.ndim != 2 or self.counts.dtype not in COUNT_DTYPES:
-            raise ValueError(
-                f"sign counts must be a matrix of unsigned integers, got {self.counts.dtype} of shape "
-                f"{tuple(self.counts.shape)}"
-            )
+            got = f"{self.counts.dtype} of shape {tuple(self.counts.shape)}"
+            raise ValueError(f"sign counts must be a matrix of unsigned integers, got {got}")
 
 
 def consistency_mask(tau: float, variant: str) -> Stage:
@@ -69,23 +61,23 @@ def consistency_mask(tau: float, variant: str) -> Stage:
             raise ValueError(
                 "this state counts signs by the rule of the other variant: it was made by another aggregator"
             )
-        if before.counts.shape[1] != count_entries(draft.sizes, variant):
+        has, needed = before.counts.shape[1], count_entries(draft.sizes, variant)
+        if has != needed:
             raise ValueError(
-                f"this state has sign counts for {before.counts.shape[1]} entries, the model has "
-                f"{count_entries(draft.sizes, variant)}: it was made for another one"
+                f"this state has sign counts for {has} entries, the model has {needed}: it was made for another one"
             )
         clients, slots = index_clients(before.clients, draft.clients)
         n = extend_column(before.n, len(clients))
         n[slots] += 1
-        dtype = choose_count_dtype(before.counts.dtype, int(n[slots].max()))
+        wide_enough = (dtype for dtype in COUNT_DTYPES if torch.iinfo(dtype).max > n[slots].max())
+        dtype = max(before.counts.dtype, next(wide_enough), key=lambda dtype: torch.iinfo(dtype).bits)
         counts = grow_counts(before.counts, len(before.clients), len(clients), dtype, draft)
         at_least, below = np.array([thresholds(exact_tau, int(m)) for m in n[slots]], np.int64).T
         mask = CountMask(counts=counts, slots=slots, at_least=at_least, below=below, sign=sign)
         norms = draft.kernel.observe(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
         if variant == "released":
             count_buffer_signs(draft, mask)
-        report = dict(draft.report) | report_kept(draft, norms)
-        return replace(draft, mask=mask, norms=norms, report=report), ConsistencyState(clients, n, counts, sign)
+        return report_kept(replace(draft, mask=mask, norms=norms)), ConsistencyState(clients, n, counts, sign)
 
     return Stage(init, apply, gives=frozenset({"mask"}))
 
@@ -102,11 +94,9 @@ def _compute_paper_thresholds(tau: Fraction, n: int) -> tuple[int, int]:
 
 
 def _compute_released_thresholds(tau: Fraction, n: int) -> tuple[int, int]:
-    """Only the history before this round counts, of which more than tau is needed; `pos` already includes this round."""
-    if n == 1:
-        return 0, 2
+    """Of the history before this round more than tau is needed; `pos` already includes this round."""
     need = math.floor(tau * (n - 1)) + 1
-    return need + 1, n - 1 - need + 1
+    return (need + 1, n - need) if n > 1 else (0, 2)
 
 
 # variant -> the thresholds (at_least, below) for n participations, and the sign that turns an update into "up"
@@ -114,15 +104,6 @@ _RULES: dict[str, tuple[Callable[[Fraction, int], tuple[int, int]], int]] = {
     "paper": (_compute_paper_thresholds, 1),
     "released": (_compute_released_thresholds, -1),
 }
-
-
-def choose_count_dtype(current: torch.dtype, most: int) -> torch.dtype:
-    """Return the narrowest dtype for counts up to `most`, but never a narrower one than the current."""
-    return next(
-        dtype
-        for dtype in COUNT_DTYPES
-        if torch.iinfo(dtype).bits >= torch.iinfo(current).bits and most < torch.iinfo(dtype).max
-    )
 
 
 def grow_counts(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draft: Draft) -> Tensor:
@@ -142,15 +123,10 @@ def grow_counts(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draf
 
 
 def count_buffer_signs(draft: Draft, mask: Mask, keep: float | None = None) -> None:
-    """Count the signs of buffers and counters, whose counts follow those of the parameters.
-
-    `keep`: the share of the old counts that stays, where they fade.
-    """
+    """Count the signs of buffers and counters, behind those of the parameters; the share `keep` of faded counts stays."""
     start = draft.sizes.params
-    for before, local in (
-        (draft.model.buffers, draft.updates.buffers),
-        (draft.model.counters, draft.updates.counters),
-    ):
+    for name in ("buffers", "counters"):
+        before, local = getattr(draft.model, name), getattr(draft.updates, name)
         if local is not None:
             for row, slot in zip(draft.rows, mask.slots, strict=True):
                 up = mask.sign * (local[row].to(torch.float64) - before.to(torch.float64)) >= 0
@@ -159,12 +135,12 @@ def count_buffer_signs(draft: Draft, mask: Mask, keep: float | None = None) -> N
         start += len(before)
 
 
-def report_kept(draft: Draft, norms: UpdateNorms) -> dict[str, Any]:
-    """Return the kept fractions by client, and by parameter tensor over the cohort."""
+def report_kept(draft: Draft) -> Draft:
+    """Add the kept fractions to the report, by client, and by parameter tensor over the cohort."""
+    kept = draft.measure_norms().kept
     lengths = np.array(draft.sizes.lengths, np.float64)
-    by_tensor = norms.kept.mean(axis=0) / np.maximum(lengths, 1)
-    names = [name for name, _ in draft.sizes.tensors]
-    return {
-        "kept": draft.key_by_client(norms.kept.sum(axis=1) / max(lengths.sum(), 1)),
-        "kept_by_tensor": dict(zip(names, by_tensor.tolist(), strict=True)),
-    }
+    by_tensor = (kept.mean(axis=0) / np.maximum(lengths, 1)).tolist()
+    by_client = draft.key_by_client(kept.sum(axis=1) / max(lengths.sum(), 1))
+    names = (name for name, _ in draft.sizes.tensors)
+    report = {"kept": by_client, "kept_by_tensor": dict(zip(names, by_tensor, strict=True))}
+    return replace(draft, report={**draft.report, **report})

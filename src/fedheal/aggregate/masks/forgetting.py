@@ -1,15 +1,10 @@
 """Sign counts that fade, so that a client's old rounds count less. An extension of FPHL.
 
-In each round that a client takes part in, its counts and their number of rounds shrink by `1 - gamma` before the round is
-added: `pos = (1-gamma) pos + [D >= 0]`, `n = (1-gamma) n + 1`. So n tends to `1/gamma`, about as many rounds as are
-remembered. An absent client forgets nothing, and a late joiner starts like any other. `gamma=0` would be FPHL's own counts,
-which `consistency.py` keeps exactly.
-
-The counts are float32, four bytes an entry instead of one, so equality with tau cannot be exact: a consistency within 2e-5
-of tau counts as equal to it, which `paper` keeps and `released`, whose history excludes this round, does not.
+In each of a client's rounds its counts fade before the round is added: `pos = (1-gamma) pos + [D >= 0]`, `n = (1-gamma)
+n + 1`, so n tends to `1/gamma`, about as many rounds as are remembered. An absent client forgets nothing. `gamma=0`
+would be FPHL's own counts, which `consistency.py` keeps exactly. These are float32: a consistency within 2e-5 of tau
+counts as equal to it, which `paper` keeps and `released`, whose history excludes this round, does not.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
@@ -40,9 +35,8 @@ class ForgettingState(State, kind="forgetting"):
 
     def __post_init__(self) -> None:
         if self.counts.ndim != 2 or self.counts.dtype != torch.float32:
-            raise ValueError(
-                f"faded counts must be a float32 matrix, got {self.counts.dtype} of shape {tuple(self.counts.shape)}"
-            )
+            got = f"{self.counts.dtype} of shape {tuple(self.counts.shape)}"
+            raise ValueError(f"faded counts must be a float32 matrix, got {got}")
 
 
 def forgetting_mask(gamma: float, tau: float, variant: str, soft: bool) -> Stage:
@@ -55,10 +49,11 @@ def forgetting_mask(gamma: float, tau: float, variant: str, soft: bool) -> Stage
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, ForgettingState)
-        if before.sign != sign or before.counts.shape[1] != count_entries(draft.sizes, variant):
+        has, needed = (before.counts.shape[1], before.sign), (count_entries(draft.sizes, variant), sign)
+        if has != needed:
+            state_has = f"this state has faded counts for {has[0]} entries by the rule of sign {has[1]}"
             raise ValueError(
-                f"this state has faded counts for {before.counts.shape[1]} entries by the rule of sign {before.sign}, this "
-                f"aggregator needs {count_entries(draft.sizes, variant)} and {sign}: it was made by another one"
+                f"{state_has}, this aggregator needs {needed[0]} and {needed[1]}: it was made by another one"
             )
         clients, slots = index_clients(before.clients, draft.clients)
         n = extend_column(before.n, len(clients))
@@ -71,8 +66,7 @@ def forgetting_mask(gamma: float, tau: float, variant: str, soft: bool) -> Stage
         if past:
             count_buffer_signs(draft, mask, keep)
         norms = reference.measure_masked(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
-        report = dict(draft.report) | report_kept(draft, norms)
-        after = ForgettingState(clients, n, counts, sign)
-        return replace(draft, kernel=reference, mask=mask, norms=norms, report=report), after
+        draft = report_kept(replace(draft, kernel=reference, mask=mask, norms=norms))
+        return draft, ForgettingState(clients, n, counts, sign)
 
     return Stage(init, apply, gives=frozenset({"mask"}))

@@ -1,15 +1,11 @@
 """How often entries of a client's updates point the same way: the observation behind FPHL.
 
-Chen, Huang and Ye (CVPR 2024, section 3.2) train four clients, one a domain, and count for every entry the rounds in which
-its update had the same direction, over 10 and 100 rounds and over the last 10. `sign_agreement_report` counts the same as a
-stage that changes nothing, so that any method can be observed; `bin_consistency` reads it from the counts that FPHL keeps.
-
-As in FPHL an update of exactly zero counts as going up, so entries that never move look perfectly consistent.
+Chen, Huang and Ye (CVPR 2024, section 3.2) count for every entry the rounds in which its update had the same direction,
+over 10 and 100 rounds. `sign_agreement_report` does so as a stage that changes nothing; `bin_consistency` reads the
+counts that FPHL keeps. As in FPHL an update of exactly zero counts as going up, so entries that never move look
+perfectly consistent.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,17 +18,13 @@ from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.masks.consistency import ConsistencyState
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Integers
-from fedheal.core.layout import Layout, Sizes
+from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 BINS = 10  # from half of the rounds (no direction at all) to all of them
-DIRECTIONS_BLOCK = Parameter(
-    "block", description="rounds of a short count", source="FedHEAL paper, figure on consistency", default=10, ge=2
-)
-DIRECTIONS_LONG = Parameter(
-    "long", description="rounds of the long count", source="FedHEAL paper, figure on consistency", default=100, ge=2
-)
+DIRECTIONS_BLOCK = Parameter("block", 10, "rounds of a short count", "FedHEAL paper, figure on consistency", ge=2)
+DIRECTIONS_LONG = Parameter("long", 100, "rounds of the long count", "FedHEAL paper, figure on consistency", ge=2)
 
 
 @dataclass(frozen=True)
@@ -45,17 +37,15 @@ class SignAgreementState(State, kind="sign-agreement"):
 
     def __post_init__(self) -> None:
         if self.n.shape[1:] != (2,) or self.up.ndim != 3 or self.up.shape[1] != 2:
-            raise ValueError(
-                f"sign agreement of shapes {tuple(self.n.shape)} and {tuple(self.up.shape)} does not belong to clients"
-            )
+            shapes = f"{tuple(self.n.shape)} and {tuple(self.up.shape)}"
+            raise ValueError(f"sign agreement of shapes {shapes} does not belong to clients")
 
 
 @declare_parameters(DIRECTIONS_BLOCK, DIRECTIONS_LONG)
 def sign_agreement_report(block: int = DIRECTIONS_BLOCK.default, long: int = DIRECTIONS_LONG.default) -> Stage:
     """Change nothing; report how many entries kept their direction over every `block` rounds and the first `long`.
 
-    The report's `directions` has, for `block` and `long`, by client and tensor, how many entries pointed the same way in
-    ceil(n/2), ..., n of the n rounds. A client's rounds are those it took part in.
+    The report's `directions` has, for `block` and `long`, by client and tensor, what `count_agreeing` returns.
     """
 
     def init(layout: Layout) -> State:
@@ -75,7 +65,9 @@ def sign_agreement_report(block: int = DIRECTIONS_BLOCK.default, long: int = DIR
             up[slot] += draft.updates.deltas[int(row)] >= 0
             for i, (window, length) in enumerate((("block", block), ("long", long))):
                 if n[slot, i] == length:
-                    windows.setdefault(window, {})[client] = _count_by_tensor(up[slot, i], length, draft.sizes)
+                    parts = zip(draft.sizes.tensors, torch.split(up[slot, i], draft.sizes.lengths), strict=True)
+                    by_tensor = {name: count_agreeing(part, length).tolist() for (name, _), part in parts}
+                    windows.setdefault(window, {})[client] = by_tensor
             if n[slot, 0] == block:
                 n[slot, 0] = 0
                 up[slot, 0] = 0
@@ -85,31 +77,22 @@ def sign_agreement_report(block: int = DIRECTIONS_BLOCK.default, long: int = DIR
     return Stage(init, apply, gives=frozenset())
 
 
-def _count_by_tensor(up: Tensor, n: int, sizes: Sizes) -> dict[str, list[int]]:
-    parts = torch.split(up, sizes.lengths)
-    return {name: count_agreeing(part, n).tolist() for (name, _), part in zip(sizes.tensors, parts, strict=True)}
-
-
 def count_agreeing(up: Tensor, n: int) -> Integers:
-    """Return how many entries pointed the same way in ceil(n/2), ..., n of n rounds, from how often each went up.
-
-    >>> count_agreeing(torch.tensor([0, 1, 2, 3]), 3)  # up 0 or 3 times: always the same way; up once or twice: twice
-    array([2, 2])
-    """
+    """Return how many entries pointed the same way in ceil(n/2), ..., n of n rounds, from how often each went up."""
     counts = torch.bincount(up.to(torch.int64), minlength=n + 1).cpu().numpy()
     folded = counts + counts[::-1]  # k ups and n - k ups are the same number of equal directions
     if n % 2 == 0:
         folded[n // 2] //= 2
-    largest: Integers = folded[(n + 1) // 2 :]
-    return largest
+    return np.asarray(folded[(n + 1) // 2 :])
 
 
 def bin_consistency(state: State) -> dict[str, list[float]] | None:
     """Return by client the share of entries in `BINS` bins by their consistency; None if no stage counts signs."""
-    for part in _iterate_states(state):
-        if isinstance(part, ConsistencyState):
-            return {client: _bin_client(part, slot) for slot, client in enumerate(part.clients) if part.n[slot] > 1}
-    return None
+    if isinstance(state, ConsistencyState):
+        return {client: _bin_client(state, slot) for slot, client in enumerate(state.clients) if state.n[slot] > 1}
+    values = [item for value in vars(state).values() for item in (value if isinstance(value, tuple) else (value,))]
+    found = (bin_consistency(value) for value in values if isinstance(value, State))
+    return next((bins for bins in found if bins is not None), None)
 
 
 def _bin_client(state: ConsistencyState, slot: int) -> list[float]:
@@ -118,11 +101,3 @@ def _bin_client(state: ConsistencyState, slot: int) -> list[float]:
     share = np.arange((n + 1) // 2, n + 1) / n
     bins = np.minimum(((share - 0.5) * 2 * BINS + 1e-9).astype(np.int64), BINS - 1)
     return [round(float(x), 5) for x in np.bincount(bins, agreeing, BINS) / max(agreeing.sum(), 1)]
-
-
-def _iterate_states(state: State) -> Iterator[State]:
-    yield state
-    for value in vars(state).values():
-        for inner in value if isinstance(value, tuple) else (value,):
-            if isinstance(inner, State):
-                yield from _iterate_states(inner)

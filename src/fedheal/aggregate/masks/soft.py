@@ -1,14 +1,10 @@
 """Soft masks: an entry counts by how consistent it is, instead of fully or not at all. An extension of FPHL.
 
-With `c` the consistency of an entry's update (`consistency.py`), FPHL counts it for 1 where `c >= tau`, else for 0. Here it
-counts for `c` where `c >= tau`, else for 0, so `tau=0` leaves nothing out and weighs everything. The soft mask replaces the
-hard one everywhere: the mean is `sum u c D / sum u c`, FAEL's distance is `|c D|^2`, and the exact objective uses the Gram
-matrix of `c D`. Where an entry has always had the same sign, `c` is 1 and nothing changes.
-
-The stage wraps FPHL's own and keeps its counts, exact thresholds and report.
+Where the consistency `c` of an entry's update (`consistency.py`) is at least tau, FPHL counts it for 1, and this stage
+for `c`. The soft mask replaces the hard one everywhere: the mean is `sum u c D / sum u c`, FAEL's distance is `|c
+D|^2`, and the exact objective uses the Gram matrix of `c D`. The stage wraps FPHL's own and keeps its counts, exact
+thresholds and report.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 

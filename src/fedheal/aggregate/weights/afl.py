@@ -1,24 +1,17 @@
 """AFL: more weight to the clients with the largest losses, by projected ascent on the mixture of clients.
 
 Mohri, Sivek and Suresh, "Agnostic Federated Learning", ICML 2019: `min_W max_lambda sum_m lambda_m F_m(W)`, lambda in a
-convex part of the simplex. The ascent step is `lambda <- Proj(lambda + gamma F)`, `F_m` the loss of the received model on
-the client's own training data, sent as the metric `loss`.
+convex part of the simplex. The ascent step is `lambda <- Proj(lambda + gamma F)`, `F_m` the loss of the received model
+on the client's own training data, the metric `loss`. The part of the simplex is `lambda_m >= floor/M`, M the clients
+ever seen.
 
-Deviations, as in every federated version: clients take many local steps where the paper takes one gradient, lambda is
-updated before the average it weighs instead of beside it, and the last model is used, not the average of all.
-The part of the simplex is `lambda_m >= floor/M`, M the clients ever seen: nobody is silenced for good. `floor=0` is the
-whole simplex.
-
-The paper has everyone present. Here a cohort S redistributes only the weight it holds: `lambda_S + gamma F_S` is
-projected on the simplex of mass `sum_S lambda`, the absent keep theirs, and with everyone present this is the step above.
-(Projecting all entries instead would take from the absent and drive many of them to 0 with losses all equal.)
-A newcomer starts with `1/M` and the others shrink to make room, so that it joins as an average client.
-
-`reset=True` forgets lambda after every round, as a public benchmark of FedHEAL's authors does: `Proj(1/K + gamma F)` over
-the cohort. That code takes the loss of the local model on *test* data; this one never does.
+Deviations, as in every federated version: many local steps instead of one gradient, lambda is updated before the
+average it weighs, and the last model is used, not the average of all. Absent clients keep their weight: a cohort S
+projects `lambda_S + gamma F_S` on the simplex of mass `sum_S lambda`, which with everyone present is the step above.
+(Projecting all entries would drive absent ones to 0 with losses all equal.) A newcomer starts with `1/M` and the others
+shrink to make room. `reset=True` forgets lambda after every round, as a public benchmark of FedHEAL's authors does:
+`Proj(1/K + gamma F)` over the cohort. That code takes the loss of the local model on *test* data; this one never does.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
@@ -33,26 +26,12 @@ from fedheal.core.state import State, expect
 
 NEEDS = frozenset({"loss"})
 AFL_GAMMA = Parameter(
-    "gamma",
-    description="how fast weights climb towards larger losses",
-    source="released scripts (0.01 to 0.1); MarsFL",
-    default=0.01,
-    ge=0,
+    "gamma", 0.01, "how fast weights climb towards larger losses", "released scripts (0.01 to 0.1); MarsFL", ge=0
 )
 AFL_FLOOR = Parameter(
-    "floor",
-    description="least weight, as a share of 1/M",
-    source="ours: so that no cohort is without weight",
-    default=1e-3,
-    ge=0,
-    le=1,
+    "floor", 1e-3, "least weight, as a share of 1/M", "ours: so that no cohort is without weight", ge=0, le=1
 )
-AFL_RESET = Parameter(
-    "reset",
-    description="start from equal weights every round",
-    source="Mohri et al. 2019; MarsFL: true",
-    default=False,
-)
+AFL_RESET = Parameter("reset", False, "start from equal weights every round", "Mohri et al. 2019; MarsFL: true")
 
 
 @dataclass(frozen=True)
@@ -96,9 +75,6 @@ def project(v: Floats, mass: float = 1.0, floor: float = 0.0) -> Floats:
 
     It is `floor + max(v - theta, 0)`, with theta found by sorting: the largest j such that the j largest entries stay
     positive when they alone share what is left above the floors (Held, Wolfe and Crowder 1974; Duchi et al. 2008).
-
-    >>> project(np.array([0.5, 0.75, -1.0])).tolist()  # theta = 1/8 with the third entry out
-    [0.375, 0.625, 0.0]
     """
     free = mass - len(v) * floor
     if free <= 0:

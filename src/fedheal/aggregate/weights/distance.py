@@ -1,14 +1,12 @@
 """FAEL: clients whose models must move further get more weight, by a momentum rule on their update's squared norm.
 
-Chen, Huang and Ye, CVPR 2024. With `s` the share of the (kept) squared norms and all clients present, the paper's rule is
-`dp = (1-beta) dp + beta s`, `p = p + dp`, normalised. Two deviations make it right when clients are absent, and change
-nothing when none is: a cohort redistributes only the weight it holds, and a late joiner's momentum is corrected for still
-warming up. `per_step=True` is an extension: a distance also grows with the number of local steps, which lets the amount of
-data in again; it is divided by the square of `reach`, how far the client's steps go on a constant unit gradient.
-`cumulative_rule` follows the authors' code: un-squared norms summed over tensors, weights that add up for ever.
+Chen, Huang and Ye, CVPR 2024. With `s` the share of the (kept) squared norms, the paper's rule is `dp = (1-beta) dp +
+beta s`, `p = p + dp`, normalised. Two deviations, which change nothing with everyone present: a cohort redistributes
+only the weight it holds, and a late joiner's momentum is corrected for its bias. `per_step=True` is an extension:
+distances, which grow with the number of local steps, are divided by the square of `reach`, how far the client's steps
+go on a constant unit gradient. `cumulative_rule` follows the authors' code: un-squared norms summed over tensors,
+weights that add up for ever.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,13 +31,22 @@ class RuleState(State):
 class Rule:
     """How weights follow distances, over units that are clients or, in `per_domain.py`, whole domains.
 
-    `update(state, units, joined, d) -> weights [k], state`: `joined [k]` are the examples that newcomers bring to each unit.
+    `update(state, units, joined, d) -> weights [k], state`: `joined [k]` are the examples that newcomers bring to a unit.
     """
 
     start: RuleState
     update: Callable[[State, tuple[str, ...], Floats, Floats], tuple[Floats, RuleState]]
-    distance: Callable[[Draft], Floats]
-    needs: frozenset[str]
+    variant: str
+    per_step: bool
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reach"} if self.per_step else ())
+
+    def measure(self, draft: Draft) -> Floats:
+        """Return each client's distance; those of the released code are lengths, not squares."""
+        d = compute_distances(draft.measure_norms(), self.variant)
+        return d / draft.metric("reach") ** (1 if self.variant == "released" else 2) if self.per_step else d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +74,7 @@ def distance_weights(rule: Rule) -> Stage:
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, type(rule.start))
         new = [client not in before.clients for client in draft.clients]
-        d = rule.distance(draft)
+        d = rule.measure(draft)
         weights, after = rule.update(before, draft.clients, np.where(new, draft.num_examples, 0.0), d)
         return replace(draft, weights=weights, report={**draft.report, "distance": draft.key_by_client(d)}), after
 
@@ -91,13 +98,9 @@ def momentum_rule(beta: float, per_step: bool) -> Rule:
         p[slots] = redistribute(p[slots], dp[slots], bias_correction(beta, n[slots]))
         return p[slots], MomentumState(clients, n=n, examples=examples, p=p, dp=dp)
 
-    def distance(draft: Draft) -> Floats:
-        d = compute_distances(draft.measure_norms(), "paper")
-        return d / draft.metric("reach") ** 2 if per_step else d
-
     none = np.zeros(0)
     start = MomentumState((), n=np.zeros(0, np.int64), examples=none, p=none, dp=none)
-    return Rule(start, update, distance, frozenset({"reach"} if per_step else ()))
+    return Rule(start, update, "paper", per_step)
 
 
 def redistribute(p: Floats, dp: Floats, correction: Floats) -> Floats:
@@ -124,12 +127,8 @@ def cumulative_rule(beta: float, per_step: bool) -> Rule:
         past = n[slots] - (1 - beta) * bias_correction(beta, n[slots]) / beta if beta > 0 else np.zeros(len(slots))
         return w[slots] / (1 + past), CumulativeState(clients, n=n, w=w, dp=dp)
 
-    def distance(draft: Draft) -> Floats:
-        d = compute_distances(draft.measure_norms(), "released")
-        return d / draft.metric("reach") if per_step else d  # these are lengths, not squares
-
     start = CumulativeState((), n=np.zeros(0, np.int64), w=np.zeros(0), dp=np.zeros(0))
-    return Rule(start, update, distance, frozenset({"reach"} if per_step else ()))
+    return Rule(start, update, "released", per_step)
 
 
 def compute_distances(norms: UpdateNorms, variant: str) -> Floats:

@@ -1,7 +1,7 @@
 """FAEL's objective solved exactly: the weights that make the global model equally far from all clients.
 
-With `K = D D^T` and `d_m = |sum_j p_j D_j - D_m|^2`, the variance of `d` over clients is `|C (a - 2 K p)|^2 / M`, `a` the
-diagonal of K and C the centring matrix: a convex quadratic in p. We minimise, on the simplex with `p >= floor`,
+With `K = D D^T` and `d_m = |sum_j p_j D_j - D_m|^2`, the variance of `d` over clients is `|C (a - 2 K p)|^2 / M`, `a`
+the diagonal of K and C the centring matrix: a convex quadratic in p. We minimise, on the simplex with `p >= floor`,
 
     |C (a - 2 K p)|^2 / (M sbar^2) + ridge |p - reference|^2,       sbar = mean(a).
 
@@ -9,8 +9,6 @@ On the simplex every target can be folded into the matrix (`b = b 1^T x`), which
 the hull of its columns, and that is a non-negative least squares problem in disguise: if y minimises
 `|B y|^2 + (1^T y - 1)^2` over `y >= 0`, then `y / sum y` minimises `|B x|^2` over the simplex. scipy solves it exactly.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -25,23 +23,12 @@ from fedheal.core.parameter import Parameter, declare_parameters
 
 TOLERANCE = 1e-8
 ROUNDING = 1e-12  # what rounding may leave of the free weight where the floors take all of it
-EXACT_RIDGE = Parameter(
-    "ridge",
-    description="pull towards the reference weights, which makes them unique",
-    source="ours",
-    default=1e-4,
-    gt=0,
-)
+EXACT_RIDGE = Parameter("ridge", 1e-4, "pull towards the reference weights, which makes them unique", "ours", gt=0)
+TOWARDS = ("examples", "uniform")
 EXACT_TOWARDS = Parameter(
-    "towards",
-    description="the reference: examples or uniform",
-    source="ours: FedAvg's weights",
-    default="examples",
-    choices=("examples", "uniform"),
+    "towards", "examples", "the reference: examples or uniform", "ours: FedAvg's weights", choices=TOWARDS
 )
-EXACT_FLOOR = Parameter(
-    "floor", description="least weight, as a share of 1/K", source="ours: none", default=0.0, ge=0, le=1
-)
+EXACT_FLOOR = Parameter("floor", 0.0, "least weight, as a share of 1/K", "ours: none", ge=0, le=1)
 
 
 @declare_parameters(EXACT_RIDGE, EXACT_TOWARDS, EXACT_FLOOR)
@@ -50,28 +37,22 @@ def exact_weights(
 ) -> Stage:
     """Give the weights that make the global model equally far from all clients; `floor` is a share of `1/K`.
 
-    The report compares the variance reached with those of example shares and of uniform weights. With FPHL on, the model is
-    no single weighted mean, and the Gram matrix of the masked updates is a surrogate.
+    The report has their variance and that of others. With FPHL, the masked updates' Gram matrix is a surrogate.
     """
 
     def apply(draft: Draft) -> Draft:
         k = len(draft.rows)
-        examples = normalise_weights(draft.num_examples)
-        uniform = np.full(k, 1 / k)
-        reference = examples if towards == "examples" else uniform
+        candidates = {"examples": normalise_weights(draft.num_examples), "uniform": np.full(k, 1 / k)}
         matrix = compute_gram(draft, centre=True)  # a common drift cancels in the objective anyway
-        weights, residual = solve_weights(matrix, reference, ridge, floor / k)
-        candidates = {"reached": weights, "examples": examples, "uniform": uniform}
+        weights, residual = solve_weights(matrix, candidates[towards], ridge, floor / k)
         scale = float(np.diag(matrix).mean())
         unit = matrix / scale if scale > 0 else matrix
-        report = {
-            "variance": {
-                name: float(compute_model_distances(unit, p).var()) * scale * scale for name, p in candidates.items()
-            },
-            "scale": scale,
-            "kkt": residual,
-            "distance": draft.key_by_client(compute_model_distances(matrix, weights)),
+        variance = {
+            name: float(compute_model_distances(unit, p).var()) * scale * scale
+            for name, p in {"reached": weights, **candidates}.items()
         }
+        distance = draft.key_by_client(compute_model_distances(matrix, weights))
+        report = {"variance": variance, "scale": scale, "kkt": residual, "distance": distance}
         return replace(draft, weights=weights, unnormalised_weights=k * weights, report={**draft.report, **report})
 
     return stateless(apply)

@@ -1,16 +1,13 @@
 """FAEL between domains, where it is known which domain a client belongs to. An extension.
 
-In FAEL's rule a domain with many clients counts many times. Here the rule of `distance.py` is applied to domains instead: a
-domain's distance is the mean over its clients in the cohort, and its weight is shared among them in proportion to this
-round's examples. With one client per domain that is FAEL itself.
+The rule of `distance.py` is applied to domains: a domain's distance is the mean over its clients in the cohort, and its
+weight is shared among them in proportion to this round's examples. With one client per domain that is FAEL itself.
 
-Absent clients: a domain takes part in a round if one of its clients does, with its full weight. A domain without a client in
-the cohort keeps its weight and momentum. A newcomer brings its share of the examples of all clients ever seen to its domain,
-and the other domains shrink, as in FAEL; in the released rule a domain starts at 1 with its first client. A client's domain
-and number of examples are those it named first.
+A domain takes part in a round, with its full weight, if one of its clients does; else it keeps its weight and momentum.
+A newcomer brings its share of the examples of all clients ever seen to its domain, and the other domains shrink, as in
+FAEL; in the released rule a domain starts at 1 with its first client. A client's domain and number of examples are
+those it named first.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
@@ -44,7 +41,7 @@ def per_domain_weights(rule: Rule) -> Stage:
         cohort = np.array([client_domains[client] for client in draft.clients], object)
         domains = tuple(sorted(set(cohort)))
         new = np.array([client not in known for client in draft.clients])
-        examples, d = draft.num_examples, rule.distance(draft)
+        examples, d = draft.num_examples, rule.measure(draft)
         joined = np.array([examples[new & (cohort == domain)].sum() for domain in domains])
         means = np.array([d[cohort == domain].mean() for domain in domains])
         domain_weights, after = rule.update(before.rule, domains, joined, means)

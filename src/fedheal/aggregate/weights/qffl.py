@@ -5,20 +5,15 @@ Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning"
 
     W + (sum_m F_m^q D_m) / (sum_m F_m^q (1 + q L |D_m|^2 / F_m)),
 
-a mean weighted by `F^q`, shrunk by an estimate of the curvature. `F_m` is the metric `loss`: the received model on the
-client's own training data; 1e-10 is added to it.
+a mean weighted by `F^q`, shrunk by an estimate of the curvature. `F_m` is the metric `loss`, that of the received model
+on the client's own training data, plus 1e-10. `mode="reweight"` (default): the weights alone. `"qfedavg_eff"`: shrunk
+with `L = 1/reach`, how far the client's steps go on a constant unit gradient. `"qfedavg"`: shrunk with the paper's `L =
+1/lr`, which after many local steps all but stops training (a factor of 0.01 at lr 0.001, |D| 0.3, F 1 and q 1).
 
-- `mode="reweight"` (default): the weights alone.
-- `mode="qfedavg_eff"`: shrunk with `L = 1/reach`, where `reach` is how far the client's steps go on a constant unit gradient.
-- `mode="qfedavg"`: shrunk with the paper's `L = 1/lr`. Its single step is small enough for that; after many local steps
-  the shrinkage all but stops training (a factor of 0.01 at lr 0.001, |D| 0.3, F 1 and q 1), which is why it is not the default.
-
-Deviations: the paper samples clients in proportion to their examples and adds them up evenly; here all clients of a
-cohort count evenly. Clients that differ in `reach` enter the shrinkage with their own L; the weights stay `F^q`.
-With FPHL the weights go into its masked mean and `|D_m|^2` is that of the kept entries. Buffers are not shrunk.
+Deviations: the paper samples clients in proportion to their examples; here all clients of a cohort count evenly.
+Clients that differ in `reach` enter the shrinkage with their own L. With FPHL, `|D_m|^2` is that of the kept entries.
+Buffers are not shrunk.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -33,18 +28,12 @@ from fedheal.core.parameter import Parameter, declare_parameters
 
 TINY = 1e-10
 STEP = {"reweight": None, "qfedavg_eff": "reach", "qfedavg": "lr"}  # mode -> the metric that is 1/L
-QFFL_Q = Parameter(
-    "q",
-    description="the power of the loss; 0 is uniform",
-    source="MarsFL; Li et al. 2020 use 0.001 to 5",
-    default=1.0,
-    ge=0,
-)
+QFFL_Q = Parameter("q", 1.0, "the power of the loss; 0 is uniform", "MarsFL; Li et al. 2020 use 0.001 to 5", ge=0)
 QFFL_MODE = Parameter(
     "mode",
-    description="reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what",
-    source="ours: qfedavg stalls",
-    default="reweight",
+    "reweight",
+    "reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what",
+    "ours: qfedavg stalls",
     choices=tuple(STEP),
 )
 
@@ -56,8 +45,12 @@ def qffl_weights(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default) -> St
 
     def apply(draft: Draft) -> Draft:
         loss = draft.metric("loss") + TINY
-        weights, report = scale_powers(loss, q), report_loss(draft)
-        draft = replace(draft, weights=weights, unnormalised_weights=clip_powers(loss, q), report=report)
+        weights, report = np.asarray((loss / loss.max()) ** q), report_loss(draft)  # scaled, so that nothing overflows
+        with np.errstate(over="ignore", under="ignore"):
+            powers = np.clip(
+                loss**q, 1e-200, 1e200
+            )  # comparable between rounds, and bounded so that sums do not overflow
+        draft = replace(draft, weights=weights, unnormalised_weights=powers, report=report)
         if step is None:
             return draft
         d = compute_distances(draft.measure_norms(), "paper")
@@ -65,25 +58,6 @@ def qffl_weights(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default) -> St
         return replace(draft, scale=scale, report=report | {"scale": scale})
 
     return stateless(apply, frozenset({"loss"} | ({step} if step else set())))
-
-
-def scale_powers(loss: Floats, q: float) -> Floats:
-    """Return `F^q`, the largest of them scaled to 1 so that nothing overflows.
-
-    >>> scale_powers(np.array([1.0, 2.0, 4.0]), 2.0).tolist()
-    [0.0625, 0.25, 1.0]
-    """
-    return np.asarray((loss / loss.max()) ** q)
-
-
-def clip_powers(loss: Floats, q: float) -> Floats:
-    """Return `F^q` itself, comparable between rounds, bounded so that sums do not overflow.
-
-    >>> clip_powers(np.array([0.5, 1e300]), 2.0).tolist()
-    [0.25, 1e+200]
-    """
-    with np.errstate(over="ignore", under="ignore"):
-        return np.asarray(np.clip(loss**q, 1e-200, 1e200))
 
 
 def compute_shrinkage(share: Floats, loss: Floats, d: Floats, step: Floats, q: float) -> float:

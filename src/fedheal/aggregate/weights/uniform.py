@@ -1,7 +1,5 @@
 """Equal weights. Shares of examples, FedAvg's weights, need no stage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

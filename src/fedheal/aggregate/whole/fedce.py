@@ -1,23 +1,21 @@
 """FedCE: Jiang et al., "Fair Federated Medical Image Segmentation via Client Contribution Estimation", CVPR 2023.
 
-Weights `e` start equal. Gradient space: `cos_m` between a client's update and the weighted sum of the others', averaged over
-its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the client's validation data of the model without
-it, averaged over its rounds by the client itself (`local/validated.py`), with 0 for the first; `b_m = 1 - mean accuracy`,
-normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged with the new e.
+Weights `e` start equal. Gradient space: `cos_m` between a client's update and the weighted sum of the others', averaged
+over its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the client's validation data of the model
+without it, averaged over its rounds by the client itself (`local/validated.py`), with 0 for the first; `b_m = 1 - mean
+accuracy`, normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged
+with the new e.
 
-Deviations, for clients that were absent; with everyone there it is the original. Means are over a client's own rounds, those of
-the accuracy over the rounds in which it was measured; a client without any takes the mean of the cohort. The 0 of the first
-round counts for all alike, as one of the most rounds that any client took part in: per client, it would count most for those
-that come seldom, and give them more weight. Weights are shares of the cohort; between rounds `e` is kept times the cohort's
-size, so that 1 is an equal part of any cohort, and where a newcomer starts.
+Deviations, for clients that were absent. Means are over a client's own rounds, those of the accuracy over the rounds in
+which it was measured; a client without any takes the mean of the cohort. The 0 of the first round counts for all alike,
+as one of the most rounds that any client took part in, or it would favour those that come seldom. Weights are shares of
+the cohort; between rounds `e` is kept times the cohort's size, so that 1 is an equal part of any cohort, and where a
+newcomer starts.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedheal.aggregate.client_index import extend_column, index_clients
 from fedheal.aggregate.draft import Draft
@@ -29,11 +27,7 @@ from fedheal.core.state import State, expect
 
 FLOOR = 1e-3
 FEDCE_MODE = Parameter(
-    "mode",
-    description="times or plus: how both contributions combine",
-    source="Jiang et al. 2023",
-    default="times",
-    choices=("times", "plus"),
+    "mode", "times", "times or plus: how both contributions combine", "Jiang et al. 2023", choices=("times", "plus")
 )
 
 
@@ -49,10 +43,7 @@ class FedCEState(State, kind="fedce"):
 
 @declare_parameters(FEDCE_MODE)
 def fedce_stage(mode: str = FEDCE_MODE.default) -> Stage:
-    """Jiang et al. 2023: weight by estimated contribution. Needs validation data.
-
-    It needs the mean accuracy, on a client's validation data, of the model without that client, and its number of rounds.
-    """
+    """Jiang et al. 2023: weight by estimated contribution. Needs validation data."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedCEState)
@@ -62,16 +53,15 @@ def fedce_stage(mode: str = FEDCE_MODE.default) -> Stage:
         n[slots] += 1
         cosines[slots] += cosines_to_others(compute_gram(draft), normalise_weights(e[slots]))
         a = _floor_shares(1 - cosines[slots] / n[slots])
-        accuracy = _fill_unknown(draft.metric("without_me"), draft.metric("judged") > 0)
+        accuracy, known = draft.metric("without_me"), draft.metric("judged") > 0
+        accuracy = np.where(known, accuracy, accuracy[known].mean() if known.any() else 0.0)
         b = _floor_shares(1 - (1 - 1 / n.max()) * accuracy)
         weights = normalise_weights(a * b if mode == "times" else a + b)
         e[slots] = weights * len(slots)
         return replace(draft, weights=weights, unnormalised_weights=e[slots]), FedCEState(clients, n, cosines, e)
 
-    def init(layout: object) -> State:
-        return FedCEState((), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
-
-    return Stage(init, apply, frozenset({"without_me", "judged"}))
+    start = FedCEState((), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+    return Stage(lambda layout: start, apply, frozenset({"without_me", "judged"}))
 
 
 def cosines_to_others(gram: Floats, e: Floats) -> Floats:
@@ -82,11 +72,6 @@ def cosines_to_others(gram: Floats, e: Floats) -> Floats:
     others = e @ gram @ e - 2 * e * with_sum + e**2 * own
     scale = np.sqrt(np.maximum(own, 0) * np.maximum(others, 0))
     return np.asarray(np.divide(to_others, scale, out=np.zeros_like(own), where=scale > 0))
-
-
-def _fill_unknown(values: Floats, known: NDArray[np.bool_]) -> Floats:
-    """Replace unknown values by the mean of the known ones; by 0 if there are none."""
-    return np.where(known, values, values[known].mean() if known.any() else 0.0)
 
 
 def _floor_shares(values: Floats) -> Floats:

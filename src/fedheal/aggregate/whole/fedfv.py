@@ -2,28 +2,24 @@
 
 Wang, Fan, Qi, Wen, Wang and Yu, "Federated Learning with Fair Averaging", IJCAI 2021.
 
-1. Clients in the order of their losses (of the received model, on their own training data), smallest first. Each update
-   is projected, in this order, off every other *original* update that it conflicts with (negative inner product); the
-   share `alpha` of clients with the largest losses keep theirs as they are. The mean of the results is `g`.
-2. From round `tau` (counted from 0) on, for k = tau-1, ..., 0: the last updates of clients last seen k rounds ago that
-   conflict with g are added up, and g is projected off the sum. As in the authors' code, k = 0 are this round's own
-   clients, whom the paper does not mention; with everyone present it is they alone.
+1. In the order of the clients' losses (of the received model, on their own training data), smallest first, each update is
+   projected off every other *original* update that it conflicts with (negative inner product); the share `alpha` of clients
+   with the largest losses keep theirs as they are. The mean of the results is `g`.
+2. From round `tau` (counted from 0) on, for k = tau-1, ..., 0: the last updates of clients last seen k rounds ago that conflict
+   with g are added up, and g is projected off the sum. As in the authors' code, k = 0 are this round's own clients.
 3. g is given the length of the plain mean of the updates. Buffers are averaged evenly.
 
-All of this happens in the span of the updates, so it is done on their inner products: g is a combination of this round's
-updates and the remembered ones, formed once. Updates are local - global; the paper's gradients are their negatives,
-which conflict alike.
+All of this happens in the span of the updates, so it is done on their inner products. Updates are the negatives of the
+paper's gradients, and conflict alike.
 
-Deviations: an angle within rounding of 90 degrees is no conflict (`TINY`), so that noise cannot decide who takes part in
-the sum of step 2. Where nothing is left of g, the model stays; the authors' code divides by zero. Equal losses are
-ordered by client id. With `alpha=0` nobody is kept, as in the authors' code, although its formula for the share would keep one.
+Deviations: an angle within rounding of 90 degrees is no conflict (`TINY`). Where nothing is left of g, the model stays;
+the authors' code divides by zero. Equal losses are ordered by client id. With `alpha=0` nobody is kept, as in the
+authors' code, although its formula for the share would keep one.
 
-Memory: only updates that step 2 may still ask for are kept, those of clients last seen in the `tau - 1` rounds before, in
-the dtype they were sent in. That is nothing for tau 0 and 1, else at most `(tau - 1) * cohort * G` numbers (a cohort of 20
-with 5 million float32 parameters and tau = 3: 800 MB), in the state and in every checkpoint.
+Memory: the updates of clients last seen in the `tau - 1` rounds before, as they were sent: nothing for tau 0 and 1,
+else at most `(tau - 1) * cohort * G` numbers (20 clients, 5 million float32 parameters, tau = 3: 800 MB), in the state
+and every checkpoint.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator
@@ -43,21 +39,9 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 TINY = 1e-12  # of the product of two norms: what rounding may leave of a zero
-FEDFV_ALPHA = Parameter(
-    "alpha",
-    description="share of the largest losses whose updates stay as they are",
-    source="Wang et al. 2021, released code",
-    default=0.1,
-    ge=0,
-    le=1,
-)
-FEDFV_TAU = Parameter(
-    "tau",
-    description="rounds whose absent clients' conflicts count",
-    source="Wang et al. 2021, released code",
-    default=1,
-    ge=0,
-)
+SOURCE = "Wang et al. 2021, released code"
+FEDFV_ALPHA = Parameter("alpha", 0.1, "share of the largest losses whose updates stay as they are", SOURCE, ge=0, le=1)
+FEDFV_TAU = Parameter("tau", 1, "rounds whose absent clients' conflicts count", SOURCE, ge=0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +74,6 @@ def fedfv_stage(alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default
         matrix = sum_products((block for _, block in _iterate_with_past(draft, remembered)), len(age))
         largest = float(np.diag(matrix).max()) or 1.0
         unit = matrix / largest
-
         order = np.argsort(draft.metric("loss"), kind="stable")
         coefficients = np.zeros(len(age))
         coefficients[:k] = project_internal(unit[:k, :k], order, choose_unprojected(order, alpha)).mean(axis=0)
@@ -109,13 +92,8 @@ def fedfv_stage(alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default
 
 
 def choose_unprojected(order: Integers, alpha: float) -> Integers:
-    """Return the clients with the largest losses, from position `ceil((K-1)(1-alpha))` of the order on.
-
-    What rounding may have added to a whole number is subtracted first: neither 0.1 nor a third is a float.
-    """
-    if alpha == 0:
-        return order[:0]
-    return order[math.ceil((len(order) - 1) * (1 - alpha) - 1e-9) :]
+    """Return the clients with the largest losses: from position `ceil((K-1)(1-alpha))` on, rounding errors aside."""
+    return order[math.ceil((len(order) - 1) * (1 - alpha) - 1e-9) :] if alpha > 0 else order[:0]
 
 
 def project_internal(gram: Floats, order: Integers, unprojected: Integers) -> Floats:
@@ -174,7 +152,6 @@ def _remember(before: FedFVState, draft: Draft, past: NDArray[np.bool_], tau: in
     old = np.flatnonzero(past & (now + 1 - before.last < tau))
     clients = (*(before.clients[i] for i in old), *draft.clients)
     last = np.concatenate([before.last[old], np.full(len(draft.rows), now, np.int64)])
-    deltas = draft.updates.deltas
-    new_updates = deltas[torch.from_numpy(draft.rows).to(deltas.device)]
-    old_updates = before.updates[torch.from_numpy(old).to(before.updates.device)].to(deltas.device)
+    new_updates = draft.select_rows(draft.updates.deltas)
+    old_updates = before.updates[torch.from_numpy(old).to(before.updates.device)].to(new_updates.device)
     return FedFVState(now + 1, clients, last, torch.cat([old_updates, new_updates]) if len(old) else new_updates)

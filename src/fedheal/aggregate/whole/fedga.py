@@ -1,16 +1,15 @@
 """FedGA: Zhang et al., "Federated Domain Generalization with Generalization Adjustment", CVPR 2023.
 
 Weights `a` start equal. A client whose validation loss rose most when its model became the global one gets more weight:
-`G_m = loss of the model received - loss of the model it sent the round before`, `a_m += (s_t / K) G_m / max |G|`, clipped to
-[0, 1], normalised; `s_t = s0 (1 - (t-1)/T)` in round t of T. The gap of a round is known when its model is next received, so it
-acts in the round after, with the step of its own round. Public re-implementations have the sign reversed for accuracies.
+`G_m = loss of the model received - loss of the model it sent the round before`, `a_m += (s_t / K) G_m / max |G|`,
+clipped to [0, 1], normalised; `s_t = s0 (1 - (t-1)/T)` in round t of T. The gap of a round is known when its model is
+next received, so it acts in the round after, with the step of its own round. Public re-implementations have the sign
+reversed for accuracies.
 
-Deviations, for clients that were absent. A cohort redistributes only the weight it holds, and a newcomer starts with an equal
-share. The loss of a model sent long ago is no measure, since the global model has changed since. So a gap counts for clients
-of the last cohort; the others in this one take the mean of those gaps.
+Deviations, for clients that were absent. A cohort redistributes only the weight it holds, and a newcomer starts with an
+equal share. A gap counts for clients of the last cohort, since the global model changes; the others take the mean of
+those gaps.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
@@ -23,14 +22,7 @@ from fedheal.core.arrays import Floats, Integers
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
-FEDGA_S0 = Parameter(
-    "s0",
-    description="first step of the weights; it falls linearly",
-    source="Zhang et al. 2023",
-    default=0.2,
-    ge=0,
-    le=1,
-)
+FEDGA_S0 = Parameter("s0", 0.2, "first step of the weights; it falls linearly", "Zhang et al. 2023", ge=0, le=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +39,7 @@ class FedGAState(State, kind="fedga"):
 
 @declare_parameters(FEDGA_S0)
 def fedga_stage(s0: float = FEDGA_S0.default) -> Stage:
-    """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data.
-
-    It needs the validation losses of the received and the sent model, and the share of the run that is done.
-    """
+    """Zhang et al. 2023: weight to clients whose validation loss rises most by averaging. Needs validation data."""
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, FedGAState)
@@ -68,10 +57,9 @@ def fedga_stage(s0: float = FEDGA_S0.default) -> Stage:
             if moved.any():  # a step as long as a weight may take everything from everyone; the weights then stay
                 a[slots] = mass * moved / moved.sum()
         sent[slots], last[slots] = draft.metric("val_sent"), before.rounds + 1
-        known_gaps = {
-            client: g for (client, g), is_known in zip(draft.key_by_client(gap).items(), known, strict=True) if is_known
-        }
-        draft = replace(draft, weights=a[slots], report={**draft.report, "gap": known_gaps})
+        gaps = zip(draft.clients, gap.tolist(), known, strict=True)
+        report = {**draft.report, "gap": {client: value for client, value, is_known in gaps if is_known}}
+        draft = replace(draft, weights=a[slots], report=report)
         return draft, FedGAState(rounds=before.rounds + 1, clients=clients, a=a, sent=sent, last=last)
 
     start = FedGAState(rounds=0, clients=(), a=np.zeros(0), sent=np.zeros(0), last=np.zeros(0, np.int64))

@@ -15,19 +15,15 @@ Guan et al., "Rethinking Fair Federated Learning from Parameter and Client View"
    over clients as well; the smaller the standard deviation over clients, the better. For a column z that is
    `(1 - (sum z)^2 / (K sum z^2)) / (K - 1)` squared, so two sums over clients are enough.
 
-Deviations. Absent clients: the cohort rule of FAEL (`distance.py`), with shares over the cohort, its correction for late
-joiners (the coefficients change, so each client's `1 - prod (1 - b)` is stored), newcomers at `1/M`; `|mean D|^2` instead of
-the mean of `K 1`, which is K times that and would depend on the size of the cohort. p and q start uniform; the authors'
-code starts them at nothing, so that its first weights are the shares themselves: the difference fades over the first
-rounds. Negative alignments count as 0 and the coefficients stay at most 1. `a` is taken over all dropped entries (the code
-takes every tenth), averaged over the clients that dropped any; without any, or with one client alone, nothing is stressed.
-1e-10 is added to the losses. Buffers are averaged with u and not dropped.
+Deviations. Absent clients: the cohort rule of FAEL (`distance.py`), with shares over the cohort, its correction for
+late joiners (each client's `1 - prod (1 - b)` is stored), newcomers at `1/M`; `|mean D|^2` instead of the mean of `K
+1`, which would depend on the size of the cohort. p and q start uniform; the authors' code starts them at nothing: the
+difference fades over the first rounds. Negative alignments count as 0 and the coefficients stay at most 1. `a` is taken
+over all dropped entries (the code takes every tenth), averaged over the clients that dropped any; without any, or with
+one client alone, nothing is stressed. 1e-10 is added to the losses. Buffers are averaged with u and not dropped.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,22 +42,9 @@ from fedheal.core.state import State, expect
 
 TINY = 1e-10
 ROUNDING = 1e-9  # so that a share of entries that is whole but for rounding counts as whole
-FEDPW_BETA = Parameter(
-    "beta",
-    description="how fast weights follow loss and alignment",
-    source="Guan et al. 2025, released code",
-    default=0.3,
-    ge=0,
-    le=1,
-)
-FEDPW_RHO = Parameter(
-    "rho",
-    description="mean share of entries dropped, and stressed",
-    source="Guan et al. 2025, released code",
-    default=0.3,
-    ge=0,
-    le=1,
-)
+SOURCE = "Guan et al. 2025, released code"
+FEDPW_BETA = Parameter("beta", 0.3, "how fast weights follow loss and alignment", SOURCE, ge=0, le=1)
+FEDPW_RHO = Parameter("rho", 0.3, "mean share of entries dropped, and stressed", SOURCE, ge=0, le=1)
 
 
 @dataclass(frozen=True)
@@ -104,11 +87,16 @@ def fedpw_stage(beta: float = FEDPW_BETA.default, rho: float = FEDPW_RHO.default
         by_loss = update_rule(before.by_loss, len(clients), slots, loss, float(loss.mean()), beta)
         level = max(float(alignment.mean()), 0.0) * largest
         by_alignment = update_rule(before.by_alignment, len(clients), slots, np.maximum(alignment, 0), level, beta)
-        weights = mix_weights(normalise_weights(by_loss.p[slots]), normalise_weights(by_alignment.p[slots]))
+        p, q = normalise_weights(by_loss.p[slots]), normalise_weights(by_alignment.p[slots])
+        spread = float(p.std() + q.std())
+        r = float(p.std()) / spread if spread > 0 else 0.5
+        weights = r * p + (1 - r) * q
         rates = compute_drop_rates(loss, rho) if before.rounds > 0 else np.zeros(len(slots))
         step = np.empty(draft.sizes.params)
-        for columns in _iterate_tensors(draft):
-            step[columns] = compute_step(draft, columns, weights, rates, rho)
+        ends = np.cumsum(draft.sizes.lengths).tolist()
+        for length, end in zip(draft.sizes.lengths, ends, strict=True):
+            if length:
+                step[end - length : end] = compute_step(draft, slice(end - length, end), weights, rates, rho)
         draft = replace(draft, weights=weights, unnormalised_weights=len(slots) * weights, step=torch.from_numpy(step))
         draft = replace(draft, report={**draft.report, "dropped": draft.key_by_client(rates)})
         return draft, FedPWState(before.rounds + 1, clients, by_loss, by_alignment)
@@ -133,23 +121,8 @@ def update_rule(
     return FadingState(p, dp, correction, first)
 
 
-def mix_weights(p: Floats, q: Floats) -> Floats:
-    """Return `r p + (1-r) q`: the weights with the larger spread count for more.
-
-    >>> mix_weights(np.array([0.5, 0.5]), np.array([0.25, 0.75])).tolist()
-    [0.25, 0.75]
-    """
-    spread = float(p.std() + q.std())
-    r = float(p.std()) / spread if spread > 0 else 0.5
-    return np.asarray(r * p + (1 - r) * q)
-
-
 def compute_drop_rates(loss: Floats, rho: float) -> Floats:
-    """Return the share of entries that each client loses; rho on average, unless a client loses all.
-
-    >>> compute_drop_rates(np.array([1.0, 3.0]), 0.5).tolist()  # 1/F = 1, 1/3: three quarters and a quarter of 2 * 0.5
-    [0.75, 0.25]
-    """
+    """Return the share of entries that each client loses; rho on average, unless a client loses all."""
     return np.minimum(1, rho * len(loss) * normalise_weights(loss.min() / loss))
 
 
@@ -178,11 +151,7 @@ def compute_step(draft: Draft, columns: slice, weights: Floats, rates: Floats, r
 
 
 def mark_smallest(values: Floats, number: int) -> NDArray[np.bool_]:
-    """Return a mask of the `number` smallest values, of equal ones the first.
-
-    >>> mark_smallest(np.array([2.0, 1.0, 2.0, 3.0]), 2).tolist()
-    [True, True, False, False]
-    """
+    """Return a mask of the `number` smallest values, of equal ones the first."""
     if number == 0:
         return np.zeros(len(values), bool)
     limit = np.partition(values, number - 1)[number - 1]
@@ -193,11 +162,3 @@ def mark_smallest(values: Floats, number: int) -> NDArray[np.bool_]:
 
 def _count_share(share: float, size: int) -> int:
     return min(math.floor(share * size + ROUNDING), size)
-
-
-def _iterate_tensors(draft: Draft) -> Iterator[slice]:
-    start = 0
-    for length in draft.sizes.lengths:
-        if length:
-            yield slice(start, start + length)
-        start += length
