@@ -16,10 +16,8 @@ from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.errors import format_error, suggest
 from fedheal.core.import_path import import_function
 from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
-from fedheal.data.catalogue.domainnet import DOMAINNET
+from fedheal.data.catalogue.image_folders import DOMAINNET, OFFICE_HOME, PACS
 from fedheal.data.catalogue.office_caltech import OFFICE_CALTECH
-from fedheal.data.catalogue.office_home import OFFICE_HOME
-from fedheal.data.catalogue.pacs import PACS
 from fedheal.data.domains import Domains, check_domains
 from fedheal.data.embedded.dataset import load_embedded
 from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_from_disk, make_folder_spec
@@ -27,16 +25,11 @@ from fedheal.data.specs import DatasetSpec
 
 __all__ = ["DATASETS", "SPECS", "DataRequest", "Dataset", "find_spec", "get_protocol", "load_dataset"]
 
-__getattr__ = warn_of_renames(
-    __name__,
-    {
-        "DESCRIPTIONS": "SPECS",
-        "Wanted": "DataRequest",
-        "description": "find_spec",
-        "load": "load_dataset",
-        "protocol": "get_protocol",
-    },
-)
+_RENAMED = {
+    "DESCRIPTIONS": "SPECS", "Wanted": "DataRequest", "description": "find_spec", "load": "load_dataset",
+    "protocol": "get_protocol",
+}  # fmt: skip
+__getattr__ = warn_of_renames(__name__, _RENAMED)
 
 SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
 
@@ -62,10 +55,7 @@ DATASETS = {
         {"model": "small_cnn", "rounds": 20, "epochs": 2, "batch_size": 32, "lr": 0.01, "augment": "none"},
         "ten digits in four domains, made offline: handwritten, print, street, display",
     ),
-    **{
-        name: Dataset(functools.partial(load_from_disk, spec), spec.protocol, spec.about)
-        for name, spec in SPECS.items()
-    },
+    **{n: Dataset(functools.partial(load_from_disk, spec), spec.protocol, spec.about) for n, spec in SPECS.items()},
 }
 
 
@@ -81,7 +71,7 @@ def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
     """
     request = request or DataRequest()
     if name.startswith(FOLDER_PREFIX):
-        return load_from_disk(*_resolve_folder(name, request))
+        return load_from_disk(*find_spec(name, request))
     if request.size is not None and (":" in name or name == "embedded"):
         raise ValueError(f"image_size = {request.size}: the images of {name!r} are not resized; leave it out")
     if name in DATASETS:
@@ -92,25 +82,6 @@ def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
             f"or use your own image folders as '{FOLDER_PREFIX}PATH', or your own function by its import path "
             '"package.module:function"'
         )
-    return _call_loader(name)
-
-
-def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
-    """Return the specification of a data set that is read from disk, and the request to open it with."""
-    request = request or DataRequest()
-    if name.startswith(FOLDER_PREFIX):
-        return _resolve_folder(name, request)
-    if name not in SPECS:
-        raise ValueError(f"'{name}' is not read from disk; choose one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
-    return SPECS[name], request
-
-
-def get_protocol(name: str) -> dict[str, Any]:
-    """Return the default settings of an experiment on a data set; none for one of your own."""
-    return dict(DATASETS[name].protocol) if name in DATASETS else {}
-
-
-def _call_loader(name: str) -> Domains:
     loader = import_function("data set", name)
     try:
         data = loader()
@@ -122,7 +93,18 @@ def _call_loader(name: str) -> Domains:
     return data
 
 
-def _resolve_folder(name: str, request: DataRequest) -> tuple[DatasetSpec, DataRequest]:
-    if request.root is not None:
-        raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
-    return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))
+def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
+    """Return the specification of a data set that is read from disk, and the request to open it with."""
+    request = request or DataRequest()
+    if name.startswith(FOLDER_PREFIX):
+        if request.root is not None:
+            raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
+        return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))
+    if name not in SPECS:
+        raise ValueError(f"'{name}' is not read from disk; choose one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
+    return SPECS[name], request
+
+
+def get_protocol(name: str) -> dict[str, Any]:
+    """Return the default settings of an experiment on a data set; none for one of your own."""
+    return dict(DATASETS[name].protocol) if name in DATASETS else {}

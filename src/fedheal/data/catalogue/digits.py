@@ -29,40 +29,37 @@ def _read_idx_domain(name: str, paths: Sequence[Path]) -> RawDomain:
     return RawDomain(name, CLASSES, read_idx_images(train, train_labels, TEN), read_idx_images(test, test_labels, TEN))
 
 
-def _read_two_files(read: Callable[[Path], Pixels], name: str, paths: Sequence[Path]) -> RawDomain:
-    """Read a domain whose splits are one file each."""
-    train, test = paths
-    return RawDomain(name, CLASSES, read(train), read(test))
-
-
-def _list_idx_names(*names: str) -> tuple[tuple[str, ...], ...]:
-    """List the spellings of each idx file, plain and gzipped."""
-    return tuple(
-        (f"{name}.gz", name, name.replace("-idx", ".idx"), name.replace("-idx", ".idx") + ".gz") for name in names
-    )
+def _make_layout(
+    kind: str, train: tuple[str, ...], test: tuple[str, ...], read: Callable[[Path], Pixels]
+) -> FileLayout:
+    """Return the layout of a domain whose splits are one file each."""
+    return FileLayout(kind, (train, test), lambda name, paths: RawDomain(name, CLASSES, *map(read, paths)))
 
 
 IDX = FileLayout(
     "idx",
-    _list_idx_names(
-        "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
+    tuple(
+        (
+            f"{name}-idx{rank}-ubyte.gz",
+            f"{name}-idx{rank}-ubyte",
+            f"{name}.idx{rank}-ubyte",
+            f"{name}.idx{rank}-ubyte.gz",
+        )
+        for name, rank in (("train-images", 3), ("train-labels", 1), ("t10k-images", 3), ("t10k-labels", 1))
     ),
     _read_idx_domain,
 )
-LIBSVM = FileLayout(
-    "LIBSVM text",
-    (("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")),
-    partial(_read_two_files, partial(read_libsvm_images, classes=TEN)),
+LIBSVM = _make_layout(
+    "LIBSVM text", ("usps.bz2", "usps"), ("usps.t.bz2", "usps.t"), partial(read_libsvm_images, classes=TEN)
 )
-SVHN_MAT = FileLayout(
-    "MATLAB",
-    (("train_32x32.mat",), ("test_32x32.mat",)),
-    partial(_read_two_files, partial(read_mat_images, classes=TEN, zero_is_ten=True)),
+SVHN_MAT = _make_layout(
+    "MATLAB", ("train_32x32.mat",), ("test_32x32.mat",), partial(read_mat_images, classes=TEN, zero_is_ten=True)
 )
-SYN_MAT = FileLayout(
+SYN_MAT = _make_layout(
     "MATLAB",
-    (("synth_train_32x32.mat",), ("synth_test_32x32.mat",)),
-    partial(_read_two_files, partial(read_mat_images, classes=TEN, zero_is_ten=False)),
+    ("synth_train_32x32.mat",),
+    ("synth_test_32x32.mat",),
+    partial(read_mat_images, classes=TEN, zero_is_ten=False),
 )
 FOLDER_PER_DIGIT = FolderLayout(CLASSES, "{train,val}/<digit>/*.png")
 
@@ -95,14 +92,6 @@ SVHN = DomainSpec(
     hub=HubDataset("ufldl-stanford/svhn", ("cropped_digits/train*.parquet", "cropped_digits/test*.parquet")),
     web=(WebFile(f"{STANFORD}/train_32x32.mat"), WebFile(f"{STANFORD}/test_32x32.mat")),
 )
-SYN_STANDIN = DomainSpec(
-    name="syn_standin",
-    train=10_000,
-    test=2_000,
-    folders=("digits/syn_standin", "syn_standin"),
-    layouts=(SYN_MAT, FOLDER_PER_DIGIT),
-    home="nowhere: it stands in for SYN where that is not at hand",
-)
 SYN = DomainSpec(
     name="syn",
     train=10_000,
@@ -110,7 +99,14 @@ SYN = DomainSpec(
     folders=("digits/syn", "syn", "SYN", "digits/SynthDigits", "SynthDigits"),
     layouts=(SYN_MAT, FOLDER_PER_DIGIT),
     home=f"{GANIN}/",
-    stand_in=SYN_STANDIN,
+    stand_in=DomainSpec(
+        name="syn_standin",
+        train=10_000,
+        test=2_000,
+        folders=("digits/syn_standin", "syn_standin"),
+        layouts=(SYN_MAT, FOLDER_PER_DIGIT),
+        home="nowhere: it stands in for SYN where that is not at hand",
+    ),
 )
 MNIST_M = DomainSpec(
     name="mnist_m",
@@ -134,8 +130,5 @@ DIGITS = DatasetSpec(
     protocol={"model": "resnet10", "rounds": 200, "epochs": 10, "batch_size": 64, "lr": 0.001, "augment": "crop"},
 )
 DIGITS_FIVE = replace(
-    DIGITS,
-    name="digits-five",
-    about="the same with MNIST-M as a fifth domain",
-    domains=(*DIGITS.domains, MNIST_M),
+    DIGITS, name="digits-five", about="the same with MNIST-M as a fifth domain", domains=(*DIGITS.domains, MNIST_M)
 )
