@@ -21,8 +21,7 @@ from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
 from fedheal.data.download import Progress, download_domain
 from fedheal.data.export import export_images
-from fedheal.data.inventory import DomainStatus, inspect_domains
-from fedheal.data.locate import locate_domains, resolve_root
+from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
 from fedheal.data.on_disk import build_domains, find_fuller_export, list_missing_domains, open_dataset
 from fedheal.runs.folder import make_folder
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
@@ -72,7 +71,7 @@ def check_command(
         if found_export is not None:
             exit_code = max(exit_code, _report_export(found_export, list_missing_domains(spec, found_export)))
             continue
-        statuses = inspect_domains(spec, request)
+        statuses = inspect_domains(spec, root)
         if data is None and all(status.state == "missing" for status in statuses):
             typer.echo(f"{name}: not on disk\n")
             continue

@@ -15,7 +15,7 @@ from fedheal.data.cache import prepare_data
 from fedheal.data.domains import Domain, fingerprint
 from fedheal.data.on_disk import OnDiskDataset, build_domains
 from fedheal.data.partition import Client
-from fedheal.data.splits import Labels, RawDomain, RawExcerpt, RawSplit
+from fedheal.data.splits import RawDomain, RawExcerpt
 from fedheal.runs.folder import make_folder
 
 
@@ -27,7 +27,7 @@ def export_images(dataset: OnDiskDataset, clients: Sequence[Client], settings: M
     data = build_domains(dataset, prepared)
     classes, raw_domains = dataset.inputs.read()
     excerpts = [
-        _make_excerpt(raw, cached.dropped, _collect_positions(clients, raw.name))
+        _make_excerpt(raw, cached.dropped, clients)
         for raw, cached in zip(raw_domains, prepared.manifest.domains, strict=True)
     ]
     exported = replace(data, domains=tuple(_select_images(data[raw.name], raw) for raw in excerpts), identity="")
@@ -44,17 +44,14 @@ def export_images(dataset: OnDiskDataset, clients: Sequence[Client], settings: M
     write_export(out, manifest, excerpts)
 
 
-def _collect_positions(clients: Sequence[Client], domain: str) -> Labels:
-    return np.unique(np.concatenate([client.indices.numpy() for client in clients if client.domain == domain]))
-
-
-def _make_excerpt(raw: RawDomain, dropped: Mapping[str, list[int]], positions: Labels) -> RawDomain:
-    train, test = _drop_images(raw.train, dropped["train"]), _drop_images(raw.test, dropped["test"])
+def _make_excerpt(raw: RawDomain, dropped: Mapping[str, list[int]], clients: Sequence[Client]) -> RawDomain:
+    """Keep the readable images: all for testing, and those for training that a client holds."""
+    positions = np.unique(np.concatenate([client.indices.numpy() for client in clients if client.domain == raw.name]))
+    train, test = (
+        split.select(np.setdiff1d(np.arange(len(split)), dropped[part])) if dropped[part] else split
+        for part, split in (("train", raw.train), ("test", raw.test))
+    )
     return replace(raw, train=train.select(positions), test=test, excerpt=RawExcerpt(positions, train.labels))
-
-
-def _drop_images(split: RawSplit, positions: list[int]) -> RawSplit:
-    return split.select(np.setdiff1d(np.arange(len(split)), positions)) if positions else split
 
 
 def _select_images(domain: Domain, raw: RawDomain) -> Domain:

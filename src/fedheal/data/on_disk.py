@@ -23,19 +23,12 @@ MAX_LISTED = 3  # items in a note
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A request for a data set.
+    """A request for a data set."""
 
-    Args:
-        root: The folder to search, or an export; None: the environment variable FEDHEAL_DATA.
-        allow_missing: Load the other domains if some are missing.
-        classes: "intersection" or "union" of the domains' classes, for data sets without a fixed list.
-        size: Resize images to size x size; None: the data set's own size.
-    """
-
-    root: str | None = None
-    allow_missing: bool = False
-    classes: str = "intersection"
-    size: int | None = None
+    root: str | None = None  # the folder to search, or an export; None: the environment variable FEDHEAL_DATA
+    allow_missing: bool = False  # load the other domains if some are missing
+    classes: str = "intersection"  # or "union" of the domains' classes, for data sets without a fixed list
+    size: int | None = None  # resize images to size x size; None: the data set's own size
 
 
 @dataclass(frozen=True)
@@ -74,16 +67,8 @@ def make_folder_spec(name: str) -> DatasetSpec:
         domains = list_subfolders(path)
     if not domains:
         raise ValueError(f"data = {name!r}: {path} has no subfolders; it must contain <domain>/<class>/...")
-    return DatasetSpec(
-        name=FOLDER_NAME,
-        about="your own image folders",
-        domains=tuple(
-            DomainSpec(name=n, train=0, test=0, folders=(n,), layouts=(FolderLayout(),), home="") for n in domains
-        ),
-        size=FOLDER_SIZE,
-        clients=5,
-        fraction=0.0,
-    )
+    specs = tuple(DomainSpec(n, train=0, test=0, folders=(n,), layouts=(FolderLayout(),), home="") for n in domains)
+    return DatasetSpec(FOLDER_NAME, "your own image folders", specs, size=FOLDER_SIZE, clients=5, fraction=0.0)
 
 
 def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
@@ -100,8 +85,15 @@ def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
             )
         inputs = CacheInputs(spec.name, size, "export", {"": [export]}, read=lambda: archive.read_export(export))
         return OnDiskDataset(spec, inputs, (), export)
-    _require_domains(spec, locations, root, request)
     present = [location.files for location in locations if location.files]
+    missing = [explain_missing(location, root) for location in locations if location.files is None]
+    if not present:
+        raise ValueError(f"no domain of '{spec.name}' is below {root}: {missing[0]}")
+    if missing and not request.allow_missing:
+        raise ValueError(
+            f"'{spec.name}' lacks {len(missing)} of {len(locations)} domains below {root}: {'; '.join(missing)}; "
+            "set allow_missing=true to continue without"
+        )
 
     def read() -> tuple[tuple[str, ...], Sequence[RawDomain]]:
         domains = [files.read() for files in present]
@@ -115,9 +107,7 @@ def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
 def find_fuller_export(spec: DatasetSpec, locations: Sequence[DomainLocation], root: Path) -> Path | None:
     """Return an export of the data set if it has domains that are not there as files."""
     present = {location.name for location in locations if location.files}
-    if len(present) == len(locations):
-        return None
-    export = archive.find_export(root, spec.name)
+    export = archive.find_export(root, spec.name) if len(present) < len(locations) else None
     return export if export and not {d.name for d in archive.read_manifest(export).domains} <= present else None
 
 
@@ -130,11 +120,8 @@ def load_from_disk(spec: DatasetSpec, request: DataRequest) -> Domains:
 def build_domains(dataset: OnDiskDataset, prepared: PreparedData) -> Domains:
     """Return a prepared data set with the default clients of its specification."""
     spec, manifest = dataset.spec, prepared.manifest
-    specs = {s.name: s for domain in spec.domains for s in (domain, domain.stand_in) if s}
-    domains = tuple(
-        replace(d, nominal=(specs[d.name].train if d.name in specs else 0) or len(d.labels))
-        for d in prepared.map_domains()
-    )
+    nominal = {s.name: s.train for domain in spec.domains for s in (domain, domain.stand_in) if s}
+    domains = tuple(replace(d, nominal=nominal.get(d.name) or len(d.labels)) for d in prepared.map_domains())
     if dataset.export is not None:
         identity, notes = archive.verify_fingerprint(dataset.export, dataset.inputs.size, manifest.fingerprint)
     else:
@@ -157,20 +144,7 @@ def list_missing_domains(spec: DatasetSpec, export: Path) -> list[str]:
     return [s.name for s in spec.domains if not {s.name, s.stand_in.name if s.stand_in else ""} & present]
 
 
-def _require_domains(spec: DatasetSpec, locations: Sequence[DomainLocation], root: Path, request: DataRequest) -> None:
-    missing = [location for location in locations if location.files is None]
-    if len(missing) == len(locations):
-        raise ValueError(f"no domain of '{spec.name}' is below {root}: {explain_missing(missing[0], root)}")
-    if missing and not request.allow_missing:
-        raise ValueError(
-            f"'{spec.name}' lacks {len(missing)} of {len(locations)} domains below {root}: "
-            f"{'; '.join(explain_missing(location, root) for location in missing)}; "
-            "set allow_missing=true to continue without"
-        )
-
-
 def _note_absent_classes(domains: Sequence[Domain], classes: Sequence[str]) -> list[str]:
-    """Name the classes of which a domain has no training or no test images."""
     notes = []
     for domain in domains:
         for part, labels in (("training", domain.labels), ("test", domain.test.labels)):
@@ -187,19 +161,20 @@ def _note_locations(locations: Sequence[DomainLocation], prepared: PreparedData)
     for location in locations:
         spec, name = location.spec, location.name
         if location.files is None:
-            notes.append(f"{spec.name} is not on disk: results are over {len(cached)} of {len(locations)} domains")
+            notes.append(f"{name} is not on disk: results are over {len(cached)} of {len(locations)} domains")
             continue
+        domain = cached[name]
         if location.is_stand_in:
             notes.append(f"{name} stands in for {spec.name}: its results are not results on {spec.name}")
-        domain = cached[name]
         if spec.train and (domain.train < spec.train or domain.test < spec.test):
-            notes.append(
-                f"{name}: {domain.train:,} of {spec.train:,} training and {domain.test:,} of {spec.test:,} "
-                "test images on disk"
+            train, test = (
+                f"{domain.train:,} of {spec.train:,} training",
+                f"{domain.test:,} of {spec.test:,} test images",
             )
+            notes.append(f"{name}: {train} and {test} on disk")
         if domain.unreadable:
-            count = len(domain.unreadable)
-            notes.append(f"{name}: {count} image(s) could not be read: {_shorten(domain.unreadable, '; ')}")
+            reasons = _shorten(domain.unreadable, "; ")
+            notes.append(f"{name}: {len(domain.unreadable)} image(s) could not be read: {reasons}")
     return notes
 
 
