@@ -1,8 +1,7 @@
 """Download data sets: atomic, resumable, and checked by SHA-256. Only `fedheal data fetch` does so.
 
-A data set that the Hugging Face hub has is downloaded from there and checked against the hub's checksums. Files of other sites
-are checked against the checksum in the specification. If there is none, the first download records the SHA-256 in
-`<file>.sha256`, and a later download must match it.
+Files of the Hugging Face hub are checked against its checksums, files of other sites against the specification's. Without one,
+the first download records the SHA-256 in `<file>.sha256`, and a later download must match it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,11 @@ def download_from_web(file: WebFile, folder: Path, progress: Progress) -> Downlo
     path, record = folder / name, folder / f"{name}.sha256"
     expected = file.sha256 or (record.read_text(encoding="utf-8")[:64].strip() if record.is_file() else "")
     folder.mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
+    if path.is_file():
+        actual = _sha256(path)
+        if expected and actual != expected:
+            raise ValueError(f"{path} has the SHA-256 {actual} instead of {expected}: remove it and fetch again")
+    else:
         part = folder / f"{name}.part"
         _download(file.url, part, progress)
         actual = _sha256(part)
@@ -66,9 +69,6 @@ def download_from_web(file: WebFile, folder: Path, progress: Progress) -> Downlo
             part.unlink()
             raise ValueError(f"{file.url} has the SHA-256 {actual} instead of {expected}: the download was discarded")
         os.replace(part, path)
-    actual = _sha256(path)
-    if expected and actual != expected:
-        raise ValueError(f"{path} has the SHA-256 {actual} instead of {expected}: remove it and fetch again")
     if not expected:
         record.write_text(f"{actual}  {name}\n", encoding="utf-8")
     return DownloadedFile(path, actual, bool(file.sha256))
@@ -82,7 +82,7 @@ def download_from_hub(hub: HubDataset, root: Path, progress: Progress) -> list[D
     except ImportError:
         raise ValueError("the Hugging Face hub requires its library: pip install 'fedheal[hub]'") from None
     endpoint = os.environ.get("HF_ENDPOINT")
-    downloads = []
+    downloads, verified = [], []
     try:
         tree = HfApi(endpoint=endpoint).list_repo_tree(hub.repository, repo_type="dataset", recursive=True)
         files = [f for f in tree if isinstance(f, RepoFile) and any(fnmatch(f.path, p) for p in hub.files)]
@@ -97,17 +97,15 @@ def download_from_hub(hub: HubDataset, root: Path, progress: Progress) -> list[D
         raise ValueError(f"{hub.repository} cannot be downloaded from the hub: {reason}") from error
     if not files:
         raise ValueError(f"{hub.repository} on the hub has no files like {', '.join(hub.files)}")
-    return [_verify_hub_file(path, expected, hub.repository) for path, expected in downloads]
-
-
-def _verify_hub_file(path: Path, expected: str, repository: str) -> DownloadedFile:
-    actual = _sha256(path)
-    if expected and actual != expected:
-        path.unlink()
-        raise ValueError(
-            f"{path.name} of {repository} has the SHA-256 {actual} instead of {expected}: the download was discarded"
-        )
-    return DownloadedFile(path, actual, bool(expected))
+    for path, expected in downloads:
+        actual = _sha256(path)
+        if expected and actual != expected:
+            path.unlink()
+            raise ValueError(
+                f"{path.name} of {hub.repository} has the SHA-256 {actual} instead of {expected}: the download was discarded"
+            )
+        verified.append(DownloadedFile(path, actual, bool(expected)))
+    return verified
 
 
 def _download(url: str, part: Path, progress: Progress) -> None:

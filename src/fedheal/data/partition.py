@@ -1,8 +1,8 @@
 """Assign training samples to clients.
 
-A domain's training split is shuffled by the seed and the domain's name, and cut into consecutive pieces. Clients of a domain
-never share a sample. The assignment depends neither on other domains nor on the number of rounds, and a client keeps its
-samples when clients are added after it. Label skew and class filling choose from the same shuffled order (see `skew`).
+A domain's training split is shuffled by the seed and the domain's name, and cut into consecutive pieces: clients of a domain
+never share a sample, other domains and the number of rounds do not matter, and a client keeps its samples when clients are
+added after it. Label skew and class filling choose from the same shuffled order (see `skew`).
 """
 
 from __future__ import annotations
@@ -35,22 +35,16 @@ def partition_samples(
     dirichlet: float | None = None,
     class_filling: bool = False,
 ) -> tuple[Client, ...]:
-    """Assign samples to the clients of every domain.
+    """Return the clients of every domain, in the order of `sizes`. Raise ValueError if a domain has too few samples.
 
     Args:
         sizes: Number of training samples of each domain.
         clients: Number of clients of each domain.
         samples: Number of samples per client of each domain.
         seed: Seed of the shuffle.
-        labels: Labels of the training samples; required by `dirichlet` and `class_filling`.
+        labels: Labels of the training samples, for `dirichlet` and `class_filling`.
         dirichlet: Concentration of the label skew; the smaller, the more skewed.
         class_filling: Give every client every class.
-
-    Returns:
-        Clients in the order of `sizes`, with ids "domain-0", "domain-1", ...
-
-    Raises:
-        ValueError: If a domain has too few samples or a number is missing.
 
     >>> two = partition_samples({"street": 10}, {"street": 2}, {"street": 3}, seed=0)
     >>> [client.id for client in two], [len(client.indices) for client in two]

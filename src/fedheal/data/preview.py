@@ -53,9 +53,8 @@ def write_contact_sheets(data: Domains, folder: Path) -> list[Path]:
 
 def count_labels(data: Domains, clients: Sequence[Client]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Return the number of samples of each class that each client holds, `[clients, classes]`."""
-    return np.stack(
-        [np.bincount(data[c.domain].labels[c.indices].numpy(), minlength=len(data.classes)) for c in clients]
-    )
+    labels = [data[client.domain].labels[client.indices].numpy() for client in clients]
+    return np.stack([np.bincount(own, minlength=len(data.classes)) for own in labels])
 
 
 def plot_clients(data: Domains, clients: Sequence[Client]) -> Figure:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,10 @@ class ImageTree:
 
     train: LabelledPaths
     test: LabelledPaths
-    classes: tuple[str, ...]
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(sorted({name for name, _ in (*self.train, *self.test)}))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -41,40 +44,36 @@ class ImageTree:
 def scan_folder(folder: Path) -> ImageTree:
     """List the images of a domain without opening them."""
     names = {name.lower(): name for name in list_subfolders(folder)}
-    train = next((names[name] for name in TRAIN_NAMES if name in names), None)
-    test = next((names[name] for name in TEST_NAMES if name in names), None)
+    train, test = (next((names[n] for n in known if n in names), None) for known in (TRAIN_NAMES, TEST_NAMES))
     if train and test:
-        splits = [_list_by_class(folder / part) for part in (train, test)]
-    else:
-        images = _list_by_class(folder)
-        splits = [
-            tuple(image for i, image in enumerate(images) if (i % 10 < TRAIN_OF_TEN) is for_training)
-            for for_training in (True, False)
-        ]
-    return _make_tree(*splits)
+        return ImageTree(_list_by_class(folder / train), _list_by_class(folder / test))
+    images = list(enumerate(_list_by_class(folder)))
+    return ImageTree(
+        tuple(image for i, image in images if i % 10 < TRAIN_OF_TEN),
+        tuple(image for i, image in images if i % 10 >= TRAIN_OF_TEN),
+    )
 
 
 def read_split_lists(root: Path, train: Path, test: Path) -> ImageTree:
-    """List the images that two text files name.
-
-    Each line is a path below `root`, `<domain>/<class>/<file>`, optionally followed by a number.
-    """
-    return _make_tree(_read_list(root, train), _read_list(root, test))
+    """List the images of two text files with lines of `<domain>/<class>/<file>`, below `root`, and optionally a number."""
+    return ImageTree(_read_list(root, train), _read_list(root, test))
 
 
 def read_image_folder(name: str, tree: ImageTree) -> RawDomain:
     """Return the domain; its images are read on demand."""
-    train, test = (_make_split(part, tree.classes) for part in (tree.train, tree.test))
+    number = {name: i for i, name in enumerate(tree.classes)}
+    train, test = (
+        EncodedImages(
+            [str(p) for _, p in part], np.array([number[c] for c, _ in part], dtype=np.int64), _read_image_file
+        )
+        for part in (tree.train, tree.test)
+    )
     return RawDomain(name, tree.classes, train, test)
 
 
 def list_subfolders(folder: Path) -> list[str]:
     """Return the sorted names of the folders in a folder, without hidden ones."""
     return [name for name, is_folder in _list_entries(folder) if is_folder]
-
-
-def _make_tree(train: LabelledPaths, test: LabelledPaths) -> ImageTree:
-    return ImageTree(train, test, tuple(sorted({name for name, _ in (*train, *test)})))
 
 
 def _read_list(root: Path, path: Path) -> LabelledPaths:
@@ -126,18 +125,13 @@ def _list_entries(folder: Path) -> list[tuple[str, bool]]:
     return sorted(names)
 
 
-def _make_split(images: Sequence[tuple[str, Path]], classes: tuple[str, ...]) -> EncodedImages:
-    number = {name: i for i, name in enumerate(classes)}
-    labels = np.array([number[name] for name, _ in images], dtype=np.int64)
-    return EncodedImages([str(path) for _, path in images], labels, _read_image_file)
-
-
 def _read_image_file(name: str) -> bytes:
+    shown = quote_unprintable(name)
     try:
         if not os.path.isfile(name):  # a pipe would block for ever, and a link may be broken
-            raise UnreadableImageError(f"{quote_unprintable(name)} is not a file")
+            raise UnreadableImageError(f"{shown} is not a file")
         if os.path.getsize(name) > MAX_BYTES:
-            raise UnreadableImageError(f"{quote_unprintable(name)} has more than {MAX_BYTES:,} bytes")
+            raise UnreadableImageError(f"{shown} has more than {MAX_BYTES:,} bytes")
         return Path(name).read_bytes()
     except OSError as error:
-        raise UnreadableImageError(f"{quote_unprintable(name)} cannot be read: {error.strerror}") from error
+        raise UnreadableImageError(f"{shown} cannot be read: {error.strerror}") from error
