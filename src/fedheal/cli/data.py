@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,7 @@ from fedheal.cli.display import make_console
 from fedheal.data import DATASETS, SPECS, DataRequest, find_spec
 from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
-from fedheal.data.download import Progress, download_domain
+from fedheal.data.download import download_domain
 from fedheal.data.export import export_images
 from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
 from fedheal.data.on_disk import build_domains, find_fuller_export, list_missing_domains, open_dataset
@@ -97,6 +97,7 @@ def show_command(
 
     experiment = _make_experiment(data, data_root, allow_missing, words)
     domains = load_domains(experiment)
+    make_folder(out)
     if not clients:
         for path in preview.write_contact_sheets(domains, out):
             typer.echo(f"{path}")
@@ -106,7 +107,6 @@ def show_command(
     for client, counts in zip(partition, preview.count_labels(domains, partition), strict=True):
         table.add_row(client.id, client.domain, str(counts.sum()), *map(str, counts))
     make_console().print(table)
-    make_folder(out)
     path = out / f"{domains.name}-clients.png"
     preview.plot_clients(domains, partition).savefig(path, dpi=150)
     typer.echo(f"{path}")
@@ -127,9 +127,8 @@ def fetch_command(
     spec, request = find_spec(data, DataRequest(data_root))
     root = resolve_root(request.root)
     names = [domain_spec.name for domain_spec in spec.domains]
-    for name in domain or ():
-        if name not in names:
-            raise ValueError(f"domain = {name}: the domains of '{data}' are {', '.join(names)}")
+    for name in set(domain or ()).difference(names):
+        raise ValueError(f"domain = {name}: the domains of '{data}' are {', '.join(names)}")
     errors = []
     for location in locate_domains(spec, root):
         if domain and location.spec.name not in domain:
@@ -138,8 +137,8 @@ def fetch_command(
             typer.echo(f"{location.name} is already on disk: {location.files.folder}")
             continue
         try:
-            with _show_progress() as progress:
-                files = download_domain(location.spec, root, progress, origin)
+            with Live(console=Console(stderr=True), transient=True) as live:
+                files = download_domain(location.spec, root, partial(_show_progress, live), origin)
         except ValueError as error:
             errors.append(str(error))
             continue
@@ -178,9 +177,7 @@ def prepare_command(
 def export_command(
     data: Data,
     out: Annotated[Path | None, typer.Option(help="The file; <data>.export if not given.")] = None,
-    seeds: Annotated[
-        str, typer.Option(help="Seeds of the experiments: a number of seeds (5), a range (0-4) or a list (1,4).")
-    ] = "0-4",
+    seeds: Annotated[str, typer.Option(help="Seeds: a number of them (5), a range (0-4) or a list (1,4).")] = "0-4",
     data_root: Root = None,
     allow_missing: AllowMissing = False,
     words: Words = None,
@@ -198,28 +195,22 @@ def export_command(
         raise ValueError(f"seed={experiment.seed}: set the seeds of an export by --seeds")
     dataset = open_dataset(*find_spec(data, make_data_request(experiment)))
     domains = build_domains(dataset, prepare_data(dataset.inputs))
-    clients = [
-        client
-        for seed in chosen_seeds
-        for client in partition_clients(experiment.model_copy(update={"seed": seed}), domains)
-    ]
+    experiments = [experiment.model_copy(update={"seed": seed}) for seed in chosen_seeds]
+    clients = [client for one in experiments for client in partition_clients(one, domains)]
     path = out or Path(f"{domains.name}.export")
     export_images(dataset, clients, {"seeds": chosen_seeds, "fields": list(words or ())}, path)
     _print_notes(domains.notes)
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen_seeds))}")
 
 
-@contextmanager
-def _show_progress() -> Iterator[Progress]:
-    with Live(console=Console(stderr=True), transient=True) as live:
-        yield lambda name, size, total: live.update(f"{name}: {size:,}{f' of {total:,}' if total else ''}")
+def _show_progress(live: Live, name: str, size: int, total: int) -> None:
+    live.update(f"{name}: {size:,}{f' of {total:,}' if total else ''}")
 
 
 def _report_statuses(name: str, statuses: Sequence[DomainStatus]) -> None:
     table = Table("domain", "state", "layout", "train", "test", "class balance (training)", title=name)
-    for status in statuses:
-        sizes = (f"{status.train:,}", f"{status.test:,}")
-        table.add_row(status.name, status.state, status.layout, *sizes, status.balance)
+    for s in statuses:
+        table.add_row(s.name, s.state, s.layout, f"{s.train:,}", f"{s.test:,}", s.balance)
     make_console().print(table)
     for status in statuses:
         where = f" in {status.folder}" if status.folder else ""

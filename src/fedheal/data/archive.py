@@ -102,7 +102,7 @@ def find_export(root: Path, name: str) -> Path | None:
     for path in sorted(root.glob(f"*{SUFFIX}")):
         try:
             paths += [path] if read_manifest(path).name == name else []
-        except (ValueError, OSError) as error:  # another file may be the right one
+        except ValueError as error:  # another file may be the right one
             _warn_once(str(error))
     if len(paths) > 1:
         raise ValueError(f"{root} has several exports of '{name}': choose one of {', '.join(p.name for p in paths)}")
@@ -116,12 +116,6 @@ def _warn_once(reason: str) -> None:
 
 def read_manifest(path: Path) -> ExportManifest:
     """Return the manifest of an export. Raise ValueError if the file is not one."""
-    status = path.stat()
-    return _read_manifest(path, status.st_size, status.st_mtime_ns)
-
-
-@cache
-def _read_manifest(path: Path, size: int, time: int) -> ExportManifest:
     try:
         with zipfile.ZipFile(path) as file:
             return ExportManifest.model_validate_json(file.read("manifest.json"))
@@ -129,27 +123,22 @@ def _read_manifest(path: Path, size: int, time: int) -> ExportManifest:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path} is not an export that this version can read ({where}: {first['msg']})") from error
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ValueError(f"{path} is not an export that this version can read ({reason})") from error
     except DAMAGE as error:
         raise ValueError(f"{path} is not an export, or is damaged ({error})") from error
 
 
 def verify_fingerprint(path: Path, size: int, decoded: str) -> tuple[str, list[str]]:
-    """Return the fingerprint of the full data set if the images decode as they did at the export, and the notes.
-
-    Otherwise the fingerprint is that of the decoded images.
-    """
+    """Return the fingerprint of the full data set, or of the images if they decode otherwise than at the export; and notes."""
     manifest = read_manifest(path)
-    notes = list(manifest.notes)
     if decoded == manifest.fingerprint:
-        return manifest.identity, notes
-    if size == manifest.size:
-        notes.append(
-            "the exported images decode to other bytes on this machine (another version of Pillow): results are not "
-            "comparable bit by bit"
-        )
-    return decoded, notes
+        return manifest.identity, list(manifest.notes)
+    note = (
+        "the exported images decode to other bytes on this machine (another version of Pillow): results are not comparable "
+        "bit by bit"
+    )
+    return decoded, [*manifest.notes, note] if size == manifest.size else list(manifest.notes)
 
 
 def read_export(path: Path) -> tuple[tuple[str, ...], list[RawDomain]]:
@@ -194,9 +183,8 @@ def _read_split(read: Reader, prefix: str, split: ExportedSplit, labels: Labels)
 def _write_domain(file: zipfile.ZipFile, number: int, domain: RawDomain) -> ExportedDomain:
     assert domain.excerpt is not None
     whole, positions = domain.excerpt.labels, domain.excerpt.positions
-    for name, values, kind in (
-        ("whole", whole, "<u2"), ("positions", positions, "<u4"), ("test.labels", domain.test.labels, "<u2")
-    ):  # fmt: skip
+    members = (("whole", whole, "<u2"), ("positions", positions, "<u4"), ("test.labels", domain.test.labels, "<u2"))
+    for name, values, kind in members:
         _write_member(file, f"{number}/{name}", values.astype(kind).tobytes(), zipfile.ZIP_DEFLATED)
     train = _write_split(file, f"{number}/train", domain.train)
     return ExportedDomain(name=domain.name, train=train, test=_write_split(file, f"{number}/test", domain.test))

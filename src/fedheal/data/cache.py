@@ -106,17 +106,11 @@ class PreparedData:
         return Domain(domain.name, map_split("train", domain.train), map_split("test", domain.test), excerpt=excerpt)
 
 
-def get_cache_folder() -> Path:
-    """Return FEDHEAL_CACHE, or the user's cache folder."""
-    if VARIABLE in os.environ:
-        return Path(os.environ[VARIABLE]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedheal"
-
-
 def prepare_data(inputs: CacheInputs, again: bool = False) -> PreparedData:
     """Return the prepared data set. Make it if it is not in the cache, or if `again` is set."""
     short = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(inputs.name).name)[:40]
-    folder = get_cache_folder() / f"{short}-{inputs.size}-{inputs.key[:16]}"
+    cache = os.environ.get(VARIABLE, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fedheal"))
+    folder = Path(cache).expanduser() / f"{short}-{inputs.size}-{inputs.key[:16]}"
     if again and folder.exists():
         shutil.rmtree(folder)
     if not folder.exists():
@@ -131,12 +125,10 @@ def prepare_data(inputs: CacheInputs, again: bool = False) -> PreparedData:
 def _write_data(inputs: CacheInputs, folder: Path) -> None:
     classes, raw_domains = inputs.read()
     domains = [_write_domain(folder, number, raw, inputs.size) for number, raw in enumerate(raw_domains)]
-    manifest = CacheManifest(
-        format=FORMAT, name=inputs.name, classes=classes, size=inputs.size, domains=domains, fingerprint=""
-    )
-    manifest.fingerprint = fingerprint(
-        Domains(inputs.name, classes, PreparedData(folder, manifest).map_domains(), (), ())
-    )
+    fields = {"name": inputs.name, "classes": classes, "size": inputs.size, "domains": domains}
+    manifest = CacheManifest(format=FORMAT, **fields, fingerprint="")
+    data = Domains(inputs.name, classes, PreparedData(folder, manifest).map_domains(), (), ())
+    manifest.fingerprint = fingerprint(data)
     (folder / "manifest.json").write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 

@@ -13,7 +13,6 @@ from PIL import Image, ImageDraw
 
 from fedheal.data.domains import Domain, Domains
 from fedheal.data.partition import Client
-from fedheal.runs.folder import make_folder
 
 COLUMNS = 12
 MAX_CLASSES = 40  # on a sheet
@@ -44,7 +43,6 @@ def draw_contact_sheet(domain: Domain, classes: Sequence[str]) -> Image.Image:
 
 def write_contact_sheets(data: Domains, folder: Path) -> list[Path]:
     """Write a PNG for each domain and return the paths."""
-    make_folder(folder)
     paths = [folder / f"{data.name}-{domain.name}.png" for domain in data.domains]
     for path, domain in zip(paths, data.domains, strict=True):
         draw_contact_sheet(domain, data.classes).save(path)
