@@ -20,9 +20,14 @@ from fedheal.data import DATASETS, SPECS, DataRequest, find_spec
 from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
 from fedheal.data.download import download_domain
-from fedheal.data.export import export_images
 from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
-from fedheal.data.on_disk import build_domains, find_fuller_export, list_missing_domains, open_dataset
+from fedheal.data.on_disk import (
+    build_domains,
+    export_images,
+    find_fuller_export,
+    list_missing_domains,
+    open_dataset,
+)
 from fedheal.runs.folder import make_folder
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
 from fedheal.simulate.experiment import Experiment, parse_overrides

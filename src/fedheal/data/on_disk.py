@@ -1,19 +1,25 @@
-"""Load data sets from disk as `Domains`."""
+"""Load data sets from disk as `Domains`, and export the images that some experiments use to one archive."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from fedheal.data import archive
 from fedheal.data.cache import CacheInputs, PreparedData, prepare_data
-from fedheal.data.domains import Domain, Domains
+from fedheal.data.domains import Domain, Domains, fingerprint
 from fedheal.data.locate import DomainLocation, explain_missing, locate_domains, resolve_root
+from fedheal.data.partition import Client
 from fedheal.data.readers.folders import list_subfolders
 from fedheal.data.specs import DatasetSpec, DomainSpec, FolderLayout
-from fedheal.data.splits import RawDomain, align_labels, choose_classes
+from fedheal.data.splits import RawDomain, RawExcerpt, align_labels, choose_classes
+from fedheal.runs.folder import make_folder
 
 FOLDER_PREFIX = "folder:"
 FOLDER_NAME = "folder"  # the data set's name in an export of such a folder
@@ -138,10 +144,50 @@ def build_domains(dataset: OnDiskDataset, prepared: PreparedData) -> Domains:
     )
 
 
+def export_images(dataset: OnDiskDataset, clients: Sequence[Client], settings: Mapping[str, Any], out: Path) -> None:
+    """Write the training images that any of the clients holds, and all test images, to `out`."""
+    if dataset.export is not None:
+        raise ValueError(f"{dataset.export} is already an export: copy it")
+    prepared = prepare_data(dataset.inputs)
+    data = build_domains(dataset, prepared)
+    classes, raw_domains = dataset.inputs.read()
+    excerpts = [
+        _make_excerpt(raw, cached.dropped, clients)
+        for raw, cached in zip(raw_domains, prepared.manifest.domains, strict=True)
+    ]
+    exported = replace(data, domains=tuple(_select_images(data[raw.name], raw) for raw in excerpts), identity="")
+    manifest = archive.ExportManifest(
+        name=data.name,
+        classes=classes,
+        identity=data.identity,
+        size=dataset.inputs.size,
+        fingerprint=fingerprint(exported),
+        settings=dict(settings),
+        notes=data.notes,
+    )
+    make_folder(out.parent)
+    archive.write_export(out, manifest, excerpts)
+
+
 def list_missing_domains(spec: DatasetSpec, export: Path) -> list[str]:
     """Return the domains of a data set for which an export has neither images nor a stand-in."""
     present = {domain.name for domain in archive.read_manifest(export).domains}
     return [s.name for s in spec.domains if not {s.name, s.stand_in.name if s.stand_in else ""} & present]
+
+
+def _make_excerpt(raw: RawDomain, dropped: Mapping[str, list[int]], clients: Sequence[Client]) -> RawDomain:
+    """Keep the readable images: all for testing, and those for training that a client holds."""
+    positions = np.unique(np.concatenate([client.indices.numpy() for client in clients if client.domain == raw.name]))
+    train, test = (
+        split.select(np.setdiff1d(np.arange(len(split)), dropped[part])) if dropped[part] else split
+        for part, split in (("train", raw.train), ("test", raw.test))
+    )
+    return replace(raw, train=train.select(positions), test=test, excerpt=RawExcerpt(positions, train.labels))
+
+
+def _select_images(domain: Domain, raw: RawDomain) -> Domain:
+    assert raw.excerpt is not None
+    return Domain(domain.name, domain.select(torch.from_numpy(raw.excerpt.positions)), domain.test)
 
 
 def _note_absent_classes(domains: Sequence[Domain], classes: Sequence[str]) -> list[str]:
