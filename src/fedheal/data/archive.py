@@ -18,20 +18,20 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from zipfile import ZipInfo  # without a date, so that the same images always give the same file
 
 import numpy as np
 from PIL import Image
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from fedheal.data.readers.images import UnreadableImageError
-from fedheal.data.splits import Bytes, EncodedImages, Labels, Pixels, RawDomain, RawExcerpt, RawSplit
+from fedheal.data.splits import EncodedImages, Labels, Pixels, RawDomain, RawExcerpt, RawSplit
 
 log = logging.getLogger("fedheal")
 
 SUFFIX = ".export"
 STRIP = 1000  # images in a PNG, one below the other
 MAX_BYTES = 1 << 28  # of one member
-TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # constant, so that the same images always give the same file
 # Errors that the readers raise on bytes that are not an export.
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, AttributeError, EOFError, IndexError, KeyError, NotImplementedError, TypeError, ValueError
@@ -85,7 +85,7 @@ def write_export(path: Path, manifest: ExportManifest, domains: Sequence[RawDoma
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as file:
             exported = tuple(_write_domain(file, number, domain) for number, domain in enumerate(domains))
             complete = manifest.model_copy(update={"domains": exported})
-            _write_member(file, "manifest.json", complete.model_dump_json(indent=1).encode())
+            file.writestr(ZipInfo("manifest.json"), complete.model_dump_json(indent=1).encode())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -173,10 +173,13 @@ def _read_split(read: Reader, prefix: str, split: ExportedSplit, labels: Labels)
         return EncodedImages(names, labels, read)
     if len(split.shape) not in (2, 3) or min(split.shape) < 1:
         raise ValueError(f"{prefix}: images of shape {split.shape}")
-    strips = [
-        _decode_strip(read(f"{prefix}/{start}.png"), min(STRIP, len(labels) - start), split.shape)
-        for start in range(0, len(labels), STRIP)
-    ]
+    strips = []
+    for start in range(0, len(labels), STRIP):
+        shape = (min(STRIP, len(labels) - start), *split.shape)
+        with Image.open(io.BytesIO(read(f"{prefix}/{start}.png")), formats=("PNG",)) as image:
+            if image.size != (shape[2], shape[0] * shape[1]) or math.prod(shape) > 1 << 30:
+                raise ValueError(f"a strip of {image.size} pixels")
+            strips.append(np.asarray(image).reshape(shape))
     return Pixels(np.concatenate(strips), labels)
 
 
@@ -185,7 +188,7 @@ def _write_domain(file: zipfile.ZipFile, number: int, domain: RawDomain) -> Expo
     whole, positions = domain.excerpt.labels, domain.excerpt.positions
     members = (("whole", whole, "<u2"), ("positions", positions, "<u4"), ("test.labels", domain.test.labels, "<u2"))
     for name, values, kind in members:
-        _write_member(file, f"{number}/{name}", values.astype(kind).tobytes(), zipfile.ZIP_DEFLATED)
+        file.writestr(ZipInfo(f"{number}/{name}"), values.astype(kind).tobytes(), zipfile.ZIP_DEFLATED)
     train = _write_split(file, f"{number}/train", domain.train)
     return ExportedDomain(name=domain.name, train=train, test=_write_split(file, f"{number}/test", domain.test))
 
@@ -195,20 +198,13 @@ def _write_split(file: zipfile.ZipFile, prefix: str, split: RawSplit) -> Exporte
         for start in range(0, len(split), STRIP):
             images, strip = split.array[start : start + STRIP], io.BytesIO()
             Image.fromarray(np.ascontiguousarray(images).reshape(-1, *images.shape[2:])).save(strip, "PNG")
-            _write_member(file, f"{prefix}/{start}.png", strip.getvalue())
+            file.writestr(ZipInfo(f"{prefix}/{start}.png"), strip.getvalue())
         return ExportedSplit(kind="pixels", shape=split.array.shape[1:])
     names = []
     for index, name in enumerate(split.names):
         names.append(f"{index:06d}{Path(name).suffix.lower()}")
-        _write_member(file, f"{prefix}/{names[-1]}", split.read(name))
+        file.writestr(ZipInfo(f"{prefix}/{names[-1]}"), split.read(name))
     return ExportedSplit(kind="files", names=tuple(names))
-
-
-def _decode_strip(data: bytes, count: int, shape: tuple[int, ...]) -> Bytes:
-    with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-        if image.size != (shape[1], count * shape[0]) or math.prod((count, *shape)) > 1 << 30:
-            raise ValueError(f"a strip of {image.size} pixels")
-        return np.asarray(image).reshape(count, *shape)
 
 
 def _make_member_reader(path: Path) -> Reader:
@@ -225,7 +221,3 @@ def _make_member_reader(path: Path) -> Reader:
             raise UnreadableImageError(f"{name} of {path} cannot be read ({error})") from error
 
     return read_member
-
-
-def _write_member(file: zipfile.ZipFile, name: str, data: bytes, method: int = zipfile.ZIP_STORED) -> None:
-    file.writestr(zipfile.ZipInfo(name, TIMESTAMP), data, method)

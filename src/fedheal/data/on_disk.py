@@ -48,11 +48,7 @@ class OnDiskDataset:
 
 
 def multiply_fraction(fraction: float, total: int) -> int:
-    """Return that fraction of a total, rounded down. The fraction counts as the decimal that was written.
-
-    >>> multiply_fraction(0.01, 73_257), multiply_fraction(0.1, 127), multiply_fraction(0.29, 100)
-    (732, 12, 29)
-    """
+    """Return that fraction of a total, rounded down. The fraction counts as the decimal that was written."""
     return int(Fraction(str(fraction)) * total)
 
 
@@ -151,17 +147,25 @@ def export_images(dataset: OnDiskDataset, clients: Sequence[Client], settings: M
     prepared = prepare_data(dataset.inputs)
     data = build_domains(dataset, prepared)
     classes, raw_domains = dataset.inputs.read()
-    excerpts = [
-        _make_excerpt(raw, cached.dropped, clients)
-        for raw, cached in zip(raw_domains, prepared.manifest.domains, strict=True)
-    ]
-    exported = replace(data, domains=tuple(_select_images(data[raw.name], raw) for raw in excerpts), identity="")
+    excerpts, exported = [], []
+    for raw, cached in zip(raw_domains, prepared.manifest.domains, strict=True):
+        positions = np.unique(
+            np.concatenate([client.indices.numpy() for client in clients if client.domain == raw.name])
+        )
+        train, test = (
+            split.select(np.setdiff1d(np.arange(len(split)), cached.dropped[part])) if cached.dropped[part] else split
+            for part, split in (("train", raw.train), ("test", raw.test))
+        )
+        excerpt = RawExcerpt(positions, train.labels)
+        excerpts.append(replace(raw, train=train.select(positions), test=test, excerpt=excerpt))
+        domain = data[raw.name]
+        exported.append(Domain(raw.name, domain.select(torch.from_numpy(positions)), domain.test))
     manifest = archive.ExportManifest(
         name=data.name,
         classes=classes,
         identity=data.identity,
         size=dataset.inputs.size,
-        fingerprint=fingerprint(exported),
+        fingerprint=fingerprint(replace(data, domains=tuple(exported), identity="")),
         settings=dict(settings),
         notes=data.notes,
     )
@@ -173,21 +177,6 @@ def list_missing_domains(spec: DatasetSpec, export: Path) -> list[str]:
     """Return the domains of a data set for which an export has neither images nor a stand-in."""
     present = {domain.name for domain in archive.read_manifest(export).domains}
     return [s.name for s in spec.domains if not {s.name, s.stand_in.name if s.stand_in else ""} & present]
-
-
-def _make_excerpt(raw: RawDomain, dropped: Mapping[str, list[int]], clients: Sequence[Client]) -> RawDomain:
-    """Keep the readable images: all for testing, and those for training that a client holds."""
-    positions = np.unique(np.concatenate([client.indices.numpy() for client in clients if client.domain == raw.name]))
-    train, test = (
-        split.select(np.setdiff1d(np.arange(len(split)), dropped[part])) if dropped[part] else split
-        for part, split in (("train", raw.train), ("test", raw.test))
-    )
-    return replace(raw, train=train.select(positions), test=test, excerpt=RawExcerpt(positions, train.labels))
-
-
-def _select_images(domain: Domain, raw: RawDomain) -> Domain:
-    assert raw.excerpt is not None
-    return Domain(domain.name, domain.select(torch.from_numpy(raw.excerpt.positions)), domain.test)
 
 
 def _note_absent_classes(domains: Sequence[Domain], classes: Sequence[str]) -> list[str]:
@@ -213,11 +202,8 @@ def _note_locations(locations: Sequence[DomainLocation], prepared: PreparedData)
         if location.is_stand_in:
             notes.append(f"{name} stands in for {spec.name}: its results are not results on {spec.name}")
         if spec.train and (domain.train < spec.train or domain.test < spec.test):
-            train, test = (
-                f"{domain.train:,} of {spec.train:,} training",
-                f"{domain.test:,} of {spec.test:,} test images",
-            )
-            notes.append(f"{name}: {train} and {test} on disk")
+            train, test = f"{domain.train:,} of {spec.train:,}", f"{domain.test:,} of {spec.test:,}"
+            notes.append(f"{name}: {train} training and {test} test images on disk")
         if domain.unreadable:
             reasons = _shorten(domain.unreadable, "; ")
             notes.append(f"{name}: {len(domain.unreadable)} image(s) could not be read: {reasons}")

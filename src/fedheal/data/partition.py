@@ -39,29 +39,15 @@ class Client:
 
 
 def partition_samples(
-    sizes: Mapping[str, int],
-    clients: Mapping[str, int],
-    samples: Mapping[str, int],
+    sizes: Mapping[str, int],  # training samples of each domain
+    clients: Mapping[str, int],  # of each domain
+    samples: Mapping[str, int],  # per client of each domain
     seed: int,
-    labels: Mapping[str, torch.Tensor] | None = None,
-    dirichlet: float | None = None,
+    labels: Mapping[str, torch.Tensor] | None = None,  # of the training samples, for `dirichlet` and `class_filling`
+    dirichlet: float | None = None,  # the smaller, the more skewed
     class_filling: bool = False,
 ) -> tuple[Client, ...]:
-    """Return the clients of every domain, in the order of `sizes`. Raise ValueError if a domain has too few samples.
-
-    Args:
-        sizes: Number of training samples of each domain.
-        clients: Number of clients of each domain.
-        samples: Number of samples per client of each domain.
-        seed: Seed of the shuffle.
-        labels: Labels of the training samples, for `dirichlet` and `class_filling`.
-        dirichlet: Concentration of the label skew; the smaller, the more skewed.
-        class_filling: Give every client every class.
-
-    >>> two = partition_samples({"street": 10}, {"street": 2}, {"street": 3}, seed=0)
-    >>> [client.id for client in two], [len(client.indices) for client in two]
-    (['street-0', 'street-1'], [3, 3])
-    """
+    """Return the clients of every domain, in the order of `sizes`. Raise ValueError if a domain has too few samples."""
     assigned: list[Client] = []
     for domain, size in sizes.items():
         count, each = _get_count(clients, domain, "clients"), _get_count(samples, domain, "samples per client")
@@ -102,12 +88,7 @@ def _shuffle(size: int, domain: str, seed: int) -> Ints:
 def assign_by_dirichlet(
     order: Ints, labels: Ints, clients: int, each: int, alpha: float, seed: int, domain: str
 ) -> list[Ints]:
-    """Return each client's samples, taken class by class from `order`, the shuffled positions of the domain.
-
-    >>> order, labels = np.arange(100), np.arange(100) % 2
-    >>> [len(indices) for indices in assign_by_dirichlet(order, labels, 3, 20, 0.1, seed=0, domain="street")]
-    [20, 20, 20]
-    """
+    """Return each client's samples, taken class by class from `order`, the shuffled positions of the domain."""
     classes = int(labels.max()) + 1
     left = [list(order[labels[order] == c]) for c in range(classes)]
     assigned = []
@@ -141,11 +122,8 @@ def assign_with_class_filling(order: Ints, labels: Ints, clients: int, each: int
 
 
 def _draw_shares(uniform: Floats, alpha: float) -> Floats:
-    """Return a sample of the Dirichlet distribution, by inverting the gamma distribution's function in logarithms.
-
-    numpy's own sampler may change its stream between versions; this depends on uniform numbers that do not.
-    """
-    value = gammaincinv(alpha, uniform)
+    """Return a sample of the Dirichlet distribution. numpy's own sampler may change its stream between versions."""
+    value = gammaincinv(alpha, uniform)  # the gamma distribution's function, inverted
     tiny = (np.log(uniform) + gammaln(alpha + 1)) / alpha  # exact where the value is too small to be a number
     with np.errstate(divide="ignore"):
         logs = np.where(value > 1e-200, np.log(value), tiny)

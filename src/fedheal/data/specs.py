@@ -133,10 +133,6 @@ class DatasetSpec:
 
 
 def split_eight_to_two(images: int) -> tuple[int, int]:
-    """Return the sizes of the training and test split that `readers.folders` makes of so many images.
-
-    >>> split_eight_to_two(1123), split_eight_to_two(157)
-    ((899, 224), (127, 30))
-    """
+    """Return the sizes of the training and test split that `readers.folders` makes of so many images."""
     train = images // 10 * folders.TRAIN_OF_TEN + min(images % 10, folders.TRAIN_OF_TEN)
     return train, images - train
