@@ -16,18 +16,12 @@ from rich.table import Table
 from fedheal import models
 from fedheal.campaign.compare import parse_seeds
 from fedheal.cli.display import make_console
-from fedheal.data import DATASETS, SPECS, DataRequest, find_spec
+from fedheal.data import DATASETS, SPECS, DataRequest, find_spec, on_disk
 from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
 from fedheal.data.download import download_domain
 from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
-from fedheal.data.on_disk import (
-    build_domains,
-    export_images,
-    find_fuller_export,
-    list_missing_domains,
-    open_dataset,
-)
+from fedheal.data.specs import DatasetSpec
 from fedheal.runs.folder import make_folder
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
 from fedheal.simulate.experiment import Experiment, parse_overrides
@@ -66,15 +60,14 @@ def check_command(
     """
     if data is None and resolve_root(data_root).is_file():  # an export, which names its data set
         export = resolve_root(data_root)
-        spec = SPECS.get(read_manifest(export).name)
-        raise typer.Exit(_report_export(export, list_missing_domains(spec, export) if spec else []))
+        raise typer.Exit(_report_export(export, SPECS.get(read_manifest(export).name)))
     exit_code = 0
     for name in [data] if data else list(SPECS):
         spec, request = find_spec(name, DataRequest(data_root))
         root = resolve_root(request.root)
-        found_export = find_fuller_export(spec, locate_domains(spec, root), root)
+        found_export = on_disk.find_fuller_export(spec, locate_domains(spec, root), root)
         if found_export is not None:
-            exit_code = max(exit_code, _report_export(found_export, list_missing_domains(spec, found_export)))
+            exit_code = max(exit_code, _report_export(found_export, spec))
             continue
         statuses = inspect_domains(spec, root)
         if data is None and all(status.state == "missing" for status in statuses):
@@ -168,9 +161,9 @@ def prepare_command(
     """
     experiment = _make_experiment(data, data_root, allow_missing, words)
     start = time.monotonic()
-    dataset = open_dataset(*find_spec(data, make_data_request(experiment)))
+    dataset = on_disk.open_dataset(*find_spec(data, make_data_request(experiment)))
     prepared = prepare_data(dataset.inputs, again)
-    domains = build_domains(dataset, prepared)
+    domains = on_disk.build_domains(dataset, prepared)
     for domain in domains.domains:
         typer.echo(f"{domain.name}: {len(domain.train):,} training and {len(domain.test):,} test images")
     _print_notes(domains.notes)
@@ -198,12 +191,12 @@ def export_command(
     experiment = _make_experiment(data, data_root, allow_missing, words)
     if "seed" in parse_overrides(words or ()):
         raise ValueError(f"seed={experiment.seed}: set the seeds of an export by --seeds")
-    dataset = open_dataset(*find_spec(data, make_data_request(experiment)))
-    domains = build_domains(dataset, prepare_data(dataset.inputs))
+    dataset = on_disk.open_dataset(*find_spec(data, make_data_request(experiment)))
+    domains = on_disk.build_domains(dataset, prepare_data(dataset.inputs))
     experiments = [experiment.model_copy(update={"seed": seed}) for seed in chosen_seeds]
     clients = [client for one in experiments for client in partition_clients(one, domains)]
     path = out or Path(f"{domains.name}.export")
-    export_images(dataset, clients, {"seeds": chosen_seeds, "fields": list(words or ())}, path)
+    on_disk.export_images(dataset, clients, {"seeds": chosen_seeds, "fields": list(words or ())}, path)
     _print_notes(domains.notes)
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen_seeds))}")
 
@@ -218,18 +211,18 @@ def _report_statuses(name: str, statuses: Sequence[DomainStatus]) -> None:
         table.add_row(s.name, s.state, s.layout, f"{s.train:,}", f"{s.test:,}", s.balance)
     make_console().print(table)
     for status in statuses:
-        where = f" in {status.folder}" if status.folder else ""
-        detail = f": {status.detail}" if status.detail else ""
+        where, detail = status.folder and f" in {status.folder}", status.detail and f": {status.detail}"
         typer.echo(f"{status.name}: {status.state}{where}{detail}", err=status.state == "damaged")
     typer.echo()
 
 
-def _report_export(export: Path, missing: Sequence[str]) -> int:
+def _report_export(export: Path, spec: DatasetSpec | None) -> int:
     """Print the contents of an export, and return the exit code."""
     manifest = read_manifest(export)
     names = ", ".join(domain.name for domain in manifest.domains)
     typer.echo(f"{manifest.name}: an export, {export}, of {names} for {manifest.settings}")
     read_export(export)  # raises if it is damaged
+    missing = on_disk.list_missing_domains(spec, export) if spec else []
     for name in missing:
         typer.echo(f"{name}: missing in {export}")
     return 1 if missing else 0

@@ -43,12 +43,7 @@ class Dataset:
     about: str
 
 
-@functools.cache
-def _load_embedded_once() -> Domains:
-    """Draw the embedded data once per process. Runs share it; nothing writes to it."""
-    return load_embedded()
-
-
+_load_embedded_once = functools.cache(load_embedded)  # runs of a process share it; nothing writes to it
 DATASETS = {
     "embedded": Dataset(
         lambda _: _load_embedded_once(),
@@ -60,14 +55,9 @@ DATASETS = {
 
 
 def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
-    """Load a data set.
+    """Load a data set: a name of `DATASETS`, "folder:PATH", or "package.module:function".
 
-    Args:
-        name: A name of `DATASETS`, "folder:PATH", or "package.module:function".
-        request: Where to find it and what may be missing; only for data sets that are read from disk.
-
-    Raises:
-        ValueError: If there is no such data set, or it is missing or damaged.
+    The request says where it is on disk and what may be missing. Raise ValueError if it is unknown, missing or damaged.
     """
     request = request or DataRequest()
     if name.startswith(FOLDER_PREFIX):

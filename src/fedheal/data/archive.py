@@ -21,11 +21,13 @@ from typing import Annotated, Any, Literal
 from zipfile import ZipInfo  # without a date, so that the same images always give the same file
 
 import numpy as np
+import torch
 from PIL import Image
 from pydantic import AfterValidator, BaseModel, ValidationError
 
+from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import UnreadableImageError
-from fedheal.data.splits import EncodedImages, Labels, Pixels, RawDomain, RawExcerpt, RawSplit
+from fedheal.data.splits import EncodedImages, Labels, Pixels, RawDomain, RawSplit
 
 log = logging.getLogger("fedheal")
 
@@ -162,7 +164,9 @@ def _read_domain(read: Reader, number: int, domain: ExportedDomain, classes: tup
         raise ValueError(f"labels of '{domain.name}'")
     train = _read_split(read, f"{number}/train", domain.train, all_labels[positions])
     test = _read_split(read, f"{number}/test", domain.test, test_labels)
-    return RawDomain(domain.name, classes, train, test, excerpt=RawExcerpt(positions, all_labels))
+    return RawDomain(
+        domain.name, classes, train, test, Excerpt(torch.from_numpy(positions), torch.from_numpy(all_labels))
+    )
 
 
 def _read_split(read: Reader, prefix: str, split: ExportedSplit, labels: Labels) -> RawSplit:
@@ -185,7 +189,7 @@ def _read_split(read: Reader, prefix: str, split: ExportedSplit, labels: Labels)
 
 def _write_domain(file: zipfile.ZipFile, number: int, domain: RawDomain) -> ExportedDomain:
     assert domain.excerpt is not None
-    whole, positions = domain.excerpt.labels, domain.excerpt.positions
+    whole, positions = domain.excerpt.labels.numpy(), domain.excerpt.positions.numpy()
     members = (("whole", whole, "<u2"), ("positions", positions, "<u4"), ("test.labels", domain.test.labels, "<u2"))
     for name, values, kind in members:
         file.writestr(ZipInfo(f"{number}/{name}"), values.astype(kind).tobytes(), zipfile.ZIP_DEFLATED)

@@ -149,8 +149,8 @@ def _write_domain(folder: Path, number: int, raw: RawDomain, size: int) -> Cache
     if raw.excerpt is not None:
         if unreadable:
             raise ValueError(f"the export is damaged: {unreadable[0]}")
-        _write_integers(folder / f"{number}.positions", raw.excerpt.positions)
-        _write_integers(folder / f"{number}.whole", raw.excerpt.labels)
+        _write_integers(folder / f"{number}.positions", raw.excerpt.positions.numpy())
+        _write_integers(folder / f"{number}.whole", raw.excerpt.labels.numpy())
         whole = len(raw.excerpt.labels)
     return CachedDomain(name=raw.name, **counts, whole=whole, dropped=dropped, unreadable=unreadable)
 

@@ -50,11 +50,7 @@ def resolve_root(data_root: str | None) -> Path:
             "`fedheal data`)"
         )
     root = Path(value).expanduser()
-    try:
-        exists = root.exists()
-    except OSError:  # a link to itself, a name that is too long
-        exists = False
-    if not exists or not value.isprintable():
+    if not os.path.exists(root) or not value.isprintable():  # Path.exists raises if a name is too long
         raise ValueError(f"{'data_root' if data_root else VARIABLE} = {value!r}: there is no such folder")
     return root
 

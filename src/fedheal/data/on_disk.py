@@ -13,12 +13,12 @@ import torch
 
 from fedheal.data import archive
 from fedheal.data.cache import CacheInputs, PreparedData, prepare_data
-from fedheal.data.domains import Domain, Domains, fingerprint
+from fedheal.data.domains import Domain, Domains, Excerpt, fingerprint
 from fedheal.data.locate import DomainLocation, explain_missing, locate_domains, resolve_root
 from fedheal.data.partition import Client
 from fedheal.data.readers.folders import list_subfolders
 from fedheal.data.specs import DatasetSpec, DomainSpec, FolderLayout
-from fedheal.data.splits import RawDomain, RawExcerpt, align_labels, choose_classes
+from fedheal.data.splits import RawDomain, align_labels, choose_classes
 from fedheal.runs.folder import make_folder
 
 FOLDER_PREFIX = "folder:"
@@ -156,10 +156,9 @@ def export_images(dataset: OnDiskDataset, clients: Sequence[Client], settings: M
             split.select(np.setdiff1d(np.arange(len(split)), cached.dropped[part])) if cached.dropped[part] else split
             for part, split in (("train", raw.train), ("test", raw.test))
         )
-        excerpt = RawExcerpt(positions, train.labels)
+        excerpt, domain = Excerpt(torch.from_numpy(positions), torch.from_numpy(train.labels)), data[raw.name]
         excerpts.append(replace(raw, train=train.select(positions), test=test, excerpt=excerpt))
-        domain = data[raw.name]
-        exported.append(Domain(raw.name, domain.select(torch.from_numpy(positions)), domain.test))
+        exported.append(Domain(raw.name, domain.select(excerpt.positions), domain.test))
     manifest = archive.ExportManifest(
         name=data.name,
         classes=classes,

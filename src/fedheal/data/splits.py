@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import decode_image
 
 Labels = npt.NDArray[np.int64]
@@ -58,14 +59,6 @@ RawSplit = Pixels | EncodedImages
 
 
 @dataclass(frozen=True)
-class RawExcerpt:
-    """Marks a training split as an excerpt: the positions of its images in the full split, and the full split's labels."""
-
-    positions: Labels  # ascending
-    labels: Labels
-
-
-@dataclass(frozen=True)
 class RawDomain:
     """One domain as distributed; labels index its own classes."""
 
@@ -73,7 +66,7 @@ class RawDomain:
     classes: tuple[str, ...]
     train: RawSplit
     test: RawSplit
-    excerpt: RawExcerpt | None = None
+    excerpt: Excerpt | None = None
 
 
 def choose_classes(domains: Sequence[RawDomain], fixed: tuple[str, ...], rule: str, data: str) -> tuple[str, ...]:

@@ -6,8 +6,8 @@
 - `display`: noisy seven-segment displays whose unlit segments show; few samples, unlike anything else here.
 
 The first two are large and easy and dominate an average by sample count; the last is small and suffers from it. The images
-are computed at load time in integer arithmetic, so their bytes are the same everywhere; `FINGERPRINT` pins them. The
-glyphs come from `glyphs.npz` (made by `tools/make_glyph_atlas.py`; families and licences are in `glyphs.json`).
+are computed in integer arithmetic, so their bytes are the same everywhere; `FINGERPRINT` pins them. The glyphs come from
+`glyphs.npz` (made by `tools/make_glyph_atlas.py`; families and licences are in `glyphs.json`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,12 @@ from fedheal.data.domains import Domain, Domains, Split, fingerprint
 from fedheal.data.embedded import scenes
 from fedheal.data.embedded.stable_random import Ints, draw_integers
 
-# The default federation, per domain in the order handwritten, print, street, display.
-CLIENTS_PER_DOMAIN = (3, 3, 3, 3)
-SAMPLES_PER_CLIENT = (400, 400, 300, 80)
-
 TRAIN_SIZE = {"print": 1500, "street": 1500, "display": 400}
 TEST_SIZE = 500
 WRITERS_BOUNDARY = 1287  # handwritten: the fixed order of digits that every writer copied restarts here
 
 # The displays of the test split are bolder and more slanted than any of the training split.
-STYLE = {
-    "train": scenes.SegmentStyle(half_thickness=(500, 760), slant=(0, 40)),
-    "test": scenes.SegmentStyle(half_thickness=(761, 900), slant=(41, 50)),
-}
+STYLE = {"train": ((500, 760), (0, 40)), "test": ((761, 900), (41, 50))}  # half thickness, slant
 
 FINGERPRINT = "6560c4cc84828a5bfe3f78aa31c065d56d0eb9a5c0cd78d43440589b3e171eb9"
 
@@ -61,10 +54,10 @@ def draw_embedded() -> Domains:
             _draw_handwritten(),
             _draw_domain("print", lambda labels, part, name: scenes.draw_print(labels, _load_glyphs(part), name)),
             _draw_domain("street", lambda labels, part, name: scenes.draw_street(labels, _load_glyphs(part), name)),
-            _draw_domain("display", lambda labels, part, name: scenes.draw_display(labels, STYLE[part], name)),
+            _draw_domain("display", lambda labels, part, name: scenes.draw_display(labels, *STYLE[part], name)),
         ),
-        clients_per_domain=CLIENTS_PER_DOMAIN,
-        samples_per_client=SAMPLES_PER_CLIENT,
+        clients_per_domain=(3, 3, 3, 3),
+        samples_per_client=(400, 400, 300, 80),
     )
 
 

@@ -6,26 +6,17 @@ integers (see `raster`). Values drawn as [n, 1, 1] are one for each image.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from fedheal.data.embedded.raster import ONE, blend, blur, make_pixel_grid, rotate, sample_bilinear, shrink
 from fedheal.data.embedded.stable_random import Ints, draw_integers
 
 SIZE = 32
+Range = tuple[int, int]  # to draw from for every image
 
 # Segments lit by each digit, in the usual order a (top), b, c (right), d (bottom), e, f (left), g (middle).
 _LIT = "1111110 0110000 1101101 1111001 0110011 1011011 1011111 1110000 1111111 1111011"
 SEGMENTS = np.array([[int(lit) for lit in digit] for digit in _LIT.split()], dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class SegmentStyle:
-    """The look of the segments of a display; each field is a range to draw from for every image."""
-
-    half_thickness: tuple[int, int]  # in 1/512 pixel
-    slant: tuple[int, int]  # tangent, in 1/256
 
 
 def draw_handwritten(pixels: Ints) -> Ints:
@@ -64,16 +55,17 @@ def draw_street(labels: Ints, glyphs: Ints, name: str) -> Ints:
     return blend(image, blur(blur(image)), focus) + _draw_noise(name, n, 24)
 
 
-def draw_display(labels: Ints, style: SegmentStyle, name: str) -> Ints:
-    """Draw seven-segment displays (dark on a light liquid crystal) whose unlit segments show: only contrast tells digits."""
+def draw_display(labels: Ints, half_thickness: Range, slant: Range, name: str) -> Ints:
+    """Draw seven-segment displays whose unlit segments show. Half thickness is in 1/512 pixel, slant a tangent in 1/256."""
     n = len(labels)
     x, y = rotate(*make_pixel_grid(2 * SIZE), draw_integers(f"{name}/slope", -8, 8, n, 1, 1))
-    x = x + y * draw_integers(f"{name}/slant", *style.slant, n, 1, 1) // ONE
+    x = x + y * draw_integers(f"{name}/slant", *slant, n, 1, 1) // ONE
     x = x + draw_integers(f"{name}/x", -4, 4, n, 1, 1) * ONE
     y = y + draw_integers(f"{name}/y", -4, 4, n, 1, 1) * ONE
-    segments = _draw_segments(x, y, style, name)
+    segments = _draw_segments(x, y, half_thickness, name)
     lit = shrink((segments * SEGMENTS[labels][:, :, None, None]).max(axis=1), 2)
     ghost = shrink(segments.max(axis=1), 2)
+    # Dark on a light liquid crystal.
     panel = draw_integers(f"{name}/back", 120, 170, n, 1, 1, 1) + draw_integers(
         f"{name}/back-tint", -12, 12, n, 3, 1, 1
     )
@@ -87,7 +79,7 @@ def _draw_noise(name: str, n: int, amount: int) -> Ints:
     return draw_integers(f"{name}/grain", -amount, amount, n, 3, SIZE, SIZE)
 
 
-def _place_glyphs(name: str, n: int, *, zoom: tuple[int, int], slope: int) -> tuple[Ints, Ints]:
+def _place_glyphs(name: str, n: int, *, zoom: Range, slope: int) -> tuple[Ints, Ints]:
     """Return the glyph coordinates of each pixel: moved by up to 3 pixels, rotated, and scaled by ONE / zoom."""
     x, y = make_pixel_grid(SIZE)
     x = x + draw_integers(f"{name}/x", -3 * ONE, 3 * ONE, n, 1, 1)
@@ -136,12 +128,12 @@ def _draw_clutter(name: str, n: int) -> Ints:
     return clutter
 
 
-def _draw_segments(x: Ints, y: Ints, style: SegmentStyle, name: str) -> Ints:
+def _draw_segments(x: Ints, y: Ints, half_thickness: Range, name: str) -> Ints:
     """Return the seven segments, 0 or 255, as [n, 7, H, W]: bars with pointed ends, in double resolution."""
     n = len(x)
     wide = draw_integers(f"{name}/wide", 9 * ONE, 13 * ONE, n, 1, 1)  # half the digit's width
     tall = draw_integers(f"{name}/tall", 10 * ONE, 12 * ONE, n, 1, 1)  # half of one of its two storeys
-    half = draw_integers(f"{name}/thick", *style.half_thickness, n, 1, 1)
+    half = draw_integers(f"{name}/thick", *half_thickness, n, 1, 1)
     bars = []
     for level, column in ((-2, 0), (-1, 1), (1, 1), (2, 0), (1, -1), (-1, -1), (0, 0)):
         u, v = np.abs(x - column * wide), np.abs(y - level * tall)
