@@ -97,8 +97,9 @@ def show_command(
     domains = load_domains(experiment)
     make_folder(out)
     if not clients:
-        for path in preview.write_contact_sheets(domains, out):
-            typer.echo(f"{path}")
+        for domain in domains.domains:
+            preview.draw_contact_sheet(domain, domains.classes).save(out / f"{domains.name}-{domain.name}.png")
+            typer.echo(f"{out / f'{domains.name}-{domain.name}.png'}")
         return
     partition = partition_clients(experiment, domains)
     table = Table("client", "domain", "samples", *domains.classes)
@@ -166,7 +167,8 @@ def prepare_command(
     domains = on_disk.build_domains(dataset, prepared)
     for domain in domains.domains:
         typer.echo(f"{domain.name}: {len(domain.train):,} training and {len(domain.test):,} test images")
-    _print_notes(domains.notes)
+    for note in domains.notes:
+        typer.echo(f"Note: {note}.")
     typer.echo(f"fingerprint {domains.identity}")
     typer.echo(f"{prepared.folder} ({time.monotonic() - start:.1f} s)")
 
@@ -197,7 +199,8 @@ def export_command(
     clients = [client for one in experiments for client in partition_clients(one, domains)]
     path = out or Path(f"{domains.name}.export")
     on_disk.export_images(dataset, clients, {"seeds": chosen_seeds, "fields": list(words or ())}, path)
-    _print_notes(domains.notes)
+    for note in domains.notes:
+        typer.echo(f"Note: {note}.")
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen_seeds))}")
 
 
@@ -235,8 +238,3 @@ def _make_experiment(data: str, root: str | None, allow_missing: bool, words: li
     for key in fields.keys() & overrides.keys():
         raise ValueError(f"'{key}' is given twice: {fields[key]} and {key}={overrides[key]}")
     return Experiment.of(fields | overrides)
-
-
-def _print_notes(notes: tuple[str, ...]) -> None:
-    for note in notes:
-        typer.echo(f"Note: {note}.")

@@ -1,8 +1,7 @@
 """Data sets by name, and data of your own.
 
 A data set is a `Domains`: the same classes in several domains. Those of the paper and some others are read from disk by name.
-Your own are image folders ("folder:PATH") or a function named by its import path, "package.module:function", that takes no
-arguments and returns a `Domains`.
+Your own are image folders ("folder:PATH") or a function without arguments that returns a `Domains` ("package.module:function").
 """
 
 from __future__ import annotations

@@ -29,8 +29,6 @@ from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import UnreadableImageError
 from fedheal.data.splits import EncodedImages, Labels, Pixels, RawDomain, RawSplit
 
-log = logging.getLogger("fedheal")
-
 SUFFIX = ".export"
 STRIP = 1000  # images in a PNG, one below the other
 MAX_BYTES = 1 << 28  # of one member
@@ -113,7 +111,7 @@ def find_export(root: Path, name: str) -> Path | None:
 
 @cache
 def _warn_once(reason: str) -> None:
-    log.warning("%s: ignored", reason)
+    logging.getLogger("fedheal").warning("%s: ignored", reason)
 
 
 def read_manifest(path: Path) -> ExportManifest:

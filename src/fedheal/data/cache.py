@@ -34,7 +34,6 @@ from fedheal.version import __version__
 FORMAT: Literal["fedheal-prepared-1"] = "fedheal-prepared-1"
 VARIABLE = "FEDHEAL_CACHE"
 UNFINISHED = ".making-"
-SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,9 @@ def prepare_data(inputs: CacheInputs, again: bool = False) -> PreparedData:
 def _write_data(inputs: CacheInputs, folder: Path) -> None:
     classes, raw_domains = inputs.read()
     domains = [_write_domain(folder, number, raw, inputs.size) for number, raw in enumerate(raw_domains)]
-    fields = {"name": inputs.name, "classes": classes, "size": inputs.size, "domains": domains}
-    manifest = CacheManifest(format=FORMAT, **fields, fingerprint="")
+    manifest = CacheManifest(
+        format=FORMAT, name=inputs.name, classes=classes, size=inputs.size, domains=domains, fingerprint=""
+    )
     data = Domains(inputs.name, classes, PreparedData(folder, manifest).map_domains(), (), ())
     manifest.fingerprint = fingerprint(data)
     (folder / "manifest.json").write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -181,7 +181,7 @@ def _create_atomically(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for leftover in folder.parent.glob(f"{UNFINISHED}*"):  # of processes that were killed more than a day ago
             with suppress(FileNotFoundError):  # its process may finish just now
-                if time.time() - leftover.stat().st_mtime > SECONDS_PER_DAY:
+                if time.time() - leftover.stat().st_mtime > 86_400:
                     shutil.rmtree(leftover, ignore_errors=True)
         temporary = Path(mkdtemp(prefix=UNFINISHED, dir=folder.parent))
     except OSError as error:

@@ -74,7 +74,6 @@ class Domains:
     notes: tuple[str, ...] = ()  # for readers of a result, e.g. that a domain is missing
 
     def __getitem__(self, name: str) -> Domain:
-        """Return the domain of that name."""
         domains = {domain.name: domain for domain in self.domains}
         if name not in domains:
             raise KeyError(f"the data set {self.name} has no domain {name!r}; it has {', '.join(domains)}")
@@ -128,10 +127,7 @@ def _require_type(value: object, types: tuple[type, ...], where: str) -> None:
 
 
 def fingerprint(domains: Domains) -> str:
-    """Return the SHA-256 of names, classes, shapes, image bytes and labels.
-
-    It depends neither on the platform (labels are hashed as little-endian 64-bit integers) nor on the clients.
-    """
+    """Return the SHA-256 of names, classes, shapes, image bytes and labels: the same on every platform, for any clients."""
     if domains.identity:
         return domains.identity
     digest = hashlib.sha256("\n".join((domains.name, *domains.classes)).encode())

@@ -93,8 +93,8 @@ def _inspect_domain(location: DomainLocation, root: Path) -> DomainStatus:
     counts = np.bincount(raw.train.labels, minlength=len(raw.classes))
     low, high = (f"{counts[c]:,} ({raw.classes[c]})" for c in (counts.argmin(), counts.argmax()))
     balance = f"{low} to {high} in {len(raw.classes)} classes"
-    sizes = len(raw.train), len(raw.test)
-    return DomainStatus(files.name, state, files.layout, str(files.folder), *sizes, balance, detail)
+    found = files.name, state, files.layout, str(files.folder)
+    return DomainStatus(*found, len(raw.train), len(raw.test), balance, detail)
 
 
 def _locate_domain(domain: DomainSpec, root: Path, classes: tuple[str, ...]) -> DomainLocation:

@@ -23,7 +23,6 @@ from fedheal.runs.folder import make_folder
 
 FOLDER_PREFIX = "folder:"
 FOLDER_NAME = "folder"  # the data set's name in an export of such a folder
-FOLDER_SIZE = 32
 MAX_LISTED = 3  # items in a note
 
 
@@ -70,7 +69,7 @@ def make_folder_spec(name: str) -> DatasetSpec:
     if not domains:
         raise ValueError(f"data = {name!r}: {path} has no subfolders; it must contain <domain>/<class>/...")
     specs = tuple(DomainSpec(n, train=0, test=0, folders=(n,), layouts=(FolderLayout(),), home="") for n in domains)
-    return DatasetSpec(FOLDER_NAME, "your own image folders", specs, size=FOLDER_SIZE, clients=5, fraction=0.0)
+    return DatasetSpec(FOLDER_NAME, "your own image folders", specs, size=32, clients=5, fraction=0.0)
 
 
 def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,14 +38,6 @@ def draw_contact_sheet(domain: Domain, classes: Sequence[str]) -> Image.Image:
             picture = Image.fromarray(domain.train.images[index].numpy().transpose(1, 2, 0))
             sheet.paste(picture.resize((tile, tile), resampling), (MARGIN + column * (tile + 2), top))
     return sheet
-
-
-def write_contact_sheets(data: Domains, folder: Path) -> list[Path]:
-    """Write a PNG for each domain and return the paths."""
-    paths = [folder / f"{data.name}-{domain.name}.png" for domain in data.domains]
-    for path, domain in zip(paths, data.domains, strict=True):
-        draw_contact_sheet(domain, data.classes).save(path)
-    return paths
 
 
 def count_labels(data: Domains, clients: Sequence[Client]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

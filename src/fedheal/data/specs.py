@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedheal.data.readers import folders, parquet
-from fedheal.data.splits import RawDomain
+from fedheal.data.splits import EncodedImages, Pixels, RawDomain
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class DomainFiles:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A fixed set of files; `files` lists the accepted names of each."""
+    """A fixed set of files, first those of the training split; `files` lists the accepted names of each."""
 
     name: str
     files: tuple[tuple[str, ...], ...]
-    reader: Callable[[str, Sequence[Path]], RawDomain]
+    classes: tuple[str, ...]
+    read_split: Callable[..., Pixels]  # of the paths of one split
 
     @property
     def looks_for(self) -> str:
@@ -45,7 +47,11 @@ class FileLayout:
         if len(paths) < len(candidates):
             missing = [str(folder / n[0]) for n, path in zip(self.files, candidates, strict=True) if path is None]
             return missing if paths else []
-        return DomainFiles(name, self.name, folder, tuple(paths), read=lambda: self.reader(name, paths))
+        return DomainFiles(name, self.name, folder, tuple(paths), partial(self._read, name, paths))
+
+    def _read(self, name: str, paths: Sequence[Path]) -> RawDomain:
+        half = len(paths) // 2
+        return RawDomain(name, self.classes, self.read_split(*paths[:half]), self.read_split(*paths[half:]))
 
 
 @dataclass(frozen=True)
@@ -62,13 +68,15 @@ class FolderLayout:
             return []
         lists = [folder.parent / f"{name}_{part}.txt" for part in ("train", "test")]
         if self.has_split_lists and all(path.is_file() for path in lists):
-            tree = folders.read_split_lists(folder.parent, *lists)
+            domain = folders.read_split_lists(name, folder.parent, *lists)
         else:
-            tree = folders.scan_folder(folder)
-        missing = [str(folder / name) for name in self.classes if name not in tree.classes]
-        if missing or not tree.classes:
+            domain = folders.scan_folder(name, folder)
+        missing = [str(folder / label) for label in self.classes if label not in domain.classes]
+        if missing or not domain.classes:
             return missing if len(missing) < len(self.classes) else []
-        return DomainFiles(name, "image folders", folder, tree.files, lambda: folders.read_image_folder(name, tree))
+        images = (domain.train, domain.test)
+        paths = tuple(Path(image) for split in images if isinstance(split, EncodedImages) for image in split.names)
+        return DomainFiles(name, "image folders", folder, paths, lambda: domain)
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class HubDataset:
     def locate(self, name: str, root: Path, classes: tuple[str, ...]) -> DomainFiles | None:
         folder = self.folder(root)
         paths = parquet.find_parquet_files(folder, self.files)
-        read = lambda: parquet.read_parquet_domain(name, paths, self.domain, classes)  # noqa: E731
+        read = partial(parquet.read_parquet_domain, name, paths, self.domain, classes)
         return DomainFiles(name, "Parquet", folder, paths, read) if paths else None
 
 

@@ -6,16 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from fedheal.data.readers.idx import read_idx_images
 from fedheal.data.readers.libsvm import read_libsvm_images
 from fedheal.data.readers.mat import read_mat_images
 from fedheal.data.specs import DatasetSpec, DomainSpec, FileLayout, FolderLayout, HubDataset, WebFile
-from fedheal.data.splits import Pixels, RawDomain
 
 CLASSES = tuple(str(digit) for digit in range(10))
 TEN = len(CLASSES)
@@ -23,44 +20,15 @@ CSIE = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass"
 STANFORD = "http://ufldl.stanford.edu/housenumbers"
 GANIN = "http://yaroslav.ganin.net"
 
-
-def _read_idx_domain(name: str, paths: Sequence[Path]) -> RawDomain:
-    train, train_labels, test, test_labels = paths
-    return RawDomain(name, CLASSES, read_idx_images(train, train_labels, TEN), read_idx_images(test, test_labels, TEN))
-
-
-def _make_layout(
-    kind: str, train: tuple[str, ...], test: tuple[str, ...], read: Callable[[Path], Pixels]
-) -> FileLayout:
-    """Return the layout of a domain whose splits are one file each."""
-    return FileLayout(kind, (train, test), lambda name, paths: RawDomain(name, CLASSES, *map(read, paths)))
-
-
-IDX = FileLayout(
-    "idx",
-    tuple(
-        (
-            f"{name}-idx{rank}-ubyte.gz",
-            f"{name}-idx{rank}-ubyte",
-            f"{name}.idx{rank}-ubyte",
-            f"{name}.idx{rank}-ubyte.gz",
-        )
-        for name, rank in (("train-images", 3), ("train-labels", 1), ("t10k-images", 3), ("t10k-labels", 1))
-    ),
-    _read_idx_domain,
-)
-LIBSVM = _make_layout(
-    "LIBSVM text", ("usps.bz2", "usps"), ("usps.t.bz2", "usps.t"), partial(read_libsvm_images, classes=TEN)
-)
-SVHN_MAT = _make_layout(
-    "MATLAB", ("train_32x32.mat",), ("test_32x32.mat",), partial(read_mat_images, classes=TEN, zero_is_ten=True)
-)
-SYN_MAT = _make_layout(
-    "MATLAB",
-    ("synth_train_32x32.mat",),
-    ("synth_test_32x32.mat",),
-    partial(read_mat_images, classes=TEN, zero_is_ten=False),
-)
+IDX_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+IDX_SPELLINGS = tuple((f"{n}.gz", n, n.replace("-idx", ".idx"), f"{n.replace('-idx', '.idx')}.gz") for n in IDX_NAMES)
+USPS_FILES = (("usps.bz2", "usps"), ("usps.t.bz2", "usps.t"))
+SVHN_FILES = (("train_32x32.mat",), ("test_32x32.mat",))
+SYN_FILES = (("synth_train_32x32.mat",), ("synth_test_32x32.mat",))
+IDX = FileLayout("idx", IDX_SPELLINGS, CLASSES, partial(read_idx_images, classes=TEN))
+LIBSVM = FileLayout("LIBSVM text", USPS_FILES, CLASSES, partial(read_libsvm_images, classes=TEN))
+SVHN_MAT = FileLayout("MATLAB", SVHN_FILES, CLASSES, partial(read_mat_images, classes=TEN, zero_is_ten=True))
+SYN_MAT = FileLayout("MATLAB", SYN_FILES, CLASSES, partial(read_mat_images, classes=TEN, zero_is_ten=False))
 FOLDER_PER_DIGIT = FolderLayout(CLASSES, "{train,val}/<digit>/*.png")
 
 MNIST = DomainSpec(

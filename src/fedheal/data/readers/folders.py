@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -22,53 +20,35 @@ TRAIN_OF_TEN = 8  # of every ten images
 MAX_DEPTH = 16  # folders below a class
 MAX_BYTES = 1 << 28  # of one image file
 
-LabelledPaths = tuple[tuple[str, Path], ...]  # (class, image file)
+LabelledPaths = list[tuple[str, Path]]  # (class, image file)
 
 
-@dataclass(frozen=True)
-class ImageTree:
-    """The image files of a domain, in order, for each split."""
-
-    train: LabelledPaths
-    test: LabelledPaths
-
-    @cached_property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(sorted({name for name, _ in (*self.train, *self.test)}))
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(path for _, path in (*self.train, *self.test))
-
-
-def scan_folder(folder: Path) -> ImageTree:
-    """List the images of a domain without opening them."""
+def scan_folder(name: str, folder: Path) -> RawDomain:
+    """List the images of a domain; they are read on demand."""
     names = {name.lower(): name for name in list_subfolders(folder)}
     train, test = (next((names[n] for n in known if n in names), None) for known in (TRAIN_NAMES, TEST_NAMES))
     if train and test:
-        return ImageTree(_list_by_class(folder / train), _list_by_class(folder / test))
+        return _make_domain(name, _list_by_class(folder / train), _list_by_class(folder / test))
     images = list(enumerate(_list_by_class(folder)))
-    return ImageTree(
-        tuple(image for i, image in images if i % 10 < TRAIN_OF_TEN),
-        tuple(image for i, image in images if i % 10 >= TRAIN_OF_TEN),
-    )
+    train_images = [image for i, image in images if i % 10 < TRAIN_OF_TEN]
+    return _make_domain(name, train_images, [image for i, image in images if i % 10 >= TRAIN_OF_TEN])
 
 
-def read_split_lists(root: Path, train: Path, test: Path) -> ImageTree:
+def read_split_lists(name: str, root: Path, train: Path, test: Path) -> RawDomain:
     """List the images of two text files with lines of `<domain>/<class>/<file>`, below `root`, and optionally a number."""
-    return ImageTree(_read_list(root, train), _read_list(root, test))
+    return _make_domain(name, _read_list(root, train), _read_list(root, test))
 
 
-def read_image_folder(name: str, tree: ImageTree) -> RawDomain:
-    """Return the domain; its images are read on demand."""
-    number = {name: i for i, name in enumerate(tree.classes)}
+def _make_domain(name: str, *splits: LabelledPaths) -> RawDomain:
+    classes = tuple(sorted({label for split in splits for label, _ in split}))
+    number = {label: i for i, label in enumerate(classes)}
     train, test = (
         EncodedImages(
-            [str(p) for _, p in part], np.array([number[c] for c, _ in part], dtype=np.int64), _read_image_file
+            [str(path) for _, path in split], np.array([number[c] for c, _ in split], np.int64), _read_image_file
         )
-        for part in (tree.train, tree.test)
+        for split in splits
     )
-    return RawDomain(name, tree.classes, train, test)
+    return RawDomain(name, classes, train, test)
 
 
 def list_subfolders(folder: Path) -> list[str]:
@@ -89,11 +69,11 @@ def _read_list(root: Path, path: Path) -> LabelledPaths:
             raise ValueError(f"line {number} of {path} is not <domain>/<class>/<file>")
         if words and (root / words[0]).is_file():
             images.append((parts[1], root / words[0]))
-    return tuple(images)
+    return images
 
 
 def _list_by_class(folder: Path) -> LabelledPaths:
-    return tuple((name, path) for name in list_subfolders(folder) for path in _list_images(folder / name, (folder,)))
+    return [(name, path) for name in list_subfolders(folder) for path in _list_images(folder / name, (folder,))]
 
 
 def _list_images(folder: Path, parents: tuple[Path, ...]) -> list[Path]:

@@ -69,7 +69,8 @@ def read_parquet_domain(name: str, paths: Sequence[Path], domain: str, classes: 
         order = np.argsort(images[0].labels, kind="stable")
         is_train = np.arange(len(order)) % 10 < TRAIN_OF_TEN
         images = [images[0].select(order[is_train]), images[0].select(order[~is_train])]
-    return RawDomain(name, classes, *images)
+    train, test = images
+    return RawDomain(name, classes, train, test)
 
 
 def _read_table(path: Path, domain: str) -> LabelTable:
@@ -118,7 +119,8 @@ def _read_domains(path: Path, array: Any, names: tuple[str, ...]) -> list[str]:
     numbers = [value for value in values if isinstance(value, int)]
     if names and numbers and not 0 <= min(numbers) <= max(numbers) < len(names):
         raise ValueError(f"{path} has domains from {min(numbers)} to {max(numbers)} for {len(names)} names")
-    return ["" if v is None else names[v] if names and isinstance(v, int) else str(v) for v in values]
+    named = [names[value] if names and isinstance(value, int) else value for value in values]
+    return ["" if name is None else str(name) for name in named]
 
 
 def _unify_classes(tables: list[LabelTable]) -> list[LabelTable]:
