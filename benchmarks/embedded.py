@@ -15,7 +15,7 @@ from fedheal import Experiment
 from fedheal.data.embedded.dataset import load_embedded
 
 
-def study(seed: int, rounds: int | None = None) -> dict[str, dict[str, float]]:
+def study(seed: int, rounds: int | None = None, *, with_pooled: bool = True) -> dict[str, dict[str, float]]:
     """Row -> domain -> accuracy for one seed."""
     names = [domain.name for domain in load_embedded().domains]
     common = {"seed": seed} if rounds is None else {"seed": seed, "rounds": rounds}
@@ -23,11 +23,12 @@ def study(seed: int, rounds: int | None = None) -> dict[str, dict[str, float]]:
     def accuracy(**keys: object) -> dict[str, float]:
         return dict(fedheal.run(Experiment.of(common | keys), progress=False).domains)
 
+    pooled = {"pooled": accuracy(method="fedavg", pool=True)} if with_pooled else {}
     return {
         "alone": {name: accuracy(method="fedavg", only=[name], pool=True)[name] for name in names},
         "fedavg": accuracy(method="fedavg"),
         "fedavg+uniform": accuracy(method="fedavg+uniform"),
-        "pooled": accuracy(method="fedavg", pool=True),
+        **pooled,
     }
 
 

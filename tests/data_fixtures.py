@@ -1,28 +1,19 @@
-"""Fixtures for tests that read data: their own cache, no data directory of the machine, and the command line in-process."""
+"""Fixtures for tests of data and of commands: their own cache, no data of the machine, and the command line in this process."""
 
 from __future__ import annotations
 
 import sys
-import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-with warnings.catch_warnings():  # typer still imports names that click has deprecated
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from fedheal import cli
-
-
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
+from command_line import Done, cli
+from tiny_data import WORDS
 
 
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep prepared data in a folder of the test's own, and find none of the machine's data by chance."""
     folder = tmp_path_factory.mktemp("prepared") / "cache"
     monkeypatch.setenv("FEDHEAL_CACHE", str(folder))
     monkeypatch.delenv("FEDHEAL_DATA", raising=False)
@@ -31,17 +22,21 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """`fedheal` with these words, in a folder of its own, as a process would end."""
+    """A function that calls `fedheal` with these words in the test's folder, as a process would end."""
 
-    def called(*words: object) -> Done:
+    def call_command(*arguments: object) -> Done:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["fedheal", *map(str, words)])
+        # A later field replaces one of WORDS: on a command line each field may appear once.
+        texts = [str(argument) for argument in arguments]
+        keys = [text.partition("=")[0] for text in texts]
+        kept = [text for i, text in enumerate(texts) if not (text in WORDS and keys[i] in keys[i + 1 :])]
+        monkeypatch.setattr(sys, "argv", ["fedheal", *kept])
         capfd.readouterr()
         code = 0
         try:
             cli.main()
         except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
         return Done(code, *capfd.readouterr())
 
-    return called
+    return call_command

@@ -1,42 +1,5 @@
-"""The command line, called in this process."""
+"""Every test here has its own cache, and calls the command line in this process."""
 
-from __future__ import annotations
+from data_fixtures import cache_folder, call
 
-import sys
-from pathlib import Path
-
-import pytest
-
-from command_line import Done, cli
-from tiny_data import WORDS
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep prepared data in a folder of the test's own, and find none of the machine's data by chance."""
-    folder = tmp_path_factory.mktemp("prepared") / "cache"
-    monkeypatch.setenv("FEDHEAL_CACHE", str(folder))
-    monkeypatch.delenv("FEDHEAL_DATA", raising=False)
-    return folder
-
-
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """A function that calls `fedheal` with these words in the test's folder, as a process would end."""
-
-    def call_command(*arguments: object) -> Done:
-        monkeypatch.chdir(tmp_path)
-        # A later field replaces one of WORDS: on a command line each field may appear once.
-        texts = [str(argument) for argument in arguments]
-        keys = [text.partition("=")[0] for text in texts]
-        kept = [text for i, text in enumerate(texts) if not (text in WORDS and keys[i] in keys[i + 1 :])]
-        monkeypatch.setattr(sys, "argv", ["fedheal", *kept])
-        capfd.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        return Done(code, *capfd.readouterr())
-
-    return call_command
+__all__ = ["cache_folder", "call"]

@@ -1,7 +1,5 @@
 """`fedheal data` and runs on real data, as a user gives them."""
 
-# ruff: noqa: F811  (tests take the imported fixtures by name)
-
 from __future__ import annotations
 
 import json
@@ -13,7 +11,6 @@ import tomli_w
 from PIL import Image
 
 import layouts
-from data_fixtures import cache_folder, call  # noqa: F401
 from fedheal import data
 from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import Experiment
@@ -107,6 +104,7 @@ def test_prepare_says_counts_fingerprint_and_place(root: Path, call, cache_folde
     assert str(cache_folder) in done.out
 
 
+@pytest.mark.slow
 def test_a_run_on_digits_names_the_stand_in_everywhere(root: Path, call, tmp_path: Path) -> None:
     done = call("run", "data=digits", f"data_root={root}", *QUICK, "name=one")
     assert done.code == 0, done.err

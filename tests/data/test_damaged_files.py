@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
+import command_line
 import layouts
 from tiny_data import WORDS
+
+LIBSVM_BYTES = 1 << 20  # the most that is read in these tests, so that a bomb may be small
 
 
 def bomb_png(side: int) -> bytes:
@@ -59,7 +62,7 @@ def lying_idx(root: Path) -> None:
 
 def gzip_bomb(root: Path) -> None:
     header = struct.pack(">HBB3I", 0, 8, 3, 40, 28, 28)
-    bomb = gzip.compress(header + b"\0" * 50_000_000)
+    bomb = gzip.compress(header + b"\0" * 5_000_000)
     (root / "digits" / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(bomb)
 
 
@@ -68,7 +71,7 @@ def cut_bzip2(root: Path) -> None:
 
 
 def bzip2_bomb(root: Path) -> None:
-    (root / "digits" / "usps" / "usps.t.bz2").write_bytes(bz2.compress(b"0" * 5_000_000) * 14)
+    (root / "digits" / "usps" / "usps.t.bz2").write_bytes(bz2.compress(b"0" * 2 * LIBSVM_BYTES))
 
 
 def cut_mat(root: Path) -> None:
@@ -106,19 +109,21 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-def assert_sentence(done, *words: str) -> None:
-    assert "Traceback" not in done.err
-    assert done.code == 2, done
-    assert done.out == ""
-    assert done.err.startswith("fedheal: ")
-    assert done.err.count("\n") == 1, done.err
+def assert_sentence(done: command_line.Done, *words: str) -> None:
+    command_line.assert_sentence(done, *words)
     assert done.err[:-1].isprintable()
-    for word in words:
-        assert word in done.err, done.err
 
 
 @pytest.mark.parametrize(("damage", "named"), DAMAGE, ids=[d.__name__ for d, _ in DAMAGE])
-def test_damaged_digits(tmp_path: Path, cache_folder: Path, call, damage: Callable[[Path], None], named: str) -> None:
+def test_damaged_digits(
+    tmp_path: Path,
+    cache_folder: Path,
+    call,
+    damage: Callable[[Path], None],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fedheal.data.readers.libsvm.MAX_BYTES", LIBSVM_BYTES)
     root = layouts.digits(tmp_path / "data")
     damage(root)
     for words in (["data", "prepare", "digits", f"--data-root={root}"], ["run", "data=digits", f"data_root={root}"]):

@@ -244,6 +244,7 @@ def hub(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Site:
     return site
 
 
+@pytest.mark.slow  # imports the hub's library
 def test_the_files_that_are_needed_come_from_the_hub(hub: Site, tmp_path: Path) -> None:
     on_hub(hub, "owner/set", {"data/train.parquet": BODY, "data/test.parquet": b"test", "README.md": b"no"})
     found = download_from_hub(HubDataset("owner/set"), tmp_path / "root", quiet)
@@ -254,6 +255,7 @@ def test_the_files_that_are_needed_come_from_the_hub(hub: Site, tmp_path: Path) 
     assert not any("README" in one["path"] for one in hub.asked)
 
 
+@pytest.mark.slow  # imports the hub's library
 def test_the_hubs_checksums_are_compared(hub: Site, tmp_path: Path) -> None:
     on_hub(hub, "owner/set", {"data/train.parquet": BODY}, {"data/train.parquet": "1" * 64})
     with pytest.raises(ValueError, match=r"instead of 1111.*the download was discarded"):
@@ -261,6 +263,7 @@ def test_the_hubs_checksums_are_compared(hub: Site, tmp_path: Path) -> None:
     assert not list((tmp_path / "root").rglob("train.parquet"))
 
 
+@pytest.mark.slow  # imports the hub's library
 def test_a_repository_that_is_gone_or_empty(hub: Site, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="owner/gone cannot be downloaded from the hub"):
         download_from_hub(HubDataset("owner/gone"), tmp_path, quiet)

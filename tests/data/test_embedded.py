@@ -25,6 +25,7 @@ def data() -> Domains:
     return load_dataset("embedded")
 
 
+@pytest.mark.slow
 def test_four_domains_of_ten_digits(data: Domains) -> None:
     assert tuple(domain.name for domain in data.domains) == NAMES
     assert data.classes == tuple("0123456789")
@@ -36,6 +37,7 @@ def test_four_domains_of_ten_digits(data: Domains) -> None:
             assert torch.bincount(split.labels, minlength=10).min() >= len(split) // 12
 
 
+@pytest.mark.slow
 def test_default_federation_fits_and_favours_the_large_domains(data: Domains) -> None:
     held = [c * n for c, n in zip(data.clients_per_domain, data.samples_per_client, strict=True)]
     assert all(count <= len(domain.train) for count, domain in zip(held, data.domains, strict=True))
@@ -43,6 +45,7 @@ def test_default_federation_fits_and_favours_the_large_domains(data: Domains) ->
     assert len(set(data.clients_per_domain)) == 1  # uniform client weights are uniform over domains
 
 
+@pytest.mark.slow
 def test_load_refuses_other_bytes(data: Domains, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(data, domains=data.domains[::-1])
     monkeypatch.setattr(embedded, "draw_embedded", lambda: other)
@@ -67,12 +70,14 @@ def test_fingerprint_sees_every_part() -> None:
     assert fingerprint(replace(data, clients_per_domain=(2,))) == fingerprint(data)
 
 
+@pytest.mark.slow
 def test_domains_are_found_by_name(data: Domains) -> None:
     assert data["street"] is data.domains[2]
     with pytest.raises(KeyError, match="has no domain 'sketch'; it has handwritten, print, street, display"):
         data["sketch"]
 
 
+@pytest.mark.slow
 def test_no_image_is_in_both_splits(data: Domains) -> None:
     for domain in data.domains:
         train = {image.tobytes() for image in domain.train.images.numpy()}
@@ -90,6 +95,7 @@ def test_train_and_test_fonts_are_different_families() -> None:
         assert (len(atlas["train"]), len(atlas["test"])) == (len(train), len(test))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "least"), [("handwritten", 0.9), ("print", 0.85), ("street", 0.5), ("display", 0.25)])
 def test_labels_belong_to_images(data: Domains, name: str, least: float) -> None:
     """The nearest training image has the right label far more often than the one time in ten of chance."""

@@ -92,6 +92,7 @@ def test_test_sets_labels_fingerprint_and_notes_are_the_same(digits: Path, tmp_p
         assert len(other.train) < len(one.train)
 
 
+@pytest.mark.slow
 def test_a_run_there_is_the_run_here(digits: Path, tmp_path: Path) -> None:
     """By the folder that the file lies in, too."""
     one, two = (

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 import layouts
 from fedheal import data
-from fedheal.data.inventory import inspect_domains
+from fedheal.data.locate import inspect_domains
 from fedheal.data.readers.parquet import read_parquet_domain
 
 
@@ -76,7 +76,7 @@ def test_a_table_that_does_not_say_domains_is_no_table_of_several(tmp_path: Path
         ValueError, match=r"train-0.parquet has the columns image, label, style; a column domain is required"
     ):
         data.load_dataset("pacs", data.DataRequest(str(tmp_path)))
-    for found in inspect_domains(data.SPECS["pacs"], data.DataRequest(str(tmp_path))):
+    for found in inspect_domains(data.SPECS["pacs"], tmp_path):
         assert found.state == "damaged"
         assert found.detail.endswith(f"is required to select '{found.name}'")
 
@@ -102,7 +102,7 @@ def test_a_label_beyond_the_known_classes_is_damage(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "flwrlabs--usps" / "data"
     for part in ("train", "test"):
         write(folder / f"{part}.parquet", {"image": images(11), "label": list(range(11))})
-    (found,) = (f for f in inspect_domains(data.SPECS["digits"], data.DataRequest(str(tmp_path))) if f.name == "usps")
+    (found,) = (f for f in inspect_domains(data.SPECS["digits"], tmp_path) if f.name == "usps")
     assert found.state == "damaged"
     assert found.detail.endswith("labels from 0 to 10 for 10 classes")
     with pytest.raises(ValueError, match="labels from 0 to 10 for 10 classes"):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedheal.data import skew
+from fedheal.data import partition
 from fedheal.data.partition import Client, partition_samples
 
 LABELS = torch.arange(1000) % 10
@@ -33,7 +33,7 @@ def test_the_shares_have_the_moments_of_the_dirichlet_distribution() -> None:
     """Mean 1/k, variance (k-1) / (k^2 (k alpha + 1)), for k = 4."""
     for alpha in (0.1, 1.0, 10.0):
         shares = np.stack(
-            [skew._draw_shares(skew._draw_uniform(4, seed, "test", "d", 0), alpha) for seed in range(4000)]
+            [partition._draw_shares(partition._draw_uniform(4, seed, "test", "d", 0), alpha) for seed in range(4000)]
         )
         assert shares.sum(axis=1) == pytest.approx(1)
         assert shares.mean(axis=0) == pytest.approx(0.25, abs=0.025)
@@ -42,7 +42,7 @@ def test_the_shares_have_the_moments_of_the_dirichlet_distribution() -> None:
 
 def test_shares_so_skewed_that_numbers_underflow_are_still_shares() -> None:
     for alpha in (1e-3, 1e-6):
-        shares = skew._draw_shares(skew._draw_uniform(10, 0, "test", "d", 0), alpha)
+        shares = partition._draw_shares(partition._draw_uniform(10, 0, "test", "d", 0), alpha)
         assert shares.sum() == pytest.approx(1)
         assert shares.max() > 0.99
 
@@ -114,6 +114,6 @@ def test_both_at_once_and_no_labels_are_refused() -> None:
 def test_counts_are_whole_fit_and_sum_up(shares: list[float], left: list[int], data: st.DataObject) -> None:
     room = np.array(left[: len(shares)])
     number = data.draw(st.integers(0, int(room.sum())))
-    found = skew._round_shares(np.array(shares), number, room)
+    found = partition._round_shares(np.array(shares), number, room)
     assert found.sum() == number
     assert ((found >= 0) & (found <= room)).all()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,14 +16,12 @@ from rich.table import Table
 from fedheal import models
 from fedheal.campaign.compare import parse_seeds
 from fedheal.cli.display import make_console
-from fedheal.data import DATASETS, SPECS, DataRequest, find_spec
+from fedheal.data import DATASETS, SPECS, DataRequest, find_spec, on_disk
 from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
-from fedheal.data.download import Progress, download_domain
-from fedheal.data.export import export_images
-from fedheal.data.inventory import DomainStatus, inspect_domains
-from fedheal.data.locate import locate_domains, resolve_root
-from fedheal.data.on_disk import build_domains, find_fuller_export, list_missing_domains, open_dataset
+from fedheal.data.download import download_domain
+from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
+from fedheal.data.specs import DatasetSpec
 from fedheal.runs.folder import make_folder
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
 from fedheal.simulate.experiment import Experiment, parse_overrides
@@ -62,17 +60,16 @@ def check_command(
     """
     if data is None and resolve_root(data_root).is_file():  # an export, which names its data set
         export = resolve_root(data_root)
-        spec = SPECS.get(read_manifest(export).name)
-        raise typer.Exit(_report_export(export, list_missing_domains(spec, export) if spec else []))
+        raise typer.Exit(_report_export(export, SPECS.get(read_manifest(export).name)))
     exit_code = 0
     for name in [data] if data else list(SPECS):
         spec, request = find_spec(name, DataRequest(data_root))
         root = resolve_root(request.root)
-        found_export = find_fuller_export(spec, locate_domains(spec, root), root)
+        found_export = on_disk.find_fuller_export(spec, locate_domains(spec, root), root)
         if found_export is not None:
-            exit_code = max(exit_code, _report_export(found_export, list_missing_domains(spec, found_export)))
+            exit_code = max(exit_code, _report_export(found_export, spec))
             continue
-        statuses = inspect_domains(spec, request)
+        statuses = inspect_domains(spec, root)
         if data is None and all(status.state == "missing" for status in statuses):
             typer.echo(f"{name}: not on disk\n")
             continue
@@ -98,16 +95,17 @@ def show_command(
 
     experiment = _make_experiment(data, data_root, allow_missing, words)
     domains = load_domains(experiment)
+    make_folder(out)
     if not clients:
-        for path in preview.write_contact_sheets(domains, out):
-            typer.echo(f"{path}")
+        for domain in domains.domains:
+            preview.draw_contact_sheet(domain, domains.classes).save(out / f"{domains.name}-{domain.name}.png")
+            typer.echo(f"{out / f'{domains.name}-{domain.name}.png'}")
         return
     partition = partition_clients(experiment, domains)
     table = Table("client", "domain", "samples", *domains.classes)
     for client, counts in zip(partition, preview.count_labels(domains, partition), strict=True):
         table.add_row(client.id, client.domain, str(counts.sum()), *map(str, counts))
     make_console().print(table)
-    make_folder(out)
     path = out / f"{domains.name}-clients.png"
     preview.plot_clients(domains, partition).savefig(path, dpi=150)
     typer.echo(f"{path}")
@@ -128,9 +126,8 @@ def fetch_command(
     spec, request = find_spec(data, DataRequest(data_root))
     root = resolve_root(request.root)
     names = [domain_spec.name for domain_spec in spec.domains]
-    for name in domain or ():
-        if name not in names:
-            raise ValueError(f"domain = {name}: the domains of '{data}' are {', '.join(names)}")
+    for name in set(domain or ()).difference(names):
+        raise ValueError(f"domain = {name}: the domains of '{data}' are {', '.join(names)}")
     errors = []
     for location in locate_domains(spec, root):
         if domain and location.spec.name not in domain:
@@ -139,8 +136,8 @@ def fetch_command(
             typer.echo(f"{location.name} is already on disk: {location.files.folder}")
             continue
         try:
-            with _show_progress() as progress:
-                files = download_domain(location.spec, root, progress, origin)
+            with Live(console=Console(stderr=True), transient=True) as live:
+                files = download_domain(location.spec, root, partial(_show_progress, live), origin)
         except ValueError as error:
             errors.append(str(error))
             continue
@@ -165,12 +162,13 @@ def prepare_command(
     """
     experiment = _make_experiment(data, data_root, allow_missing, words)
     start = time.monotonic()
-    dataset = open_dataset(*find_spec(data, make_data_request(experiment)))
+    dataset = on_disk.open_dataset(*find_spec(data, make_data_request(experiment)))
     prepared = prepare_data(dataset.inputs, again)
-    domains = build_domains(dataset, prepared)
+    domains = on_disk.build_domains(dataset, prepared)
     for domain in domains.domains:
         typer.echo(f"{domain.name}: {len(domain.train):,} training and {len(domain.test):,} test images")
-    _print_notes(domains.notes)
+    for note in domains.notes:
+        typer.echo(f"Note: {note}.")
     typer.echo(f"fingerprint {domains.identity}")
     typer.echo(f"{prepared.folder} ({time.monotonic() - start:.1f} s)")
 
@@ -179,9 +177,7 @@ def prepare_command(
 def export_command(
     data: Data,
     out: Annotated[Path | None, typer.Option(help="The file; <data>.export if not given.")] = None,
-    seeds: Annotated[
-        str, typer.Option(help="Seeds of the experiments: a number of seeds (5), a range (0-4) or a list (1,4).")
-    ] = "0-4",
+    seeds: Annotated[str, typer.Option(help="Seeds: a number of them (5), a range (0-4) or a list (1,4).")] = "0-4",
     data_root: Root = None,
     allow_missing: AllowMissing = False,
     words: Words = None,
@@ -197,44 +193,39 @@ def export_command(
     experiment = _make_experiment(data, data_root, allow_missing, words)
     if "seed" in parse_overrides(words or ()):
         raise ValueError(f"seed={experiment.seed}: set the seeds of an export by --seeds")
-    dataset = open_dataset(*find_spec(data, make_data_request(experiment)))
-    domains = build_domains(dataset, prepare_data(dataset.inputs))
-    clients = [
-        client
-        for seed in chosen_seeds
-        for client in partition_clients(experiment.model_copy(update={"seed": seed}), domains)
-    ]
+    dataset = on_disk.open_dataset(*find_spec(data, make_data_request(experiment)))
+    domains = on_disk.build_domains(dataset, prepare_data(dataset.inputs))
+    experiments = [experiment.model_copy(update={"seed": seed}) for seed in chosen_seeds]
+    clients = [client for one in experiments for client in partition_clients(one, domains)]
     path = out or Path(f"{domains.name}.export")
-    export_images(dataset, clients, {"seeds": chosen_seeds, "fields": list(words or ())}, path)
-    _print_notes(domains.notes)
+    on_disk.export_images(dataset, clients, {"seeds": chosen_seeds, "fields": list(words or ())}, path)
+    for note in domains.notes:
+        typer.echo(f"Note: {note}.")
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen_seeds))}")
 
 
-@contextmanager
-def _show_progress() -> Iterator[Progress]:
-    with Live(console=Console(stderr=True), transient=True) as live:
-        yield lambda name, size, total: live.update(f"{name}: {size:,}{f' of {total:,}' if total else ''}")
+def _show_progress(live: Live, name: str, size: int, total: int) -> None:
+    live.update(f"{name}: {size:,}{f' of {total:,}' if total else ''}")
 
 
 def _report_statuses(name: str, statuses: Sequence[DomainStatus]) -> None:
     table = Table("domain", "state", "layout", "train", "test", "class balance (training)", title=name)
-    for status in statuses:
-        sizes = (f"{status.train:,}", f"{status.test:,}")
-        table.add_row(status.name, status.state, status.layout, *sizes, status.balance)
+    for s in statuses:
+        table.add_row(s.name, s.state, s.layout, f"{s.train:,}", f"{s.test:,}", s.balance)
     make_console().print(table)
     for status in statuses:
-        where = f" in {status.folder}" if status.folder else ""
-        detail = f": {status.detail}" if status.detail else ""
+        where, detail = status.folder and f" in {status.folder}", status.detail and f": {status.detail}"
         typer.echo(f"{status.name}: {status.state}{where}{detail}", err=status.state == "damaged")
     typer.echo()
 
 
-def _report_export(export: Path, missing: Sequence[str]) -> int:
+def _report_export(export: Path, spec: DatasetSpec | None) -> int:
     """Print the contents of an export, and return the exit code."""
     manifest = read_manifest(export)
     names = ", ".join(domain.name for domain in manifest.domains)
     typer.echo(f"{manifest.name}: an export, {export}, of {names} for {manifest.settings}")
     read_export(export)  # raises if it is damaged
+    missing = on_disk.list_missing_domains(spec, export) if spec else []
     for name in missing:
         typer.echo(f"{name}: missing in {export}")
     return 1 if missing else 0
@@ -247,8 +238,3 @@ def _make_experiment(data: str, root: str | None, allow_missing: bool, words: li
     for key in fields.keys() & overrides.keys():
         raise ValueError(f"'{key}' is given twice: {fields[key]} and {key}={overrides[key]}")
     return Experiment.of(fields | overrides)
-
-
-def _print_notes(notes: tuple[str, ...]) -> None:
-    for note in notes:
-        typer.echo(f"Note: {note}.")

@@ -1,8 +1,7 @@
 """Data sets by name, and data of your own.
 
 A data set is a `Domains`: the same classes in several domains. Those of the paper and some others are read from disk by name.
-Your own are image folders ("folder:PATH") or a function named by its import path, "package.module:function", that takes no
-arguments and returns a `Domains`.
+Your own are image folders ("folder:PATH") or a function without arguments that returns a `Domains` ("package.module:function").
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.errors import format_error, suggest
 from fedheal.core.import_path import import_function
 from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
-from fedheal.data.catalogue.domainnet import DOMAINNET
+from fedheal.data.catalogue.image_folders import DOMAINNET, OFFICE_HOME, PACS
 from fedheal.data.catalogue.office_caltech import OFFICE_CALTECH
-from fedheal.data.catalogue.office_home import OFFICE_HOME
-from fedheal.data.catalogue.pacs import PACS
 from fedheal.data.domains import Domains, check_domains
 from fedheal.data.embedded.dataset import load_embedded
 from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_from_disk, make_folder_spec
@@ -27,16 +24,11 @@ from fedheal.data.specs import DatasetSpec
 
 __all__ = ["DATASETS", "SPECS", "DataRequest", "Dataset", "find_spec", "get_protocol", "load_dataset"]
 
-__getattr__ = warn_of_renames(
-    __name__,
-    {
-        "DESCRIPTIONS": "SPECS",
-        "Wanted": "DataRequest",
-        "description": "find_spec",
-        "load": "load_dataset",
-        "protocol": "get_protocol",
-    },
-)
+_RENAMED = {
+    "DESCRIPTIONS": "SPECS", "Wanted": "DataRequest", "description": "find_spec", "load": "load_dataset",
+    "protocol": "get_protocol",
+}  # fmt: skip
+__getattr__ = warn_of_renames(__name__, _RENAMED)
 
 SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
 
@@ -50,38 +42,25 @@ class Dataset:
     about: str
 
 
-@functools.cache
-def _load_embedded_once() -> Domains:
-    """Draw the embedded data once per process. Runs share it; nothing writes to it."""
-    return load_embedded()
-
-
+_load_embedded_once = functools.cache(load_embedded)  # runs of a process share it; nothing writes to it
 DATASETS = {
     "embedded": Dataset(
         lambda _: _load_embedded_once(),
         {"model": "small_cnn", "rounds": 20, "epochs": 2, "batch_size": 32, "lr": 0.01, "augment": "none"},
         "ten digits in four domains, made offline: handwritten, print, street, display",
     ),
-    **{
-        name: Dataset(functools.partial(load_from_disk, spec), spec.protocol, spec.about)
-        for name, spec in SPECS.items()
-    },
+    **{n: Dataset(functools.partial(load_from_disk, spec), spec.protocol, spec.about) for n, spec in SPECS.items()},
 }
 
 
 def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
-    """Load a data set.
+    """Load a data set: a name of `DATASETS`, "folder:PATH", or "package.module:function".
 
-    Args:
-        name: A name of `DATASETS`, "folder:PATH", or "package.module:function".
-        request: Where to find it and what may be missing; only for data sets that are read from disk.
-
-    Raises:
-        ValueError: If there is no such data set, or it is missing or damaged.
+    The request says where it is on disk and what may be missing. Raise ValueError if it is unknown, missing or damaged.
     """
     request = request or DataRequest()
     if name.startswith(FOLDER_PREFIX):
-        return load_from_disk(*_resolve_folder(name, request))
+        return load_from_disk(*find_spec(name, request))
     if request.size is not None and (":" in name or name == "embedded"):
         raise ValueError(f"image_size = {request.size}: the images of {name!r} are not resized; leave it out")
     if name in DATASETS:
@@ -92,25 +71,6 @@ def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
             f"or use your own image folders as '{FOLDER_PREFIX}PATH', or your own function by its import path "
             '"package.module:function"'
         )
-    return _call_loader(name)
-
-
-def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
-    """Return the specification of a data set that is read from disk, and the request to open it with."""
-    request = request or DataRequest()
-    if name.startswith(FOLDER_PREFIX):
-        return _resolve_folder(name, request)
-    if name not in SPECS:
-        raise ValueError(f"'{name}' is not read from disk; choose one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
-    return SPECS[name], request
-
-
-def get_protocol(name: str) -> dict[str, Any]:
-    """Return the default settings of an experiment on a data set; none for one of your own."""
-    return dict(DATASETS[name].protocol) if name in DATASETS else {}
-
-
-def _call_loader(name: str) -> Domains:
     loader = import_function("data set", name)
     try:
         data = loader()
@@ -122,7 +82,18 @@ def _call_loader(name: str) -> Domains:
     return data
 
 
-def _resolve_folder(name: str, request: DataRequest) -> tuple[DatasetSpec, DataRequest]:
-    if request.root is not None:
-        raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
-    return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))
+def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
+    """Return the specification of a data set that is read from disk, and the request to open it with."""
+    request = request or DataRequest()
+    if name.startswith(FOLDER_PREFIX):
+        if request.root is not None:
+            raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
+        return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))
+    if name not in SPECS:
+        raise ValueError(f"'{name}' is not read from disk; choose one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
+    return SPECS[name], request
+
+
+def get_protocol(name: str) -> dict[str, Any]:
+    """Return the default settings of an experiment on a data set; none for one of your own."""
+    return dict(DATASETS[name].protocol) if name in DATASETS else {}

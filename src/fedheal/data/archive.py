@@ -1,8 +1,8 @@
 """The file format of an export: one ZIP archive with just the images that some experiments use.
 
 It has `manifest.json` and, for every domain, the labels of the full training split, the positions of the images in the archive,
-and the images as distributed: image files byte for byte, arrays as PNG strips (lossless). Reading it needs only Pillow; the
-images are decoded and resized on the other machine, and a fingerprint of the result is compared.
+and the images as distributed: image files byte for byte, arrays as PNG strips (lossless). They are decoded and resized on the
+other machine (only Pillow is needed), and a fingerprint of the result is compared.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from zipfile import ZipInfo  # without a date, so that the same images always give the same file
 
 import numpy as np
+import torch
 from PIL import Image
 from pydantic import AfterValidator, BaseModel, ValidationError
 
+from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import UnreadableImageError
-from fedheal.data.splits import Bytes, EncodedImages, Labels, Pixels, RawDomain, RawExcerpt, RawSplit
+from fedheal.data.splits import EncodedImages, Labels, Pixels, RawDomain, RawSplit
 
-log = logging.getLogger("fedheal")
-
-FORMAT: Literal["fedheal-export-1"] = "fedheal-export-1"
 SUFFIX = ".export"
-STRIP = 1000  # images in a PNG
+STRIP = 1000  # images in a PNG, one below the other
 MAX_BYTES = 1 << 28  # of one member
-TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # constant, so that the same images always give the same file
 # Errors that the readers raise on bytes that are not an export.
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, AttributeError, EOFError, IndexError, KeyError, NotImplementedError, TypeError, ValueError
@@ -46,6 +45,7 @@ def _require_printable(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_require_printable)]
+Reader = Callable[[str], bytes]
 
 
 class ExportedSplit(BaseModel):
@@ -67,7 +67,7 @@ class ExportedDomain(BaseModel):
 class ExportManifest(BaseModel):
     """The contents of `manifest.json`."""
 
-    format: Literal["fedheal-export-1"] = FORMAT
+    format: Literal["fedheal-export-1"] = "fedheal-export-1"
     name: Name
     classes: tuple[Name, ...]
     identity: str  # fingerprint of the full data set
@@ -85,7 +85,7 @@ def write_export(path: Path, manifest: ExportManifest, domains: Sequence[RawDoma
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as file:
             exported = tuple(_write_domain(file, number, domain) for number, domain in enumerate(domains))
             complete = manifest.model_copy(update={"domains": exported})
-            _write_member(file, "manifest.json", complete.model_dump_json(indent=1).encode())
+            file.writestr(ZipInfo("manifest.json"), complete.model_dump_json(indent=1).encode())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -98,34 +98,24 @@ def find_export(root: Path, name: str) -> Path | None:
         if exported != name:
             raise ValueError(f"{root} is an export of '{exported}', not of '{name}'")
         return root
-    paths = [path for path in sorted(root.glob(f"*{SUFFIX}")) if _read_name(path) == name]
+    paths = []
+    for path in sorted(root.glob(f"*{SUFFIX}")):
+        try:
+            paths += [path] if read_manifest(path).name == name else []
+        except ValueError as error:  # another file may be the right one
+            _warn_once(str(error))
     if len(paths) > 1:
         raise ValueError(f"{root} has several exports of '{name}': choose one of {', '.join(p.name for p in paths)}")
     return paths[0] if paths else None
 
 
-def _read_name(path: Path) -> str:
-    """Return the data set of an export, or "" with a warning if it cannot be read: another file may be the right one."""
-    try:
-        return read_manifest(path).name
-    except (ValueError, OSError) as error:
-        _warn_once(str(error))
-        return ""
-
-
 @cache
 def _warn_once(reason: str) -> None:
-    log.warning("%s: ignored", reason)
+    logging.getLogger("fedheal").warning("%s: ignored", reason)
 
 
 def read_manifest(path: Path) -> ExportManifest:
     """Return the manifest of an export. Raise ValueError if the file is not one."""
-    status = path.stat()
-    return _read_manifest(path, status.st_size, status.st_mtime_ns)
-
-
-@cache
-def _read_manifest(path: Path, size: int, time: int) -> ExportManifest:
     try:
         with zipfile.ZipFile(path) as file:
             return ExportManifest.model_validate_json(file.read("manifest.json"))
@@ -133,79 +123,74 @@ def _read_manifest(path: Path, size: int, time: int) -> ExportManifest:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path} is not an export that this version can read ({where}: {first['msg']})") from error
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ValueError(f"{path} is not an export that this version can read ({reason})") from error
     except DAMAGE as error:
         raise ValueError(f"{path} is not an export, or is damaged ({error})") from error
 
 
 def verify_fingerprint(path: Path, size: int, decoded: str) -> tuple[str, list[str]]:
-    """Return the fingerprint of the full data set if the images decode as they did at the export, and the notes.
-
-    Otherwise the fingerprint is that of the decoded images.
-    """
+    """Return the fingerprint of the full data set, or of the images if they decode otherwise than at the export; and notes."""
     manifest = read_manifest(path)
-    notes = list(manifest.notes)
     if decoded == manifest.fingerprint:
-        return manifest.identity, notes
-    if size == manifest.size:
-        notes.append(
-            "the exported images decode to other bytes on this machine (another version of Pillow): results are not "
-            "comparable bit by bit"
-        )
-    return decoded, notes
+        return manifest.identity, list(manifest.notes)
+    note = (
+        "the exported images decode to other bytes on this machine (another version of Pillow): results are not comparable "
+        "bit by bit"
+    )
+    return decoded, [*manifest.notes, note] if size == manifest.size else list(manifest.notes)
 
 
 def read_export(path: Path) -> tuple[tuple[str, ...], list[RawDomain]]:
     """Return the classes and the domains of an export."""
     manifest = read_manifest(path)
     try:
-        get = _make_member_reader(path)
-        domains = [_read_domain(get, n, domain, manifest.classes) for n, domain in enumerate(manifest.domains)]
-        return manifest.classes, domains
+        read = _make_member_reader(path)
+        return manifest.classes, [_read_domain(read, n, d, manifest.classes) for n, d in enumerate(manifest.domains)]
     except (*DAMAGE, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}): export it again") from error
 
 
-def _read_domain(
-    get: Callable[[str], bytes], number: int, domain: ExportedDomain, classes: tuple[str, ...]
-) -> RawDomain:
-    all_labels = np.frombuffer(get(f"{number}/whole"), "<u2").astype(np.int64)
-    positions = np.frombuffer(get(f"{number}/positions"), "<u4").astype(np.int64)
+def _read_domain(read: Reader, number: int, domain: ExportedDomain, classes: tuple[str, ...]) -> RawDomain:
+    all_labels, test_labels, positions = (
+        np.frombuffer(read(f"{number}/{name}"), kind).astype(np.int64)
+        for name, kind in (("whole", "<u2"), ("test.labels", "<u2"), ("positions", "<u4"))
+    )
     if not len(positions) or (np.diff(positions) <= 0).any() or positions[-1] >= len(all_labels):
         raise ValueError(f"positions of '{domain.name}'")
-    test_labels = np.frombuffer(get(f"{number}/test.labels"), "<u2").astype(np.int64)
     if max(all_labels.max(), test_labels.max()) >= len(classes):
         raise ValueError(f"labels of '{domain.name}'")
+    train = _read_split(read, f"{number}/train", domain.train, all_labels[positions])
+    test = _read_split(read, f"{number}/test", domain.test, test_labels)
     return RawDomain(
-        name=domain.name,
-        classes=classes,
-        train=_read_split(get, f"{number}/train", domain.train, all_labels[positions]),
-        test=_read_split(get, f"{number}/test", domain.test, test_labels),
-        excerpt=RawExcerpt(positions, all_labels),
+        domain.name, classes, train, test, Excerpt(torch.from_numpy(positions), torch.from_numpy(all_labels))
     )
 
 
-def _read_split(get: Callable[[str], bytes], prefix: str, split: ExportedSplit, labels: Labels) -> RawSplit:
+def _read_split(read: Reader, prefix: str, split: ExportedSplit, labels: Labels) -> RawSplit:
     if split.kind == "files":
         names = [f"{prefix}/{name}" for name in split.names]
         if len(names) != len(labels):
             raise ValueError(f"{prefix}: {len(names)} images for {len(labels)} labels")
-        return EncodedImages(names, labels, get)
+        return EncodedImages(names, labels, read)
     if len(split.shape) not in (2, 3) or min(split.shape) < 1:
         raise ValueError(f"{prefix}: images of shape {split.shape}")
-    strips = [
-        _decode_strip(get(f"{prefix}/{start}.png"), min(STRIP, len(labels) - start), split.shape)
-        for start in range(0, len(labels), STRIP)
-    ]
+    strips = []
+    for start in range(0, len(labels), STRIP):
+        shape = (min(STRIP, len(labels) - start), *split.shape)
+        with Image.open(io.BytesIO(read(f"{prefix}/{start}.png")), formats=("PNG",)) as image:
+            if image.size != (shape[2], shape[0] * shape[1]) or math.prod(shape) > 1 << 30:
+                raise ValueError(f"a strip of {image.size} pixels")
+            strips.append(np.asarray(image).reshape(shape))
     return Pixels(np.concatenate(strips), labels)
 
 
 def _write_domain(file: zipfile.ZipFile, number: int, domain: RawDomain) -> ExportedDomain:
     assert domain.excerpt is not None
-    _write_member(file, f"{number}/whole", domain.excerpt.labels.astype("<u2").tobytes(), zipfile.ZIP_DEFLATED)
-    _write_member(file, f"{number}/positions", domain.excerpt.positions.astype("<u4").tobytes(), zipfile.ZIP_DEFLATED)
-    _write_member(file, f"{number}/test.labels", domain.test.labels.astype("<u2").tobytes(), zipfile.ZIP_DEFLATED)
+    whole, positions = domain.excerpt.labels.numpy(), domain.excerpt.positions.numpy()
+    members = (("whole", whole, "<u2"), ("positions", positions, "<u4"), ("test.labels", domain.test.labels, "<u2"))
+    for name, values, kind in members:
+        file.writestr(ZipInfo(f"{number}/{name}"), values.astype(kind).tobytes(), zipfile.ZIP_DEFLATED)
     train = _write_split(file, f"{number}/train", domain.train)
     return ExportedDomain(name=domain.name, train=train, test=_write_split(file, f"{number}/test", domain.test))
 
@@ -213,30 +198,18 @@ def _write_domain(file: zipfile.ZipFile, number: int, domain: RawDomain) -> Expo
 def _write_split(file: zipfile.ZipFile, prefix: str, split: RawSplit) -> ExportedSplit:
     if isinstance(split, Pixels):
         for start in range(0, len(split), STRIP):
-            _write_member(file, f"{prefix}/{start}.png", _encode_strip(split.array[start : start + STRIP]))
+            images, strip = split.array[start : start + STRIP], io.BytesIO()
+            Image.fromarray(np.ascontiguousarray(images).reshape(-1, *images.shape[2:])).save(strip, "PNG")
+            file.writestr(ZipInfo(f"{prefix}/{start}.png"), strip.getvalue())
         return ExportedSplit(kind="pixels", shape=split.array.shape[1:])
     names = []
     for index, name in enumerate(split.names):
         names.append(f"{index:06d}{Path(name).suffix.lower()}")
-        _write_member(file, f"{prefix}/{names[-1]}", split.read(name))
+        file.writestr(ZipInfo(f"{prefix}/{names[-1]}"), split.read(name))
     return ExportedSplit(kind="files", names=tuple(names))
 
 
-def _encode_strip(images: Bytes) -> bytes:
-    """Encode images of one size, stacked vertically, as one PNG."""
-    out = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(images).reshape(-1, *images.shape[2:])).save(out, "PNG")
-    return out.getvalue()
-
-
-def _decode_strip(data: bytes, count: int, shape: tuple[int, ...]) -> Bytes:
-    with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-        if image.size != (shape[1], count * shape[0]) or math.prod((count, *shape)) > 1 << 30:
-            raise ValueError(f"a strip of {image.size} pixels")
-        return np.asarray(image).reshape(count, *shape)
-
-
-def _make_member_reader(path: Path) -> Callable[[str], bytes]:
+def _make_member_reader(path: Path) -> Reader:
     """Return a thread-safe function that reads members by name. The file is closed with the last reference to it."""
     file, lock = zipfile.ZipFile(path), threading.Lock()
 
@@ -250,7 +223,3 @@ def _make_member_reader(path: Path) -> Callable[[str], bytes]:
             raise UnreadableImageError(f"{name} of {path} cannot be read ({error})") from error
 
     return read_member
-
-
-def _write_member(file: zipfile.ZipFile, name: str, data: bytes, method: int = zipfile.ZIP_STORED) -> None:
-    file.writestr(zipfile.ZipInfo(name, TIMESTAMP), data, method)

@@ -1,7 +1,4 @@
-"""Crop, flip and normalise whole batches with tensor operations.
-
-Random choices come from a CPU generator, so they are the same on every device.
-"""
+"""Crop, flip and normalise whole batches. Random choices come from a CPU generator, so they are the same on every device."""
 
 from __future__ import annotations
 
@@ -19,29 +16,20 @@ AUGMENTATIONS = ("none", "crop", "flip", "crop-flip")
 def normalise_images(images: Tensor) -> Tensor:
     """Convert uint8 `[N, 3, H, W]` to float32, normalised by ImageNet's mean and deviation; the memory format stays."""
     scaled = images.to(torch.float32) / 255
-    if images.device.type == "cpu" and _is_channels_last(scaled):
+    is_channels_last = scaled.is_contiguous(memory_format=torch.channels_last) and not scaled.is_contiguous()
+    if images.device.type == "cpu" and is_channels_last:
         # Whole rows of pixels are several times faster than an innermost loop over three channels.
-        mean, std = _make_row_scale(images.shape[3])
+        mean, std = (scale.flatten().repeat(images.shape[3]) for scale in _make_scale(images.device))
         scaled.permute(0, 2, 3, 1).flatten(2).sub_(mean).div_(std)
         return scaled
     mean, std = _make_scale(images.device)
     return scaled.sub_(mean).div_(std)
 
 
-def _is_channels_last(images: Tensor) -> bool:
-    return images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
-
-
 @cache
 def _make_scale(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return mean and deviation on a device. Cached, since a copy from the CPU for every batch would stall a GPU."""
     return tuple(torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))  # type: ignore[return-value]
-
-
-@cache
-def _make_row_scale(width: int) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation for every pixel of a row, on the CPU."""
-    return tuple(torch.tensor(values).repeat(width) for values in (MEAN, STD))  # type: ignore[return-value]
 
 
 class Choices(NamedTuple):

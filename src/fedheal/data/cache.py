@@ -1,8 +1,7 @@
 """The cache of prepared data: images decoded and resized once, in memory-mapped files with a fingerprint.
 
-The name of a prepared data set hashes everything that decides its bytes: the source files (names, sizes and modification
-times), the image size, the choice of classes, the versions of fedheal and Pillow. A data set is written to a temporary folder
-and renamed when it is complete.
+The name of a prepared data set hashes what decides its bytes: the source files (names, sizes and modification times), the image
+size, the choice of classes, the versions of fedheal and Pillow. It is written to a temporary folder and renamed when complete.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Literal
@@ -34,7 +34,6 @@ from fedheal.version import __version__
 FORMAT: Literal["fedheal-prepared-1"] = "fedheal-prepared-1"
 VARIABLE = "FEDHEAL_CACHE"
 UNFINISHED = ".making-"
-SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True)
@@ -85,20 +84,32 @@ class PreparedData:
 
     def map_domains(self) -> tuple[Domain, ...]:
         """Return the domains; their images stay in the files until they are used."""
-        return _map_domains(self.folder, self.manifest.domains, self.manifest.size)
+        return tuple(self._map_domain(number, domain) for number, domain in enumerate(self.manifest.domains))
 
+    def _map_domain(self, number: int, domain: CachedDomain) -> Domain:
+        def map_file(name: str, dtype: Any, *shape: int) -> torch.Tensor:
+            """Map a file copy-on-write: changes of the tensor do not reach the file."""
+            path = self.folder / f"{number}.{name}"
+            if not path.is_file() or path.stat().st_size != math.prod(shape) * np.dtype(dtype).itemsize:
+                raise ValueError(f"the prepared data in {self.folder} are damaged: run 'fedheal data prepare --again'")
+            return torch.from_numpy(np.memmap(path, dtype=dtype, mode="c", shape=shape))
 
-def get_cache_folder() -> Path:
-    """Return FEDHEAL_CACHE, or the user's cache folder."""
-    if VARIABLE in os.environ:
-        return Path(os.environ[VARIABLE]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedheal"
+        def map_split(part: str, count: int) -> Split:
+            pixels = map_file(f"{part}.images", np.uint8, count, 3, self.manifest.size, self.manifest.size)
+            return Split(pixels, map_file(f"{part}.labels", np.int64, count))
+
+        excerpt = None
+        if domain.whole:
+            positions = map_file("positions", np.int64, domain.train)
+            excerpt = Excerpt(positions, map_file("whole", np.int64, domain.whole))
+        return Domain(domain.name, map_split("train", domain.train), map_split("test", domain.test), excerpt=excerpt)
 
 
 def prepare_data(inputs: CacheInputs, again: bool = False) -> PreparedData:
     """Return the prepared data set. Make it if it is not in the cache, or if `again` is set."""
     short = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(inputs.name).name)[:40]
-    folder = get_cache_folder() / f"{short}-{inputs.size}-{inputs.key[:16]}"
+    cache = os.environ.get(VARIABLE, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fedheal"))
+    folder = Path(cache).expanduser() / f"{short}-{inputs.size}-{inputs.key[:16]}"
     if again and folder.exists():
         shutil.rmtree(folder)
     if not folder.exists():
@@ -113,16 +124,11 @@ def prepare_data(inputs: CacheInputs, again: bool = False) -> PreparedData:
 def _write_data(inputs: CacheInputs, folder: Path) -> None:
     classes, raw_domains = inputs.read()
     domains = [_write_domain(folder, number, raw, inputs.size) for number, raw in enumerate(raw_domains)]
-    zeros = (0,) * len(domains)
-    data = Domains(inputs.name, classes, _map_domains(folder, domains, inputs.size), zeros, zeros)
     manifest = CacheManifest(
-        format=FORMAT,
-        name=inputs.name,
-        classes=classes,
-        size=inputs.size,
-        domains=domains,
-        fingerprint=fingerprint(data),
+        format=FORMAT, name=inputs.name, classes=classes, size=inputs.size, domains=domains, fingerprint=""
     )
+    data = Domains(inputs.name, classes, PreparedData(folder, manifest).map_domains(), (), ())
+    manifest.fingerprint = fingerprint(data)
     (folder / "manifest.json").write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
@@ -143,8 +149,8 @@ def _write_domain(folder: Path, number: int, raw: RawDomain, size: int) -> Cache
     if raw.excerpt is not None:
         if unreadable:
             raise ValueError(f"the export is damaged: {unreadable[0]}")
-        _write_integers(folder / f"{number}.positions", raw.excerpt.positions)
-        _write_integers(folder / f"{number}.whole", raw.excerpt.labels)
+        _write_integers(folder / f"{number}.positions", raw.excerpt.positions.numpy())
+        _write_integers(folder / f"{number}.whole", raw.excerpt.labels.numpy())
         whole = len(raw.excerpt.labels)
     return CachedDomain(name=raw.name, **counts, whole=whole, dropped=dropped, unreadable=unreadable)
 
@@ -153,41 +159,15 @@ def _write_images(path: Path, split: RawSplit, size: int) -> tuple[Labels, dict[
     """Write the readable images. Return their labels, and the errors of the others by position."""
     labels: list[int] = []
     errors: dict[int, str] = {}
-    index = 0
+    decoded = chain.from_iterable(images.decode_batches(len(split), split.image, size))
     with path.open("wb") as file:
-        for batch in images.decode_batches(len(split), split.image, size):
-            for image in batch:
-                if isinstance(image, images.UnreadableImageError):
-                    errors[index] = str(image)
-                else:
-                    file.write(np.ascontiguousarray(image).data)
-                    labels.append(int(split.labels[index]))
-                index += 1
+        for index, image in enumerate(decoded):
+            if isinstance(image, images.UnreadableImageError):
+                errors[index] = str(image)
+            else:
+                file.write(np.ascontiguousarray(image).data)
+                labels.append(int(split.labels[index]))
     return np.array(labels, dtype=np.int64), errors
-
-
-def _map_domains(folder: Path, domains: Sequence[CachedDomain], size: int) -> tuple[Domain, ...]:
-    return tuple(_map_domain(folder, number, domain, size) for number, domain in enumerate(domains))
-
-
-def _map_domain(folder: Path, number: int, domain: CachedDomain, size: int) -> Domain:
-    def map_split(part: str, count: int) -> Split:
-        pixels = _map_file(folder / f"{number}.{part}.images", np.uint8, (count, 3, size, size))
-        return Split(pixels, _map_file(folder / f"{number}.{part}.labels", np.int64, (count,)))
-
-    excerpt = None
-    if domain.whole:
-        positions = _map_file(folder / f"{number}.positions", np.int64, (domain.train,))
-        excerpt = Excerpt(positions, _map_file(folder / f"{number}.whole", np.int64, (domain.whole,)))
-    return Domain(domain.name, map_split("train", domain.train), map_split("test", domain.test), excerpt=excerpt)
-
-
-def _map_file(path: Path, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """Map a file as a tensor, copy-on-write: changes of the tensor do not reach the file."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if not path.is_file() or path.stat().st_size != size:
-        raise ValueError(f"the prepared data in {path.parent} are damaged: run 'fedheal data prepare --again'")
-    return torch.from_numpy(np.memmap(path, dtype=dtype, mode="c", shape=shape))
 
 
 def _write_integers(path: Path, values: Labels) -> None:
@@ -199,7 +179,10 @@ def _create_atomically(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder. Rename it to `folder` on success, and remove it otherwise."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder.parent)
+        for leftover in folder.parent.glob(f"{UNFINISHED}*"):  # of processes that were killed more than a day ago
+            with suppress(FileNotFoundError):  # its process may finish just now
+                if time.time() - leftover.stat().st_mtime > 86_400:
+                    shutil.rmtree(leftover, ignore_errors=True)
         temporary = Path(mkdtemp(prefix=UNFINISHED, dir=folder.parent))
     except OSError as error:
         raise ValueError(
@@ -214,14 +197,6 @@ def _create_atomically(folder: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove the temporary folders of processes that were killed more than a day ago."""
-    for leftover in folder.glob(f"{UNFINISHED}*"):
-        with suppress(FileNotFoundError):  # its process may finish just now
-            if time.time() - leftover.stat().st_mtime > SECONDS_PER_DAY:
-                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _stat(path: Path) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """Download data sets: atomic, resumable, and checked by SHA-256. Only `fedheal data fetch` does so.
 
-A data set that the Hugging Face hub has is downloaded from there and checked against the hub's checksums. Files of other sites
-are checked against the checksum in the specification. If there is none, the first download records the SHA-256 in
-`<file>.sha256`, and a later download must match it.
+Files of the Hugging Face hub are checked against its checksums, files of other sites against the specification's. Without one,
+the first download records the SHA-256 in `<file>.sha256`, and a later download must match it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,7 +22,6 @@ from fedheal.data.specs import DomainSpec, HubDataset, WebFile
 
 CHUNK = 1 << 20
 TIMEOUT = 60.0  # seconds without a byte
-RANGE_NOT_SATISFIABLE = 416
 MAX_ATTEMPTS = 5  # per file; each resumes the previous one
 
 Progress = Callable[[str, int, int], None]  # file, bytes so far, total bytes (0: unknown)
@@ -58,17 +57,13 @@ def download_from_web(file: WebFile, folder: Path, progress: Progress) -> Downlo
     path, record = folder / name, folder / f"{name}.sha256"
     expected = file.sha256 or (record.read_text(encoding="utf-8")[:64].strip() if record.is_file() else "")
     folder.mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
+    if path.is_file():
+        actual = _verify(path, expected, str(path), is_new=False)
+    else:
         part = folder / f"{name}.part"
         _download(file.url, part, progress)
-        actual = _sha256(part)
-        if expected and actual != expected:
-            part.unlink()
-            raise ValueError(f"{file.url} has the SHA-256 {actual} instead of {expected}: the download was discarded")
+        actual = _verify(part, expected, file.url)
         os.replace(part, path)
-    actual = _sha256(path)
-    if expected and actual != expected:
-        raise ValueError(f"{path} has the SHA-256 {actual} instead of {expected}: remove it and fetch again")
     if not expected:
         record.write_text(f"{actual}  {name}\n", encoding="utf-8")
     return DownloadedFile(path, actual, bool(file.sha256))
@@ -97,17 +92,10 @@ def download_from_hub(hub: HubDataset, root: Path, progress: Progress) -> list[D
         raise ValueError(f"{hub.repository} cannot be downloaded from the hub: {reason}") from error
     if not files:
         raise ValueError(f"{hub.repository} on the hub has no files like {', '.join(hub.files)}")
-    return [_verify_hub_file(path, expected, hub.repository) for path, expected in downloads]
-
-
-def _verify_hub_file(path: Path, expected: str, repository: str) -> DownloadedFile:
-    actual = _sha256(path)
-    if expected and actual != expected:
-        path.unlink()
-        raise ValueError(
-            f"{path.name} of {repository} has the SHA-256 {actual} instead of {expected}: the download was discarded"
-        )
-    return DownloadedFile(path, actual, bool(expected))
+    return [
+        DownloadedFile(path, _verify(path, expected, f"{path.name} of {hub.repository}"), bool(expected))
+        for path, expected in downloads
+    ]
 
 
 def _download(url: str, part: Path, progress: Progress) -> None:
@@ -132,14 +120,14 @@ def _resume(url: str, part: Path, progress: Progress) -> None:
     try:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code != RANGE_NOT_SATISFIABLE or "Range" not in headers:
+        if error.code != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE or "Range" not in headers:
             raise
         error.close()  # the part is as long as the file or longer, so it cannot be trusted: start again
         part.unlink()
         etag.unlink()
         return _resume(url, part, progress)
     with response:
-        is_partial = response.status == 206
+        is_partial = response.status == HTTPStatus.PARTIAL_CONTENT
         if is_partial and not response.headers.get("Content-Range", "").startswith(f"bytes {size}-"):
             raise ConnectionError("the server sent another range than requested")
         size = size if is_partial else 0
@@ -157,6 +145,13 @@ def _resume(url: str, part: Path, progress: Progress) -> None:
     etag.unlink(missing_ok=True)
 
 
-def _sha256(path: Path) -> str:
+def _verify(path: Path, expected: str, source: str, *, is_new: bool = True) -> str:
+    """Return the SHA-256 of a file. If another is expected, raise ValueError, and discard the file if it is new."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if expected and actual != expected:
+        if is_new:
+            path.unlink()
+        remedy = "the download was discarded" if is_new else "remove it and fetch again"
+        raise ValueError(f"{source} has the SHA-256 {actual} instead of {expected}: {remedy}")
+    return actual

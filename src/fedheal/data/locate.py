@@ -1,10 +1,12 @@
-"""Find the files of a data set below `data_root`, or else below the folder in the environment variable FEDHEAL_DATA."""
+"""Find the files of a data set below `data_root` or the folder in the environment variable FEDHEAL_DATA, and report on them."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from fedheal.data.specs import DatasetSpec, DomainFiles, DomainSpec
 
@@ -25,6 +27,20 @@ class DomainLocation:
         return self.files.name if self.files else self.spec.name
 
 
+@dataclass(frozen=True)
+class DomainStatus:
+    """The state of one domain on disk."""
+
+    name: str
+    state: str  # found, stand-in, incomplete, missing or damaged
+    layout: str = ""
+    folder: str = ""
+    train: int = 0
+    test: int = 0
+    balance: str = ""  # the rarest and the most frequent class
+    detail: str = ""  # what is wrong, or what to do
+
+
 def resolve_root(data_root: str | None) -> Path:
     """Return the data root. Raise ValueError if none is configured or it does not exist."""
     value = data_root or os.environ.get(VARIABLE)
@@ -34,11 +50,7 @@ def resolve_root(data_root: str | None) -> Path:
             "`fedheal data`)"
         )
     root = Path(value).expanduser()
-    try:
-        exists = root.exists()
-    except OSError:  # a link to itself, a name that is too long
-        exists = False
-    if not exists or not value.isprintable():
+    if not os.path.exists(root) or not value.isprintable():  # Path.exists raises if a name is too long
         raise ValueError(f"{'data_root' if data_root else VARIABLE} = {value!r}: there is no such folder")
     return root
 
@@ -60,6 +72,31 @@ def explain_missing(location: DomainLocation, root: Path) -> str:
     return f"{domain.name}: {reason}{source}"
 
 
+def inspect_domains(spec: DatasetSpec, root: Path) -> list[DomainStatus]:
+    """Read every domain, except for image files, which only `fedheal data prepare` decodes."""
+    return [_inspect_domain(location, root) for location in locate_domains(spec, root)]
+
+
+def _inspect_domain(location: DomainLocation, root: Path) -> DomainStatus:
+    files, spec = location.files, location.spec
+    if files is None:
+        return DomainStatus(spec.name, "missing", detail=explain_missing(location, root).partition(": ")[2])
+    try:
+        raw = files.read()
+    except ValueError as error:
+        return DomainStatus(files.name, "damaged", files.layout, str(files.folder), detail=str(error))
+    state, detail = "found", ""
+    if len(raw.train) < spec.train or len(raw.test) < spec.test:
+        state, detail = "incomplete", f"the full data set has {spec.train:,} / {spec.test:,}"
+    if location.is_stand_in:
+        state, detail = "stand-in", f"for {spec.name}, which is available from {spec.available_from}"
+    counts = np.bincount(raw.train.labels, minlength=len(raw.classes))
+    low, high = (f"{counts[c]:,} ({raw.classes[c]})" for c in (counts.argmin(), counts.argmax()))
+    balance = f"{low} to {high} in {len(raw.classes)} classes"
+    found = files.name, state, files.layout, str(files.folder)
+    return DomainStatus(*found, len(raw.train), len(raw.test), balance, detail)
+
+
 def _locate_domain(domain: DomainSpec, root: Path, classes: tuple[str, ...]) -> DomainLocation:
     missing: list[str] = []
     for folder in domain.folders:
@@ -68,11 +105,8 @@ def _locate_domain(domain: DomainSpec, root: Path, classes: tuple[str, ...]) -> 
             if isinstance(files, DomainFiles):
                 return DomainLocation(domain, files)
             missing = missing or files
-    hub_files = domain.hub and domain.hub.locate(domain.name, root, classes)
-    if hub_files:
+    if domain.hub and (hub_files := domain.hub.locate(domain.name, root, classes)):
         return DomainLocation(domain, hub_files)
-    if domain.stand_in is not None:
-        stand_in = _locate_domain(domain.stand_in, root, classes)
-        if stand_in.files:
-            return DomainLocation(domain, stand_in.files, is_stand_in=True)
+    if domain.stand_in and (stand_in := _locate_domain(domain.stand_in, root, classes)).files:
+        return DomainLocation(domain, stand_in.files, is_stand_in=True)
     return DomainLocation(domain, None, tuple(missing))

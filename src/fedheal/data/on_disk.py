@@ -1,41 +1,39 @@
-"""Load data sets from disk as `Domains`."""
+"""Load data sets from disk as `Domains`, and export the images that some experiments use to one archive."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from fedheal.data import archive
 from fedheal.data.cache import CacheInputs, PreparedData, prepare_data
-from fedheal.data.domains import Domain, Domains
+from fedheal.data.domains import Domain, Domains, Excerpt, fingerprint
 from fedheal.data.locate import DomainLocation, explain_missing, locate_domains, resolve_root
+from fedheal.data.partition import Client
 from fedheal.data.readers.folders import list_subfolders
 from fedheal.data.specs import DatasetSpec, DomainSpec, FolderLayout
 from fedheal.data.splits import RawDomain, align_labels, choose_classes
+from fedheal.runs.folder import make_folder
 
 FOLDER_PREFIX = "folder:"
 FOLDER_NAME = "folder"  # the data set's name in an export of such a folder
-FOLDER_SIZE = 32
 MAX_LISTED = 3  # items in a note
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A request for a data set.
+    """A request for a data set."""
 
-    Args:
-        root: The folder to search, or an export; None: the environment variable FEDHEAL_DATA.
-        allow_missing: Load the other domains if some are missing.
-        classes: "intersection" or "union" of the domains' classes, for data sets without a fixed list.
-        size: Resize images to size x size; None: the data set's own size.
-    """
-
-    root: str | None = None
-    allow_missing: bool = False
-    classes: str = "intersection"
-    size: int | None = None
+    root: str | None = None  # the folder to search, or an export; None: the environment variable FEDHEAL_DATA
+    allow_missing: bool = False  # load the other domains if some are missing
+    classes: str = "intersection"  # or "union" of the domains' classes, for data sets without a fixed list
+    size: int | None = None  # resize images to size x size; None: the data set's own size
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,7 @@ class OnDiskDataset:
 
 
 def multiply_fraction(fraction: float, total: int) -> int:
-    """Return that fraction of a total, rounded down. The fraction counts as the decimal that was written.
-
-    >>> multiply_fraction(0.01, 73_257), multiply_fraction(0.1, 127), multiply_fraction(0.29, 100)
-    (732, 12, 29)
-    """
+    """Return that fraction of a total, rounded down. The fraction counts as the decimal that was written."""
     return int(Fraction(str(fraction)) * total)
 
 
@@ -74,16 +68,8 @@ def make_folder_spec(name: str) -> DatasetSpec:
         domains = list_subfolders(path)
     if not domains:
         raise ValueError(f"data = {name!r}: {path} has no subfolders; it must contain <domain>/<class>/...")
-    return DatasetSpec(
-        name=FOLDER_NAME,
-        about="your own image folders",
-        domains=tuple(
-            DomainSpec(name=n, train=0, test=0, folders=(n,), layouts=(FolderLayout(),), home="") for n in domains
-        ),
-        size=FOLDER_SIZE,
-        clients=5,
-        fraction=0.0,
-    )
+    specs = tuple(DomainSpec(n, train=0, test=0, folders=(n,), layouts=(FolderLayout(),), home="") for n in domains)
+    return DatasetSpec(FOLDER_NAME, "your own image folders", specs, size=32, clients=5, fraction=0.0)
 
 
 def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
@@ -100,8 +86,15 @@ def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
             )
         inputs = CacheInputs(spec.name, size, "export", {"": [export]}, read=lambda: archive.read_export(export))
         return OnDiskDataset(spec, inputs, (), export)
-    _require_domains(spec, locations, root, request)
     present = [location.files for location in locations if location.files]
+    missing = [explain_missing(location, root) for location in locations if location.files is None]
+    if not present:
+        raise ValueError(f"no domain of '{spec.name}' is below {root}: {missing[0]}")
+    if missing and not request.allow_missing:
+        raise ValueError(
+            f"'{spec.name}' lacks {len(missing)} of {len(locations)} domains below {root}: {'; '.join(missing)}; "
+            "set allow_missing=true to continue without"
+        )
 
     def read() -> tuple[tuple[str, ...], Sequence[RawDomain]]:
         domains = [files.read() for files in present]
@@ -115,9 +108,7 @@ def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
 def find_fuller_export(spec: DatasetSpec, locations: Sequence[DomainLocation], root: Path) -> Path | None:
     """Return an export of the data set if it has domains that are not there as files."""
     present = {location.name for location in locations if location.files}
-    if len(present) == len(locations):
-        return None
-    export = archive.find_export(root, spec.name)
+    export = archive.find_export(root, spec.name) if len(present) < len(locations) else None
     return export if export and not {d.name for d in archive.read_manifest(export).domains} <= present else None
 
 
@@ -130,11 +121,8 @@ def load_from_disk(spec: DatasetSpec, request: DataRequest) -> Domains:
 def build_domains(dataset: OnDiskDataset, prepared: PreparedData) -> Domains:
     """Return a prepared data set with the default clients of its specification."""
     spec, manifest = dataset.spec, prepared.manifest
-    specs = {s.name: s for domain in spec.domains for s in (domain, domain.stand_in) if s}
-    domains = tuple(
-        replace(d, nominal=(specs[d.name].train if d.name in specs else 0) or len(d.labels))
-        for d in prepared.map_domains()
-    )
+    nominal = {s.name: s.train for domain in spec.domains for s in (domain, domain.stand_in) if s}
+    domains = tuple(replace(d, nominal=nominal.get(d.name) or len(d.labels)) for d in prepared.map_domains())
     if dataset.export is not None:
         identity, notes = archive.verify_fingerprint(dataset.export, dataset.inputs.size, manifest.fingerprint)
     else:
@@ -151,26 +139,45 @@ def build_domains(dataset: OnDiskDataset, prepared: PreparedData) -> Domains:
     )
 
 
+def export_images(dataset: OnDiskDataset, clients: Sequence[Client], settings: Mapping[str, Any], out: Path) -> None:
+    """Write the training images that any of the clients holds, and all test images, to `out`."""
+    if dataset.export is not None:
+        raise ValueError(f"{dataset.export} is already an export: copy it")
+    prepared = prepare_data(dataset.inputs)
+    data = build_domains(dataset, prepared)
+    classes, raw_domains = dataset.inputs.read()
+    excerpts, exported = [], []
+    for raw, cached in zip(raw_domains, prepared.manifest.domains, strict=True):
+        positions = np.unique(
+            np.concatenate([client.indices.numpy() for client in clients if client.domain == raw.name])
+        )
+        train, test = (
+            split.select(np.setdiff1d(np.arange(len(split)), cached.dropped[part])) if cached.dropped[part] else split
+            for part, split in (("train", raw.train), ("test", raw.test))
+        )
+        excerpt, domain = Excerpt(torch.from_numpy(positions), torch.from_numpy(train.labels)), data[raw.name]
+        excerpts.append(replace(raw, train=train.select(positions), test=test, excerpt=excerpt))
+        exported.append(Domain(raw.name, domain.select(excerpt.positions), domain.test))
+    manifest = archive.ExportManifest(
+        name=data.name,
+        classes=classes,
+        identity=data.identity,
+        size=dataset.inputs.size,
+        fingerprint=fingerprint(replace(data, domains=tuple(exported), identity="")),
+        settings=dict(settings),
+        notes=data.notes,
+    )
+    make_folder(out.parent)
+    archive.write_export(out, manifest, excerpts)
+
+
 def list_missing_domains(spec: DatasetSpec, export: Path) -> list[str]:
     """Return the domains of a data set for which an export has neither images nor a stand-in."""
     present = {domain.name for domain in archive.read_manifest(export).domains}
     return [s.name for s in spec.domains if not {s.name, s.stand_in.name if s.stand_in else ""} & present]
 
 
-def _require_domains(spec: DatasetSpec, locations: Sequence[DomainLocation], root: Path, request: DataRequest) -> None:
-    missing = [location for location in locations if location.files is None]
-    if len(missing) == len(locations):
-        raise ValueError(f"no domain of '{spec.name}' is below {root}: {explain_missing(missing[0], root)}")
-    if missing and not request.allow_missing:
-        raise ValueError(
-            f"'{spec.name}' lacks {len(missing)} of {len(locations)} domains below {root}: "
-            f"{'; '.join(explain_missing(location, root) for location in missing)}; "
-            "set allow_missing=true to continue without"
-        )
-
-
 def _note_absent_classes(domains: Sequence[Domain], classes: Sequence[str]) -> list[str]:
-    """Name the classes of which a domain has no training or no test images."""
     notes = []
     for domain in domains:
         for part, labels in (("training", domain.labels), ("test", domain.test.labels)):
@@ -187,19 +194,17 @@ def _note_locations(locations: Sequence[DomainLocation], prepared: PreparedData)
     for location in locations:
         spec, name = location.spec, location.name
         if location.files is None:
-            notes.append(f"{spec.name} is not on disk: results are over {len(cached)} of {len(locations)} domains")
+            notes.append(f"{name} is not on disk: results are over {len(cached)} of {len(locations)} domains")
             continue
+        domain = cached[name]
         if location.is_stand_in:
             notes.append(f"{name} stands in for {spec.name}: its results are not results on {spec.name}")
-        domain = cached[name]
         if spec.train and (domain.train < spec.train or domain.test < spec.test):
-            notes.append(
-                f"{name}: {domain.train:,} of {spec.train:,} training and {domain.test:,} of {spec.test:,} "
-                "test images on disk"
-            )
+            train, test = f"{domain.train:,} of {spec.train:,}", f"{domain.test:,} of {spec.test:,}"
+            notes.append(f"{name}: {train} training and {test} test images on disk")
         if domain.unreadable:
-            count = len(domain.unreadable)
-            notes.append(f"{name}: {count} image(s) could not be read: {_shorten(domain.unreadable, '; ')}")
+            reasons = _shorten(domain.unreadable, "; ")
+            notes.append(f"{name}: {len(domain.unreadable)} image(s) could not be read: {reasons}")
     return notes
 
 

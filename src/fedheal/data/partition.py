@@ -1,20 +1,32 @@
 """Assign training samples to clients.
 
-A domain's training split is shuffled by the seed and the domain's name, and cut into consecutive pieces. Clients of a domain
-never share a sample. The assignment depends neither on other domains nor on the number of rounds, and a client keeps its
-samples when clients are added after it. Label skew and class filling choose from the same shuffled order (see `skew`).
+A domain's training split is shuffled by the seed and the domain's name, and cut into consecutive pieces: clients of a domain
+never share a sample, other domains and the number of rounds do not matter, and a client keeps its samples when clients are
+added after it. Two other ways choose from the same shuffled order, and keep every client's number of samples:
+
+- Dirichlet: client by client, class shares p ~ Dir(alpha, ..., alpha) decide how many samples of each class it takes from what
+  is left of the domain (Hsu et al. 2019). Where a class runs out the client takes more of its other classes.
+- Class filling, as in the code released with the paper for Office-Caltech: for every class that a client does not hold, a
+  random sample of it from the whole training split replaces a random one of a class that the client holds at least twice.
+  Clients may then share samples; what was replaced goes back to the others.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from scipy.special import gammaincinv, gammaln
 
-from fedheal.data import skew
+from fedheal.core.rng import derive
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -27,35 +39,15 @@ class Client:
 
 
 def partition_samples(
-    sizes: Mapping[str, int],
-    clients: Mapping[str, int],
-    samples: Mapping[str, int],
+    sizes: Mapping[str, int],  # training samples of each domain
+    clients: Mapping[str, int],  # of each domain
+    samples: Mapping[str, int],  # per client of each domain
     seed: int,
-    labels: Mapping[str, torch.Tensor] | None = None,
-    dirichlet: float | None = None,
+    labels: Mapping[str, torch.Tensor] | None = None,  # of the training samples, for `dirichlet` and `class_filling`
+    dirichlet: float | None = None,  # the smaller, the more skewed
     class_filling: bool = False,
 ) -> tuple[Client, ...]:
-    """Assign samples to the clients of every domain.
-
-    Args:
-        sizes: Number of training samples of each domain.
-        clients: Number of clients of each domain.
-        samples: Number of samples per client of each domain.
-        seed: Seed of the shuffle.
-        labels: Labels of the training samples; required by `dirichlet` and `class_filling`.
-        dirichlet: Concentration of the label skew; the smaller, the more skewed.
-        class_filling: Give every client every class.
-
-    Returns:
-        Clients in the order of `sizes`, with ids "domain-0", "domain-1", ...
-
-    Raises:
-        ValueError: If a domain has too few samples or a number is missing.
-
-    >>> two = partition_samples({"street": 10}, {"street": 2}, {"street": 3}, seed=0)
-    >>> [client.id for client in two], [len(client.indices) for client in two]
-    (['street-0', 'street-1'], [3, 3])
-    """
+    """Return the clients of every domain, in the order of `sizes`. Raise ValueError if a domain has too few samples."""
     assigned: list[Client] = []
     for domain, size in sizes.items():
         count, each = _get_count(clients, domain, "clients"), _get_count(samples, domain, "samples per client")
@@ -70,9 +62,9 @@ def partition_samples(
         elif labels is None or (dirichlet is not None and class_filling):
             raise ValueError("dirichlet and class_filling need labels, and exclude each other")
         elif dirichlet is not None:
-            indices = skew.assign_by_dirichlet(order, labels[domain].numpy(), count, each, dirichlet, seed, domain)
+            indices = assign_by_dirichlet(order, labels[domain].numpy(), count, each, dirichlet, seed, domain)
         else:
-            indices = skew.assign_with_class_filling(order, labels[domain].numpy(), count, each, seed, domain)
+            indices = assign_with_class_filling(order, labels[domain].numpy(), count, each, seed, domain)
         assigned += [Client(f"{domain}-{k}", domain, torch.from_numpy(own)) for k, own in enumerate(indices)]
     return tuple(assigned)
 
@@ -85,9 +77,83 @@ def _get_count(counts: Mapping[str, int], domain: str, what: str) -> int:
     return counts[domain]
 
 
-def _shuffle(size: int, domain: str, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _shuffle(size: int, domain: str, seed: int) -> Ints:
     """Return a permutation of range(size) by sorting raw PCG64 output, a stream that numpy keeps fixed."""
     digest = hashlib.sha256(f"partition/{domain}".encode()).digest()
     words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 32, 4)]
     keys = np.random.PCG64(np.random.SeedSequence([seed, *words])).random_raw(size)
     return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+def assign_by_dirichlet(
+    order: Ints, labels: Ints, clients: int, each: int, alpha: float, seed: int, domain: str
+) -> list[Ints]:
+    """Return each client's samples, taken class by class from `order`, the shuffled positions of the domain."""
+    classes = int(labels.max()) + 1
+    left = [list(order[labels[order] == c]) for c in range(classes)]
+    assigned = []
+    for client in range(clients):
+        shares = _draw_shares(_draw_uniform(classes, seed, "dirichlet", domain, client), alpha)
+        counts = _round_shares(shares, each, np.array([len(queue) for queue in left]))
+        samples = [queue.pop(0) for queue, count in zip(left, counts, strict=True) for _ in range(count)]
+        shuffled = np.argsort(_draw_uniform(each, seed, "dirichlet-order", domain, client), kind="stable")
+        assigned.append(np.array(samples, dtype=np.int64)[shuffled])
+    return assigned
+
+
+def assign_with_class_filling(order: Ints, labels: Ints, clients: int, each: int, seed: int, domain: str) -> list[Ints]:
+    """Return each client's samples, with every class among them if `each` allows it."""
+    present = np.unique(labels)
+    pool, assigned = list(order), []
+    for client in range(clients):
+        bits = np.random.PCG64(derive(seed, "class-filling", domain, client))
+        samples = pool[:each]
+        for wanted in present:
+            counts = np.bincount(labels[samples], minlength=int(present.max()) + 1)
+            if counts[wanted] or not (counts >= 2).any():
+                continue
+            spare = _choose(bits, np.flatnonzero(counts >= 2).tolist())
+            samples.remove(_choose(bits, [i for i in samples if labels[i] == spare]))
+            samples.append(_choose(bits, np.flatnonzero(labels == wanted).tolist()))
+        used = set(samples)
+        pool = [i for i in pool if i not in used]
+        assigned.append(np.array(samples, dtype=np.int64))
+    return assigned
+
+
+def _draw_shares(uniform: Floats, alpha: float) -> Floats:
+    """Return a sample of the Dirichlet distribution. numpy's own sampler may change its stream between versions."""
+    value = gammaincinv(alpha, uniform)  # the gamma distribution's function, inverted
+    tiny = (np.log(uniform) + gammaln(alpha + 1)) / alpha  # exact where the value is too small to be a number
+    with np.errstate(divide="ignore"):
+        logs = np.where(value > 1e-200, np.log(value), tiny)
+    odds = np.exp(logs - logs.max())
+    shares: Floats = odds / odds.sum()
+    return shares
+
+
+def _round_shares(shares: Floats, number: int, left: Ints) -> Ints:
+    """Return integers in these proportions that sum to `number`, none above what is left."""
+    counts = np.zeros(len(left), dtype=np.int64)
+    while (missing := number - int(counts.sum())) > 0:
+        open_ = counts < left
+        weights = np.where(open_, np.maximum(shares, 1e-300), 0.0)
+        target = missing * weights / weights.sum()
+        step = np.minimum(np.floor(target).astype(np.int64), left - counts)
+        if not step.any():  # the last few, by largest remainder
+            first = np.argsort(-target, kind="stable")[:missing]
+            step = np.zeros_like(counts)
+            step[[c for c in first if open_[c]]] = 1
+        counts += step
+    return counts
+
+
+def _draw_uniform(number: int, seed: int, purpose: str, domain: str, client: int) -> Floats:
+    """Return uniform numbers strictly between 0 and 1, from a raw stream that numpy keeps fixed."""
+    raw = np.random.PCG64(derive(seed, purpose, domain, client)).random_raw(number)
+    uniform: Floats = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * math.ldexp(1, -53)
+    return uniform
+
+
+def _choose(bits: np.random.PCG64, items: Sequence[int]) -> int:
+    return items[int(bits.random_raw()) % len(items)]

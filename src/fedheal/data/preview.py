@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from PIL import Image, ImageDraw
 
 from fedheal.data.domains import Domain, Domains
 from fedheal.data.partition import Client
-from fedheal.runs.folder import make_folder
 
 COLUMNS = 12
 MAX_CLASSES = 40  # on a sheet
@@ -42,20 +40,10 @@ def draw_contact_sheet(domain: Domain, classes: Sequence[str]) -> Image.Image:
     return sheet
 
 
-def write_contact_sheets(data: Domains, folder: Path) -> list[Path]:
-    """Write a PNG for each domain and return the paths."""
-    make_folder(folder)
-    paths = [folder / f"{data.name}-{domain.name}.png" for domain in data.domains]
-    for path, domain in zip(paths, data.domains, strict=True):
-        draw_contact_sheet(domain, data.classes).save(path)
-    return paths
-
-
 def count_labels(data: Domains, clients: Sequence[Client]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Return the number of samples of each class that each client holds, `[clients, classes]`."""
-    return np.stack(
-        [np.bincount(data[c.domain].labels[c.indices].numpy(), minlength=len(data.classes)) for c in clients]
-    )
+    labels = [data[client.domain].labels[client.indices].numpy() for client in clients]
+    return np.stack([np.bincount(own, minlength=len(data.classes)) for own in labels])
 
 
 def plot_clients(data: Domains, clients: Sequence[Client]) -> Figure:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fedheal.data.readers import folders, parquet
-from fedheal.data.splits import RawDomain
+from fedheal.data.splits import EncodedImages, Pixels, RawDomain
 
 
 @dataclass(frozen=True)
@@ -26,36 +27,31 @@ class DomainFiles:
     read: Callable[[], RawDomain]
 
 
-class DiskLayout(Protocol):
-    """A way to arrange the files of a domain in a folder."""
-
-    @property
-    def looks_for(self) -> str:
-        """Describe the expected files."""
-
-    def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
-        """Return the domain's files, or the missing ones if only some are there (empty if none are)."""
-
-
 @dataclass(frozen=True)
 class FileLayout:
-    """A fixed set of files; `files` lists the accepted names of each."""
+    """A fixed set of files, first those of the training split; `files` lists the accepted names of each."""
 
     name: str
     files: tuple[tuple[str, ...], ...]
-    reader: Callable[[str, Sequence[Path]], RawDomain]
+    classes: tuple[str, ...]
+    read_split: Callable[..., Pixels]  # of the paths of one split
 
     @property
     def looks_for(self) -> str:
         return ", ".join(names[0] for names in self.files)
 
     def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
+        """Return the domain's files, or the missing ones if only some are there (empty if none are)."""
         candidates = [next((folder / n for n in names if (folder / n).is_file()), None) for names in self.files]
         paths = [path for path in candidates if path is not None]
         if len(paths) < len(candidates):
             missing = [str(folder / n[0]) for n, path in zip(self.files, candidates, strict=True) if path is None]
             return missing if paths else []
-        return DomainFiles(name, self.name, folder, tuple(paths), read=lambda: self.reader(name, paths))
+        return DomainFiles(name, self.name, folder, tuple(paths), partial(self._read, name, paths))
+
+    def _read(self, name: str, paths: Sequence[Path]) -> RawDomain:
+        half = len(paths) // 2
+        return RawDomain(name, self.classes, self.read_split(*paths[:half]), self.read_split(*paths[half:]))
 
 
 @dataclass(frozen=True)
@@ -64,21 +60,23 @@ class FolderLayout:
 
     classes: tuple[str, ...] = ()  # classes that must be present, if the data set fixes them
     looks_for: str = "<class>/*.jpg or {train,test}/<class>/*.jpg"
-    name: str = "image folders"
     has_split_lists: bool = False  # <domain>_train.txt and <domain>_test.txt next to the folder may define the split
 
     def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
+        """Return the domain's files, or the missing classes if only some are there (empty if none are)."""
         if not folder.is_dir():
             return []
         lists = [folder.parent / f"{name}_{part}.txt" for part in ("train", "test")]
         if self.has_split_lists and all(path.is_file() for path in lists):
-            tree = folders.read_split_lists(folder.parent, *lists)
+            domain = folders.read_split_lists(name, folder.parent, *lists)
         else:
-            tree = folders.scan_folder(folder)
-        missing = [str(folder / name) for name in self.classes if name not in tree.classes]
-        if missing or not tree.classes:
+            domain = folders.scan_folder(name, folder)
+        missing = [str(folder / label) for label in self.classes if label not in domain.classes]
+        if missing or not domain.classes:
             return missing if len(missing) < len(self.classes) else []
-        return DomainFiles(name, self.name, folder, tree.files, read=lambda: folders.read_image_folder(name, tree))
+        images = (domain.train, domain.test)
+        paths = tuple(Path(image) for split in images if isinstance(split, EncodedImages) for image in split.names)
+        return DomainFiles(name, "image folders", folder, paths, lambda: domain)
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,8 @@ class HubDataset:
     def locate(self, name: str, root: Path, classes: tuple[str, ...]) -> DomainFiles | None:
         folder = self.folder(root)
         paths = parquet.find_parquet_files(folder, self.files)
-        if not paths:
-            return None
-        read = lambda: parquet.read_parquet_domain(name, paths, self.domain, classes)  # noqa: E731
-        return DomainFiles(name, "Parquet", folder, paths, read=read)
+        read = partial(parquet.read_parquet_domain, name, paths, self.domain, classes)
+        return DomainFiles(name, "Parquet", folder, paths, read) if paths else None
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ class DomainSpec:
     train: int  # images of the full training split
     test: int
     folders: tuple[str, ...]
-    layouts: tuple[DiskLayout, ...]
+    layouts: tuple[FileLayout | FolderLayout, ...]
     home: str  # web page
     hub: HubDataset | None = None
     web: tuple[WebFile, ...] = ()
@@ -126,8 +122,8 @@ class DomainSpec:
 
     @property
     def available_from(self) -> str:
-        hub = [f"the Hugging Face hub as {self.hub.repository}"] if self.hub else []
-        return " or ".join([*hub, *([self.home] if self.home else [])])
+        hub = f"the Hugging Face hub as {self.hub.repository}" if self.hub else ""
+        return " or ".join(filter(None, (hub, self.home)))
 
 
 @dataclass(frozen=True)
@@ -144,37 +140,7 @@ class DatasetSpec:
     protocol: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Settings for data sets that are not in the paper, chosen so that one GPU needs an afternoon.
-DEFAULT_PROTOCOL = {
-    "model": "resnet10",
-    "rounds": 100,
-    "epochs": 5,
-    "batch_size": 32,
-    "lr": 0.01,
-    "augment": "crop-flip",
-}
-
-
-def make_folder_domain(
-    name: str, sizes: tuple[int, int], *, parents: Sequence[str], home: str, hub: str, has_split_lists: bool = False
-) -> DomainSpec:
-    """Specify a domain of image folders `<parent>/<name>/<class>/...` that the hub has in a table of several domains."""
-    return DomainSpec(
-        name=name.lower().replace(" ", "_"),
-        train=sizes[0],
-        test=sizes[1],
-        folders=tuple(f"{parent}/{name}" for parent in parents),
-        layouts=(FolderLayout(has_split_lists=has_split_lists),),
-        home=home,
-        hub=HubDataset(hub, domain=name),
-    )
-
-
 def split_eight_to_two(images: int) -> tuple[int, int]:
-    """Return the sizes of the training and test split that `readers.folders` makes of so many images.
-
-    >>> split_eight_to_two(1123), split_eight_to_two(157)
-    ((899, 224), (127, 30))
-    """
+    """Return the sizes of the training and test split that `readers.folders` makes of so many images."""
     train = images // 10 * folders.TRAIN_OF_TEN + min(images % 10, folders.TRAIN_OF_TEN)
     return train, images - train

@@ -1,7 +1,7 @@
 """Splits as distributed: images of any size, not resized yet, with their labels.
 
-Readers return one of two kinds: `Pixels`, an array that one file held, or `EncodedImages`, image files (in a folder, a table or
-an archive) that are read one at a time. Only an export treats them differently, since it copies images in their encoding.
+Readers return `Pixels`, an array that one file held, or `EncodedImages`, image files (in a folder, table or archive) that are
+read one at a time. Only an export treats them differently, since it copies images in their encoding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import decode_image
 
 Labels = npt.NDArray[np.int64]
@@ -58,14 +59,6 @@ RawSplit = Pixels | EncodedImages
 
 
 @dataclass(frozen=True)
-class RawExcerpt:
-    """Marks a training split as an excerpt: the positions of its images in the full split, and the full split's labels."""
-
-    positions: Labels  # ascending
-    labels: Labels
-
-
-@dataclass(frozen=True)
 class RawDomain:
     """One domain as distributed; labels index its own classes."""
 
@@ -73,7 +66,7 @@ class RawDomain:
     classes: tuple[str, ...]
     train: RawSplit
     test: RawSplit
-    excerpt: RawExcerpt | None = None
+    excerpt: Excerpt | None = None
 
 
 def choose_classes(domains: Sequence[RawDomain], fixed: tuple[str, ...], rule: str, data: str) -> tuple[str, ...]:
@@ -92,15 +85,10 @@ def choose_classes(domains: Sequence[RawDomain], fixed: tuple[str, ...], rule: s
 
 def align_labels(domain: RawDomain, classes: tuple[str, ...]) -> RawDomain:
     """Make the labels index `classes`, and drop images of other classes."""
-    number = {name: i for i, name in enumerate(classes)}
-    table = np.array([number.get(name, -1) for name in domain.classes], dtype=np.int64)
-    train, test = _relabel(domain.train, table), _relabel(domain.test, table)
-    return replace(domain, classes=classes, train=train, test=test)
+    table = np.array([classes.index(name) if name in classes else -1 for name in domain.classes], dtype=np.int64)
+    return replace(domain, classes=classes, train=_relabel(domain.train, table), test=_relabel(domain.test, table))
 
 
 def _relabel(split: RawSplit, table: Labels) -> RawSplit:
-    labels = table[split.labels]
-    if (labels < 0).any():
-        positions = np.flatnonzero(labels >= 0)
-        split, labels = split.select(positions), labels[positions]
-    return replace(split, labels=labels)
+    split = replace(split, labels=table[split.labels])
+    return split.select(np.flatnonzero(split.labels >= 0)) if (split.labels < 0).any() else split

@@ -1,1 +1,1 @@
-"""The data sets that fedheal knows by name, one module each."""
+"""The data sets that fedheal knows by name."""

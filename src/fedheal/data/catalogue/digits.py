@@ -6,16 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from fedheal.data.readers.idx import read_idx_images
 from fedheal.data.readers.libsvm import read_libsvm_images
 from fedheal.data.readers.mat import read_mat_images
 from fedheal.data.specs import DatasetSpec, DomainSpec, FileLayout, FolderLayout, HubDataset, WebFile
-from fedheal.data.splits import Pixels, RawDomain
 
 CLASSES = tuple(str(digit) for digit in range(10))
 TEN = len(CLASSES)
@@ -23,47 +20,15 @@ CSIE = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass"
 STANFORD = "http://ufldl.stanford.edu/housenumbers"
 GANIN = "http://yaroslav.ganin.net"
 
-
-def _read_idx_domain(name: str, paths: Sequence[Path]) -> RawDomain:
-    train, train_labels, test, test_labels = paths
-    return RawDomain(name, CLASSES, read_idx_images(train, train_labels, TEN), read_idx_images(test, test_labels, TEN))
-
-
-def _read_two_files(read: Callable[[Path], Pixels], name: str, paths: Sequence[Path]) -> RawDomain:
-    """Read a domain whose splits are one file each."""
-    train, test = paths
-    return RawDomain(name, CLASSES, read(train), read(test))
-
-
-def _list_idx_names(*names: str) -> tuple[tuple[str, ...], ...]:
-    """List the spellings of each idx file, plain and gzipped."""
-    return tuple(
-        (f"{name}.gz", name, name.replace("-idx", ".idx"), name.replace("-idx", ".idx") + ".gz") for name in names
-    )
-
-
-IDX = FileLayout(
-    "idx",
-    _list_idx_names(
-        "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
-    ),
-    _read_idx_domain,
-)
-LIBSVM = FileLayout(
-    "LIBSVM text",
-    (("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")),
-    partial(_read_two_files, partial(read_libsvm_images, classes=TEN)),
-)
-SVHN_MAT = FileLayout(
-    "MATLAB",
-    (("train_32x32.mat",), ("test_32x32.mat",)),
-    partial(_read_two_files, partial(read_mat_images, classes=TEN, zero_is_ten=True)),
-)
-SYN_MAT = FileLayout(
-    "MATLAB",
-    (("synth_train_32x32.mat",), ("synth_test_32x32.mat",)),
-    partial(_read_two_files, partial(read_mat_images, classes=TEN, zero_is_ten=False)),
-)
+IDX_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+IDX_SPELLINGS = tuple((f"{n}.gz", n, n.replace("-idx", ".idx"), f"{n.replace('-idx', '.idx')}.gz") for n in IDX_NAMES)
+USPS_FILES = (("usps.bz2", "usps"), ("usps.t.bz2", "usps.t"))
+SVHN_FILES = (("train_32x32.mat",), ("test_32x32.mat",))
+SYN_FILES = (("synth_train_32x32.mat",), ("synth_test_32x32.mat",))
+IDX = FileLayout("idx", IDX_SPELLINGS, CLASSES, partial(read_idx_images, classes=TEN))
+LIBSVM = FileLayout("LIBSVM text", USPS_FILES, CLASSES, partial(read_libsvm_images, classes=TEN))
+SVHN_MAT = FileLayout("MATLAB", SVHN_FILES, CLASSES, partial(read_mat_images, classes=TEN, zero_is_ten=True))
+SYN_MAT = FileLayout("MATLAB", SYN_FILES, CLASSES, partial(read_mat_images, classes=TEN, zero_is_ten=False))
 FOLDER_PER_DIGIT = FolderLayout(CLASSES, "{train,val}/<digit>/*.png")
 
 MNIST = DomainSpec(
@@ -95,14 +60,6 @@ SVHN = DomainSpec(
     hub=HubDataset("ufldl-stanford/svhn", ("cropped_digits/train*.parquet", "cropped_digits/test*.parquet")),
     web=(WebFile(f"{STANFORD}/train_32x32.mat"), WebFile(f"{STANFORD}/test_32x32.mat")),
 )
-SYN_STANDIN = DomainSpec(
-    name="syn_standin",
-    train=10_000,
-    test=2_000,
-    folders=("digits/syn_standin", "syn_standin"),
-    layouts=(SYN_MAT, FOLDER_PER_DIGIT),
-    home="nowhere: it stands in for SYN where that is not at hand",
-)
 SYN = DomainSpec(
     name="syn",
     train=10_000,
@@ -110,7 +67,14 @@ SYN = DomainSpec(
     folders=("digits/syn", "syn", "SYN", "digits/SynthDigits", "SynthDigits"),
     layouts=(SYN_MAT, FOLDER_PER_DIGIT),
     home=f"{GANIN}/",
-    stand_in=SYN_STANDIN,
+    stand_in=DomainSpec(
+        name="syn_standin",
+        train=10_000,
+        test=2_000,
+        folders=("digits/syn_standin", "syn_standin"),
+        layouts=(SYN_MAT, FOLDER_PER_DIGIT),
+        home="nowhere: it stands in for SYN where that is not at hand",
+    ),
 )
 MNIST_M = DomainSpec(
     name="mnist_m",
@@ -134,8 +98,5 @@ DIGITS = DatasetSpec(
     protocol={"model": "resnet10", "rounds": 200, "epochs": 10, "batch_size": 64, "lr": 0.001, "augment": "crop"},
 )
 DIGITS_FIVE = replace(
-    DIGITS,
-    name="digits-five",
-    about="the same with MNIST-M as a fifth domain",
-    domains=(*DIGITS.domains, MNIST_M),
+    DIGITS, name="digits-five", about="the same with MNIST-M as a fifth domain", domains=(*DIGITS.domains, MNIST_M)
 )

@@ -6,12 +6,13 @@
 - `display`: noisy seven-segment displays whose unlit segments show; few samples, unlike anything else here.
 
 The first two are large and easy and dominate an average by sample count; the last is small and suffers from it. The images
-are computed at load time in integer arithmetic, so their bytes are the same everywhere; `FINGERPRINT` pins them. The
-glyphs come from `glyphs.npz` (made by `tools/make_glyph_atlas.py`; families and licences are in `glyphs.json`).
+are computed in integer arithmetic, so their bytes are the same everywhere; `FINGERPRINT` pins them. The glyphs come from
+`glyphs.npz` (made by `tools/make_glyph_atlas.py`; families and licences are in `glyphs.json`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import resources
 
 import numpy as np
@@ -20,20 +21,14 @@ from sklearn.datasets import load_digits
 
 from fedheal.data.domains import Domain, Domains, Split, fingerprint
 from fedheal.data.embedded import scenes
-from fedheal.data.embedded.raster import clip_to_bytes
 from fedheal.data.embedded.stable_random import Ints, draw_integers
-
-# The default federation, per domain in the order handwritten, print, street, display.
-CLIENTS_PER_DOMAIN = (3, 3, 3, 3)
-SAMPLES_PER_CLIENT = (400, 400, 300, 80)
 
 TRAIN_SIZE = {"print": 1500, "street": 1500, "display": 400}
 TEST_SIZE = 500
 WRITERS_BOUNDARY = 1287  # handwritten: the fixed order of digits that every writer copied restarts here
 
 # The displays of the test split are bolder and more slanted than any of the training split.
-TRAIN_STYLE = scenes.SegmentStyle(half_thickness=(500, 760), slant=(0, 40))
-TEST_STYLE = scenes.SegmentStyle(half_thickness=(761, 900), slant=(41, 50))
+STYLE = {"train": ((500, 760), (0, 40)), "test": ((761, 900), (41, 50))}  # half thickness, slant
 
 FINGERPRINT = "6560c4cc84828a5bfe3f78aa31c065d56d0eb9a5c0cd78d43440589b3e171eb9"
 
@@ -55,20 +50,19 @@ def draw_embedded() -> Domains:
     return Domains(
         name="embedded",
         classes=tuple(str(digit) for digit in range(10)),
-        domains=(_draw_handwritten(), _draw_print(), _draw_street(), _draw_display()),
-        clients_per_domain=CLIENTS_PER_DOMAIN,
-        samples_per_client=SAMPLES_PER_CLIENT,
+        domains=(
+            _draw_handwritten(),
+            _draw_domain("print", lambda labels, part, name: scenes.draw_print(labels, _load_glyphs(part), name)),
+            _draw_domain("street", lambda labels, part, name: scenes.draw_street(labels, _load_glyphs(part), name)),
+            _draw_domain("display", lambda labels, part, name: scenes.draw_display(labels, *STYLE[part], name)),
+        ),
+        clients_per_domain=(3, 3, 3, 3),
+        samples_per_client=(400, 400, 300, 80),
     )
 
 
 def _make_split(images: Ints, labels: Ints) -> Split:
-    return Split(torch.from_numpy(clip_to_bytes(images)), torch.from_numpy(labels.astype(np.int64)))
-
-
-def _draw_labels(name: str, size: int) -> Ints:
-    """Return labels with equally frequent classes, in an order determined by the name."""
-    order = np.argsort(draw_integers(f"{name}/order", 0, 2**62, size), kind="stable")
-    return (np.arange(size, dtype=np.int64) % 10)[order]
+    return Split(torch.from_numpy(np.clip(images, 0, 255).astype(np.uint8)), torch.from_numpy(labels.astype(np.int64)))
 
 
 def _load_glyphs(part: str) -> Ints:
@@ -84,26 +78,12 @@ def _draw_handwritten() -> Domain:
     return Domain("handwritten", _make_split(images[:cut], labels[:cut]), _make_split(images[cut:], labels[cut:]))
 
 
-def _draw_print() -> Domain:
-    def draw_split(name: str, size: int) -> Split:
-        labels = _draw_labels(f"print/{name}", size)
-        return _make_split(scenes.draw_print(labels, _load_glyphs(name), f"print/{name}"), labels)
+def _draw_domain(name: str, draw: Callable[[Ints, str, str], Ints]) -> Domain:
+    """Draw a domain by a function of labels, part and name, with equally frequent classes in an order set by the name."""
 
-    return Domain("print", draw_split("train", TRAIN_SIZE["print"]), draw_split("test", TEST_SIZE))
+    def draw_split(part: str, size: int) -> Split:
+        order = np.argsort(draw_integers(f"{name}/{part}/order", 0, 2**62, size), kind="stable")
+        labels = (np.arange(size, dtype=np.int64) % 10)[order]
+        return _make_split(draw(labels, part, f"{name}/{part}"), labels)
 
-
-def _draw_street() -> Domain:
-    def draw_split(name: str, size: int) -> Split:
-        labels = _draw_labels(f"street/{name}", size)
-        return _make_split(scenes.draw_street(labels, _load_glyphs(name), f"street/{name}"), labels)
-
-    return Domain("street", draw_split("train", TRAIN_SIZE["street"]), draw_split("test", TEST_SIZE))
-
-
-def _draw_display() -> Domain:
-    def draw_split(name: str, size: int, style: scenes.SegmentStyle) -> Split:
-        labels = _draw_labels(f"display/{name}", size)
-        return _make_split(scenes.draw_display(labels, style, f"display/{name}"), labels)
-
-    train = draw_split("train", TRAIN_SIZE["display"], TRAIN_STYLE)
-    return Domain("display", train, draw_split("test", TEST_SIZE, TEST_STYLE))
+    return Domain(name, draw_split("train", TRAIN_SIZE[name]), draw_split("test", TEST_SIZE))

@@ -1,46 +1,39 @@
 """Warp, blur and blend images in integer arithmetic, so that the bytes are the same on every machine.
 
-Grey images are int64 arrays [N, H, W] with values 0..255. Coordinates are fixed point, `ONE` units to a pixel,
-relative to the middle of the image.
+Grey images are int64 [N, H, W] with values 0..255. Coordinates are fixed point, `ONE` units to a pixel, relative to the middle
+of the image.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from fedheal.data.embedded.stable_random import Ints
 
 ONE = 256
 
 
-def broadcast_per_image(values: Ints) -> Ints:
-    """Reshape values [N] to broadcast over images [N, H, W]."""
-    return values[:, None, None]
-
-
 def make_pixel_grid(size: int) -> tuple[Ints, Ints]:
-    """Return the coordinates x and y of all pixels, each [1, size, size], relative to the middle of the image."""
+    """Return the coordinates x and y of all pixels, each [1, size, size]."""
     line = (2 * np.arange(size, dtype=np.int64) - (size - 1)) * (ONE // 2)
     x, y = np.meshgrid(line, line)
     return x[None], y[None]
 
 
-def rotate(x: Ints, y: Ints, slope: Ints) -> tuple[Ints, Ints]:
-    """Rotate by a small angle whose sine is slope / ONE (second-order cosine, so no trigonometry is needed)."""
-    sine = broadcast_per_image(slope)
+def rotate(x: Ints, y: Ints, sine: Ints) -> tuple[Ints, Ints]:
+    """Rotate by small angles whose sines are sine / ONE (second-order cosine, so no trigonometry is needed)."""
     cosine = ONE - sine * sine // (2 * ONE)
     return (cosine * x - sine * y) // ONE, (sine * x + cosine * y) // ONE
 
 
 def sample_bilinear(images: Ints, x: Ints, y: Ints) -> Ints:
-    """Interpolate each image bilinearly at its points x, y (relative to its middle); black outside."""
+    """Interpolate each image bilinearly at its points x, y; black outside."""
     n, height, width = images.shape
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
     x = np.clip(x + (width + 1) * ONE // 2, 0, (width + 1) * ONE - 1)
     y = np.clip(y + (height + 1) * ONE // 2, 0, (height + 1) * ONE - 1)
     right, down = x % ONE, y % ONE
-    first = broadcast_per_image(np.arange(n)) * (height + 2)  # first row of each image in the flat array
+    first = np.arange(n)[:, None, None] * (height + 2)  # first row of each image in the flat array
     above = (first + y // ONE) * (width + 2) + x // ONE
     below = above + width + 2
     top = padded.take(above) * (ONE - right) + padded.take(above + 1) * right
@@ -51,8 +44,7 @@ def sample_bilinear(images: Ints, x: Ints, y: Ints) -> Ints:
 
 def blur(images: Ints) -> Ints:
     """Apply the 3 x 3 binomial filter with repeated edges over the last two axes."""
-    pad = [(0, 0)] * (images.ndim - 2) + [(1, 1), (1, 1)]
-    p: Ints = np.pad(images, pad, mode="edge")
+    p: Ints = np.pad(images, [(0, 0)] * (images.ndim - 2) + [(1, 1), (1, 1)], mode="edge")
     rows: Ints = p[..., :-2, :] + 2 * p[..., 1:-1, :] + p[..., 2:, :]
     return (rows[..., :-2] + 2 * rows[..., 1:-1] + rows[..., 2:] + 8) // 16
 
@@ -60,16 +52,10 @@ def blur(images: Ints) -> Ints:
 def shrink(images: Ints, factor: int) -> Ints:
     """Average squares of factor x factor pixels."""
     n, height, width = images.shape
-    squares = images.reshape(n, height // factor, factor, width // factor, factor)
-    total: Ints = squares.sum(axis=(2, 4))
+    total: Ints = images.reshape(n, height // factor, factor, width // factor, factor).sum(axis=(2, 4))
     return (total + factor * factor // 2) // (factor * factor)
 
 
 def blend(below: Ints, above: Ints, opacity: Ints) -> Ints:
     """Blend `above` over `below` with an opacity from 0 to 255."""
     return (below * (255 - opacity) + above * opacity + 127) // 255
-
-
-def clip_to_bytes(images: Ints) -> npt.NDArray[np.uint8]:
-    """Clip to 0..255 and convert to uint8."""
-    return np.clip(images, 0, 255).astype(np.uint8)

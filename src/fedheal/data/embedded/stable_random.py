@@ -1,8 +1,7 @@
 """Random integers that never change: a hash of a name and a position.
 
 numpy may change the streams of its generators between versions, so data with pinned bytes cannot use them. Each quantity has
-its own name ("street/train/slope"), and its values depend on that name only, not on earlier draws.
-The hash is splitmix64 (Steele, Lea and Flood, OOPSLA 2014) in counter mode.
+its own name ("street/train/slope"). The hash is splitmix64 (Steele, Lea and Flood, OOPSLA 2014) in counter mode.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ def splitmix64(seed: int, count: int) -> npt.NDArray[np.uint64]:
 
 
 def draw_integers(name: str, low: int, high: int, *shape: int) -> Ints:
-    """Return integers of that shape, uniform over low <= i <= high and determined by `name`.
-
-    >>> draw_integers("example", 1, 6, 4).tolist() == draw_integers("example", 1, 6, 4).tolist()
-    True
-    """
+    """Return integers of that shape, uniform over low <= i <= high and determined by `name`."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     bits = (splitmix64(seed, math.prod(shape)) >> np.uint64(1)).astype(np.int64)
     return (low + bits % (high - low + 1)).reshape(shape)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,59 +20,40 @@ TRAIN_OF_TEN = 8  # of every ten images
 MAX_DEPTH = 16  # folders below a class
 MAX_BYTES = 1 << 28  # of one image file
 
-LabelledPaths = tuple[tuple[str, Path], ...]  # (class, image file)
+LabelledPaths = list[tuple[str, Path]]  # (class, image file)
 
 
-@dataclass(frozen=True)
-class ImageTree:
-    """The image files of a domain, in order, for each split."""
-
-    train: LabelledPaths
-    test: LabelledPaths
-    classes: tuple[str, ...]
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(path for _, path in (*self.train, *self.test))
-
-
-def scan_folder(folder: Path) -> ImageTree:
-    """List the images of a domain without opening them."""
+def scan_folder(name: str, folder: Path) -> RawDomain:
+    """List the images of a domain; they are read on demand."""
     names = {name.lower(): name for name in list_subfolders(folder)}
-    train = next((names[name] for name in TRAIN_NAMES if name in names), None)
-    test = next((names[name] for name in TEST_NAMES if name in names), None)
+    train, test = (next((names[n] for n in known if n in names), None) for known in (TRAIN_NAMES, TEST_NAMES))
     if train and test:
-        splits = [_list_by_class(folder / part) for part in (train, test)]
-    else:
-        images = _list_by_class(folder)
-        splits = [
-            tuple(image for i, image in enumerate(images) if (i % 10 < TRAIN_OF_TEN) is for_training)
-            for for_training in (True, False)
-        ]
-    return _make_tree(*splits)
+        return _make_domain(name, _list_by_class(folder / train), _list_by_class(folder / test))
+    images = list(enumerate(_list_by_class(folder)))
+    train_images = [image for i, image in images if i % 10 < TRAIN_OF_TEN]
+    return _make_domain(name, train_images, [image for i, image in images if i % 10 >= TRAIN_OF_TEN])
 
 
-def read_split_lists(root: Path, train: Path, test: Path) -> ImageTree:
-    """List the images that two text files name.
-
-    Each line is a path below `root`, `<domain>/<class>/<file>`, optionally followed by a number.
-    """
-    return _make_tree(_read_list(root, train), _read_list(root, test))
+def read_split_lists(name: str, root: Path, train: Path, test: Path) -> RawDomain:
+    """List the images of two text files with lines of `<domain>/<class>/<file>`, below `root`, and optionally a number."""
+    return _make_domain(name, _read_list(root, train), _read_list(root, test))
 
 
-def read_image_folder(name: str, tree: ImageTree) -> RawDomain:
-    """Return the domain; its images are read on demand."""
-    train, test = (_make_split(part, tree.classes) for part in (tree.train, tree.test))
-    return RawDomain(name, tree.classes, train, test)
+def _make_domain(name: str, *splits: LabelledPaths) -> RawDomain:
+    classes = tuple(sorted({label for split in splits for label, _ in split}))
+    number = {label: i for i, label in enumerate(classes)}
+    train, test = (
+        EncodedImages(
+            [str(path) for _, path in split], np.array([number[c] for c, _ in split], np.int64), _read_image_file
+        )
+        for split in splits
+    )
+    return RawDomain(name, classes, train, test)
 
 
 def list_subfolders(folder: Path) -> list[str]:
     """Return the sorted names of the folders in a folder, without hidden ones."""
     return [name for name, is_folder in _list_entries(folder) if is_folder]
-
-
-def _make_tree(train: LabelledPaths, test: LabelledPaths) -> ImageTree:
-    return ImageTree(train, test, tuple(sorted({name for name, _ in (*train, *test)})))
 
 
 def _read_list(root: Path, path: Path) -> LabelledPaths:
@@ -90,11 +69,11 @@ def _read_list(root: Path, path: Path) -> LabelledPaths:
             raise ValueError(f"line {number} of {path} is not <domain>/<class>/<file>")
         if words and (root / words[0]).is_file():
             images.append((parts[1], root / words[0]))
-    return tuple(images)
+    return images
 
 
 def _list_by_class(folder: Path) -> LabelledPaths:
-    return tuple((name, path) for name in list_subfolders(folder) for path in _list_images(folder / name, (folder,)))
+    return [(name, path) for name in list_subfolders(folder) for path in _list_images(folder / name, (folder,))]
 
 
 def _list_images(folder: Path, parents: tuple[Path, ...]) -> list[Path]:
@@ -126,18 +105,13 @@ def _list_entries(folder: Path) -> list[tuple[str, bool]]:
     return sorted(names)
 
 
-def _make_split(images: Sequence[tuple[str, Path]], classes: tuple[str, ...]) -> EncodedImages:
-    number = {name: i for i, name in enumerate(classes)}
-    labels = np.array([number[name] for name, _ in images], dtype=np.int64)
-    return EncodedImages([str(path) for _, path in images], labels, _read_image_file)
-
-
 def _read_image_file(name: str) -> bytes:
+    shown = quote_unprintable(name)
     try:
         if not os.path.isfile(name):  # a pipe would block for ever, and a link may be broken
-            raise UnreadableImageError(f"{quote_unprintable(name)} is not a file")
+            raise UnreadableImageError(f"{shown} is not a file")
         if os.path.getsize(name) > MAX_BYTES:
-            raise UnreadableImageError(f"{quote_unprintable(name)} has more than {MAX_BYTES:,} bytes")
+            raise UnreadableImageError(f"{shown} has more than {MAX_BYTES:,} bytes")
         return Path(name).read_bytes()
     except OSError as error:
-        raise UnreadableImageError(f"{quote_unprintable(name)} cannot be read: {error.strerror}") from error
+        raise UnreadableImageError(f"{shown} cannot be read: {error.strerror}") from error

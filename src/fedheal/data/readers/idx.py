@@ -1,7 +1,4 @@
-"""MNIST's idx format: a header of big-endian integers (element type, rank, sizes), then the bytes; often gzipped.
-
-No dependency of ours reads it (torchvision does, but it trusts the sizes in the header).
-"""
+"""MNIST's idx format: a header of big-endian integers (element type, rank, sizes), then the bytes; often gzipped."""
 
 from __future__ import annotations
 

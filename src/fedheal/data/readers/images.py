@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -70,15 +69,8 @@ def decode_batches(
             return error
 
     step = max(1, min(BATCH, BATCH_BYTES // (3 * size * size)))
-    with silence_pillow(), ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
+    with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd files; `decode_image` checks sizes itself
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         for start in range(0, count, step):
             yield list(pool.map(decode, range(start, min(count, start + step))))
-
-
-@contextmanager
-def silence_pillow() -> Iterator[None]:
-    """Ignore Pillow's warnings about odd files; `decode_image` checks sizes itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL\.")
-        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-        yield

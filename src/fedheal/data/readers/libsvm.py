@@ -1,7 +1,4 @@
-"""USPS as LIBSVM text: `label 1:value 2:value ...` a line, labels 1 to 10 for the digits 0 to 9, values from -1 to 1.
-
-scikit-learn parses the text; size and values are checked here.
-"""
+"""USPS as LIBSVM text: `label 1:value 2:value ...` a line, labels 1 to 10 for the digits 0 to 9, values from -1 to 1."""
 
 from __future__ import annotations
 

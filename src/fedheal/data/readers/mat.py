@@ -1,8 +1,7 @@
 """SVHN's and SYN's cropped digits as MATLAB files: `X` is 32 x 32 x 3 x N unsigned bytes, `y` one label an image.
 
 This reads just `X` and `y` of MATLAB's version 5 format, because `scipy.io.loadmat` is not safe on damaged files: a few
-flipped bits in a header end the process with a bus error (SciPy 1.17). A child process around it would cost a second a file
-and a copy of every array, and types, shapes and labels would still have to be checked here.
+flipped bits in a header end the process with a bus error (SciPy 1.17), and a child process would cost a second a file.
 
 An element states its type and its length. A variable is a sequence of elements (class, sizes, name, values), plain or
 compressed as a whole. Every length is checked before it is used.
@@ -20,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from fedheal.data.readers.streams import CHUNK, open_stream, read_exactly
-from fedheal.data.splits import Labels, Pixels
+from fedheal.data.splits import Pixels
 
 MAX_IMAGES = 1_000_000  # Ganin's SYN, the largest, has 479,400
 MAX_BYTES = 1 << 31
@@ -65,8 +64,12 @@ def read_mat_images(path: Path, classes: int, zero_is_ten: bool) -> Pixels:
     count = images.shape[3]
     if labels.values is None or labels.shape not in ((count, 1), (1, count)):
         raise ValueError(f"{path} has y of {labels}; it must be {count} x 1 numbers")
+    first, values = int(zero_is_ten), labels.values
+    last = first + classes - 1
+    if not ((values >= first) & (values <= last) & (values == np.floor(values))).all():
+        raise ValueError(f"{path} has labels from {values.min()} to {values.max()}; labels must be {first} to {last}")
     cube = images.values.reshape(images.shape, order="F")
-    return Pixels(cube.transpose(3, 0, 1, 2), _convert_labels(labels.values, path, classes, zero_is_ten))
+    return Pixels(cube.transpose(3, 0, 1, 2), values.astype(np.int64) % classes)
 
 
 def _read_variables(stream: IO[bytes], path: Path) -> dict[str, Variable]:
@@ -88,7 +91,7 @@ def _read_variables(stream: IO[bytes], path: Path) -> dict[str, Variable]:
             kind = struct.unpack(f"{order}II", read_exactly(source, 8, path))[0]
         if kind != MATRIX:
             raise ValueError(f"{path} has an element of type {kind} instead of a variable")
-        name, variable = _read_matrix(_ElementReader(source, order, path))
+        name, variable = _read_matrix(source, order, path)
         variables[name] = variable
         if stream.seek(begin + length) > path.stat().st_size:
             raise ValueError(f"{path} is truncated: its variable {name!r} extends beyond the end")
@@ -112,34 +115,25 @@ class _InflatedStream:
         return data
 
 
-@dataclass
-class _ElementReader:
-    """Reads the elements of one variable in order."""
-
-    stream: Any  # a file or an _InflatedStream
-    order: str
-    path: Path
-
-    def next(self, max_bytes: int) -> tuple[int, bytearray]:
-        """Return type and bytes of the next element; up to four bytes are stored in the tag itself."""
-        tag = bytes(read_exactly(self.stream, 8, self.path))
-        kind, length = struct.unpack(f"{self.order}II", tag)
-        if kind >> 16:
-            kind, length = kind & 0xFFFF, kind >> 16
-            if length > 4:
-                raise ValueError(f"{self.path} has a small element of {length} bytes; at most 4 are possible")
-            return kind, bytearray(tag[4 : 4 + length])
-        if length > max_bytes:
-            raise ValueError(f"{self.path} has an element of {length:,} bytes; at most {max_bytes:,} are expected")
-        data = read_exactly(self.stream, length, self.path)
-        read_exactly(self.stream, -length % 8, self.path)
-        return kind, data
+def _read_element(source: Any, order: str, path: Path, max_bytes: int) -> tuple[int, bytearray]:
+    """Return type and bytes of the next element; up to four bytes are stored in the tag itself."""
+    tag = bytes(read_exactly(source, 8, path))
+    kind, length = struct.unpack(f"{order}II", tag)
+    if kind >> 16:
+        kind, length = kind & 0xFFFF, kind >> 16
+        if length > 4:
+            raise ValueError(f"{path} has a small element of {length} bytes; at most 4 are possible")
+        return kind, bytearray(tag[4 : 4 + length])
+    if length > max_bytes:
+        raise ValueError(f"{path} has an element of {length:,} bytes; at most {max_bytes:,} are expected")
+    data = read_exactly(source, length, path)
+    read_exactly(source, -length % 8, path)
+    return kind, data
 
 
-def _read_matrix(elements: _ElementReader) -> tuple[str, Variable]:
+def _read_matrix(source: Any, order: str, path: Path) -> tuple[str, Variable]:
     """Return a variable and its name. Values are read only if they can be images or labels."""
-    path, order = elements.path, elements.order
-    kinds, data = zip(*(elements.next(1024) for _ in range(3)), strict=True)  # flags, sizes, name
+    kinds, data = zip(*(_read_element(source, order, path, 1024) for _ in range(3)), strict=True)  # flags, sizes, name
     if kinds != (UINT32, INT32, INT8) or len(data[0]) != 8 or len(data[1]) % 4 or len(data[1]) < 8:
         raise ValueError(f"{path} has a variable that does not begin with its class, sizes and name")
     flags = struct.unpack(f"{order}II", data[0])[0]
@@ -150,7 +144,7 @@ def _read_matrix(elements: _ElementReader) -> tuple[str, Variable]:
     if not _is_wanted(name, shape, matlab_class):
         return name, Variable(shape, matlab_class)
     count = math.prod(shape)
-    kind, values = elements.next(8 * count)
+    kind, values = _read_element(source, order, path, 8 * count)
     stored = NUMBERS.get(kind)
     if stored is None or len(values) != count * np.dtype(stored).itemsize or (name == "X" and stored != "u1"):
         raise ValueError(f"{path} has {len(values):,} bytes of type {kind} for the {count:,} numbers of {name}")
@@ -164,11 +158,3 @@ def _is_wanted(name: str, shape: tuple[int, ...], matlab_class: str) -> bool:
         return is_small and math.prod(shape) <= MAX_BYTES
     is_vector = len(shape) == 2 and min(shape) == 1 and max(shape) <= MAX_IMAGES
     return name == "y" and is_vector and matlab_class in NUMERIC
-
-
-def _convert_labels(labels: np.ndarray[Any, Any], path: Path, classes: int, zero_is_ten: bool) -> Labels:
-    first = 1 if zero_is_ten else 0
-    last = first + classes - 1
-    if not ((labels >= first) & (labels <= last) & (labels == np.floor(labels))).all():
-        raise ValueError(f"{path} has labels from {labels.min()} to {labels.max()}; labels must be {first} to {last}")
-    return labels.astype(np.int64) % classes

@@ -32,10 +32,7 @@ class LabelTable:
     names: tuple[str, ...]
     labels: Labels
     classes: tuple[str, ...]
-    has_words: bool = False  # the column holds class names, so the file only knows the classes that occur in it
-
-    def select(self, positions: Labels) -> LabelTable:
-        return replace(self, names=tuple(self.names[i] for i in positions), labels=self.labels[positions])
+    has_words: bool  # the column holds class names, so the file only knows the classes that occur in it
 
 
 def find_parquet_files(folder: Path, patterns: Sequence[str]) -> tuple[Path, ...]:
@@ -52,24 +49,28 @@ def read_parquet_domain(name: str, paths: Sequence[Path], domain: str, classes: 
     classes = tables[0].classes or classes
     if not classes:
         raise ValueError(f"{paths[0]} does not name its classes")
+    splits: dict[bool, list[LabelTable]] = {}
     for path, table in zip(paths, tables, strict=True):
         if len(table.labels) and not 0 <= table.labels.min() <= table.labels.max() < len(classes):
             low, high = table.labels.min(), table.labels.max()
             raise ValueError(f"{path} has labels from {low} to {high} for {len(classes)} classes")
-    pairs = list(zip(paths, tables, strict=True))
-    groups = [[table for path, table in pairs if _is_test_file(path) is is_test] for is_test in (False, True)]
-    splits = [_join_tables(group) for group in groups if group]
-    if len(splits) == 1:
-        order = np.argsort(splits[0].labels, kind="stable")
-        is_train = np.arange(len(order)) % 10 < TRAIN_OF_TEN
-        splits = [splits[0].select(order[is_train]), splits[0].select(order[~is_train])]
+        is_test = path.name.startswith(TEST_PREFIXES) or path.parent.name.startswith(TEST_PREFIXES)
+        splits.setdefault(is_test, []).append(table)
     read_image = _make_image_reader()
-    train, test = (EncodedImages(split.names, split.labels, read_image) for split in splits)
+    images = [
+        EncodedImages(
+            [name for table in splits[is_test] for name in table.names],
+            np.concatenate([table.labels for table in splits[is_test]]),
+            read_image,
+        )
+        for is_test in sorted(splits)
+    ]
+    if len(images) == 1:
+        order = np.argsort(images[0].labels, kind="stable")
+        is_train = np.arange(len(order)) % 10 < TRAIN_OF_TEN
+        images = [images[0].select(order[is_train]), images[0].select(order[~is_train])]
+    train, test = images
     return RawDomain(name, classes, train, test)
-
-
-def _is_test_file(path: Path) -> bool:
-    return path.name.startswith(TEST_PREFIXES) or path.parent.name.startswith(TEST_PREFIXES)
 
 
 def _read_table(path: Path, domain: str) -> LabelTable:
@@ -80,20 +81,21 @@ def _read_table(path: Path, domain: str) -> LabelTable:
             columns = file.schema_arrow.names
             label, where = (next((c for c in known if c in columns), None) for known in (LABEL_COLUMNS, DOMAIN_COLUMNS))
             rows = file.read(columns=[column for column in (label, where) if column])
-            features = _read_features(file.schema_arrow.metadata)
+            metadata = file.schema_arrow.metadata
     except Exception as error:  # pyarrow raises all kinds of errors on damaged bytes
         raise ValueError(f"{path} is not a readable Parquet file ({error})") from error
     if label is None or IMAGE_COLUMN not in columns:
         raise ValueError(f"{path} has the columns {', '.join(columns)}; image and label are required")
-    labels, classes, has_words = _read_labels(path, label, rows[label], _get_class_names(features, label))
+    labels, classes, has_words = _read_labels(path, label, rows[label], _get_class_names(metadata, label))
     positions = np.arange(len(labels))
     if domain:
         if where is None:
             raise ValueError(
                 f"{path} has the columns {', '.join(columns)}; a column domain is required to select '{domain}'"
             )
-        domains = _read_domains(path, rows[where], _get_class_names(features, where))
-        positions = np.flatnonzero([_normalise_name(name) == _normalise_name(domain) for name in domains])
+        domains = _read_domains(path, rows[where], _get_class_names(metadata, where))
+        wanted = domain.lower().replace("_", " ")
+        positions = np.flatnonzero([name.lower().replace("_", " ") == wanted for name in domains])
     return LabelTable(tuple(f"{path}#{row}" for row in positions), labels[positions], classes, has_words)
 
 
@@ -117,7 +119,8 @@ def _read_domains(path: Path, array: Any, names: tuple[str, ...]) -> list[str]:
     numbers = [value for value in values if isinstance(value, int)]
     if names and numbers and not 0 <= min(numbers) <= max(numbers) < len(names):
         raise ValueError(f"{path} has domains from {min(numbers)} to {max(numbers)} for {len(names)} names")
-    return ["" if v is None else names[v] if names and isinstance(v, int) else str(v) for v in values]
+    named = [names[value] if names and isinstance(value, int) else value for value in values]
+    return ["" if name is None else str(name) for name in named]
 
 
 def _unify_classes(tables: list[LabelTable]) -> list[LabelTable]:
@@ -126,11 +129,10 @@ def _unify_classes(tables: list[LabelTable]) -> list[LabelTable]:
         return tables
     classes = tuple(sorted({name for table in tables for name in table.classes}))
     number = {name: i for i, name in enumerate(classes)}
-    unified = []
-    for table in tables:
-        labels = np.array([number[table.classes[label]] for label in table.labels], dtype=np.int64)
-        unified.append(replace(table, labels=labels, classes=classes))
-    return unified
+    return [
+        replace(t, labels=np.array([number[t.classes[i]] for i in t.labels], dtype=np.int64), classes=classes)
+        for t in tables
+    ]
 
 
 def _import_parquet() -> Any:
@@ -141,29 +143,13 @@ def _import_parquet() -> Any:
     return parquet
 
 
-def _normalise_name(name: str) -> str:
-    return name.lower().replace("_", " ")
-
-
-def _read_features(metadata: Any) -> dict[str, Any]:
-    """Return the description of the columns that the hub's library writes into a file."""
+def _get_class_names(metadata: Any, column: str) -> tuple[str, ...]:
+    """Return the names that the numbers of a column stand for, if the hub's library wrote them into the file."""
     try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        return features if isinstance(features, dict) else {}
+        names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
     except (TypeError, KeyError, ValueError):
-        return {}
-
-
-def _get_class_names(features: dict[str, Any], column: str) -> tuple[str, ...]:
-    """Return the names that the numbers of a column stand for, if the file has them."""
-    feature = features.get(column)
-    names = feature.get("names") if isinstance(feature, dict) else None
+        return ()
     return tuple(map(str, names)) if isinstance(names, list) else ()
-
-
-def _join_tables(tables: Sequence[LabelTable]) -> LabelTable:
-    names = tuple(name for table in tables for name in table.names)
-    return LabelTable(names, np.concatenate([table.labels for table in tables]), tables[0].classes)
 
 
 def _make_image_reader() -> Callable[[str], bytes]:

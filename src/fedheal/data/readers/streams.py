@@ -20,12 +20,10 @@ def open_stream(path: Path) -> Iterator[IO[bytes]]:
     try:
         with openers.get(path.suffix, open)(path, "rb") as stream:
             yield stream
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged or truncated ({error})") from error
-    except OSError as error:
-        if error.errno is not None:
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-        raise ValueError(f"{path} is damaged or truncated ({error})") from error  # raised by bz2
+        raise ValueError(f"{path} is damaged or truncated ({error})") from error  # gzip and bz2 raise OSError, too
 
 
 def read_exactly(stream: IO[bytes], size: int, path: Path) -> bytearray:
