@@ -292,7 +292,7 @@ def test_numbers_of_an_evaluated_round() -> None:
 
 
 def test_numbers_leave_out_what_is_not_there() -> None:
-    assert round_metrics(RoundRecord(1, 2, 0, {}, None, {}, {})) == {"clients/asked": 2.0, LAST_METRIC: 0.0}
+    assert round_metrics(RoundRecord(round=1, cohort=2)) == {"clients/asked": 2.0, LAST_METRIC: 0.0}
 
 
 @each

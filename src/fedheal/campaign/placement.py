@@ -47,7 +47,6 @@ def count_cores() -> int:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs there are, without initialising CUDA."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -77,15 +76,9 @@ def count_small_runs(free: float) -> int:
 def plan_slots(experiments: Sequence[Experiment], processes: int = 0) -> list[DeviceSlots]:
     """Return where experiments with one value of `device` go.
 
-    `auto` and `cuda` mean any GPU. A run that names a GPU, such as `cuda:1`, goes there and still sees the others.
-
-    Args:
-        experiments: the experiments, all with the same `device`.
-        processes: how many runs at a time. 0 means one per core, or on GPUs as many as the most demanding run allows, at most
-            one per core.
-
-    Raises:
-        ValueError: if the device cannot be used here.
+    `auto` and `cuda` mean any GPU. A run that names a GPU, such as `cuda:1`, goes there and still sees the others. `processes`
+    is how many run at a time; 0 means one per core, or on GPUs as many as the most demanding run allows, at most one per core.
+    Raise ValueError if the device cannot be used here.
     """
     processes = 1 if len(experiments) == 1 else processes
     kind, _, index = experiments[0].device.partition(":")

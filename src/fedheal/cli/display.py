@@ -47,9 +47,8 @@ def show_comparison(summaries: Sequence[Mapping[str, Any]]) -> None:
     values = [[s["domains"][d] for d in domains] + [s["avg"], s["std"], s["worst"]] for s in summaries]
     best = [min(column) if i == len(domains) + 1 else max(column) for i, column in enumerate(zip(*values, strict=True))]
     for summary, row in zip(summaries, values, strict=True):
-        cells = [
-            Text(f"{x:.1f}", style="bold" if len(values) > 1 and x == b else "") for x, b in zip(row, best, strict=True)
-        ]
+        is_best = [len(values) > 1 and x == b for x, b in zip(row, best, strict=True)]
+        cells = [Text(f"{x:.1f}", style="bold" if bold else "") for x, bold in zip(row, is_best, strict=True)]
         table.add_row(summary["method"], *cells)
     make_console().print(table)
 
@@ -63,10 +62,8 @@ def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep
     """Print what a search tried and what it chose."""
     make_console().print(_make_trial_table(trials, best))
     point = " ".join(f"{key}={value}" for key, value in best.point.items())
-    typer.echo(
-        f"Chosen by {search.metric} on validation data, {len(search.seeds)} seed(s): {point}. "
-        "The test set had no part in the choice."
-    )
+    about = f"Chosen by {search.metric} on validation data, {len(search.seeds)} seed(s)"
+    typer.echo(f"{about}: {point}. The test set had no part in the choice.")
     equals = sum(trial.score(search.metric) == best.score(search.metric) for trial in trials)
     if equals > 1:
         typer.echo(f"{equals} points are equally good: this is the first of them, and no better than the others.")
@@ -76,10 +73,8 @@ def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep
 def _make_trial_table(trials: Sequence[sweep.Trial], best: sweep.Trial) -> Table:
     table = Table(title="mean over seeds; chosen on validation, the test set for information", title_justify="left")
     metrics = ("avg", "std", "worst")
-    columns = [*best.point, *(f"{split} {name}" for split in ("validation", "test") for name in metrics)]
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_column("")
+    for column in (*best.point, *(f"{split} {name}" for split in ("validation", "test") for name in metrics), ""):
+        table.add_column(column, justify="right" if column else "left")
     for trial in trials:
         means = [sum(part[name]) / len(part[name]) for part in (trial.validation, trial.test) for name in metrics]
         mark = "chosen" if trial is best else ""
@@ -91,15 +86,13 @@ def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = N
     """Return a table for each data set, what may be concluded from it, and notes on the data."""
     check_reference(runs, reference)
     bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
-    parts = []
-    groups = rows.group_by_data(runs)
+    parts, groups = [], rows.group_by_data(runs)
     for table in tables.build_tables(runs):
         group = groups[table.data]
-        parts.append(f"{table.data}: {table.about}")
-        parts.append(tables.FORMATS[form](table))
         sentences = list_cautions(group, reference) + conclusions.conclude(group, reference)
         sentences += format_data_notes(summary for row in group for summary in row.summaries)
-        parts.append("\n".join(f"{bullet}{sentence}" for sentence in sentences))
+        notes = "\n".join(f"{bullet}{sentence}" for sentence in sentences)
+        parts += [f"{table.data}: {table.about}", tables.FORMATS[form](table), notes]
     if form == "latex":
         parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
     return "\n\n".join(part for part in parts if part)
@@ -154,15 +147,9 @@ def show_diagnosis(folders: Sequence[Path], by: str | None, figures: Path | None
 
 def make_parts_table() -> Table:
     """Return a table of the parts that methods are made of."""
-    table = Table(
-        "part",
-        "what it does",
-        "parameters",
-        title="<local>[:key=value,...]{+<stage>[:key=value,...]}",
-        title_justify="left",
-    )
-    groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
-    for kind, parts in groups:
+    title = "<local>[:key=value,...]{+<stage>[:key=value,...]}"
+    table = Table("part", "what it does", "parameters", title=title, title_justify="left")
+    for kind, parts in (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE)):
         for name, part in parts.items():
             keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
             table.add_row(f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)

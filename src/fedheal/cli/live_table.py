@@ -35,13 +35,9 @@ class LiveTable:
         """Print a line about a finished run, unless the live table shows it."""
         if not self.console.is_terminal:
             result = load_summary(job.folder, ("avg", "std", "worst", "seconds"))
-            self.console.print(
-                f"{job.folder.name}: AVG {result['avg']:.2f} STD {result['std']:.2f} worst {result['worst']:.2f} "
-                f"({sum(result['seconds'].values()):.0f} s)",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            metrics = f"AVG {result['avg']:.2f} STD {result['std']:.2f} worst {result['worst']:.2f}"
+            line = f"{job.folder.name}: {metrics} ({sum(result['seconds'].values()):.0f} s)"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def make_table(self) -> Table:
         """Return the rounds done by each run, and the numbers of its last evaluation."""
