@@ -100,8 +100,8 @@ def test_an_unusable_folder_is_rejected_before_training(tmp_path):
     sites = Sites(rounds=1)
     grid = sites.grid()
     for folder, words in (
-        ("file", "file' is a file: give another folder"),
-        ("file/run", "run' cannot be made: .*file"),
+        ("file", "file is a file: name another folder"),
+        ("file/run", "run cannot be made, since .*file is a file"),
     ):
         with pytest.raises(ValueError, match=words):
             sites.strategy(folder=tmp_path / folder).start(grid, sites.initial, num_rounds=1)

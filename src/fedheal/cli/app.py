@@ -26,7 +26,6 @@ from fedheal.campaign.jobs import Job
 from fedheal.campaign.pool import describe_schedule, run_all
 from fedheal.cli import display
 from fedheal.cli.data import data_app
-from fedheal.cli.live_table import LiveTable
 from fedheal.report import conclusions, rows, tables
 from fedheal.report import figures as drawing
 from fedheal.report.comparability import list_cautions
@@ -303,19 +302,22 @@ def _check_report_options(
     if form not in REPORT_FORMATS:
         raise ValueError(f"format = {form}: use one of {', '.join(REPORT_FORMATS)}")
     used = {"--html": html, "--format": form != "text", "--out": out is not None, "--reference": reference is not None}
-    if diagnose and any(used.values()):
-        option = next(option for option, is_used in used.items() if is_used)
-        raise ValueError(f"--diagnose writes its own table and figure: leave out {option}")
-    if html and form != "text":
-        raise ValueError(f"format = {form}: --html writes a page with tables in all formats; leave one of them out")
-    if figures is not None and form != "text":
-        raise ValueError(f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave one of them out")
-    if figures is not None and out is not None and not html:
-        raise ValueError(f"out = {out}: --figures names the folder itself; leave out --out")
-    if reference is not None and form in ("csv", "parquet"):
-        raise ValueError(f"reference = {reference}: {form} has no comparisons; leave it out")
-    if form == "parquet" and out is None:
-        raise ValueError("Parquet cannot be printed: name a file with --out")
+    option = next((option for option, is_used in used.items() if is_used), None)
+    has_figures, has_format = figures is not None, used["--format"]
+    no_comparisons = used["--reference"] and form in ("csv", "parquet")
+    for is_wrong, problem in (
+        (diagnose and option, f"--diagnose writes its own table and figure: leave out {option}"),
+        (
+            html and has_format,
+            f"format = {form}: --html writes a page with tables in all formats; leave one of them out",
+        ),
+        (has_figures and has_format, f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave one out"),
+        (has_figures and out and not html, f"out = {out}: --figures names the folder itself; leave out --out"),
+        (no_comparisons, f"reference = {reference}: {form} has no comparisons; leave it out"),
+        (form == "parquet" and out is None, "Parquet cannot be printed: name a file with --out"),
+    ):
+        if is_wrong:
+            raise ValueError(problem)
 
 
 @app.command()
@@ -381,7 +383,7 @@ def _run_jobs(planned: Sequence[Job], console: Console, title: str, jobs: int, r
     schedule = describe_schedule(planned, jobs, ray)
     if title:
         console.print(f"{title}, {schedule}:", highlight=False, markup=False, soft_wrap=True)
-    with LiveTable(console, planned) as table:
+    with display.LiveTable(console, planned) as table:
         for job in run_all(planned, jobs, ray):
             table.report_finished(job)
 

@@ -1,4 +1,4 @@
-"""Print and write what commands show: tables of runs, reports, the HTML page, diagnoses."""
+"""Print and write what commands show: tables of runs, also while they run, reports, the HTML page, diagnoses."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from fedheal import methods as method_table
 from fedheal.aggregate.registry import STAGES
 from fedheal.campaign import sweep
+from fedheal.campaign.jobs import Job
 from fedheal.report import conclusions, rows, tables
 from fedheal.report.comparability import check_reference, list_cautions
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
@@ -173,3 +175,38 @@ def make_parameter_table(name: str) -> Table:
     if not table.rows:
         table.add_row(name, "no parameters", "", "", "")
     return table
+
+
+class LiveTable:
+    """A live table of runs on a terminal; elsewhere one line for each finished run."""
+
+    def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
+        self.console, self.jobs = console, jobs
+        self.live = Live(get_renderable=self.make_table, console=console, refresh_per_second=1, transient=True)
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def report_finished(self, job: Job) -> None:
+        """Print a line about a finished run, unless the live table shows it."""
+        if not self.console.is_terminal:
+            result = rows.load_summary(job.folder, ("avg", "std", "worst", "seconds"))
+            metrics = f"AVG {result['avg']:.2f} STD {result['std']:.2f} worst {result['worst']:.2f}"
+            line = f"{job.folder.name}: {metrics} ({sum(result['seconds'].values()):.0f} s)"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def make_table(self) -> Table:
+        """Return the rounds done by each run, and the numbers of its last evaluation."""
+        table = Table("run", "rounds", "AVG", "STD", "worst")
+        for job in self.jobs:
+            done = records.read_rounds(job.folder)
+            evaluated = [record.fairness for record in done if record.fairness]
+            metrics = [f"{evaluated[-1][name]:.1f}" if evaluated else "" for name in ("avg", "std", "worst")]
+            table.add_row(Text(job.folder.name), f"{len(done)}/{job.experiment.rounds}", *metrics)
+        return table

@@ -177,7 +177,11 @@ def view_array(array: Array) -> NDArray[Any]:
     if array.stype != "numpy.ndarray":
         raise ValueError(f"it is serialised as '{array.stype}', not as a numpy array")
     try:
-        shape, is_fortran, dtype, start = _parse_header(_split_header(array.data))
+        if array.data[:8] not in NPY_HEADERS:
+            raise ValueError("they do not begin with numpy's magic string")
+        start = 8 + NPY_HEADERS[array.data[:8]][0]
+        start += int.from_bytes(array.data[8:start], "little")
+        shape, is_fortran, dtype = _parse_header(array.data[:start])
         flat = np.frombuffer(array.data, dtype, math.prod(shape), start)
         return flat.reshape(shape, order="F" if is_fortran else "C")
     except Exception as error:  # numpy and Python's parser raise nearly anything, and no client's bytes may end a run
@@ -192,24 +196,16 @@ def _to_tensor(array: Array) -> Tensor:
     return tensor.to(torch.bfloat16) if (array.dtype, tensor.dtype) == ("bfloat16", torch.float32) else tensor
 
 
-def _split_header(data: bytes) -> bytes:
-    """Return the bytes before the numbers."""
-    if data[:8] not in NPY_HEADERS:
-        raise ValueError("they do not begin with numpy's magic string")
-    width, _ = NPY_HEADERS[data[:8]]
-    return data[: 8 + width + int.from_bytes(data[8 : 8 + width], "little")]
-
-
 @lru_cache(maxsize=4096)  # all clients send the same headers
-def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Return shape, whether the order is Fortran's, dtype, and where the numbers start."""
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return the shape, whether the order is Fortran's, and the dtype."""
     _, parse = NPY_HEADERS[header[:8]]
     shape, is_fortran, dtype = parse(io.BytesIO(header[8:]))
     if dtype.hasobject:
         raise ValueError("it holds Python objects")
     if any(size < 0 for size in shape):
         raise ValueError(f"its shape is {shape}")
-    return shape, is_fortran, dtype, len(header)
+    return shape, is_fortran, dtype
 
 
 def _to_array(tensor: Tensor) -> Array:
