@@ -55,7 +55,7 @@ def test_what_cannot_be_reproduced_is_a_sentence(call, tmp_path: Path, words: li
 @pytest.mark.slow
 def test_a_result_killed_half_way_goes_on_where_it_stopped(tmp_path: Path) -> None:
     words = [word for word in WORDS if not word.startswith(("data=", "rounds="))]
-    command = [sys.executable, "-m", "fedheal", "reproduce", "ablation", *words, "rounds=150", "save_seconds=0"]
+    command = [sys.executable, "-m", "fedheal", "reproduce", "ablation", *words, "rounds=60", "save_seconds=0"]
     command += ["--data", "tiny_data:load", "--out", "here", "--jobs", "1"]
     process = subprocess.Popen(
         command, env=ENVIRONMENT, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -263,7 +263,7 @@ def test_the_module_is_a_command_and_ascii_terminals_will_do(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedheal", "run", *words("rounds=300", "save_seconds=0"), "--out", "here"]
+    command = [sys.executable, "-m", "fedheal", "run", *words("rounds=120", "save_seconds=0"), "--out", "here"]
     process = subprocess.Popen(
         command,
         env=ENVIRONMENT,
@@ -282,12 +282,12 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
     assert "Traceback" not in message
     assert "rerun the command to resume (fedheal run needs --resume)" in message
     stopped = len((tmp_path / "here" / "rounds.jsonl").read_text().splitlines())
-    assert 0 < stopped < 300
+    assert 0 < stopped < 120
     done = subprocess.run(
         [*command, "--resume"], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert f"resumed after round {stopped}" in done.stdout
-    whole = fedheal.run(quick(rounds=300, save_seconds=0), progress=False).model.state_dict()
+    whole = fedheal.run(quick(rounds=120, save_seconds=0), progress=False).model.state_dict()
     resumed = fedheal.load(tmp_path / "here").state_dict()
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 

@@ -19,6 +19,7 @@ from flower.sites import Sites
 from flower.test_bad_replies import BAD, about, params_without_reply, run
 
 
+@pytest.mark.slow
 def test_the_messages_of_local_terms_are_checked():
     def nan(reply: Message) -> list[Message]:
         told = reply.content["fedheal.messages"]
@@ -61,6 +62,7 @@ def test_local_terms_that_no_client_trains_with_are_an_error_of_the_app(method):
         Sites(method=method).run(lambda node, reply: drop_terms(reply), fraction_evaluate=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

@@ -19,6 +19,7 @@ from fedheal.runs import folder as records
 from flower.sites import Sites
 
 
+@pytest.mark.slow
 def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
     sites = Sites(method="fedheal", rounds=3)
     strategy = sites.run(folder=tmp_path / "federation", data="tiny_data:load")
@@ -63,6 +64,7 @@ def test_rounds_have_the_simulators_fields_and_the_missing_clients(tmp_path, cap
     assert summary["bytes_sent"] == 2 * 5 * sum(len(a.data) for a in sites.initial.values())
 
 
+@pytest.mark.slow
 def test_a_federation_under_way_is_diagnosed_by_domain(tmp_path):
     sites = Sites(method="fedheal", rounds=3)
     strategy = sites.strategy(folder=tmp_path / "run")
