@@ -59,8 +59,8 @@ Ray = Annotated[str | None, typer.Option(help="Run on the Ray cluster here inste
 RunFolder = Annotated[Path | None, typer.Option(help="The run folder; default: runs/<name>.")]
 RunsFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/<command>-...")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume a stopped run; --resume --out FOLDER is enough.")]
-Fields = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields that differ.")]
-OwnFigures = Annotated[Path | None, typer.Option(help="A folder for the figures as SVG, PDF and PNG, fit for a paper.")]
+Fields = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields unlike the paper's.")]
+FigureFolder = Annotated[Path | None, typer.Option(help="A folder for figures as SVG, PDF and PNG, fit for a paper.")]
 HTML_HELP = "One page with tables and figures: --out, or report.html in the first folder."
 DIAGNOSE_HELP = "Who is under-served in one run, since when, its weight and what was kept."
 SMOKE_HELP = "A few rounds, on the embedded data unless --data names others: minutes on a CPU, numbers without meaning."
@@ -265,7 +265,7 @@ def report(
         str | None, typer.Option(help="The method the others are compared with; default: FedAvg or the first.")
     ] = None,
     html: Annotated[bool, typer.Option("--html", help=HTML_HELP)] = False,
-    figures: OwnFigures = None,
+    figures: FigureFolder = None,
     diagnose: Annotated[bool, typer.Option("--diagnose", help=DIAGNOSE_HELP)] = False,
     by: Annotated[str | None, typer.Option(help="With --diagnose: domain or client.")] = None,
 ) -> None:

@@ -161,9 +161,7 @@ def train(
     shared = messages.record_to_terms(message.content.array_records.get(messages.SHARED), num_terms)
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])
     local_training = replace(
-        local_training,
-        rounds=instructions.rounds or local_training.rounds,
-        received_loss="loss" in instructions.needs,
+        local_training, rounds=instructions.rounds or local_training.rounds, received_loss="loss" in instructions.needs
     )
     task = Task(client, instructions.round, _read_slots(session.loaded, num_terms))
     result = serial.train_client(local_training, model, shared, task)

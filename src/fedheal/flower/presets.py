@@ -54,10 +54,7 @@ def FedHEAL(
 
 
 def AFL(
-    gamma: float = AFL_GAMMA.default,
-    floor: float = AFL_FLOOR.default,
-    reset: bool = AFL_RESET.default,
-    **settings: Any,
+    gamma: float = AFL_GAMMA.default, floor: float = AFL_FLOOR.default, reset: bool = AFL_RESET.default, **settings: Any
 ) -> FairStrategy:
     """AFL (Mohri et al. 2019); see `fedheal.aggregate.afl` for its parameters.
 

@@ -92,14 +92,14 @@ def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRe
     mask, records = None, content.array_records
     try:
         arrays = _read_arrays(_find_model_record(records, requirements.arrays_key), layout)
-        told = messages.record_to_terms(records.get(TERM_MESSAGES), len(requirements.terms))
+        groups = messages.record_to_terms(records.get(TERM_MESSAGES), len(requirements.terms))
         if requirements.masked:
             mask = messages.record_to_mask(records.get(MASK, ArrayRecord()), layout.sizes().params)
     except ValueError as error:
         raise RejectedReply(str(error)) from None
-    if not all(bool(tensor.isfinite().all()) for group in told for tensor in group.values()):
+    if not all(bool(tensor.isfinite().all()) for group in groups for tensor in group.values()):
         raise RejectedReply("the messages of its local terms hold NaN or infinity")
-    return TrainReply(reply.client, reply.domain, arrays, num_examples, metrics=metrics, messages=told, mask=mask)
+    return TrainReply(reply.client, reply.domain, arrays, num_examples, metrics=metrics, messages=groups, mask=mask)
 
 
 def read_evaluate_reply(reply: ReceivedReply, requirements: ReplyRequirements) -> EvaluateReply:
@@ -327,7 +327,7 @@ def _digest_messages(groups: Sequence[Arrays]) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
-def _find_absorb_error(terms: Sequence[Term], layout: Layout, state: RunState, told: Sequence[Arrays]) -> str | None:
+def _find_absorb_error(terms: Sequence[Term], layout: Layout, state: RunState, groups: Sequence[Arrays]) -> str | None:
     """Return the error if the terms cannot absorb these messages. It is tried out: only a term knows what it needs."""
     updates = Updates(["client"], torch.zeros(1, layout.sizes().params, dtype=state.model.params.dtype), [1])
     weights = torch.ones(1, dtype=torch.float64)
@@ -335,7 +335,7 @@ def _find_absorb_error(terms: Sequence[Term], layout: Layout, state: RunState, t
     context = ServerContext(
         round=state.round + 1, updates=updates, weights=weights, unnormalised_weights=weights, **fixed
     )
-    for term, message, before in zip(terms, told, state.terms, strict=True):
+    for term, message, before in zip(terms, groups, state.terms, strict=True):
         try:
             term.absorb(state.model, state.model, [message], before.shared, context)
         except Exception as error:  # terms need not check: missing or misshapen messages raise nearly anything
