@@ -27,17 +27,9 @@ MAX_SEEDS = 10_000
 def plan(
     methods: Sequence[str], seeds: Sequence[int], values: Mapping[str, Any], out: Path, track: str | None = None
 ) -> list[Job]:
-    """Return the runs of a comparison, all validated.
+    """Return the runs of a comparison. Raise ValueError if one of them could not be run.
 
-    Args:
-        methods: names of methods and bounds.
-        seeds: the seeds of each method.
-        values: fields that all experiments share.
-        out: the folder that the run folders go into.
-        track: a tracker for every run.
-
-    Raises:
-        ValueError: if one of the runs could not be run.
+    `values` are fields that all experiments share, `out` is the folder of the run folders, `track` a tracker for every run.
     """
     if not methods:
         raise ValueError("name at least one method to compare, for example: fedheal compare fedavg fedheal")

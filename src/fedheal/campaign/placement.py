@@ -65,11 +65,7 @@ def _query_here() -> tuple[Gpu, ...]:
 
 
 def count_small_runs(free: float) -> int:
-    """Return how many small runs to have at a time on a GPU with that much free memory, at least one.
-
-    >>> count_small_runs(80e9), count_small_runs(8e9), count_small_runs(1e9)
-    (4, 2, 1)
-    """
+    """Return how many small runs to have at a time on a GPU with that much free memory, at least one."""
     return max(1, min(MAX_RUNS_PER_GPU, int(USABLE_MEMORY * free / SMALL_RUN_BYTES)))
 
 
@@ -105,20 +101,12 @@ def least_loaded(places: Sequence[DeviceSlots], running: Iterable[DeviceSlots]) 
 
 
 def visible_device(gpu: int, visible: str | None) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES that shows one GPU only; `visible` is its present value.
-
-    >>> visible_device(1, None), visible_device(1, "GPU-8a, GPU-3c")
-    ('1', 'GPU-3c')
-    """
+    """Return the value of CUDA_VISIBLE_DEVICES that shows one GPU only; `visible` is its present value."""
     return visible.split(",")[gpu].strip() if visible else str(gpu)
 
 
 def describe(places: Sequence[DeviceSlots], runs: int) -> str:
-    """Say how many runs go at a time, and where.
-
-    >>> describe([DeviceSlots(0, 2), DeviceSlots(1, 2)], 9), describe([DeviceSlots(None, 8)], 3)
-    ('4 at a time on 2 GPUs', '3 at a time')
-    """
+    """Say how many runs go at a time, and where: "4 at a time on 2 GPUs"."""
     at_a_time = min(runs, sum(place.slots for place in places))
     gpus = min(at_a_time, sum(place.gpu is not None for place in places))
     where = f" on {gpus} GPUs" if gpus > 1 else " on one GPU" if gpus else ""

@@ -26,13 +26,8 @@ from fedheal.simulate.interrupts import stop_on_terminate
 def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> Iterator[Job]:
     """Run the unfinished jobs, and yield each job when it is finished.
 
-    An error in one job stops the rest; finished runs stay, and stopped ones can be resumed. Jobs that run one at a time run in
-    this process.
-
-    Args:
-        jobs: the runs.
-        processes: how many at a time. 0 means one per core, or as many as the GPUs take.
-        ray: the address of a Ray cluster to run on instead.
+    `processes` is how many at a time; 0 means one per core, or as many as the GPUs take. One at a time runs in this process.
+    `ray` is the address of a cluster to run on instead. An error in one job stops the rest; finished runs stay.
     """
     unfinished = [job for job in jobs if not job.is_finished]
     yield from (job for job in jobs if job.is_finished)
