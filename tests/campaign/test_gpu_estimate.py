@@ -12,7 +12,7 @@ from fedheal.simulate.experiment import Experiment
 from tiny_data import quick
 
 
-@pytest.mark.parametrize("name", data.DESCRIPTIONS)
+@pytest.mark.parametrize("name", data.SPECS)
 def test_runs_of_the_papers_protocols_are_large_without_any_file_on_disk(name):
     assert not is_small_run(Experiment(data=name, data_root="/nowhere"))
 
@@ -43,7 +43,7 @@ def test_a_run_that_cannot_be_inspected_is_not_small(fields):
 
 @pytest.mark.slow
 def test_the_size_of_embedded_images_is_known():
-    assert data.load("embedded").domains[0].test.images.shape[-2:] == (EMBEDDED_SIZE, EMBEDDED_SIZE)
+    assert data.load_dataset("embedded").domains[0].test.images.shape[-2:] == (EMBEDDED_SIZE, EMBEDDED_SIZE)
 
 
 def test_random_numbers_of_the_process_are_left_alone():

@@ -16,7 +16,7 @@ from tiny_data import WORDS, words
 def test_a_parameter_that_only_some_methods_have_is_refused_with_what_to_write(call, tmp_path: Path) -> None:
     done = call("compare", "fedavg", "fedheal", "fedprox:mu=1+fphl", "centralised", "tau=0.3", "--seeds", "1")
     assert_sentence(
-        done, "'fedavg', 'centralised' have no parameter 'tau'", "fedheal:tau=0.3 fedprox:mu=1+fphl:tau=0.3"
+        done, "'fedavg', 'centralised' have no parameter 'tau'", "fedheal:tau=0.3 fedprox:mu=1.0+fphl:tau=0.3"
     )
     assert_sentence(call("compare", "fedavg", "fedprox", "tau=0.4", "--seeds", "1"), "unknown field 'tau'")
     assert_sentence(call("compare", "fedavg", "rounds=1", "rounds=2"), "'rounds' is given twice: rounds=1 and rounds=2")
@@ -60,7 +60,7 @@ def test_a_comparison_says_which_finished_run_was_on_other_data(call, tmp_path: 
     (path,) = (tmp_path / "here").glob("fedavg-*/result.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"used_fingerprint": "other"}))
     after = call(*command, "--out", "here")
-    message = "Not on the data of fedavg's run with the same seed, and therefore not compared with it: fedavg+fedheal"
+    message = "Not on the same data as the run of fedavg with the same seed, and therefore not compared with it: fedavg+fedheal"
     assert message in after.out
     assert "Observed against fedavg" not in after.out
     assert message in json.loads(call(*command, "--out", "here", "--json").out)["conclusions"][0]

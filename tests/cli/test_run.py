@@ -46,7 +46,7 @@ WRONG = [
     (["data=tiny_data:nothing"], ["tiny_data:nothing"]),
     (["data=tiny_data:QUICK"], ["tiny_data:QUICK"]),
     (["data=tiny_data:linear"], ["tiny_data:linear"]),
-    (["data=tiny_data:failing"], ["the data set's function 'tiny_data:failing' ended with KeyError: 'nothing'"]),
+    (["data=tiny_data:failing"], ["the data set's function 'tiny_data:failing' raised KeyError: 'nothing'"]),
     (["data=tiny_data:uneven"], ["tiny_data:linear", "does not fit images of shape (3, 16, 16)"]),
     (["data=tiny_data:uneven", "pool=true"], ["several sizes (plain 8 x 8, noisy 8 x 8, dark 16 x 16)", "one size"]),
     (["data=os:getcwd"], ["os:getcwd", "Domains"]),
@@ -56,7 +56,7 @@ WRONG = [
     (["model=.x:net"], [".x:net"]),
     (["model=os:getcwd"], ["os:getcwd"]),
     (["width=3"], ["width", "tiny_data:linear"]),
-    (["model=tiny_data:unable"], ["the model's factory 'tiny_data:unable' ended with RuntimeError: no weights here"]),
+    (["model=tiny_data:unable"], ["the model's factory 'tiny_data:unable' raised RuntimeError: no weights here"]),
     (["model=tiny_data:Unpooled", "method=fedproto"], ["tiny_data:Unpooled", "in training"]),
     (["samples_per_client=1000"], ["1000"]),
     (["device=tpu"], ["fedheal: device = 'tpu' cannot be used here: use auto"]),
@@ -263,7 +263,7 @@ def test_the_module_is_a_command_and_ascii_terminals_will_do(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedheal", "run", *words("rounds=300", "save_seconds=0"), "--out", "here"]
+    command = [sys.executable, "-m", "fedheal", "run", *words("rounds=120", "save_seconds=0"), "--out", "here"]
     process = subprocess.Popen(
         command,
         env=ENVIRONMENT,
@@ -282,12 +282,12 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
     assert "Traceback" not in message
     assert "rerun the command to resume (fedheal run needs --resume)" in message
     stopped = len((tmp_path / "here" / "rounds.jsonl").read_text().splitlines())
-    assert 0 < stopped < 300
+    assert 0 < stopped < 120
     done = subprocess.run(
         [*command, "--resume"], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert f"resumed after round {stopped}" in done.stdout
-    whole = fedheal.run(quick(rounds=300, save_seconds=0), progress=False).model.state_dict()
+    whole = fedheal.run(quick(rounds=120, save_seconds=0), progress=False).model.state_dict()
     resumed = fedheal.load(tmp_path / "here").state_dict()
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 

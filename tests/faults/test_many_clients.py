@@ -57,12 +57,12 @@ def measure_memory(**keys: Any) -> tuple[list[dict[str, int]], int]:
 @pytest.mark.slow
 def test_memory_grows_by_a_byte_a_parameter_for_each_new_client() -> None:
     """Ten of a thousand a round. Four bytes a parameter, or stored updates, would fail."""
-    rounds, parameters = measure_memory(width=512, participation=0.01, rounds=130, eval_every=1000)
+    rounds, parameters = measure_memory(width=512, participation=0.01, rounds=70, eval_every=1000)
     assert {r["cohort"] for r in rounds} == {10}
     start, end = rounds[9], rounds[-1]
-    assert (start["round"], end["round"]) == (10, 130)
+    assert (start["round"], end["round"]) == (10, 70)
     new = end["seen"] - start["seen"]
-    assert new > 550
+    assert new > 350
     assert parameters > 90_000
     grown = end["memory"] - start["memory"]
     assert grown < 1.5 * new * parameters + 30 * MB
@@ -71,7 +71,7 @@ def test_memory_grows_by_a_byte_a_parameter_for_each_new_client() -> None:
 
 @pytest.mark.slow
 def test_memory_is_flat_once_everybody_has_been_seen() -> None:
-    rounds, parameters = measure_memory(width=128, participation=1.0, rounds=7, eval_every=1000)
+    rounds, parameters = measure_memory(width=128, participation=1.0, rounds=6, eval_every=1000)
     assert all(r["seen"] == 1000 for r in rounds)
     memory = [r["memory"] for r in rounds[2:]]
     # One more byte a parameter and client each round would be at least twice this; the allocator's own moods are half of it.
@@ -83,6 +83,6 @@ def test_memory_is_flat_once_everybody_has_been_seen() -> None:
 
 @pytest.mark.slow
 def test_a_small_network_with_statistics_and_a_thousand_clients() -> None:
-    rounds, _ = measure_memory(model="small_cnn", width=2, participation=0.01, rounds=30, eval_every=1000)
+    rounds, _ = measure_memory(model="small_cnn", width=2, participation=0.01, rounds=20, eval_every=1000)
     assert {r["cohort"] for r in rounds} == {10}
     assert rounds[-1]["memory"] - rounds[9]["memory"] < 30 * MB

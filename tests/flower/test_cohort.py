@@ -19,6 +19,7 @@ from flower.sites import Sites
 from flower.test_bad_replies import BAD, about, params_without_reply, run
 
 
+@pytest.mark.slow
 def test_the_messages_of_local_terms_are_checked():
     def nan(reply: Message) -> list[Message]:
         told = reply.content["fedheal.messages"]
@@ -61,6 +62,7 @@ def test_local_terms_that_no_client_trains_with_are_an_error_of_the_app(method):
         Sites(method=method).run(lambda node, reply: drop_terms(reply), fraction_evaluate=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -122,15 +124,15 @@ def send_prototypes(features: int, classes: int = 3) -> Callable[[Message], list
         (
             "fedproto",
             send_prototypes(7),
-            r"shape \(3, 7\); the model's head takes 36 features and tells 3 classes apart",
+            r"shape \(3, 7\), but the model's head has 36 features and 3 classes",
         ),
-        ("fedproc", send_prototypes(36, 4), r"shape \(4, 36\); the model's head"),
+        ("fedproc", send_prototypes(36, 4), r"shape \(4, 36\), but the model's head"),
         (
             "fpl",
             BAD_MESSAGES["short"],
-            r"float32 of shape \(2,\) for \(2,\) counts, not floats of shape \(classes, features\)",
+            r"floats of shape \(classes, features\) .*, got torch.float32 of shape \(2,\) with counts of shape \(2,\)",
         ),
-        ("fedproto", BAD_MESSAGES["integers"], "prototypes are torch.int8"),
+        ("fedproto", BAD_MESSAGES["integers"], "prototypes must be floats .*, got torch.int8"),
         ("fedproc", send_prototypes(36, 2), None),
     ],
     ids=["features", "classes", "short", "integers", "fewer"],

@@ -58,6 +58,7 @@ def test_two_nodes_with_one_name_are_refused_with_both_ids():
         assert sorted(record.weights) == sorted(sites.names[i] for i in (0, 2, 4))
 
 
+@pytest.mark.slow
 def test_a_name_moves_when_its_node_is_gone_or_silent():
     sites = Sites(rounds=4)
     strategy = sites.strategy(fraction_evaluate=0.0)
@@ -80,6 +81,7 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
     assert 104 not in strategy.registry.names  # the name has moved
 
 
+@pytest.mark.slow
 def test_a_name_keeps_one_node_when_node_ids_change(tmp_path):
     sites = Sites(rounds=3)
     for number, first in enumerate((100, 500, 900), 1):
@@ -88,6 +90,7 @@ def test_a_name_keeps_one_node_when_node_ids_change(tmp_path):
         assert strategy.federation.nodes == {str(first + i): name for i, name in enumerate(sites.names)}
 
 
+@pytest.mark.slow
 def test_an_error_of_the_old_node_does_not_skip_a_client_that_replies_from_a_new_one():
     sites = Sites(method="scaffold", rounds=3)
     strategy, grid, own = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
@@ -161,6 +164,7 @@ def test_an_evaluation_without_a_name_keeps_the_known_name_domain_and_state(eval
     assert result["trained"] == {"site0": "city", "site1": "rural", "site2": "rural"}
 
 
+@pytest.mark.slow
 def test_history_belongs_to_the_name_whatever_the_node():
     """A restart under new node ids changes nothing."""
     sites = Sites(rounds=4)

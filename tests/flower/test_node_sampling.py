@@ -37,6 +37,7 @@ def test_the_error_for_too_few_nodes_says_what_is_saved(tmp_path):
         strategy.configure_train(1, sites.initial, ConfigRecord(), sites.grid())
 
 
+@pytest.mark.slow
 def test_nodes_that_connect_during_the_wait_take_part():
     sites = Sites(rounds=1)
     grid = sites.grid()
@@ -54,6 +55,7 @@ def test_nodes_that_connect_during_the_wait_take_part():
     assert len(strategy.history[0].weights) == 5
 
 
+@pytest.mark.slow
 def test_a_late_joiner_and_a_leaver():
     sites = Sites(rounds=4)
     strategy, grid = sites.strategy(fraction_evaluate=0.0, min_available_nodes=2), sites.grid()
@@ -76,6 +78,7 @@ def test_a_late_joiner_and_a_leaver():
     assert f'"{sites.names[1]}"' in json.dumps(described)  # who left keeps its history
 
 
+@pytest.mark.slow
 def test_a_part_of_the_nodes_is_chosen_by_seed_and_round():
     def cohorts(seed: int, first: int) -> list[list[int]]:
         sites = Sites(rounds=4)
@@ -88,6 +91,7 @@ def test_a_part_of_the_nodes_is_chosen_by_seed_and_round():
     assert all(len(cohort) == 2 for cohort in cohorts(0, 100))
 
 
+@pytest.mark.slow
 def test_evaluation_every_so_many_rounds_and_in_the_last():
     strategy = Sites(rounds=5).run(evaluate_every=2)
     assert [record.domains is not None for record in strategy.history] == [False, True, False, True, True]
@@ -140,11 +144,13 @@ def test_methods_that_cannot_run_in_a_federation_are_rejected():
             Sites(method="fedavg").strategy().__class__(method)
 
 
+@pytest.mark.slow
 def test_updates_beyond_the_budget_go_to_a_file_and_change_nothing():
     small, large = (Sites(method="fedheal", rounds=3).run(budget=budget) for budget in (0, None))
     assert torch.equal(small.state.model.params, large.state.model.params)
 
 
+@pytest.mark.slow
 def test_with_a_roll_call_the_same_sites_are_drawn_whatever_their_node_ids():
     def cohorts(order: list[int]) -> list[list[str]]:
         sites = Sites(rounds=4)
@@ -158,6 +164,7 @@ def test_with_a_roll_call_the_same_sites_are_drawn_whatever_their_node_ids():
     assert cohorts([0, 1, 2, 3, 4]) == cohorts([3, 1, 4, 0, 2])
 
 
+@pytest.mark.slow
 def test_the_cohort_by_names_matches_the_simulator():
     sites = Sites(rounds=4, participation=0.4)
     strategy = sites.run(fraction_train=0.4, fraction_evaluate=0.0, roll_call=True)
@@ -176,6 +183,7 @@ def test_a_stock_app_without_a_query_is_drawn_by_node_id():
     assert [len(record.weights) for record in strategy.history] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_same_cohorts(tmp_path):
     whole = Sites(rounds=4).run(fraction_train=0.4, fraction_evaluate=0.0)
     for rounds, resume in ((2, False), (4, True)):

@@ -40,19 +40,10 @@ def run_until_killed(sites, number: int, kind: str, **settings):
         strategy.start(sites.grid(spoil), sites.initial, num_rounds=sites.experiment.rounds)
 
 
-SLOW_CASES = [
-    ("fedheal", "train"),
-    ("fedavg+afl", "evaluate"),
-    ("scaffold+fedheal", "evaluate"),
-    ("feddyn", "train"),
-    ("moon", "evaluate"),
-    ("fedproto", "train"),
-]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [("scaffold+fedheal", "train"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    [("scaffold+fedheal", "train"), ("fedavg+afl", "evaluate"), ("feddyn", "train"), ("moon", "evaluate")],
 )
 def test_a_killed_run_resumes_to_the_same_model(method, kind, tmp_path):
     sites = Sites(tmp_path / "sites", method=method, rounds=4)
@@ -109,6 +100,7 @@ def test_a_client_ignores_the_saved_state_of_another_federation(tmp_path, caplog
     assert load_before_round(memory, 4, 3)[0]["n"].item() == 3
 
 
+@pytest.mark.slow
 def test_a_client_continues_without_a_damaged_state(tmp_path, caplog):
     sites = Sites(tmp_path / "sites", method="scaffold", rounds=4)
     strategy = sites.strategy(fraction_evaluate=0.0)
@@ -138,6 +130,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_more_rounds_continue_from_the_last(tmp_path):
     sites = Sites(rounds=2)
     sites.run(folder=tmp_path / "run")
@@ -166,6 +159,7 @@ def test_a_resumed_federation_drops_the_result_of_fewer_rounds(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 4
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_drops_the_result_of_its_round(tmp_path):
     sites = Sites(rounds=3)
     sites.run(folder=tmp_path / "run")
@@ -199,6 +193,7 @@ def test_flowers_own_loop_drops_the_result_of_fewer_rounds_when_killed(tmp_path,
     assert not (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_costs_one_round(tmp_path, caplog):
     sites = Sites(rounds=4)
     run_until_killed(sites, 4, "train", folder=tmp_path / "run")
@@ -258,6 +253,7 @@ def test_a_client_with_an_older_state_names_its_round(tmp_path):
     assert "continues with that of round 2" in describe_missing_state(memory, "clinic", 4)
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
     sites = Sites(rounds=2)
     sites.run(folder=tmp_path / "run")

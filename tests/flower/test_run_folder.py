@@ -19,6 +19,7 @@ from fedheal.runs import folder as records
 from flower.sites import Sites
 
 
+@pytest.mark.slow
 def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
     sites = Sites(method="fedheal", rounds=3)
     strategy = sites.run(folder=tmp_path / "federation", data="tiny_data:load")
@@ -63,6 +64,7 @@ def test_rounds_have_the_simulators_fields_and_the_missing_clients(tmp_path, cap
     assert summary["bytes_sent"] == 2 * 5 * sum(len(a.data) for a in sites.initial.values())
 
 
+@pytest.mark.slow
 def test_a_federation_under_way_is_diagnosed_by_domain(tmp_path):
     sites = Sites(method="fedheal", rounds=3)
     strategy = sites.strategy(folder=tmp_path / "run")
@@ -100,8 +102,8 @@ def test_an_unusable_folder_is_rejected_before_training(tmp_path):
     sites = Sites(rounds=1)
     grid = sites.grid()
     for folder, words in (
-        ("file", "file' is a file: give another folder"),
-        ("file/run", "run' cannot be made: .*file"),
+        ("file", "file is a file: name another folder"),
+        ("file/run", "run cannot be made, since .*file is a file"),
     ):
         with pytest.raises(ValueError, match=words):
             sites.strategy(folder=tmp_path / folder).start(grid, sites.initial, num_rounds=1)

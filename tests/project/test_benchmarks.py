@@ -56,6 +56,7 @@ def test_agreement_of_nothing_is_a_sentence(benchmark, capsys, words, said):
     assert_refused(benchmark, capsys, said, "agreement", *words)
 
 
+@pytest.mark.slow
 def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys):
     benchmark("agreement", *TINY, "--repeats", "2", "--at-a-time", "1", "rounds=1")
     out = capsys.readouterr().out

@@ -53,7 +53,7 @@ def mark_mlflow(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.slow(needs_library("mlflow")(test))
 
 
-SLOW = {"mlflow": [pytest.mark.slow]}
+SLOW = {"mlflow": [pytest.mark.slow], "wandb": [pytest.mark.slow]}  # databases and services take seconds
 each = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[needs_library(name), *SLOW.get(name, [])]) for name in LIBRARIES]
 )
@@ -292,7 +292,7 @@ def test_numbers_of_an_evaluated_round() -> None:
 
 
 def test_numbers_leave_out_what_is_not_there() -> None:
-    assert round_metrics(RoundRecord(1, 2, 0, {}, None, {}, {})) == {"clients/asked": 2.0, LAST_METRIC: 0.0}
+    assert round_metrics(RoundRecord(round=1, cohort=2)) == {"clients/asked": 2.0, LAST_METRIC: 0.0}
 
 
 @each
@@ -331,6 +331,7 @@ def test_mlflow_holds_experiment_and_result(mlflow_place: Path) -> None:
     assert list(mlflow_place.rglob("*.unfinished")) == []
 
 
+@pytest.mark.slow
 @needs_library("wandb")
 def test_wandb_holds_experiment_and_result(tmp_path: Path) -> None:
     drive(Wandb("project", tmp_path), [], records(1))
@@ -380,6 +381,7 @@ def test_the_same_writer_again_after_a_failed_run(name: str, place: Path) -> Non
     same(READERS[name](place), records(3))
 
 
+@pytest.mark.slow
 @needs_library("wandb")
 def test_an_earlier_offline_run_is_left_alone(tmp_path: Path) -> None:
     drive(Wandb("project", tmp_path), [], records(2), end=False)

@@ -17,11 +17,10 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     experiment = describe_experiment(context, len(DOMAINS))  # the model does not depend on how many sites there are
+    method = experiment.method_name
     if any(term.validates for term in experiment.resolved_method.local) and not experiment.validation:
         # Otherwise every site would fail in every round, and the run would end with the initial model.
-        raise ValueError(
-            f"method = '{experiment.method_name}' needs examples held out at each site: set validation = 0.2"
-        )
+        raise ValueError(f"method = '{method}' needs examples held out at each site: set validation = 0.2")
     module = build_module(experiment, classes=10)
     min_nodes = int(config["min-nodes"])
     settings = {
@@ -37,15 +36,11 @@ def main(grid: Grid, context: Context) -> None:
         "wait_seconds": float(config["wait-seconds"]),
     }
     if config["placement"] == "client":
-        strategy = make_client_placed_strategy(experiment.method_name, **settings)
+        strategy = make_client_placed_strategy(method, **settings)
     else:
         strategy = FairStrategy(experiment.resolved_method, placement=str(config["placement"]), **settings)
-    strategy.start(
-        grid,
-        ArrayRecord(module.state_dict()),
-        num_rounds=int(config["num-server-rounds"]),
-        timeout=float(config["timeout"]),
-    )
+    rounds, timeout = int(config["num-server-rounds"]), float(config["timeout"])
+    strategy.start(grid, ArrayRecord(module.state_dict()), num_rounds=rounds, timeout=timeout)
 
 
 def make_client_placed_strategy(method: str, **settings: Any) -> FairStrategy:
@@ -53,6 +48,6 @@ def make_client_placed_strategy(method: str, **settings: Any) -> FairStrategy:
     keys = {k: v for k, v in methods.get(method).parameters.items() if k in ("tau", "beta", "variant", "fphl", "fael")}
     if "tau" not in keys or methods.get("fedheal", **keys).name != method:
         raise ValueError(
-            f"placement = 'client' with method = '{method}': use 'fedheal', optionally with tau, beta or fael"
+            f"placement = 'client' with method = '{method}': use 'fedheal', with tau, beta or fael if you like"
         )
     return FedHEAL(placement="client", **keys, **settings)

@@ -1,6 +1,9 @@
 """Plan a comparison: methods x seeds into one folder, paired.
 
-For one seed, every method has the same split, cohorts, batches and initial model. Bounds (`campaign.bounds`) count as methods.
+For one seed, every method has the same split, cohorts, batches and initial model. Bounds, which show how far fairness could go,
+count as methods: `standalone` trains a model per client, on that client's data only; `centralised` trains one model on all
+clients' data; `leave-one-domain-out` runs FedAvg without one domain's clients, for each domain. A bound is a group of ordinary
+runs; `report.rows` combines them.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedheal.campaign.bounds import load_bound_domains, plan_bound
 from fedheal.campaign.jobs import Job
 from fedheal.core.errors import suggest
+from fedheal.data.domains import Domains
 from fedheal.methods import get, parse
 from fedheal.report.rows import BOUNDS
+from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import Experiment
 
 MAX_SEEDS = 10_000
@@ -23,17 +27,9 @@ MAX_SEEDS = 10_000
 def plan(
     methods: Sequence[str], seeds: Sequence[int], values: Mapping[str, Any], out: Path, track: str | None = None
 ) -> list[Job]:
-    """Return the runs of a comparison, all validated.
+    """Return the runs of a comparison. Raise ValueError if one of them could not be run.
 
-    Args:
-        methods: names of methods and bounds.
-        seeds: the seeds of each method.
-        values: fields that all experiments share.
-        out: the folder that the run folders go into.
-        track: a tracker for every run, as `fedheal.tracking.tracker` takes it.
-
-    Raises:
-        ValueError: if one of the runs could not be run.
+    `values` are fields that all experiments share, `out` is the folder of the run folders, `track` a tracker for every run.
     """
     if not methods:
         raise ValueError("name at least one method to compare, for example: fedheal compare fedavg fedheal")
@@ -43,16 +39,11 @@ def plan(
         if field in values:
             raise ValueError(f"{field}={values[field]} cannot be set in a comparison, which sets {field} itself")
     _check_parameters(methods, values)
-    domains = load_bound_domains(methods, values)
+    domains = _load_bound_domains(methods, values)
     jobs = []
     for seed in seeds:
-        seed_values = dict(values) | {"seed": seed}
         for method in methods:
-            if method in BOUNDS:
-                assert domains is not None
-                experiments = plan_bound(method, seed_values, domains)
-            else:
-                experiments = [_make_experiment(method, seed_values)]
+            experiments = _plan_method(method, dict(values) | {"seed": seed}, domains)
             jobs += [Job(experiment, out / experiment.folder_name, track) for experiment in experiments]
     repeated = [folder.name for folder, times in Counter(job.folder for job in jobs).items() if times > 1]
     if repeated:
@@ -68,9 +59,8 @@ def _check_parameters(methods: Sequence[str], values: Mapping[str, Any]) -> None
         if having and lacking:
             verb = "has" if len(lacking) == 1 else "have"
             names = " ".join(_add_parameter(name, key, values[key]) for name in having)
-            raise ValueError(
-                f"{', '.join(lacking)} {verb} no parameter '{key}': write it with the methods that have it, {names}"
-            )
+            advice = f"write it with the methods that have it, {names}"
+            raise ValueError(f"{', '.join(lacking)} {verb} no parameter '{key}': {advice}")
 
 
 def _add_parameter(name: str, key: str, value: Any) -> str:
@@ -79,11 +69,33 @@ def _add_parameter(name: str, key: str, value: Any) -> str:
     return "+".join(part.format_explicit() for part in parts)
 
 
-def _make_experiment(method: str, values: dict[str, Any]) -> Experiment:
-    try:
-        return Experiment.of(values | {"method": method})
-    except ValueError as error:
-        raise ValueError(f"{error}{suggest(method, list(BOUNDS))}") from None
+def _load_bound_domains(methods: Sequence[str], values: Mapping[str, Any]) -> Domains | None:
+    """Return the data that bounds are planned from, or None if no method is a bound. Raise ValueError on conflicting fields."""
+    if not set(methods) & set(BOUNDS):
+        return None
+    for field in ("only", "without", "pool"):
+        if field in values:
+            raise ValueError(f"{field} cannot be set in a comparison with bounds ({', '.join(BOUNDS)}): bounds set it")
+    return load_domains(Experiment.of(dict(values) | {"method": "fedavg"}))
+
+
+def _plan_method(method: str, values: dict[str, Any], domains: Domains | None) -> list[Experiment]:
+    """Return the experiment of a method, or those that make up a bound, for one seed."""
+    if method not in BOUNDS:
+        try:
+            return [Experiment.of(values | {"method": method})]
+        except ValueError as error:
+            raise ValueError(f"{error}{suggest(method, list(BOUNDS))}") from None
+    assert domains is not None
+    values, suffix = values | {"method": "fedavg"}, f"-seed{values['seed']}"
+    changes: list[dict[str, Any]] = [{"pool": True, "name": f"centralised{suffix}"}]
+    if method == "leave-one-domain-out":
+        names = [domain.name for domain in domains.domains]
+        changes = [{"without": [name], "name": f"without-{name}{suffix}"} for name in names]
+    elif method == "standalone":
+        clients = [client.id for client in partition_clients(Experiment.of(values), domains)]
+        changes = [{"only": [client], "name": f"standalone-{client}{suffix}"} for client in clients]
+    return [Experiment.of(values | change) for change in changes]
 
 
 def parse_seeds(text: str) -> list[int]:

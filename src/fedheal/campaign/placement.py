@@ -47,7 +47,6 @@ def count_cores() -> int:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs there are, without initialising CUDA."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -66,26 +65,16 @@ def _query_here() -> tuple[Gpu, ...]:
 
 
 def count_small_runs(free: float) -> int:
-    """Return how many small runs to have at a time on a GPU with that much free memory, at least one.
-
-    >>> count_small_runs(80e9), count_small_runs(8e9), count_small_runs(1e9)
-    (4, 2, 1)
-    """
+    """Return how many small runs to have at a time on a GPU with that much free memory, at least one."""
     return max(1, min(MAX_RUNS_PER_GPU, int(USABLE_MEMORY * free / SMALL_RUN_BYTES)))
 
 
 def plan_slots(experiments: Sequence[Experiment], processes: int = 0) -> list[DeviceSlots]:
     """Return where experiments with one value of `device` go.
 
-    `auto` and `cuda` mean any GPU. A run that names a GPU, such as `cuda:1`, goes there and still sees the others.
-
-    Args:
-        experiments: the experiments, all with the same `device`.
-        processes: how many runs at a time. 0 means one per core, or on GPUs as many as the most demanding run allows, at most
-            one per core.
-
-    Raises:
-        ValueError: if the device cannot be used here.
+    `auto` and `cuda` mean any GPU. A run that names a GPU, such as `cuda:1`, goes there and still sees the others. `processes`
+    is how many run at a time; 0 means one per core, or on GPUs as many as the most demanding run allows, at most one per core.
+    Raise ValueError if the device cannot be used here.
     """
     processes = 1 if len(experiments) == 1 else processes
     kind, _, index = experiments[0].device.partition(":")
@@ -112,20 +101,12 @@ def least_loaded(places: Sequence[DeviceSlots], running: Iterable[DeviceSlots]) 
 
 
 def visible_device(gpu: int, visible: str | None) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES that shows one GPU only; `visible` is its present value.
-
-    >>> visible_device(1, None), visible_device(1, "GPU-8a, GPU-3c")
-    ('1', 'GPU-3c')
-    """
+    """Return the value of CUDA_VISIBLE_DEVICES that shows one GPU only; `visible` is its present value."""
     return visible.split(",")[gpu].strip() if visible else str(gpu)
 
 
 def describe(places: Sequence[DeviceSlots], runs: int) -> str:
-    """Say how many runs go at a time, and where.
-
-    >>> describe([DeviceSlots(0, 2), DeviceSlots(1, 2)], 9), describe([DeviceSlots(None, 8)], 3)
-    ('4 at a time on 2 GPUs', '3 at a time')
-    """
+    """Say how many runs go at a time, and where: "4 at a time on 2 GPUs"."""
     at_a_time = min(runs, sum(place.slots for place in places))
     gpus = min(at_a_time, sum(place.gpu is not None for place in places))
     where = f" on {gpus} GPUs" if gpus > 1 else " on one GPU" if gpus else ""

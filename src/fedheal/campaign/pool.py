@@ -15,15 +15,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from contextlib import contextmanager
 from multiprocessing import get_context
 
+from fedheal.campaign import placement
 from fedheal.campaign.jobs import Job, run_job
-from fedheal.campaign.placement import (
-    VISIBLE_DEVICES,
-    DeviceSlots,
-    describe,
-    least_loaded,
-    plan_slots,
-    visible_device,
-)
+from fedheal.campaign.placement import VISIBLE_DEVICES, DeviceSlots, least_loaded, plan_slots
 from fedheal.campaign.ray import run_on_ray
 from fedheal.engine.workers import end_with_parent, explain_broken_pool
 from fedheal.simulate.interrupts import stop_on_terminate
@@ -32,13 +26,8 @@ from fedheal.simulate.interrupts import stop_on_terminate
 def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> Iterator[Job]:
     """Run the unfinished jobs, and yield each job when it is finished.
 
-    An error in one job stops the rest; finished runs stay, and stopped ones can be resumed. Jobs that run one at a time run in
-    this process.
-
-    Args:
-        jobs: the runs.
-        processes: how many at a time. 0 means one per core, or as many as the GPUs take.
-        ray: the address of a Ray cluster to run on instead.
+    `processes` is how many at a time; 0 means one per core, or as many as the GPUs take. One at a time runs in this process.
+    `ray` is the address of a cluster to run on instead. An error in one job stops the rest; finished runs stay.
     """
     unfinished = [job for job in jobs if not job.is_finished]
     yield from (job for job in jobs if job.is_finished)
@@ -54,7 +43,7 @@ def describe_schedule(jobs: Sequence[Job], processes: int, ray: str | None = Non
     if ray is not None:
         return "as tasks of a Ray cluster"
     groups = [[job.experiment for job in group] for group in _group_by_device(unfinished)]
-    return ", then ".join(describe(plan_slots(group, processes), len(group)) for group in groups)
+    return ", then ".join(placement.describe(plan_slots(group, processes), len(group)) for group in groups)
 
 
 def _group_by_device(jobs: Sequence[Job]) -> list[list[Job]]:
@@ -76,7 +65,6 @@ def _run_here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
 
 @contextmanager
 def _name_failed_job(job: Job) -> Iterator[None]:
-    """Add the job's folder to an error."""
     try:
         yield
     except Exception as error:
@@ -113,7 +101,7 @@ def _run_in_pools(jobs: Sequence[Job], places: Sequence[DeviceSlots]) -> Iterato
 
 
 def _start_pool(place: DeviceSlots) -> ProcessPoolExecutor:
-    visible = None if place.gpu is None else visible_device(place.gpu, os.environ.get(VISIBLE_DEVICES))
+    visible = None if place.gpu is None else placement.visible_device(place.gpu, os.environ.get(VISIBLE_DEVICES))
     return ProcessPoolExecutor(place.slots, get_context("spawn"), _prepare_worker, (visible,))
 
 

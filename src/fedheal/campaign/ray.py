@@ -29,14 +29,11 @@ def run_on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:
         except (ConnectionError, ValueError) as error:
             raise ValueError(f"no Ray cluster answers at {address!r}: {error}") from None
     try:
-        remote = ray.remote(max_retries=3)(_run_on_cluster)
+        remote, tasks = ray.remote(max_retries=3)(_run_on_cluster), {}
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
-        tasks = {
-            remote.options(**_choose_resources(job.experiment, has_gpus)).remote(
-                job.experiment.to_dict(), job.track
-            ): job
-            for job in jobs
-        }
+        for job in jobs:
+            resources = _choose_resources(job.experiment, has_gpus)
+            tasks[remote.options(**resources).remote(job.experiment.to_dict(), job.track)] = job
         waiting = list(tasks)
         while waiting:
             (task,), waiting = ray.wait(waiting, num_returns=1)
@@ -66,7 +63,6 @@ def _choose_resources(experiment: Experiment, has_gpus: bool) -> dict[str, float
 
 
 def _run_on_cluster(fields: dict[str, Any], track: str | None) -> dict[str, bytes]:
-    """Run on the cluster in a temporary folder, and return the folder's files."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         run_job(Job(Experiment.of(fields), folder, track))

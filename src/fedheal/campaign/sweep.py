@@ -54,9 +54,7 @@ class Search:
 
     def __post_init__(self) -> None:
         if not self.space:
-            raise ValueError(
-                "nothing to search: give a field several values, for example tau=0:0.9:0.1 or beta=0,0.4,1"
-            )
+            raise ValueError("nothing to search: give a field several values, such as tau=0:0.9:0.1 or beta=0,0.4,1")
         if self.metric not in METRICS:
             raise ValueError(f"metric = {self.metric}: use one of {', '.join(METRICS)}")
         for field in ("seed", "name", "validation"):
@@ -91,23 +89,16 @@ class Search:
 
     def evaluate(self, points: Sequence[Point], run: Runner) -> list[Trial]:
         """Run the points and read their results."""
-        run([job for point in points for job in self.jobs(point)])
-        return [self._read_trial(point) for point in points]
-
-    def _read_trial(self, point: Point) -> Trial:
-        results = [_read_result(job.folder) for job in self.jobs(point)]
-        return Trial(
-            point,
-            {name: tuple(float(result["validation"][name]) for result in results) for name in METRICS},
-            {name: tuple(float(result[name]) for result in results) for name in METRICS},
-        )
+        jobs = [self.jobs(point) for point in points]
+        run([job for group in jobs for job in group])
+        return [_read_trial(point, group) for point, group in zip(points, jobs, strict=True)]
 
 
 def search_grid(search: Search, run: Runner) -> list[Trial]:
     """Try every point."""
     if search.size > MAX_POINTS:
         raise ValueError(
-            f"the grid has {search.size:,} points, more than {MAX_POINTS:,}: use --search random or --search optuna"
+            f"the grid has {search.size:,} points, more than {MAX_POINTS:,}: use --search random or optuna"
         )
     return search.evaluate([search.point(number) for number in range(search.size)], run)
 
@@ -133,9 +124,8 @@ def search_with_optuna(search: Search, run: Runner, trials: int, seed: int = 0) 
     for _ in range(trials):
         proposal = study.ask()
         # Values by their index in the list: Optuna takes only plain types.
-        point = {
-            key: values[proposal.suggest_categorical(key, range(len(values)))] for key, values in search.space.items()
-        }
+        indices = {key: proposal.suggest_categorical(key, range(len(values))) for key, values in search.space.items()}
+        point = {key: search.space[key][i] for key, i in indices.items()}
         (trial,) = search.evaluate([point], run)
         study.tell(proposal, trial.score(search.metric))
         yield trial
@@ -146,11 +136,14 @@ def _check_trials(trials: int) -> None:
         raise ValueError(f"trials = {trials}: use 1 to {MAX_POINTS:,}")
 
 
-def _read_result(folder: Path) -> dict[str, Any]:
-    result = load_summary(folder, [*METRICS, "validation", *(f"validation.{name}" for name in METRICS)])
-    if result["validation"] is None:
-        raise ValueError(f"{folder / 'result.json'}: there is no accuracy on validation data")
-    return result
+def _read_trial(point: Point, jobs: Sequence[Job]) -> Trial:
+    results = []
+    for job in jobs:
+        results.append(load_summary(job.folder, [*METRICS, "validation", *(f"validation.{name}" for name in METRICS)]))
+        if results[-1]["validation"] is None:
+            raise ValueError(f"{job.folder / 'result.json'}: there is no accuracy on validation data")
+    validation = {name: tuple(float(result["validation"][name]) for result in results) for name in METRICS}
+    return Trial(point, validation, {name: tuple(float(result[name]) for result in results) for name in METRICS})
 
 
 def choose_best(trials: Sequence[Trial], metric: str) -> Trial:

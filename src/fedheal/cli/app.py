@@ -8,7 +8,8 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,6 @@ from fedheal.campaign.jobs import Job
 from fedheal.campaign.pool import describe_schedule, run_all
 from fedheal.cli import display
 from fedheal.cli.data import data_app
-from fedheal.cli.live_table import LiveTable
 from fedheal.report import conclusions, rows, tables
 from fedheal.report import figures as drawing
 from fedheal.report.comparability import list_cautions
@@ -55,16 +55,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, 
 Jobs = Annotated[int, typer.Option(help="Runs at a time; 0: one per core, or as many as the GPUs take.")]
 Seeds = Annotated[str, typer.Option(help="A number of seeds (5), a range (3-7) or a list (1,4).")]
 Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]
-Ray = Annotated[
-    str | None, typer.Option(help="Run on the Ray cluster at this address instead ('auto', 'local', HOST:PORT).")
-]
+Ray = Annotated[str | None, typer.Option(help="Run on the Ray cluster here instead ('auto', 'local', HOST:PORT).")]
 RunFolder = Annotated[Path | None, typer.Option(help="The run folder; default: runs/<name>.")]
-CompareFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/compare-<data>...")]
-SweepFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/sweep-...")]
+RunsFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/<command>-...")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume a stopped run; --resume --out FOLDER is enough.")]
+Fields = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields unlike the paper's.")]
+FigureFolder = Annotated[Path | None, typer.Option(help="A folder for figures as SVG, PDF and PNG, fit for a paper.")]
+HTML_HELP = "One page with tables and figures: --out, or report.html in the first folder."
+DIAGNOSE_HELP = "Who is under-served in one run, since when, its weight and what was kept."
+SMOKE_HELP = "A few rounds, on the embedded data unless --data names others: minutes on a CPU, numbers without meaning."
 
 
 def main() -> None:
-    """Run the command line and exit. Errors that a user can fix are printed as one sentence."""
+    """Run the command line and exit."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # for the user's own models, data and methods
     for stream in (sys.stdout, sys.stderr):
@@ -98,9 +101,7 @@ def run_command(
         typer.Argument(metavar="[FILE.toml] [key=value ...]", help="An experiment file, and fields that override it."),
     ] = None,
     out: RunFolder = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume a stopped run; --resume --out FOLDER is enough.")
-    ] = False,
+    resume: Resume = False,
     track: Track = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -117,7 +118,9 @@ def run_command(
         raise ValueError(f"one experiment file at most can be run, but there are {len(files)}: {', '.join(files)}")
     overrides = [word for word in words or () if word not in files]
     if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
-        files = [str(_find_experiment_file(out))]
+        files = [str(out / "experiment.toml")]
+        if not (out / "experiment.toml").exists():
+            raise ValueError(f"{out} holds no run to resume: there is no experiment.toml")
     experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.folder_name
     callbacks: list[fedheal.Callback] = [Progress(Console(quiet=quiet or as_json))]
@@ -136,10 +139,7 @@ def run_command(
 def demo(
     out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="The seed of all four runs.")] = 0,
-    rounds: Annotated[
-        int | None,
-        typer.Option(help="Fewer rounds than the data's protocol, for a first look; use a separate --out."),
-    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Fewer rounds, for a first look; use a separate --out.")] = None,
     jobs: Jobs = 0,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -149,8 +149,8 @@ def demo(
     Finished runs are not run again; stopped ones are resumed.
     """
     planned = plan(DEMO_METHODS, [seed], {} if rounds is None else {"rounds": rounds}, records.check_folder(out))
-    console = Console(quiet=quiet or as_json)
-    _run_jobs(planned, console, f"Four methods on ten digits in four domains, seed {seed}", jobs)
+    title = f"Four methods on ten digits in four domains, seed {seed}"
+    _run_jobs(planned, Console(quiet=quiet or as_json), title, jobs)
     summaries = [rows.load_summary(job.folder) for job in planned]
     runs = rows.build_rows(summaries)
     page = display.write_page(runs, out / "report.html", "FedHEAL on four domains of digits")
@@ -174,7 +174,7 @@ def compare(
     ],
     data: Annotated[str, typer.Option(help="The data set.")] = "embedded",
     seeds: Seeds = "5",
-    out: CompareFolder = None,
+    out: RunsFolder = None,
     jobs: Jobs = 0,
     ray: Ray = None,
     track: Track = None,
@@ -199,11 +199,8 @@ def compare(
     _run_jobs(planned, Console(quiet=quiet or as_json), _count_runs(planned, folder), jobs, ray)
     runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
     if as_json:
-        sentences = [
-            sentence
-            for group in rows.group_by_data(runs).values()
-            for sentence in list_cautions(group) + conclusions.conclude(group)
-        ]
+        groups = rows.group_by_data(runs).values()
+        sentences = [text for group in groups for text in list_cautions(group) + conclusions.conclude(group)]
         typer.echo(json.dumps({"rows": tables.flatten_rows(runs), "conclusions": sentences}, indent=2))
     elif not quiet:
         typer.echo(display.format_report(runs, "text"))
@@ -219,7 +216,7 @@ def sweep_command(
     metric: Annotated[str, typer.Option(help=f"The metric to choose by: {', '.join(sweep.METRICS)}.")] = "avg",
     search: Annotated[str, typer.Option(help="grid, random or optuna.")] = "grid",
     trials: Annotated[int, typer.Option(help="How many points random and optuna try.")] = 20,
-    out: SweepFolder = None,
+    out: RunsFolder = None,
     jobs: Jobs = 0,
     ray: Ray = None,
     quiet: Quiet = False,
@@ -236,11 +233,7 @@ def sweep_command(
     name = ["sweep", *(word.replace("/", "_").replace(":", "..") for word in sorted(words))]
     folder = out or Path("runs") / "-".join(name)
     wanted = sweep.Search(space, fixed, parse_seeds(seeds), records.check_folder(folder), metric)
-    console = Console(quiet=quiet or as_json)
-
-    def run_jobs(planned: Sequence[Job]) -> None:
-        _run_jobs(planned, console, "", jobs, ray)
-
+    run_jobs = partial(_run_jobs, console=Console(quiet=quiet or as_json), title="", jobs=jobs, ray=ray)
     if search == "grid":
         found = sweep.search_grid(wanted, run_jobs)
     elif search == "random":
@@ -271,17 +264,9 @@ def report(
     reference: Annotated[
         str | None, typer.Option(help="The method the others are compared with; default: FedAvg or the first.")
     ] = None,
-    html: Annotated[
-        bool,
-        typer.Option("--html", help="One page with tables and figures: --out, or report.html in the first folder."),
-    ] = False,
-    figures: Annotated[
-        Path | None, typer.Option(help="A folder for the figures as SVG, PDF and PNG, fit for a paper.")
-    ] = None,
-    diagnose: Annotated[
-        bool,
-        typer.Option("--diagnose", help="Who is under-served in one run, since when, its weight and what was kept."),
-    ] = False,
+    html: Annotated[bool, typer.Option("--html", help=HTML_HELP)] = False,
+    figures: FigureFolder = None,
+    diagnose: Annotated[bool, typer.Option("--diagnose", help=DIAGNOSE_HELP)] = False,
     by: Annotated[str | None, typer.Option(help="With --diagnose: domain or client.")] = None,
 ) -> None:
     """Show tables of finished runs: mean and spread over seeds, the best of each column, and what may be concluded.
@@ -299,7 +284,8 @@ def report(
     runs = sorted(rows.build_rows(rows.find_results(folders)), key=lambda row: (row.method, row.seed))
     if not runs:
         raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}")
-    reference = _canonical_name(reference)
+    with suppress(ValueError):  # the report refuses unknown names
+        reference = reference and method_table.get(reference).name
     if html:
         folder = folders[0] if folders[0].is_dir() else folders[0].parent
         typer.echo(display.write_page(runs, out or folder / "report.html", reference=reference))
@@ -316,42 +302,34 @@ def _check_report_options(
     if form not in REPORT_FORMATS:
         raise ValueError(f"format = {form}: use one of {', '.join(REPORT_FORMATS)}")
     used = {"--html": html, "--format": form != "text", "--out": out is not None, "--reference": reference is not None}
-    if diagnose and any(used.values()):
-        option = next(option for option, is_used in used.items() if is_used)
-        raise ValueError(f"--diagnose writes its own table and figure: leave out {option}")
-    if html and form != "text":
-        raise ValueError(f"format = {form}: --html writes a page with tables in all formats; leave one of them out")
-    if figures is not None and form != "text":
-        raise ValueError(f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave one of them out")
-    if figures is not None and out is not None and not html:
-        raise ValueError(f"out = {out}: --figures names the folder itself; leave out --out")
-    if reference is not None and form in ("csv", "parquet"):
-        raise ValueError(f"reference = {reference}: {form} has no comparisons; leave it out")
-    if form == "parquet" and out is None:
-        raise ValueError("Parquet cannot be printed: name a file with --out")
+    option = next((option for option, is_used in used.items() if is_used), None)
+    has_figures, has_format = figures is not None, used["--format"]
+    no_comparisons = used["--reference"] and form in ("csv", "parquet")
+    for is_wrong, problem in (
+        (diagnose and option, f"--diagnose writes its own table and figure: leave out {option}"),
+        (
+            html and has_format,
+            f"format = {form}: --html writes a page with tables in all formats; leave one of them out",
+        ),
+        (has_figures and has_format, f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave one out"),
+        (has_figures and out and not html, f"out = {out}: --figures names the folder itself; leave out --out"),
+        (no_comparisons, f"reference = {reference}: {form} has no comparisons; leave it out"),
+        (form == "parquet" and out is None, "Parquet cannot be printed: name a file with --out"),
+    ):
+        if is_wrong:
+            raise ValueError(problem)
 
 
 @app.command()
 def reproduce(
     result: Annotated[str, typer.Argument(metavar="RESULT", help=f"One of {', '.join(RECIPES)}.")],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Fields that differ from the paper's protocol."),
-    ] = None,
+    words: Fields = None,
     seeds: Seeds = "1",
-    row_names: Annotated[
-        str, typer.Option("--rows", help="Only these rows: names or patterns, such as 'fedavg*,moon+fedheal'.")
-    ] = "",
+    row_names: Annotated[str, typer.Option("--rows", help="Only these rows, such as 'fedavg*,moon+fedheal'.")] = "",
     data: Annotated[str, typer.Option(help="Only these data sets: digits, office-caltech, or any other.")] = "",
     rounds: Annotated[int | None, typer.Option(help="Fewer rounds than the protocol.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
-    smoke: Annotated[
-        bool,
-        typer.Option(
-            "--smoke",
-            help="A few rounds, on the embedded data unless --data names others: minutes on a CPU, numbers without meaning.",
-        ),
-    ] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help=SMOKE_HELP)] = False,
     out: Annotated[Path, typer.Option(help="The folder of the runs and the results.")] = Path("runs/reproduce"),
     jobs: Jobs = 0,
     ray: Ray = None,
@@ -368,7 +346,8 @@ def reproduce(
         raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
     options_as_words = [f"{k}={v}" for k, v in {"rounds": rounds, "device": device}.items() if v is not None]
     values = parse_overrides([*options_as_words, *(words or [])])  # which refuses a field that is set in both forms
-    options = Options(parse_seeds(seeds), _split_list(row_names), _split_list(data), values, smoke)
+    row_list, data_list = ([w.strip() for w in text.split(",") if w.strip()] for text in (row_names, data))
+    options = Options(parse_seeds(seeds), row_list, data_list, values, smoke)
     parts = plan_recipe(RECIPES[result], options, records.check_folder(out))
     planned = list({job.folder: job for part in parts for job in part.jobs}.values())
     _run_jobs(planned, Console(quiet=quiet or as_json), _count_runs(planned, out), jobs, ray)
@@ -404,32 +383,13 @@ def _run_jobs(planned: Sequence[Job], console: Console, title: str, jobs: int, r
     schedule = describe_schedule(planned, jobs, ray)
     if title:
         console.print(f"{title}, {schedule}:", highlight=False, markup=False, soft_wrap=True)
-    with LiveTable(console, planned) as table:
+    with display.LiveTable(console, planned) as table:
         for job in run_all(planned, jobs, ray):
             table.report_finished(job)
 
 
 def _count_runs(planned: Sequence[Job], folder: Path) -> str:
     return f"{len(planned)} {'run' if len(planned) == 1 else 'runs'} into {folder}"
-
-
-def _split_list(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _canonical_name(method: str | None) -> str | None:
-    """Return a method's name as runs have it: `fedheal` is `fedavg+fedheal`. The report refuses unknown names."""
-    try:
-        return None if method is None else method_table.get(method).name
-    except ValueError:
-        return method
-
-
-def _find_experiment_file(folder: Path) -> Path:
-    path = folder / "experiment.toml"
-    if not path.exists():
-        raise ValueError(f"{folder} holds no run to resume: there is no experiment.toml")
-    return path
 
 
 def _find_command() -> str:

@@ -1,4 +1,4 @@
-"""Print and write what commands show: tables of runs, reports, the HTML page, diagnoses."""
+"""Print and write what commands show: tables of runs, also while they run, reports, the HTML page, diagnoses."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from fedheal import methods as method_table
 from fedheal.aggregate.registry import STAGES
 from fedheal.campaign import sweep
+from fedheal.campaign.jobs import Job
 from fedheal.report import conclusions, rows, tables
 from fedheal.report.comparability import check_reference, list_cautions
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
@@ -47,9 +49,8 @@ def show_comparison(summaries: Sequence[Mapping[str, Any]]) -> None:
     values = [[s["domains"][d] for d in domains] + [s["avg"], s["std"], s["worst"]] for s in summaries]
     best = [min(column) if i == len(domains) + 1 else max(column) for i, column in enumerate(zip(*values, strict=True))]
     for summary, row in zip(summaries, values, strict=True):
-        cells = [
-            Text(f"{x:.1f}", style="bold" if len(values) > 1 and x == b else "") for x, b in zip(row, best, strict=True)
-        ]
+        is_best = [len(values) > 1 and x == b for x, b in zip(row, best, strict=True)]
+        cells = [Text(f"{x:.1f}", style="bold" if bold else "") for x, bold in zip(row, is_best, strict=True)]
         table.add_row(summary["method"], *cells)
     make_console().print(table)
 
@@ -63,10 +64,8 @@ def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep
     """Print what a search tried and what it chose."""
     make_console().print(_make_trial_table(trials, best))
     point = " ".join(f"{key}={value}" for key, value in best.point.items())
-    typer.echo(
-        f"Chosen by {search.metric} on validation data, {len(search.seeds)} seed(s): {point}. "
-        "The test set had no part in the choice."
-    )
+    about = f"Chosen by {search.metric} on validation data, {len(search.seeds)} seed(s)"
+    typer.echo(f"{about}: {point}. The test set had no part in the choice.")
     equals = sum(trial.score(search.metric) == best.score(search.metric) for trial in trials)
     if equals > 1:
         typer.echo(f"{equals} points are equally good: this is the first of them, and no better than the others.")
@@ -76,10 +75,8 @@ def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep
 def _make_trial_table(trials: Sequence[sweep.Trial], best: sweep.Trial) -> Table:
     table = Table(title="mean over seeds; chosen on validation, the test set for information", title_justify="left")
     metrics = ("avg", "std", "worst")
-    columns = [*best.point, *(f"{split} {name}" for split in ("validation", "test") for name in metrics)]
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_column("")
+    for column in (*best.point, *(f"{split} {name}" for split in ("validation", "test") for name in metrics), ""):
+        table.add_column(column, justify="right" if column else "left")
     for trial in trials:
         means = [sum(part[name]) / len(part[name]) for part in (trial.validation, trial.test) for name in metrics]
         mark = "chosen" if trial is best else ""
@@ -91,15 +88,13 @@ def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = N
     """Return a table for each data set, what may be concluded from it, and notes on the data."""
     check_reference(runs, reference)
     bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
-    parts = []
-    groups = rows.group_by_data(runs)
+    parts, groups = [], rows.group_by_data(runs)
     for table in tables.build_tables(runs):
         group = groups[table.data]
-        parts.append(f"{table.data}: {table.about}")
-        parts.append(tables.FORMATS[form](table))
         sentences = list_cautions(group, reference) + conclusions.conclude(group, reference)
         sentences += format_data_notes(summary for row in group for summary in row.summaries)
-        parts.append("\n".join(f"{bullet}{sentence}" for sentence in sentences))
+        notes = "\n".join(f"{bullet}{sentence}" for sentence in sentences)
+        parts += [f"{table.data}: {table.about}", tables.FORMATS[form](table), notes]
     if form == "latex":
         parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
     return "\n\n".join(part for part in parts if part)
@@ -154,15 +149,9 @@ def show_diagnosis(folders: Sequence[Path], by: str | None, figures: Path | None
 
 def make_parts_table() -> Table:
     """Return a table of the parts that methods are made of."""
-    table = Table(
-        "part",
-        "what it does",
-        "parameters",
-        title="<local>[:key=value,...]{+<stage>[:key=value,...]}",
-        title_justify="left",
-    )
-    groups = (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE))
-    for kind, parts in groups:
+    title = "<local>[:key=value,...]{+<stage>[:key=value,...]}"
+    table = Table("part", "what it does", "parameters", title=title, title_justify="left")
+    for kind, parts in (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE)):
         for name, part in parts.items():
             keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
             table.add_row(f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
@@ -186,3 +175,38 @@ def make_parameter_table(name: str) -> Table:
     if not table.rows:
         table.add_row(name, "no parameters", "", "", "")
     return table
+
+
+class LiveTable:
+    """A live table of runs on a terminal; elsewhere one line for each finished run."""
+
+    def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
+        self.console, self.jobs = console, jobs
+        self.live = Live(get_renderable=self.make_table, console=console, refresh_per_second=1, transient=True)
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def report_finished(self, job: Job) -> None:
+        """Print a line about a finished run, unless the live table shows it."""
+        if not self.console.is_terminal:
+            result = rows.load_summary(job.folder, ("avg", "std", "worst", "seconds"))
+            metrics = f"AVG {result['avg']:.2f} STD {result['std']:.2f} worst {result['worst']:.2f}"
+            line = f"{job.folder.name}: {metrics} ({sum(result['seconds'].values()):.0f} s)"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def make_table(self) -> Table:
+        """Return the rounds done by each run, and the numbers of its last evaluation."""
+        table = Table("run", "rounds", "AVG", "STD", "worst")
+        for job in self.jobs:
+            done = records.read_rounds(job.folder)
+            evaluated = [record.fairness for record in done if record.fairness]
+            metrics = [f"{evaluated[-1][name]:.1f}" if evaluated else "" for name in ("avg", "std", "worst")]
+            table.add_row(Text(job.folder.name), f"{len(done)}/{job.experiment.rounds}", *metrics)
+        return table

@@ -24,24 +24,19 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedheal.aggregate import State, client_share
 from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.layout import Layout, Packed
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.serial import LocalTraining, Task
-from fedheal.flower import messages
-from fedheal.flower.client_state import (
-    ClientStore,
-    SavedState,
-    describe_missing_state,
-    load_before_round,
-    load_newest,
-    open_store,
-)
-from fedheal.flower.masking import mask_client_model
+from fedheal.flower import client_state, messages
+from fedheal.flower.client_state import ClientStore, SavedState, load_newest, open_store
 from fedheal.flower.messages import CLIENT_INFO, RoundInstructions
 
 log = logging.getLogger("flwr.fedheal")
+
+SIGNS = "signs"  # prefix of the client's sign counts in what it saves
 
 __getattr__ = warn_of_renames(
     __name__, {"judged": "reply_evaluation", "name_of": "get_client_name", "received": "read_model"}
@@ -61,7 +56,7 @@ def get_client_name(context: Context) -> str:
         if key in context.node_config:
             return template.format(context.node_config[key])
     raise ValueError(
-        "the node's config has neither 'name' nor 'partition-id': start it with --node-config 'name=\"...\"'"
+        "neither 'name' nor 'partition-id' is in the node's config: start it with --node-config 'name=\"...\"'"
     )
 
 
@@ -90,12 +85,10 @@ def reply(
 ) -> Message:
     """Answer a training message with the trained model.
 
-    If the server leaves FPHL to its clients, entries that disagree with this client's history are reset to the received
-    values.
+    If the server leaves FPHL to its clients, entries that disagree with this client's history are reset to the received ones.
 
     Args:
-        message: The server's message.
-        context: The node's context.
+        message, context: As Flower gives them.
         model: The trained model, as a `state_dict`.
         num_examples: The number of training examples.
         metrics: Metrics to send. AFL, q-FFL and FedFV need the `loss` of the *received* model.
@@ -104,9 +97,6 @@ def reply(
         folder: Where to save the client's history; by default `context.state`.
         layout: The model's layout; only needed if the strategy was given the module as `model`.
         key: The model's record in the messages.
-
-    Returns:
-        The reply.
     """
     name = name or get_client_name(context)
     content = _make_content(name, domain, message, num_examples, metrics or {})
@@ -136,15 +126,9 @@ def reply_evaluation(
     """Answer an evaluation message.
 
     Args:
-        message: The server's message.
-        context: The node's context.
+        message, context, name, domain: As for `reply`.
         num_examples: The number of test examples.
         metrics: Metrics to send; a report shows `accuracy`, from 0 to 1.
-        name: The client's name; by default `get_client_name(context)`.
-        domain: The client's domain.
-
-    Returns:
-        The reply.
     """
     name = name or get_client_name(context)
     return Message(_make_content(name, domain, message, num_examples, metrics), reply_to=message)
@@ -162,20 +146,13 @@ def train(
 ) -> Message:
     """Train from the received model with fedheal's engine, local terms included, and answer.
 
-    Random numbers derive from (the seed of `local_training`, the round, the client), as in a simulation: the results are the
-    same.
+    Random numbers derive from (the seed of `local_training`, the round, the client), so results are those of a simulation.
 
     Args:
-        message: The server's message.
-        context: The node's context.
+        message, context, domain, key: As for `reply`.
         local_training: How to train; it holds the client's examples.
         client: The client's name there; by default `get_client_name(context)`.
-        domain: The client's domain.
         folder: Where to save what the method keeps with the client; by default `context.state`.
-        key: The model's record in the messages.
-
-    Returns:
-        The reply.
     """
     client = client or get_client_name(context)
     instructions = RoundInstructions.from_message(message)
@@ -184,9 +161,7 @@ def train(
     shared = messages.record_to_terms(message.content.array_records.get(messages.SHARED), num_terms)
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])
     local_training = replace(
-        local_training,
-        rounds=instructions.rounds or local_training.rounds,
-        received_loss="loss" in instructions.needs,
+        local_training, rounds=instructions.rounds or local_training.rounds, received_loss="loss" in instructions.needs
     )
     task = Task(client, instructions.round, _read_slots(session.loaded, num_terms))
     result = serial.train_client(local_training, model, shared, task)
@@ -223,17 +198,8 @@ def evaluate(
     """Evaluate the received model, or the client's personalised one, on the client's own test examples, and answer.
 
     Args:
-        message: The server's message.
-        context: The node's context.
-        local_training: As for `train`.
+        message, context, local_training, client, domain, folder, key: As for `train`.
         test: The client's test examples.
-        client: The client's name; by default `get_client_name(context)`.
-        domain: The client's domain.
-        folder: As for `train`.
-        key: The model's record in the messages.
-
-    Returns:
-        The reply.
     """
     client = client or get_client_name(context)
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])
@@ -267,19 +233,22 @@ class _ClientSession:
     ) -> _ClientSession:
         accepted = instructions.get_accepted_round(client)
         store = open_store(context, client, folder, instructions.federation)
-        warning = describe_missing_state(store, client, accepted)
-        return cls(store, instructions, warning, loaded=load_before_round(store, instructions.round, accepted))
+        warning = client_state.describe_missing_state(store, client, accepted)
+        loaded = client_state.load_before_round(store, instructions.round, accepted)
+        return cls(store, instructions, warning, loaded)
 
     def mask(self, content: RecordDict, layout: Layout, received: Packed, local: Packed) -> Packed:
-        """Mask the local model, put the mask into the reply, and keep the new sign counts."""
+        """Reset the entries that disagree with the client's history, and put the mask into the reply."""
         assert self.instructions.tau is not None
-        masked, kept, (signs, described) = mask_client_model(
-            layout, received, local, float(self.instructions.tau), *self.loaded
-        )
-        content[messages.MASK] = messages.mask_to_record(kept)
-        self.arrays |= signs
-        self.described |= described
-        return masked
+        arrays, described = self.loaded
+        signs = {k.removeprefix(f"{SIGNS}."): v for k, v in arrays.items() if k.startswith(f"{SIGNS}.")}
+        history = State.from_arrays(signs, described[SIGNS]) if signs else None
+        delta = local.params - received.params
+        share, history = client_share(delta, history, float(self.instructions.tau), layout=layout)
+        content[messages.MASK] = messages.mask_to_record(share.kept)
+        signs, self.described[SIGNS] = history.to_arrays()
+        self.arrays |= {f"{SIGNS}.{k}": v for k, v in signs.items()}
+        return replace(local, params=torch.where(share.kept, local.params, received.params))
 
     def save(self) -> None:
         """Save for the next round. Only a method that saves something can have lost it, so the warning comes here."""

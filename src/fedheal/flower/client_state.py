@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import ConfigRecord, Context
 from torch import Tensor
@@ -23,21 +23,7 @@ from fedheal.runs import folder as files
 
 log = logging.getLogger("flwr.fedheal")
 
-SavedState = tuple[dict[str, Tensor], dict[str, Any]]
-
-
-class ClientStore(Protocol):
-    """Arrays and JSON by round; `load` raises `files.CheckpointError` if they cannot be used."""
-
-    accepted_rounds_kept: int
-
-    def rounds(self) -> list[int]: ...
-
-    def load(self, number: int) -> SavedState: ...
-
-    def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None: ...
-
-    def drop(self, number: int) -> None: ...
+SavedState = tuple[dict[str, Tensor], dict[str, Any]]  # arrays and JSON
 
 
 class ContextStore:
@@ -68,7 +54,7 @@ class ContextStore:
 
 
 class FolderStore:
-    """In a folder: a checked, atomically written file a round."""
+    """In a folder: a checked, atomically written file a round. `load` raises `files.CheckpointError`, as above."""
 
     accepted_rounds_kept = files.CHECKPOINTS_KEPT  # as many as the server keeps checkpoints
 
@@ -92,6 +78,9 @@ class FolderStore:
         return self.folder / "state" / f"{number:08d}.safetensors"
 
 
+ClientStore = ContextStore | FolderStore
+
+
 def open_store(context: Context, client: str, folder: str | Path | None, federation: str = "") -> ClientStore:
     """Return where `client` saves its state for this federation."""
     owner = f"{federation}/{client}"
@@ -108,9 +97,8 @@ def load_before_round(store: ClientStore, number: int, accepted: int | None) -> 
     """
     last = number - 1 if accepted is None else min(accepted, number - 1)
     kept = [r for r in store.rounds() if r <= last][-store.accepted_rounds_kept :]
-    for other in store.rounds():
-        if other not in kept:
-            store.drop(other)
+    for other in set(store.rounds()) - set(kept):
+        store.drop(other)
     return load_newest(store, last)
 
 

@@ -13,25 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fedheal.aggregate import State, client_share, combine, reduce
+from fedheal.aggregate import combine, reduce
 from fedheal.aggregate.aggregator import Reducer
 from fedheal.aggregate.draft import Draft
 from fedheal.core.arrays import Floats
-from fedheal.core.layout import Layout, Packed
+from fedheal.core.layout import Packed
 from fedheal.methods import Method
-
-SIGNS = "signs"  # prefix of a client's sign counts in what it saves
 
 
 def check_client_placement(method: Method) -> None:
     """Raise ValueError if the method has a mask or a mean of its own: clients that mask leave it only the weights."""
     if "mask" in method.aggregator.stage.gives or method.aggregator.reduce is not reduce.mean:
-        raise ValueError(
-            f"placement = 'client' with '{method.name}', which has a mask or a mean of its own: use "
-            "fedheal.flower.FedHEAL(placement='client'), or a method that only gives weights"
-        )
+        advice = "use fedheal.flower.FedHEAL(placement='client'), or a method that only gives weights"
+        raise ValueError(f"placement = 'client' with '{method.name}', which has a mask or a mean of its own: {advice}")
 
 
 def make_masked_mean(masks: Mapping[str, NDArray[np.uint8]]) -> Reducer:
@@ -49,23 +44,3 @@ def make_masked_mean(masks: Mapping[str, NDArray[np.uint8]]) -> Reducer:
         return model, report | {"kept": kept, "unkept": float((denominator == 0).double().mean())}
 
     return reduce_masked
-
-
-def mask_client_model(
-    layout: Layout,
-    received: Packed,
-    local: Packed,
-    tau: float,
-    arrays: Mapping[str, Tensor],
-    described: Mapping[str, Any],
-) -> tuple[Packed, Tensor, tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Reset the entries of a local model that disagree with the client's history.
-
-    `arrays` and `described` are what the client saved. Return the masked model, which entries were kept, and what to save.
-    """
-    signs = {k.removeprefix(f"{SIGNS}."): v for k, v in arrays.items() if k.startswith(f"{SIGNS}.")}
-    history = State.from_arrays(signs, described[SIGNS]) if signs else None
-    share, new_history = client_share(local.params - received.params, history, tau, layout=layout)
-    masked = replace(local, params=torch.where(share.kept, local.params, received.params))
-    new_signs, new_described = new_history.to_arrays()
-    return masked, share.kept, ({f"{SIGNS}.{k}": v for k, v in new_signs.items()}, {SIGNS: new_described})

@@ -59,7 +59,6 @@ class RoundInstructions:
 
     @classmethod
     def from_message(cls, message: Message) -> RoundInstructions:
-        """Read the instructions from a message's config."""
         known = {field.name for field in fields(cls)}
         values: dict[str, Any] = {}
         for record in message.content.config_records.values():
@@ -68,7 +67,6 @@ class RoundInstructions:
         return cls(**{key: value for key, value in values.items() if key in known})
 
     def to_config(self) -> dict[str, Any]:
-        """Return the config's keys and values."""
         values = asdict(self) | {"needs": list(self.needs)}
         return {f"{INSTRUCTIONS}{key}": value for key, value in values.items() if value is not None}
 
@@ -79,18 +77,15 @@ class RoundInstructions:
         >>> instructions.get_accepted_round("clinic"), instructions.get_accepted_round("hospital")
         (3, 0)
         """
-        digests = {_digest_name(client, self.federation): number for client, number in accepted.items()}
+        digests = {self._digest(client): number for client, number in accepted.items()}
         return replace(self, accepted=json.dumps(digests))
 
     def get_accepted_round(self, client: str) -> int | None:
         """Return the client's last accepted round, 0 if there is none, or None if the server does not say."""
-        if self.accepted is None:
-            return None
-        return int(json.loads(self.accepted).get(_digest_name(client, self.federation), 0))
+        return None if self.accepted is None else int(json.loads(self.accepted).get(self._digest(client), 0))
 
-
-def _digest_name(client: str, federation: str) -> str:
-    return hashlib.sha256(f"{federation}/{client}".encode()).hexdigest()[:16]
+    def _digest(self, client: str) -> str:
+        return hashlib.sha256(f"{self.federation}/{client}".encode()).hexdigest()[:16]
 
 
 def describe_terms(terms: Sequence[object]) -> list[str]:
@@ -100,17 +95,13 @@ def describe_terms(terms: Sequence[object]) -> list[str]:
     >>> describe_terms(methods.get("fedprox:mu=0.1").local)
     ['FedProx(mu=0.1)']
     """
-    return [_describe_term(term) for term in terms]
-
-
-def _describe_term(term: object) -> str:
-    name = type(term).__qualname__
-    if not is_dataclass(term) or isinstance(term, type):
-        return name
-    values = ((field.name, getattr(term, field.name)) for field in fields(term) if field.repr)
-    # A function's repr has its address in memory, which differs between processes.
-    words = (f"{key}={getattr(value, '__qualname__', repr(value))}" for key, value in values)
-    return f"{name}({', '.join(words)})"
+    described = []
+    for term in terms:
+        values = ((f.name, getattr(term, f.name)) for f in getattr(term, "__dataclass_fields__", {}).values() if f.repr)
+        # A function's repr has its address in memory, which differs between processes.
+        words = ", ".join(f"{key}={getattr(value, '__qualname__', repr(value))}" for key, value in values)
+        described.append(f"{type(term).__qualname__}({words})" if is_dataclass(term) else type(term).__qualname__)
+    return described
 
 
 def infer_layout(record: ArrayRecord) -> Layout:
@@ -142,14 +133,11 @@ def check_dtypes(layout: Layout) -> None:
         try:
             widen_bfloat16(torch.empty(0, dtype=entry.dtype)).numpy()
         except TypeError:
-            raise ValueError(
-                f"'{entry.name}' of the model is {entry.dtype}, which Flower's arrays cannot hold: use bfloat16, float16, "
-                "float32 or float64"
-            ) from None
+            problem = f"'{entry.name}' of the model is {entry.dtype}, which Flower's arrays cannot hold"
+            raise ValueError(f"{problem}: use bfloat16, float16, float32 or float64") from None
 
 
 def record_to_model(layout: Layout, record: ArrayRecord) -> Packed:
-    """Copy a record's arrays into vectors."""
     return layout.pack(match_bfloat16(layout, record_to_tensors(record)))
 
 
@@ -177,12 +165,10 @@ def model_to_record(layout: Layout, model: Packed) -> ArrayRecord:
 
 
 def tensors_to_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Turn named tensors into an ArrayRecord."""
     return ArrayRecord({name: _to_array(tensor) for name, tensor in tensors.items()})
 
 
 def record_to_tensors(record: ArrayRecord) -> dict[str, Tensor]:
-    """Copy an ArrayRecord into named tensors."""
     return {name: _to_tensor(array) for name, array in record.items()}
 
 
@@ -191,7 +177,11 @@ def view_array(array: Array) -> NDArray[Any]:
     if array.stype != "numpy.ndarray":
         raise ValueError(f"it is serialised as '{array.stype}', not as a numpy array")
     try:
-        shape, is_fortran, dtype, start = _parse_header(_split_header(array.data))
+        if array.data[:8] not in NPY_HEADERS:
+            raise ValueError("they do not begin with numpy's magic string")
+        start = 8 + NPY_HEADERS[array.data[:8]][0]
+        start += int.from_bytes(array.data[8:start], "little")
+        shape, is_fortran, dtype = _parse_header(array.data[:start])
         flat = np.frombuffer(array.data, dtype, math.prod(shape), start)
         return flat.reshape(shape, order="F" if is_fortran else "C")
     except Exception as error:  # numpy and Python's parser raise nearly anything, and no client's bytes may end a run
@@ -206,24 +196,16 @@ def _to_tensor(array: Array) -> Tensor:
     return tensor.to(torch.bfloat16) if (array.dtype, tensor.dtype) == ("bfloat16", torch.float32) else tensor
 
 
-def _split_header(data: bytes) -> bytes:
-    """Return the bytes before the numbers."""
-    if data[:8] not in NPY_HEADERS:
-        raise ValueError("they do not begin with numpy's magic string")
-    width, _ = NPY_HEADERS[data[:8]]
-    return data[: 8 + width + int.from_bytes(data[8 : 8 + width], "little")]
-
-
 @lru_cache(maxsize=4096)  # all clients send the same headers
-def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Return shape, whether the order is Fortran's, dtype, and where the numbers start."""
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return the shape, whether the order is Fortran's, and the dtype."""
     _, parse = NPY_HEADERS[header[:8]]
     shape, is_fortran, dtype = parse(io.BytesIO(header[8:]))
     if dtype.hasobject:
         raise ValueError("it holds Python objects")
     if any(size < 0 for size in shape):
         raise ValueError(f"its shape is {shape}")
-    return shape, is_fortran, dtype, len(header)
+    return shape, is_fortran, dtype
 
 
 def _to_array(tensor: Tensor) -> Array:
@@ -238,13 +220,10 @@ def _to_array(tensor: Tensor) -> Array:
 
 def terms_to_record(groups: Sequence[Arrays]) -> ArrayRecord:
     """Put each term's tensors into one record, under `<index of the term>.<name>`."""
-    return tensors_to_record(
-        {f"{i}.{name}": tensor for i, group in enumerate(groups) for name, tensor in group.items()}
-    )
+    return tensors_to_record({f"{i}.{name}": t for i, group in enumerate(groups) for name, t in group.items()})
 
 
 def record_to_terms(record: ArrayRecord | None, num_terms: int) -> tuple[dict[str, Tensor], ...]:
-    """Reverse `terms_to_record`."""
     return split_by_term(record_to_tensors(record) if record else {}, num_terms)
 
 
@@ -274,5 +253,4 @@ def record_to_mask(record: ArrayRecord, length: int) -> NDArray[np.uint8]:
 
 
 def count_bytes(content: RecordDict) -> int:
-    """Return the size of a message's arrays."""
     return sum(len(array.data) for record in content.array_records.values() for array in record.values())

@@ -54,10 +54,8 @@ class NodeRegistry:
 
     def track_requests(self, messages: Sequence[Message]) -> OpenRequests:
         """Note which nodes these messages go to."""
-        nodes = [message.metadata.dst_node_id for message in messages]
-        return OpenRequests(
-            {node: self.names.get(node, f"node-{node}") for node in nodes}, [message.metadata for message in messages]
-        )
+        sent = [message.metadata for message in messages]
+        return OpenRequests({m.dst_node_id: self.names.get(m.dst_node_id, f"node-{m.dst_node_id}") for m in sent}, sent)
 
     def identify_replies(
         self,
@@ -67,9 +65,40 @@ class NodeRegistry:
         client_domains: Mapping[str, str],
         connected: frozenset[int],
     ) -> list[ReceivedReply]:
-        """Identify the senders of a round's replies, in the order of names; conflicting ones get a problem."""
-        identified = [self._identify(message, round_number, requests, client_domains) for message in replies]
-        return _find_conflicts(identified, requests, self._nodes_by_client(), connected)
+        """Identify the senders of a round's replies, in the order of names.
+
+        Replies of nodes that were not asked, that reply twice, or that use another node's name get a problem. A name may move
+        to another node once the last one that used it is gone, or was asked and is silent. While that is connected and was not
+        asked, a restart cannot be told from a second site with the same name. An error of the last node counts as silence if
+        its client replies from another node: the old node has died.
+        """
+        identified = (self._identify(message, round_number, requests, client_domains) for message in replies)
+        ordered = sorted(identified, key=lambda reply: (reply.client, reply.node))
+        replies_by_node, last_nodes = Counter(reply.node for reply in ordered), self._nodes_by_client()
+        nodes_by_name: dict[str, set[int]] = {}
+        for reply in ordered:
+            if not reply.message.has_error():
+                nodes_by_name.setdefault(reply.client, set()).add(reply.node)
+
+        def find_problem(reply: ReceivedReply) -> str | None:
+            if reply.message.has_error():
+                return reply.problem
+            if reply.node not in requests.nodes:
+                return f"node {reply.node} was not asked in this round"
+            if replies_by_node[reply.node] > 1:
+                return f"node {reply.node} replied {replies_by_node[reply.node]} times in this round"
+            last = last_nodes.get(reply.client, reply.node)
+            rivals = nodes_by_name[reply.client] | (
+                {last} if last in connected and last not in requests.nodes else set()
+            )
+            if len(rivals) > 1:
+                nodes = " and ".join(map(str, sorted(rivals)))
+                return f"nodes {nodes} both use this name: give each site its own name"
+            return reply.problem
+
+        checked = [replace(reply, problem=find_problem(reply)) for reply in ordered]
+        valid = {reply.client for reply in checked if reply.problem is None}
+        return [reply for reply in checked if not (reply.message.has_error() and reply.client in valid)]
 
     def _identify(
         self, message: Message, round_number: int, requests: OpenRequests, client_domains: Mapping[str, str]
@@ -79,7 +108,8 @@ class NodeRegistry:
             # The SuperLink reports a dead node under an id of its own.
             node = requests.node_by_message.get(message.metadata.reply_to_message_id, node)
             client = self.names.get(node, f"node-{node}")
-            problem = f"its node reports an error: {_last_error_line(message)}"
+            lines = str(message.error.reason or "").strip().splitlines()
+            problem = f"its node reports an error: {lines[-1][:300] if lines else f'code {message.error.code}'}"
             return ReceivedReply(message, node, client, domain=client, is_named=True, problem=problem)
         content = message.content
         info: Mapping[str, Any] = content.config_records.get(CLIENT_INFO, {})
@@ -109,55 +139,12 @@ class NodeRegistry:
             if reply.problem is not None:
                 continue
             if not reply.is_named and reply.node not in self.names:
-                log.warning(
-                    "node %d sends no client name and is called '%s': if it restarts without a node key its history is lost; "
-                    "fedheal.flower.client.reply sends a name",
-                    reply.node,
-                    reply.client,
-                )
+                problem = f"node {reply.node} sends no client name and is called '{reply.client}'"
+                risk = "if it restarts without a node key its history is lost"
+                log.warning("%s: %s; fedheal.flower.client.reply sends a name", problem, risk)
             if nodes.get(reply.client, reply.node) != reply.node:  # the name has moved
                 self.names.pop(nodes[reply.client], None)
             self.names[reply.node] = reply.client
 
     def _nodes_by_client(self) -> dict[str, int]:
         return {client: node for node, client in self.names.items()}
-
-
-def _find_conflicts(
-    replies: Iterable[ReceivedReply], requests: OpenRequests, last_nodes: Mapping[str, int], connected: frozenset[int]
-) -> list[ReceivedReply]:
-    """Reject replies of nodes that were not asked, that reply twice, or that use another node's name.
-
-    `last_nodes`: the node that last used a name. A name may move to another node once that node is gone, or was asked and is
-    silent. While it is connected and was not asked, a restart cannot be told from a second site with the same name. An error
-    of the last node counts as silence if its client replies from another node: the old node has died.
-    """
-    ordered = sorted(replies, key=lambda reply: (reply.client, reply.node))
-    replies_by_node = Counter(reply.node for reply in ordered)
-    nodes_by_name: dict[str, set[int]] = {}
-    for reply in ordered:
-        if not reply.message.has_error():
-            nodes_by_name.setdefault(reply.client, set()).add(reply.node)
-
-    def find_problem(reply: ReceivedReply) -> str | None:
-        if reply.message.has_error():
-            return reply.problem
-        if reply.node not in requests.nodes:
-            return f"node {reply.node} was not asked in this round"
-        if replies_by_node[reply.node] > 1:
-            return f"node {reply.node} replied {replies_by_node[reply.node]} times in this round"
-        last = last_nodes.get(reply.client, reply.node)
-        rivals = nodes_by_name[reply.client] | ({last} if last in connected and last not in requests.nodes else set())
-        if len(rivals) > 1:
-            nodes = " and ".join(map(str, sorted(rivals)))
-            return f"nodes {nodes} both use this name: give each site its own name"
-        return reply.problem
-
-    checked = [replace(reply, problem=find_problem(reply)) for reply in ordered]
-    valid = {reply.client for reply in checked if reply.problem is None}
-    return [reply for reply in checked if not (reply.message.has_error() and reply.client in valid)]
-
-
-def _last_error_line(message: Message) -> str:
-    lines = str(message.error.reason or "").strip().splitlines()
-    return lines[-1][:300] if lines else f"code {message.error.code}"

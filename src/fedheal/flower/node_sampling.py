@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from flwr.serverapp import Grid
-
-from fedheal.core.checks import check_count, check_not_negative, check_share
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -19,43 +16,22 @@ class NotEnoughNodes(RuntimeError):
     """Too few nodes were connected for longer than `wait_seconds`."""
 
 
-@dataclass(frozen=True)
-class SamplingPolicy:
-    """How many nodes take part. The names are those of Flower's strategies; `wait_seconds` limits the wait for them."""
+def wait_for_nodes(grid: Grid, needed: int, wait_seconds: float, advice: str) -> list[int]:
+    """Return the connected nodes, once there are enough; Flower itself would wait for ever.
 
-    fraction_train: float = 1.0
-    fraction_evaluate: float = 1.0
-    min_train_nodes: int = 2
-    min_evaluate_nodes: int = 2
-    min_available_nodes: int = 2
-    wait_seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name in ("fraction_train", "fraction_evaluate"):
-            check_share(name, getattr(self, name))
-        for name in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
-            check_count(name, getattr(self, name))
-        check_not_negative("wait_seconds", self.wait_seconds)
-
-    def wait_for_nodes(self, grid: Grid, min_nodes: int, advice: str) -> list[int]:
-        """Return the connected nodes, once there are enough; Flower itself would wait for ever.
-
-        `advice` ends the message of the NotEnoughNodes that is raised if they do not come.
-        """
-        needed = max(1, min_nodes, self.min_available_nodes)
-        deadline = time.monotonic() + self.wait_seconds
-        is_announced = False
-        while len(connected := list(grid.get_node_ids())) < needed:
-            if time.monotonic() >= deadline:
-                raise NotEnoughNodes(
-                    f"only {len(connected)} of the {needed} nodes required by min_available_nodes and the like are connected "
-                    f"after wait_seconds = {self.wait_seconds:g}; {advice}"
-                )
-            if not is_announced:
-                log.info("waiting up to %g s for %d nodes (%d connected)", self.wait_seconds, needed, len(connected))
-                is_announced = True
-            time.sleep(min(1.0, max(0.05, deadline - time.monotonic())))
-        return connected
+    `advice` ends the message of the NotEnoughNodes that is raised if they do not come.
+    """
+    deadline = time.monotonic() + wait_seconds
+    is_announced = False
+    while len(connected := list(grid.get_node_ids())) < needed:
+        if time.monotonic() >= deadline:
+            required = f"only {len(connected)} of the {needed} nodes required by min_available_nodes and the like"
+            raise NotEnoughNodes(f"{required} are connected after wait_seconds = {wait_seconds:g}; {advice}")
+        if not is_announced:
+            log.info("waiting up to %g s for %d nodes (%d connected)", wait_seconds, needed, len(connected))
+            is_announced = True
+        time.sleep(min(1.0, max(0.05, deadline - time.monotonic())))
+    return connected
 
 
 def sample_nodes(

@@ -25,17 +25,14 @@ def FedHEAL(
     placement: str = "server",
     **settings: Any,
 ) -> FairStrategy:
-    """FedHEAL (CVPR 2024) as a strategy; see `fedheal.aggregate.fedheal` for its parameters.
+    """FedHEAL (CVPR 2024) as a strategy.
+
+    With `placement="client"` the clients (with `fedheal.flower.client`) keep their own sign counts and mask their own updates,
+    and the server keeps four numbers per client instead of a byte per client and parameter. The results are the same.
 
     Args:
-        tau: the least consistency of an entry that is kept.
-        beta: how fast weights follow distances.
-        variant: `"paper"` or `"released"`.
-        fphl: False keeps every entry.
-        fael: `"momentum"`, `"exact"`, `"exact-reg"` or False.
-        placement: with `"client"` the clients (with `fedheal.flower.client`) keep their own sign counts and mask their own
-            updates; the server keeps four numbers per client instead of a byte per client and parameter. The results are the
-            same.
+        tau, beta, variant, fphl, fael: as for `fedheal.aggregate.fedheal`.
+        placement: `"server"` or `"client"`.
         settings: the settings of `FairStrategy`.
 
     Raises:
@@ -49,20 +46,15 @@ def FedHEAL(
     if placement == "server":
         return FairStrategy(method, **settings)
     if variant != "paper" or not fphl or fael not in ("momentum", False):
-        raise ValueError(
-            "placement = 'client' is for variant = 'paper' with fphl on and fael 'momentum' or False: the others need "
-            "more than a client's own history"
-        )
+        scope = "variant = 'paper' with fphl on and fael 'momentum' or False"
+        raise ValueError(f"placement = 'client' is for {scope}: the others need more than a client's own history")
     weights = fael_weights(beta) if fael else chain()
     weights_only = Method(local=(), aggregator=Aggregator(weights), name=f"{method.name} (on clients)")
     return FairStrategy(weights_only, placement="client", tau=tau, **settings)
 
 
 def AFL(
-    gamma: float = AFL_GAMMA.default,
-    floor: float = AFL_FLOOR.default,
-    reset: bool = AFL_RESET.default,
-    **settings: Any,
+    gamma: float = AFL_GAMMA.default, floor: float = AFL_FLOOR.default, reset: bool = AFL_RESET.default, **settings: Any
 ) -> FairStrategy:
     """AFL (Mohri et al. 2019); see `fedheal.aggregate.afl` for its parameters.
 

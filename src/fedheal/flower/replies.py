@@ -1,19 +1,30 @@
-"""Read and check one reply, of a training or an evaluation; a reply that cannot count is rejected with the reason."""
+"""Read and check replies, and put the valid ones of a round together into one cohort of `Updates`.
+
+A reply that cannot count is rejected with the reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedheal.core.layout import Layout, Packed
-from fedheal.flower.messages import CLIENT_INFO, MASK, TERM_MESSAGES, record_to_mask, record_to_terms, view_array
+from fedheal.core.state import RunState
+from fedheal.core.updates import Reply, Updates
+from fedheal.flower import messages
+from fedheal.flower.messages import CLIENT_INFO, MASK, TERM_MESSAGES, view_array, widen_bfloat16
 from fedheal.flower.node_registry import ReceivedReply
-from fedheal.local.term import Arrays
+from fedheal.local.term import Arrays, ServerContext, Term
 
 ACCURACY = ("accuracy", "eval_acc")  # names that clients give to their accuracy, from 0 to 1
 
@@ -78,27 +89,17 @@ def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRe
     metrics = read_metrics(content.metric_records)
     num_examples = _take_num_examples(metrics, requirements)
     _check_requirements(content, metrics, requirements)
-    mask = None
+    mask, records = None, content.array_records
     try:
-        arrays = _read_arrays(_find_model_record(content.array_records, requirements.arrays_key), layout)
-        messages = record_to_terms(content.array_records.get(TERM_MESSAGES), len(requirements.terms))
+        arrays = _read_arrays(_find_model_record(records, requirements.arrays_key), layout)
+        groups = messages.record_to_terms(records.get(TERM_MESSAGES), len(requirements.terms))
         if requirements.masked:
-            mask = record_to_mask(content.array_records.get(MASK, ArrayRecord()), layout.sizes().params)
-    except RejectedReply:
-        raise
+            mask = messages.record_to_mask(records.get(MASK, ArrayRecord()), layout.sizes().params)
     except ValueError as error:
         raise RejectedReply(str(error)) from None
-    if not all(bool(tensor.isfinite().all()) for group in messages for tensor in group.values()):
+    if not all(bool(tensor.isfinite().all()) for group in groups for tensor in group.values()):
         raise RejectedReply("the messages of its local terms hold NaN or infinity")
-    return TrainReply(
-        client=reply.client,
-        domain=reply.domain,
-        arrays=arrays,
-        num_examples=num_examples,
-        metrics=metrics,
-        messages=messages,
-        mask=mask,
-    )
+    return TrainReply(reply.client, reply.domain, arrays, num_examples, metrics=metrics, messages=groups, mask=mask)
 
 
 def read_evaluate_reply(reply: ReceivedReply, requirements: ReplyRequirements) -> EvaluateReply:
@@ -140,18 +141,14 @@ def _check_requirements(content: RecordDict, metrics: Mapping[str, float], requi
     terms, required = info.get("terms", []), ", ".join(requirements.terms)
     if required and terms != list(requirements.terms):
         training = f"with {terms!s:.200}" if terms else "without the method's local terms, or does not name them"
-        raise MissingRequirement(
-            f"it trained {training}; this federation trains with {required}",
-            f"clients that train with {required}, but none says so: train with fedheal.flower.client.train, on a "
-            "LocalTraining with the same method",
-        )
+        advice = "train with fedheal.flower.client.train, on a LocalTraining with the same method"
+        needed = f"clients that train with {required}, but none says so: {advice}"
+        raise MissingRequirement(f"it trained {training}; this federation trains with {required}", needed)
     for name in requirements.needs:
         if name not in metrics:
-            raise MissingRequirement(
-                f"it sends no metric '{name}', which this aggregation needs",
-                f"the client metric '{name}', which no client sends: train with fedheal.flower.client.train, or send it "
-                "with fedheal.flower.client.reply",
-            )
+            advice = "train with fedheal.flower.client.train, or send it with fedheal.flower.client.reply"
+            needed = f"the client metric '{name}', which no client sends: {advice}"
+            raise MissingRequirement(f"it sends no metric '{name}', which this aggregation needs", needed)
 
 
 def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRecord:
@@ -180,9 +177,8 @@ def _read_arrays(record: ArrayRecord, layout: Layout) -> dict[str, NDArray[Any]]
             raise RejectedReply(f"its '{entry.name}' cannot be read: {error}") from None
         kinds = "iub" if entry.kind == "counter" else "c" if entry.dtype.is_complex else "f"
         if values.shape != entry.shape or values.dtype.kind not in kinds:
-            raise RejectedReply(
-                f"its '{entry.name}' is {values.dtype} of shape {values.shape}; it must be {entry.dtype} of shape {entry.shape}"
-            )
+            wanted = f"it must be {entry.dtype} of shape {entry.shape}"
+            raise RejectedReply(f"its '{entry.name}' is {values.dtype} of shape {values.shape}; {wanted}")
         arrays[entry.name] = values
     return arrays
 
@@ -228,3 +224,134 @@ def average_metrics(contents: list[RecordDict], examples_key: str) -> MetricReco
                 means[name] = (1 - share) * mean + share * values, total + num_examples
     hidden = {examples_key, "partition-id"}
     return MetricRecord({name: mean.tolist() for name, (mean, _) in sorted(means.items()) if name not in hidden})
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The updates to aggregate, the replies they come from, and the skipped clients with the reasons."""
+
+    updates: Updates
+    replies: Mapping[str, TrainReply]
+    skipped: dict[str, str]
+    missing_requirement: str | None = None  # what the method needs, if no reply has it
+    message_digests: dict[str, str] = field(default_factory=dict)  # by client; of their names, shapes and dtypes
+
+    def skip_all(self, reason: str) -> Cohort:
+        """Return the cohort with every client skipped."""
+        nobody = Updates([], self.updates.deltas[:0], [], domains=[])
+        skipped = self.skipped | dict.fromkeys(self.updates.clients, reason)
+        return Cohort(nobody, {}, skipped, message_digests=self.message_digests)
+
+
+class CohortBuilder:
+    """Reads replies into a matrix that is reused from round to round: allocating it anew costs more than filling it."""
+
+    def __init__(
+        self, layout: Layout, requirements: ReplyRequirements, terms: Sequence[Term] = (), budget: int | None = None
+    ) -> None:
+        self.layout, self.requirements, self.terms, self.budget = layout, requirements, terms, budget
+        self._matrix = torch.empty(0, 0)
+
+    def build(self, received: Iterable[ReceivedReply], state: RunState, known_digests: Mapping[str, str]) -> Cohort:
+        """Build the cohort. `known_digests`: of each client's last usable messages."""
+        replies: dict[str, TrainReply] = {}
+        skipped: dict[str, str] = {}
+        missing: list[str] = []
+        for reply in received:
+            try:
+                replies[reply.client] = read_train_reply(reply, self.layout, self.requirements)
+            except RejectedReply as error:
+                skipped[reply.client] = str(error)
+                missing += [error.needed] if isinstance(error, MissingRequirement) else []
+        if self.terms:
+            missing += self._skip_unusable_messages(replies, state, known_digests, skipped)
+        missing_requirement = missing[0] if missing and not replies else None
+        digests = {client: _digest_messages(reply.messages) for client, reply in replies.items()} if self.terms else {}
+        _skip_unusual_messages(replies, {**known_digests, **digests}, skipped)
+        replies = dict(sorted(replies.items()))
+        updates = self._collect_updates(replies, state.model, skipped)
+        return Cohort(updates, replies, skipped | dict(updates.refused), missing_requirement, digests)
+
+    def _skip_unusable_messages(
+        self, replies: dict[str, TrainReply], state: RunState, known_digests: Mapping[str, str], skipped: dict[str, str]
+    ) -> list[str]:
+        """Skip clients whose messages the server's terms cannot absorb; return what is needed instead."""
+        errors: dict[str, str | None] = dict.fromkeys(known_digests.values())  # these were usable before
+        missing = []
+        for client, reply in list(replies.items()):
+            digest = _digest_messages(reply.messages)
+            if digest not in errors:
+                errors[digest] = _find_absorb_error(self.terms, self.layout, state, reply.messages)
+            if errors[digest] is not None:
+                skipped[client] = f"the server cannot use the messages of its local terms ({errors[digest]})"
+                missing.append(f"messages of the clients' local terms that the server can use ({errors[digest]})")
+                del replies[client]
+        return missing
+
+    def _collect_updates(self, replies: Mapping[str, TrainReply], model: Packed, skipped: dict[str, str]) -> Updates:
+        """Write the updates into the matrix, or through one row into a file if they exceed the budget."""
+        wide = Packed(widen_bfloat16(model.params), widen_bfloat16(model.buffers), model.counters)
+        size, dtype = self.layout.sizes().params, wide.params.dtype
+        exceeds_budget = self.budget is not None and len(replies) * size * dtype.itemsize > self.budget
+        num_rows = 1 if exceeds_budget else len(replies)
+        if len(self._matrix) < num_rows or self._matrix.shape[1] != size or self._matrix.dtype != dtype:
+            self._matrix = torch.empty(num_rows, size, dtype=dtype)
+
+        def make_update(reply: TrainReply, row: Tensor) -> Reply | None:
+            return self._make_update(reply, wide, row, skipped)
+
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy releases the GIL
+            if exceeds_budget:
+                updates = (make_update(reply, self._matrix[0]) for reply in replies.values())
+            else:
+                updates = pool.map(make_update, replies.values(), self._matrix)  # type: ignore[assignment]
+            narrow = (_match_dtypes(model, update) for update in updates if update is not None)
+            budget = self.budget if exceeds_budget else None
+            return Updates.collect(narrow, budget, on_bad_update="skip", layout=self.layout, keep=not exceeds_budget)
+
+    def _make_update(self, reply: TrainReply, model: Packed, row: Tensor, skipped: dict[str, str]) -> Reply | None:
+        """Write a client's update into its row; return None if its norm is too large."""
+        max_norm, delta = self.requirements.max_norm, row.numpy()
+        buffers, counters = write_delta(self.layout, reply.arrays, model, delta)
+        if reply.mask is not None:
+            np.multiply(delta, reply.mask, out=delta)  # entries that the client says it dropped do not count
+        if max_norm is not None and (norm := float(np.linalg.norm(delta))) > max_norm:
+            skipped[reply.client] = f"its update has norm {norm:g}, more than max_norm = {max_norm:g}"
+            return None
+        return Reply(reply.client, row, reply.num_examples, buffers, counters, reply.metrics, reply.domain)
+
+
+def _digest_messages(groups: Sequence[Arrays]) -> str:
+    """Return a digest of the names, shapes and dtypes of a client's messages."""
+    described = [sorted((name, list(t.shape), str(t.dtype)) for name, t in group.items()) for group in groups]
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+
+
+def _find_absorb_error(terms: Sequence[Term], layout: Layout, state: RunState, groups: Sequence[Arrays]) -> str | None:
+    """Return the error if the terms cannot absorb these messages. It is tried out: only a term knows what it needs."""
+    updates = Updates(["client"], torch.zeros(1, layout.sizes().params, dtype=state.model.params.dtype), [1])
+    weights = torch.ones(1, dtype=torch.float64)
+    fixed: dict[str, Any] = {"rounds": 0, "clients": 1, "layout": layout, "slots": {}}
+    context = ServerContext(
+        round=state.round + 1, updates=updates, weights=weights, unnormalised_weights=weights, **fixed
+    )
+    for term, message, before in zip(terms, groups, state.terms, strict=True):
+        try:
+            term.absorb(state.model, state.model, [message], before.shared, context)
+        except Exception as error:  # terms need not check: missing or misshapen messages raise nearly anything
+            return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+def _skip_unusual_messages(replies: dict[str, TrainReply], digests: Mapping[str, str], skipped: dict[str, str]) -> None:
+    """Skip clients whose messages differ in shape from those of most clients, each as last seen."""
+    usual = Counter(digests.values()).most_common(1)[0][0] if digests else None
+    for client in [client for client in replies if digests.get(client) != usual]:
+        skipped[client] = "the messages of its local terms differ in names, shapes or dtypes from those of most clients"
+        del replies[client]
+
+
+def _match_dtypes(model: Packed, update: Reply) -> Reply:
+    """Convert an update to the model's dtypes, as in a simulation."""
+    buffers = None if update.buffers is None else torch.as_tensor(update.buffers).to(model.buffers.dtype)
+    return update._replace(delta=torch.as_tensor(update.delta).to(model.params.dtype), buffers=buffers)

@@ -12,9 +12,8 @@ import numpy as np
 
 from fedheal.core.clock import Clock
 from fedheal.core.metrics import fairness
-from fedheal.flower.cohort import Cohort
 from fedheal.flower.node_registry import OpenRequests, ReceivedReply
-from fedheal.flower.replies import EvaluateReply
+from fedheal.flower.replies import Cohort, EvaluateReply
 from fedheal.methods.server_step import StepOutcome, mean_train_loss
 from fedheal.runs.schema import RoundRecord
 
@@ -36,7 +35,6 @@ class FederationState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what a checkpoint holds."""
         return cls(**{OLD_KEYS.get(key, key): value for key, value in values.items()})
 
 
@@ -80,7 +78,7 @@ class OpenRound:
         federation.client_domains |= {reply.client: reply.domain for reply in received if reply.client in accepted}
 
     def to_record(self, client_domains: Mapping[str, str]) -> RoundRecord:
-        """Return the round's record. `client_domains`: of all clients; those of this round's are recorded."""
+        """Return the round's record, with the domains of its clients."""
         clients = {*self.weights, *(evaluation.client for evaluation in self.evaluations)}
         return RoundRecord(
             round=self.number,
@@ -100,20 +98,13 @@ def _summarise_evaluations(evaluations: Sequence[EvaluateReply]) -> dict[str, An
     clients = {e.client: 100.0 * e.accuracy for e in evaluations if e.accuracy is not None}
     if not clients:
         return {}
-    members: dict[str, list[EvaluateReply]] = {}
-    for evaluation in evaluations:
-        if evaluation.client in clients:
-            members.setdefault(evaluation.domain, []).append(evaluation)
-    domains = {
-        domain: float(np.average([clients[e.client] for e in group], weights=[e.num_examples for e in group]))
-        for domain, group in sorted(members.items())
-    }
-    return {
-        "domains": domains,
-        "clients": clients,
-        "fairness": fairness(domains),
-        "client_fairness": fairness(clients),
-    }
+    domains = {}
+    for domain in sorted({e.domain for e in evaluations if e.client in clients}):
+        group = [e for e in evaluations if e.client in clients and e.domain == domain]
+        accuracies, sizes = [clients[e.client] for e in group], [e.num_examples for e in group]
+        domains[domain] = float(np.average(accuracies, weights=sizes))
+    measures = {"fairness": fairness(domains), "client_fairness": fairness(clients)}
+    return {"domains": domains, "clients": clients, **measures}
 
 
 def describe_round(record: RoundRecord) -> str:

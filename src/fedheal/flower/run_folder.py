@@ -16,7 +16,7 @@ import logging
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from filelock import BaseFileLock
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
+from fedheal.flower.round_log import FederationState
 from fedheal.runs import folder as files
 from fedheal.runs.lock import acquire_lock
 from fedheal.runs.resume import drop_result, load_newest_checkpoint
@@ -43,13 +44,8 @@ DECISIVE_SETTINGS = ("method", "algorithm", "terms", "seed", "server", "masked",
 _locks: dict[Path, BaseFileLock] = {}  # held by this process
 
 
-@dataclass(frozen=True)
-class ResumedRun:
-    """What a run folder holds: the newest state, the JSON saved beside it, and the rounds."""
-
-    state: RunState
-    federation: dict[str, Any]
-    history: list[RoundRecord]
+# What a run folder holds: the newest state, the federation's, and the rounds.
+ResumedRun = tuple[RunState, FederationState, list[RoundRecord]]
 
 
 class RunFolder:
@@ -67,25 +63,23 @@ class RunFolder:
         decisive = [self.settings.get(key) for key in DECISIVE_SETTINGS]
         self.owner = hashlib.sha256(json.dumps([decisive, shapes]).encode()).hexdigest()
         toml = self.path / "federation.toml"
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"folder = {str(self.path)!r} is a file: give another folder")
-        resumed = None
-        if self.path.exists() and any(path.suffix != ".tmp" for path in self.path.iterdir()):
+        files.make_folder(self.path)
+        is_used = any(path.suffix != ".tmp" for path in self.path.iterdir())
+        if is_used:
             if not toml.exists():
                 raise ValueError(f"{self.path} is not empty and not a federation's run folder: give another folder")
             if not self.resume:
                 raise ValueError(f"{self.path} already holds a federation: set resume=True to continue it")
             self._check_settings(toml)
-            self._lock()
-            resumed = self._load()
-        else:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"folder = {str(self.path)!r} cannot be made: {error}") from None
-            self._lock()
+        self.release()  # an earlier lock of this process is replaced
+        _locks[self.path.resolve()] = acquire_lock(self.path)  # against a ServerApp that was thought dead, for example
+        checkpoint = load_newest_checkpoint(self.path, self.owner, log) if is_used else None
         files.write_text(toml, tomli_w.dumps(self.settings))
-        return resumed
+        if checkpoint is None:
+            return None
+        arrays, described = checkpoint
+        state = RunState.from_arrays(arrays, described, torch.device("cpu"))
+        return state, FederationState.from_json(described["flower"]), files.read_rounds(self.path)
 
     def _check_settings(self, toml: Path) -> None:
         """Raise ValueError that names a changed setting. The checkpoints' owner is checked too, but tells no names."""
@@ -93,68 +87,42 @@ class RunFolder:
         now = tomllib.loads(tomli_w.dumps(self.settings))
         for key in DECISIVE_SETTINGS:
             if before.get(key) != now.get(key):
-                raise ValueError(
-                    f"{self.path} holds a federation with {key} = {before.get(key)!r}, not {now.get(key)!r}: restore that "
-                    "setting, or give another folder"
-                )
-
-    def _load(self) -> ResumedRun | None:
-        checkpoint = load_newest_checkpoint(self.path, self.owner, log)
-        if checkpoint is None:
-            return None
-        arrays, described = checkpoint
-        state = RunState.from_arrays(arrays, described, torch.device("cpu"))
-        return ResumedRun(state, described["flower"], files.read_rounds(self.path))
+                problem = f"{self.path} holds a federation with {key} = {before.get(key)!r}, not {now.get(key)!r}"
+                raise ValueError(f"{problem}: restore that setting, or give another folder")
 
     def count_rounds(self) -> int:
-        """Return how many rounds the folder holds."""
         return max((int(path.stem) for path in files.list_checkpoints(self.path) if path.stem.isdigit()), default=0)
 
-    def _lock(self) -> None:
-        """Keep other processes out, such as a ServerApp that was thought dead. An earlier lock of this process is replaced."""
-        self.release()
-        _locks[self.path.resolve()] = acquire_lock(self.path)
-
     def release(self) -> None:
-        """Let other processes use the folder."""
-        lock = _locks.pop(self.path.resolve(), None)
-        if lock is not None:
+        if (lock := _locks.pop(self.path.resolve(), None)) is not None:
             lock.release()
 
-    def save_round(self, state: RunState, record: RoundRecord, federation: Mapping[str, Any]) -> None:
+    def save_round(self, state: RunState, record: RoundRecord, federation: FederationState) -> None:
         """Write a round's line, then the checkpoint: a crash in between costs that round, no more."""
         drop_result(self.path)
         files.append_round(self.path, record)
         arrays, described = state.to_arrays()
-        files.save_checkpoint(self.path, state.round, arrays, described | {"flower": dict(federation)}, self.owner)
+        files.save_checkpoint(self.path, state.round, arrays, described | {"flower": asdict(federation)}, self.owner)
 
     def write_result(
-        self,
-        layout: Layout,
-        state: RunState,
-        history: Sequence[RoundRecord],
-        client_domains: Mapping[str, str],
-        test_examples: Mapping[str, float],
+        self, layout: Layout, state: RunState, history: Sequence[RoundRecord], federation: FederationState
     ) -> None:
         """Write the final model, and the result if clients evaluated a model."""
         files.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
         if any(record.domains for record in history):
-            summary = _summarise(self.settings, state, history, client_domains, test_examples)
-            files.write_result(self.path, summary)
+            files.write_result(self.path, _summarise(self.settings, state, history, federation))
 
 
 def _summarise(
-    settings: Mapping[str, Any],
-    state: RunState,
-    history: Sequence[RoundRecord],
-    client_domains: Mapping[str, str],
-    test_examples: Mapping[str, float],
+    settings: Mapping[str, Any], state: RunState, history: Sequence[RoundRecord], federation: FederationState
 ) -> dict[str, Any]:
     """Return what `result.json` holds: a simulation's fields, drop-outs and skipped clients."""
+    client_domains = federation.client_domains
     test_sizes = dict.fromkeys(sorted({domain for record in history for domain in record.domains or {}}), 0.0)
-    for client, num_examples in test_examples.items():
+    for client, num_examples in federation.test_examples.items():
         if client_domains.get(client) in test_sizes:
             test_sizes[client_domains[client]] += num_examples
+    libraries = {"torch": torch.__version__, "flwr": flwr.__version__}
     return summarise_run(
         history,
         sort_names=True,
@@ -178,10 +146,5 @@ def _summarise(
         consistency=bin_consistency(state.aggregator),
         bytes_sent=state.sent,
         bytes_received=state.received,
-        versions={
-            "fedheal": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "flwr": flwr.__version__,
-        },
+        versions={"fedheal": __version__, "python": platform.python_version(), **libraries},
     )

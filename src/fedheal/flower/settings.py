@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -12,39 +10,46 @@ from fedheal import methods
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.aggregate.server_optimizer import Server, check_plain_server
-from fedheal.core.checks import check_among, check_count, check_switch
+from fedheal.core.checks import check_among, check_count, check_not_negative, check_share, check_switch
 from fedheal.core.layout import Layout
 from fedheal.flower.masking import check_client_placement
 from fedheal.flower.messages import check_dtypes
 from fedheal.local.fedce import FedCE
 from fedheal.local.scaffold import Scaffold
-from fedheal.local.term import Term
 from fedheal.methods import Method
 
 PLACEMENTS = ("server", "client")
-
-Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
 class RoundSettings:
     """How rounds are run and recorded; see `FairStrategy`."""
 
-    seed: int = 0
-    data: str = "federation"
-    placement: str = "server"
-    tau: float = TAU.default
-    roll_call: bool = False
-    min_replies: int = 1
-    evaluate_every: int = 1
-    clients: int | None = None
-    budget: int | None = None
+    seed: int
+    data: str
+    placement: str
+    tau: float
+    roll_call: bool
+    min_replies: int
+    evaluate_every: int
+    clients: int | None
+    budget: int | None
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    wait_seconds: float
 
     def __post_init__(self) -> None:
-        check_count("seed", self.seed)
         check_among("placement", self.placement, PLACEMENTS)
         TAU.check(self.tau)
         check_switch("roll_call", self.roll_call)
+        for name in ("fraction_train", "fraction_evaluate"):
+            check_share(name, getattr(self, name))
+        for name in ("seed", "min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
+            check_count(name, getattr(self, name))
+        check_not_negative("wait_seconds", self.wait_seconds)
         for name, least in (("min_replies", 1), ("evaluate_every", 1), ("clients", 1), ("budget", 0)):
             check_at_least(name, least, getattr(self, name))
 
@@ -53,21 +58,20 @@ class RoundSettings:
         return self.placement == "client"
 
 
-def select_settings(group: type[Settings], arguments: Mapping[str, Any]) -> Settings:
-    """Make a group of settings from the arguments that are its fields."""
-    names = {field.name for field in fields(group)}  # type: ignore[arg-type]
-    return group(**{name: value for name, value in arguments.items() if name in names})
-
-
 def resolve_method(method: Aggregator | Method | str, name: str | None, clients_mask: bool, server: Server) -> Method:
     """Return the whole method. Raise ValueError if it does not work in a federation with these settings."""
     resolved = methods.get(method) if isinstance(method, str) else method
     if isinstance(resolved, Aggregator):
         resolved = Method((), resolved, name or "custom")
-    check_terms(resolved.local)
     if clients_mask:
         check_client_placement(resolved)
-    for term in resolved.local:
+    for term in resolved.local:  # two of them need, on the server, what a federation's clients keep to themselves
+        if isinstance(term, Scaffold) and term.fair_controls == "p":
+            raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
+        if isinstance(term, FedCE):
+            raise ValueError(
+                "fedce sends each client its own weight, which no broadcast can carry: simulate it instead"
+            )
         if term.needs_plain_server:
             check_plain_server(server, term.needs_plain_server)
     return resolved
@@ -81,17 +85,6 @@ def resolve_layout(model: nn.Module | Layout | None) -> Layout | None:
     if layout is not None:
         check_dtypes(layout)
     return layout
-
-
-def check_terms(terms: Sequence[Term]) -> None:
-    """Raise ValueError for the two terms that need, on the server, what a federation's clients keep to themselves."""
-    for term in terms:
-        if isinstance(term, Scaffold) and term.fair_controls == "p":
-            raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
-        if isinstance(term, FedCE):
-            raise ValueError(
-                "fedce sends each client its own weight, which one broadcast cannot carry: simulate it instead"
-            )
 
 
 def check_at_least(name: str, least: int, value: int | None) -> None:

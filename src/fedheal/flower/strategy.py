@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,22 @@ from fedheal.core.checks import check_switch
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
-from fedheal.flower.cohort import Cohort, CohortBuilder
+from fedheal.flower import messages as wire
 from fedheal.flower.masking import make_masked_mean
-from fedheal.flower.messages import (
-    SHARED,
-    RoundInstructions,
-    count_bytes,
-    describe_terms,
-    infer_layout,
-    model_to_record,
-    record_to_model,
-    terms_to_record,
-)
+from fedheal.flower.messages import SHARED, RoundInstructions, count_bytes, model_to_record, record_to_model
 from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply
-from fedheal.flower.node_sampling import SamplingPolicy, sample_nodes
-from fedheal.flower.replies import RejectedReply, ReplyRequirements, average_metrics, read_evaluate_reply
+from fedheal.flower.node_sampling import sample_nodes, wait_for_nodes
+from fedheal.flower.replies import (
+    Cohort,
+    CohortBuilder,
+    RejectedReply,
+    ReplyRequirements,
+    average_metrics,
+    read_evaluate_reply,
+)
 from fedheal.flower.round_log import FederationState, OpenRound, describe_round
 from fedheal.flower.run_folder import RunFolder
-from fedheal.flower.settings import RoundSettings, check_at_least, resolve_layout, resolve_method, select_settings
+from fedheal.flower.settings import RoundSettings, check_at_least, resolve_layout, resolve_method
 from fedheal.methods import Method
 from fedheal.methods.server_step import ClientTerms, ServerStep, apply_server_step
 from fedheal.runs.schema import RoundRecord
@@ -62,33 +60,25 @@ class FairStrategy(Strategy):
     newcomer counts from its first reply; a client that leaves keeps its history.
 
     Args:
-        method: An `Aggregator`, a `Method`, or a method's name such as "fedprox+fedheal:tau=0.4". With local terms the
-            clients must train with `fedheal.flower.client`; everything else works with a stock client.
-        model: The module, or its `Layout`. Without it, float arrays called `...running_mean` or `...running_var` are
-            buffers, integers are counters, and everything else is a parameter.
+        method: An `Aggregator`, a `Method`, or a name such as "fedprox+fedheal:tau=0.4"; local terms need our client.
+        model: The module, or its `Layout`. Without it, torch's names tell float buffers from parameters.
         folder: The run folder, written after every round.
         resume: Whether to continue the run in `folder`.
-        data: The name of the data in reports.
-        name: The name of the method in reports. An aggregator of your own is identified by it alone.
+        data, name: The names of the data and of the method in reports. An aggregator of your own is identified by its name.
         seed: The seed of the cohorts.
         fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes: As in Flower.
         wait_seconds: How long to wait for enough nodes before `NotEnoughNodes` is raised.
         min_replies: A round with fewer usable replies leaves the model as it was.
-        roll_call: Whether to ask new nodes for their names before a cohort is drawn (`fedheal.flower.client.introduce`
-            answers), so that a seed draws the same sites in every run.
+        roll_call: Whether to ask new nodes for their names first, so that a seed draws the same sites in every run.
         evaluate_every: Evaluate every so many rounds, and in the last.
-        clients: How many clients there are, if a method needs it (SCAFFOLD, FedDyn); by default as many as have ever
-            taken part or are connected.
+        clients: How many clients there are (for SCAFFOLD, FedDyn); by default all that ever took part or are connected.
         max_examples: The largest number of examples that a reply may give.
         max_norm: The largest norm of an update; None: any.
         budget: Bytes of updates held in memory; more goes to a temporary file.
         server: The server optimiser.
-        placement: "client" if the clients apply FPHL's mask with this `tau` (see `fedheal.flower.FedHEAL`) and `method`
-            only gives the weights.
-        tau: The threshold that clients mask with.
+        placement, tau: "client" if clients mask with threshold `tau` (see `FedHEAL`) and `method` only gives weights.
         weighted_by_key, arrayrecord_key, configrecord_key: As in Flower.
-        train_metrics_aggr_fn, evaluate_metrics_aggr_fn: As in Flower, called with the replies that count; by default every
-            metric is averaged by examples over the clients that send it.
+        train_metrics_aggr_fn, evaluate_metrics_aggr_fn: As in Flower, for replies that count; by default means by examples.
 
     Raises:
         ValueError: A setting is out of range, or the method does not work in a federation.
@@ -128,8 +118,7 @@ class FairStrategy(Strategy):
     ) -> None:
         arguments = dict(locals())
         check_switch("resume", resume)
-        self.settings = select_settings(RoundSettings, arguments)
-        self.sampling = select_settings(SamplingPolicy, arguments)
+        self.settings = RoundSettings(**{field.name: arguments[field.name] for field in fields(RoundSettings)})
         self.server = server or Server()
         self.method = resolve_method(method, name, self.settings.clients_mask, self.server)
         self.name, self.terms = name or self.method.name, self.method.local
@@ -141,7 +130,7 @@ class FairStrategy(Strategy):
             max_norm=max_norm,
             # Every client has a domain, if only its own name.
             needs=tuple(sorted(self.aggregator.stage.needs - {"domain"})),
-            terms=tuple(describe_terms(self.terms)),
+            terms=tuple(wire.describe_terms(self.terms)),
             masked=self.settings.clients_mask,
         )
         self.configrecord_key = configrecord_key
@@ -177,16 +166,10 @@ class FairStrategy(Strategy):
         """Run rounds up to `num_rounds`, from the folder's checkpoint if it holds one.
 
         Args:
-            grid: Flower's grid.
-            initial_arrays: The initial model.
+            grid, initial_arrays, train_config, evaluate_config: As in Flower.
             num_rounds: The number of the last round.
             timeout: How many seconds a round waits for replies.
-            train_config: Sent to the clients that train.
-            evaluate_config: Sent to the clients that evaluate.
             evaluate_fn: Evaluates the model on the server, called with the round and the model.
-
-        Returns:
-            Flower's result: the model and the metrics by round.
         """
         check_at_least("num_rounds", 0, num_rounds)
         self._num_rounds, self._timeout = num_rounds, timeout
@@ -212,7 +195,7 @@ class FairStrategy(Strategy):
     def begin(self, initial_arrays: ArrayRecord) -> ArrayRecord:
         """Return the model of the folder's newest checkpoint, or else the initial one, and prepare the first round."""
         self._reset()
-        layout = self.layout = self.layout or infer_layout(initial_arrays)
+        layout = self.layout = self.layout or wire.infer_layout(initial_arrays)
         self._cohort_builder = CohortBuilder(layout, self.requirements, self.terms, self.settings.budget)
         self.state = RunState(
             round=0,
@@ -224,8 +207,7 @@ class FairStrategy(Strategy):
         )
         resumed = self.folder.open(self._describe_settings(), layout) if self.folder is not None else None
         if resumed is not None:
-            self.state, self.history = resumed.state, resumed.history
-            self.federation = FederationState.from_json(resumed.federation)
+            self.state, self.federation, self.history = resumed
             self.registry = NodeRegistry({int(node): client for node, client in self.federation.nodes.items()})
             log.info("resuming after round %d", self.state.round)
         self._sent = model_to_record(layout, self.state.model)
@@ -239,9 +221,9 @@ class FairStrategy(Strategy):
         if self.state is None:
             self.begin(arrays)
         self._set_model(arrays)
-        fraction, min_nodes = self.sampling.fraction_train, self.sampling.min_train_nodes
+        fraction, min_nodes = self.settings.fraction_train, self.settings.min_train_nodes
         if fraction:
-            connected = self.sampling.wait_for_nodes(grid, min_nodes, self._describe_saved_rounds())
+            connected = self._wait_for_nodes(grid, min_nodes)
             if self.settings.roll_call:
                 self._call_roll(grid, connected, server_round)
             nodes = self._sample(connected, fraction, min_nodes, "cohort", server_round)
@@ -254,7 +236,7 @@ class FairStrategy(Strategy):
             for term, kept in zip(self.terms, self._state.terms, strict=True)
         ]
         if any(shared):
-            records[SHARED] = terms_to_record(shared)
+            records[SHARED] = wire.terms_to_record(shared)
         messages = self._make_messages(nodes, records, config, server_round, MessageType.TRAIN)
         self._round = OpenRound(
             number=server_round,
@@ -296,11 +278,10 @@ class FairStrategy(Strategy):
         self._set_model(arrays)
         current, state = self._get_round(server_round), self._state
         is_due = server_round % self.settings.evaluate_every == 0 or server_round == self._num_rounds
-        fraction, min_nodes = self.sampling.fraction_evaluate, self.sampling.min_evaluate_nodes
+        fraction, min_nodes = self.settings.fraction_evaluate, self.settings.min_evaluate_nodes
         if not fraction or not is_due:
             return []
-        connected = self.sampling.wait_for_nodes(grid, min_nodes, self._describe_saved_rounds())
-        nodes = self._sample(connected, fraction, min_nodes, "judges", server_round)
+        nodes = self._sample(self._wait_for_nodes(grid, min_nodes), fraction, min_nodes, "judges", server_round)
         model = state.model
         for term, kept in zip(self.terms, state.terms, strict=True):
             model = term.evaluated(model, kept.shared, {})
@@ -331,28 +312,20 @@ class FairStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the strategy's settings."""
-        sampling = self.sampling
-        log.info(
-            "%s with %.0f %% of the nodes a round: at least %d connected (waiting up to %g s), at least %d usable replies",
-            self.name,
-            100 * sampling.fraction_train,
-            max(sampling.min_train_nodes, sampling.min_available_nodes),
-            sampling.wait_seconds,
-            self.settings.min_replies,
-        )
+        settings = self.settings
+        nodes = f"at least {max(settings.min_train_nodes, settings.min_available_nodes)} connected"
+        nodes += f" (waiting up to {settings.wait_seconds:g} s), at least {settings.min_replies} usable replies"
+        log.info("%s with %.0f %% of the nodes a round: %s", self.name, 100 * settings.fraction_train, nodes)
         if self.folder is not None:
             log.info("run folder: %s", self.folder.path.resolve())
 
     def finish(self) -> None:
         """Write the final model and the result, and release the folder."""
         if self.folder is not None:
-            self._write_result(self.folder)
+            self.folder.write_result(self._layout, self._state, self.history, self.federation)
             self.folder.release()
             if not any(record.domains for record in self.history):
-                path = self.folder.path
-                log.warning("no client sent an 'accuracy': %s has no result.json, and a report cannot show it", path)
-
-    # The parts of these methods.
+                log.warning("no client sent an 'accuracy': %s has no result.json to report", self.folder.path)
 
     @property
     def _state(self) -> RunState:
@@ -376,10 +349,9 @@ class FairStrategy(Strategy):
         if self.state is None and self.folder is not None:
             last = self.folder.count_rounds()
         if last and (self.state is None or number != last + 1):
-            raise ValueError(
-                f"round {number} cannot follow round {last}: Flower's own loop, which its wrappers run, starts at round 1 "
-                "with the initial model, so use a new strategy and a new folder for it"
-            )
+            loop = "Flower's own loop, which its wrappers run, starts at round 1 with the initial model"
+            advice = "so use a new strategy and a new folder for it"
+            raise ValueError(f"round {number} cannot follow round {last}: {loop}, {advice}")
 
     def _read_model(self, arrays: ArrayRecord) -> Packed:
         model = record_to_model(self._layout, arrays)
@@ -388,8 +360,7 @@ class FairStrategy(Strategy):
         return model
 
     def _set_model(self, arrays: ArrayRecord) -> None:
-        """Use the caller's model: a wrapper may add noise to the one we returned."""
-        if arrays is not self._sent:
+        if arrays is not self._sent:  # a wrapper may add noise to the model we returned
             self.state, self._sent = replace(self._state, model=self._read_model(arrays)), arrays
 
     def _sample(self, connected: list[int], fraction: float, min_nodes: int, purpose: str, number: int) -> list[int]:
@@ -408,7 +379,6 @@ class FairStrategy(Strategy):
     def _make_messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
     ) -> list[Message]:
-        """Make one message a node: the records, and the config with the round and the instructions for our clients."""
         instructions = RoundInstructions(
             round=number,
             rounds=self._num_rounds,
@@ -469,29 +439,23 @@ class FairStrategy(Strategy):
         log.info("[round %d] %s", current.number, describe_round(record))
         if self.folder is not None:
             self.federation.nodes = {str(node): client for node, client in self.registry.names.items()}
-            self.folder.save_round(self._state, record, asdict(self.federation))
+            self.folder.save_round(self._state, record, self.federation)
             if not self._num_rounds:  # Flower's own loop: any round may be the last
-                self._write_result(self.folder)
+                self.folder.write_result(self._layout, self._state, self.history, self.federation)
         self._round = None
 
-    def _write_result(self, folder: RunFolder) -> None:
-        domains, examples = self.federation.client_domains, self.federation.test_examples
-        folder.write_result(self._layout, self._state, self.history, domains, examples)
-
-    def _describe_saved_rounds(self) -> str:
-        if self.folder is None:
-            return "without a folder nothing is saved"
-        return "finished rounds are saved" + ("; resume=True continues from them" if self._num_rounds else "")
+    def _wait_for_nodes(self, grid: Grid, min_nodes: int) -> list[int]:
+        advice = "finished rounds are saved" + ("; resume=True continues from them" if self._num_rounds else "")
+        advice = "without a folder nothing is saved" if self.folder is None else advice
+        needed = max(1, min_nodes, self.settings.min_available_nodes)
+        return wait_for_nodes(grid, needed, self.settings.wait_seconds, advice)
 
     def _describe_settings(self) -> dict[str, Any]:
         """Return what `federation.toml` holds."""
-        settings = asdict(self.settings)
-        del settings["placement"]
-        if not self.settings.clients_mask:
-            del settings["tau"]
         values = {"method": self.name, "algorithm": self.method.full_name, "rounds": self._num_rounds}
-        values |= settings | asdict(self.sampling) | asdict(self.requirements) | {"server": asdict(self.server)}
-        return {key: value for key, value in values.items() if value is not None}
+        values |= asdict(self.settings) | asdict(self.requirements) | {"server": asdict(self.server)}
+        hidden = ("placement",) if self.settings.clients_mask else ("placement", "tau")
+        return {key: value for key, value in values.items() if value is not None and key not in hidden}
 
 
 def _store(metrics_by_round: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:

@@ -32,10 +32,8 @@ def tracker(spec: str, folder: Path) -> Tracker:
     """
     name, colon, uri = spec.partition(":")
     if name not in _TRACKERS:
-        raise ValueError(
-            f"unknown tracker '{name}'{suggest(name, list(_TRACKERS))}; "
-            "the trackers are: tensorboard, mlflow (or mlflow:URI), wandb"
-        )
+        known = "the trackers are: tensorboard, mlflow (or mlflow:URI), wandb"
+        raise ValueError(f"unknown tracker '{name}'{suggest(name, list(_TRACKERS))}; {known}")
     if colon and (name != "mlflow" or not uri):
         raise ValueError(f"tracker '{spec}': only mlflow takes a URI after the colon, as in mlflow:sqlite:///runs.db")
     return _TRACKERS[name](uri, folder)

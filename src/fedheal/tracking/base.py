@@ -15,6 +15,7 @@ import json
 import os
 import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -31,10 +32,9 @@ LAST_METRIC = "clients/replied"  # every round has it and it is written last: a 
 def round_metrics(record: RoundRecord) -> dict[str, float]:
     """Return a round's metrics as `group/name -> number`. A round without evaluation has no accuracies.
 
-    >>> seconds = {"train": 2.0, "aggregate": 0.5, "evaluate": 0.0}
-    >>> round_metrics(RoundRecord(1, 2, 1, {"a": 1.0}, 0.7, {"kept": {"a": 0.25}}, seconds))
-    {'train/loss': 0.7, 'kept/mean': 0.25, 'weight/a': 1.0, 'seconds/train': 2.0, 'seconds/aggregate': 0.5,
-    'seconds/evaluate': 0.0, 'clients/asked': 2.0, 'clients/replied': 1.0}
+    >>> record = RoundRecord(round=1, cohort=2, replied=1, weights={"a": 1}, train_loss=0.7, report={"kept": {"a": 0.25}})
+    >>> round_metrics(record)
+    {'train/loss': 0.7, 'kept/mean': 0.25, 'weight/a': 1.0, 'clients/asked': 2.0, 'clients/replied': 1.0}
     """
     kept = list((record.report.get("kept") or {}).values())
     return {
@@ -58,14 +58,12 @@ def result_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for key, value in result.items():
-        if isinstance(value, Mapping):
-            metrics |= _add_group(f"result/{key}", {k: v for k, v in value.items() if _is_number(v)})
-        elif _is_number(value):
-            metrics |= _add_group("result", {key: value})
+        group, values = (f"result/{key}", value) if isinstance(value, Mapping) else ("result", {key: value})
+        metrics |= _add_group(group, {k: v for k, v in values.items() if type(v) in (int, float)})
     return metrics
 
 
-class Tracker(Callback):
+class Tracker(Callback, ABC):
     """A callback that writes every round to a tracking system. As a context manager it also closes a run that fails midway."""
 
     name = ""
@@ -93,7 +91,7 @@ class Tracker(Callback):
         self._is_open = False
 
     def close(self) -> None:
-        """Close a run that did not finish; a resume continues it. Do nothing after a finished run."""
+        """Close a run that did not finish; a resume continues it."""
         self._attempt(self._abandon)
         self._is_open = False
 
@@ -110,10 +108,9 @@ class Tracker(Callback):
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """Run the action. If it fails, warn and stop tracking: training continues, and the run folder is complete."""
-        if not self._is_open:
-            return
         try:
-            action()
+            if self._is_open:
+                action()
         except Exception as error:
             self._abandon_quietly()
             message = f"{self.name} no longer records this run: {_first_line(error)}"
@@ -124,21 +121,21 @@ class Tracker(Callback):
         with suppress(Exception):  # the first error is the one to report
             self._abandon()
 
+    @abstractmethod
     def _open(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> set[int]:
         """Start the run or continue it. Return the rounds that need not be written."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a round's metrics so that a crash right after does not lose them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _finish(self, result: Mapping[str, Any]) -> None:
         """Write the result and close everything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _abandon(self) -> None:
         """Close everything, whatever its state."""
-        raise NotImplementedError
 
 
 class RunIdFile:
@@ -200,16 +197,12 @@ def _add_group(group: str, values: Mapping[str, float] | None) -> dict[str, floa
     >>> _add_group("weight", {"street/7": 1, "..": 0})
     {'weight/street_2f_7': 1.0, 'weight/_2e__2e_': 0.0}
     """
-    return {f"{group}/{_escape(key)}": float(value) for key, value in (values or {}).items()}
 
+    def escape(text: str) -> str:
+        forbidden = r"[^\w .-]" if text.strip(".") else r"[^\w -]"
+        return re.sub(forbidden, lambda match: f"_{ord(match[0]):x}_", text)
 
-def _escape(text: str) -> str:
-    forbidden = r"[^\w .-]" if text.strip(".") else r"[^\w -]"
-    return re.sub(forbidden, lambda match: f"_{ord(match[0]):x}_", text)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return {f"{group}/{escape(key)}": float(value) for key, value in (values or {}).items()}
 
 
 def _first_line(error: BaseException) -> str:

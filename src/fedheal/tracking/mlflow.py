@@ -29,8 +29,7 @@ class MLflow(Tracker):
     Args:
         uri_or_folder: a tracking URI, or a folder for an SQLite database.
         experiment_name: the MLflow experiment.
-        folder: where the id of an unfinished run is kept, so that a resume finds it; by default the database's folder. A
-            resume that finds no run makes a new one and fills in the rounds done.
+        folder: where the id of an unfinished run is kept for a resume; by default the database's folder.
     """
 
     name = "mlflow"
@@ -39,7 +38,10 @@ class MLflow(Tracker):
         self, uri_or_folder: str | Path, experiment_name: str = "fedheal", folder: str | Path | None = None
     ) -> None:
         super().__init__()
-        self._uri, self._database_folder = _resolve_store(uri_or_folder)
+        self._uri, self._database_folder = str(uri_or_folder), None
+        if not ("://" in self._uri or self._uri.startswith(("databricks", "file:"))):
+            self._database_folder = Path(uri_or_folder)
+            self._uri = f"sqlite:///{(self._database_folder.resolve() / 'mlflow.db').as_posix()}"
         self._experiment_name = experiment_name
         self._id_folder = Path(folder) if folder is not None else self._database_folder
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import
@@ -58,13 +60,15 @@ class MLflow(Tracker):
         self._id_file = RunIdFile(self._id_folder, self.name, experiment)
         self._run = self._find_run(self._id_file.read())
         if self._run is None:
-            self._run = self._create_run(experiment_id, experiment)
+            self._run = str(self._client.create_run(experiment_id, run_name=make_title(experiment)).info.run_id)
+            parameters = [self._entities.Param(key, str(value)) for key, value in experiment.items()]
+            self._client.log_batch(self._run, params=parameters)
+            self._id_file.write(self._run)
             return set()
         self._client.update_run(self._run, status="RUNNING")
         return {point.step for point in self._client.get_metric_history(self._run, LAST_METRIC)}
 
     def _find_experiment(self) -> str:
-        """Return the id of the MLflow experiment, which is created if need be."""
         experiment = self._client.get_experiment_by_name(self._experiment_name)
         if experiment is not None:
             return str(experiment.experiment_id)
@@ -83,13 +87,6 @@ class MLflow(Tracker):
                 return None
             raise
         return run if stage == "active" else None
-
-    def _create_run(self, experiment_id: str, experiment: Mapping[str, Any]) -> str:
-        run = str(self._client.create_run(experiment_id, run_name=make_title(experiment)).info.run_id)
-        parameters = [self._entities.Param(key, str(value)) for key, value in experiment.items()]
-        self._client.log_batch(run, params=parameters)
-        self._id_file.write(run)
-        return run
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
@@ -111,12 +108,3 @@ class MLflow(Tracker):
         self._client, self._run = None, None
         if client is not None and run is not None:
             client.set_terminated(run, "FAILED")
-
-
-def _resolve_store(uri_or_folder: str | Path) -> tuple[str, Path | None]:
-    """Return a tracking URI, and the folder of its database if it was given as a folder."""
-    text = str(uri_or_folder)
-    if "://" in text or text.startswith(("databricks", "file:")):
-        return text, None
-    folder = Path(text)
-    return f"sqlite:///{(folder.resolve() / 'mlflow.db').as_posix()}", folder

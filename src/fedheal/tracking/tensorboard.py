@@ -45,10 +45,8 @@ class TensorBoard(Tracker):
 
     def _find_subfolder(self, experiment: Mapping[str, Any]) -> Path:
         """Return the run's folder by the experiment's hash, since its name may change between a run and its resumption."""
-        experiment_hash = hash_experiment(experiment)
-        existing = sorted(self._folder.glob(f"*-{experiment_hash}"))
-        title = re.sub(r"[^\w.+=-]+", "_", make_title(experiment))
-        return existing[0] if existing else self._folder / f"{title}-{experiment_hash}"
+        title, hashed = re.sub(r"[^\w.+=-]+", "_", make_title(experiment)), hash_experiment(experiment)
+        return min(self._folder.glob(f"*-{hashed}"), default=self._folder / f"{title}-{hashed}")
 
     def _read_steps(self, folder: Path) -> set[int] | None:
         """Return the rounds that event files hold, or None if there are no such files."""
@@ -59,11 +57,8 @@ class TensorBoard(Tracker):
         return {e.step for e in events.Scalars(LAST_METRIC)} if LAST_METRIC in events.Tags()["scalars"] else set()
 
     def _write_experiment(self, experiment: Mapping[str, Any]) -> None:
-        fields = {
-            key: value if isinstance(value, (int, float, str)) else str(value) for key, value in experiment.items()
-        }
-        start = self._summary.hparams(fields, dict.fromkeys(HEADLINE, 0.0))[:2]
-        for part in start:  # not add_hparams, which would make a second run
+        fields = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in experiment.items()}
+        for part in self._summary.hparams(fields, dict.fromkeys(HEADLINE, 0.0))[:2]:  # add_hparams makes a second run
             self._writer.file_writer.add_summary(part)
         self._writer.add_text("experiment", _format_text(experiment), 0)
         self._writer.flush()
@@ -75,8 +70,7 @@ class TensorBoard(Tracker):
 
     def _finish(self, result: Mapping[str, Any]) -> None:
         last = max(self._logged, default=0)
-        for name, value in result_metrics(result).items():
-            self._writer.add_scalar(name, value, last)
+        self._log(last, result_metrics(result))
         self._writer.add_text("result", _format_text(result), last)
         self._writer.file_writer.add_summary(self._summary.hparams({}, {})[2])
         self._abandon()

@@ -56,15 +56,9 @@ class Wandb(Tracker):
 
     def _make_settings(self) -> Any:
         """Return settings that record only what callbacks write, and flush it at once; unknown names are left out."""
-        settings = {
-            "console": "off",
-            "disable_code": True,
-            "disable_git": True,
-            "silent": True,
-            "x_disable_meta": True,
-            "x_disable_stats": True,
-            "x_transaction_log_flush_interval": 0.2,  # seconds; 15 by default
-        }
+        switches = ("disable_code", "disable_git", "silent", "x_disable_meta", "x_disable_stats")
+        flush_seconds = {"x_transaction_log_flush_interval": 0.2}  # 15 by default
+        settings = {"console": "off", **dict.fromkeys(switches, True), **flush_seconds}
         known = self._wandb.Settings.model_fields
         return self._wandb.Settings(**{key: value for key, value in settings.items() if key in known})
 
@@ -74,13 +68,10 @@ class Wandb(Tracker):
     def _finish(self, result: Mapping[str, Any]) -> None:
         texts = {f"result/{key}": value for key, value in result.items() if isinstance(value, str)}
         self._run.summary.update(result_metrics(result) | texts)
-        self._end(0)
+        self._abandon(exit_code=0)
         self._id_file.delete()
 
-    def _abandon(self) -> None:
-        if self._run is not None:
-            self._end(1)
-
-    def _end(self, exit_code: int) -> None:
+    def _abandon(self, exit_code: int = 1) -> None:
         run, self._run = self._run, None
-        run.finish(exit_code=exit_code)
+        if run is not None:
+            run.finish(exit_code=exit_code)
