@@ -21,8 +21,7 @@ def trained(method: str, model: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["fedavg+fedheal", "fedprox:mu=0.5", "scaffold", "scaffold:option=1", "feddyn:alpha=0.5", "ditto:lam=0.5"],
+    "method", ["fedavg+fedheal", "fedprox:mu=0.5", "scaffold", "scaffold:option=1", "feddyn:alpha=0.5", "ditto:lam=0.5"]
 )
 def test_a_complex_parameter_is_trained_as_its_two_parts(method: str) -> None:
     whole, parts = (trained(method, model) for model in ("Waves", "TwoParts"))

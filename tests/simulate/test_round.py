@@ -494,10 +494,7 @@ def test_saving_less_often_does_not_change_anything(tmp_path: Path) -> None:
     two = fedheal.run(quick(save_seconds=1e9), tmp_path / "two", progress=False)
     assert bits(one.model) == bits(two.model)
     saved = {name: sorted(p.name for p in (tmp_path / name / "state").iterdir()) for name in ("one", "two")}
-    assert saved == {
-        "one": ["00000002.safetensors", "00000003.safetensors"],
-        "two": ["00000003.safetensors"],
-    }
+    assert saved == {"one": ["00000002.safetensors", "00000003.safetensors"], "two": ["00000003.safetensors"]}
 
 
 def test_a_domain_without_test_examples_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,16 +20,7 @@ class Engine(Protocol):
     """Trains the clients of a round."""
 
     def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
-        """Train each task's client from the global `model` and yield the results in the order of `tasks`.
-
-        Args:
-            model: The global model.
-            shared: The shared values of each term.
-            tasks: The clients to train, with their slots.
-
-        Yields:
-            A client's result. The serial engine trains a client only when its result is asked for.
-        """
+        """Train each task's client from the global `model`, given each term's shared values; yield results in that order."""
         ...
 
 
@@ -45,9 +36,6 @@ def open_engine(
         workers: How many processes the serial engine uses.
         threads: How many threads each worker process uses.
         lanes: How many clients to train side by side on a GPU; None chooses as many as fill it.
-
-    Yields:
-        The engine.
 
     Raises:
         ValueError: If the device does not support the engine or several workers.

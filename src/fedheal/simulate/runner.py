@@ -46,25 +46,15 @@ NEEDED = ("method", "domains", "averaged", "classes", "avg", "std", "worst")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run. Accuracies are in percent, means of the last five evaluated rounds.
+    """The result of a run. Accuracies are in percent, means of the last five evaluated rounds."""
 
-    Attributes:
-        domains: The accuracy of each domain.
-        avg: Their mean.
-        std: Their sample standard deviation.
-        worst: The lowest of them.
-        history: The record of every round.
-        model: The final model.
-        summary: The contents of `result.json`.
-    """
-
-    domains: Mapping[str, float]
+    domains: Mapping[str, float]  # the accuracy of each domain
     avg: float
-    std: float
+    std: float  # the sample standard deviation
     worst: float
-    history: tuple[RoundRecord, ...]
-    model: nn.Module
-    summary: Mapping[str, Any]
+    history: tuple[RoundRecord, ...]  # the record of every round
+    model: nn.Module  # the final model
+    summary: Mapping[str, Any]  # the contents of `result.json`
 
 
 def run(
@@ -98,7 +88,8 @@ def run(
         precision = resolve_precision(experiment.precision, device)
         stack.enter_context(use_precision(precision, experiment.deterministic, device))
         federation = build_federation(experiment, domains, device)  # before the folder: a failure leaves no trace
-        data_identity = _identify_data(federation, domains)
+        used = fingerprint_used(federation.local_training.examples, federation.tests)
+        data_identity = {"fingerprint": used, "classes": list(domains.classes)}
         checkpoint, history = None, list[RoundRecord]()
         if folder is not None:
             _prepare_folder(folder, experiment)
@@ -106,7 +97,7 @@ def run(
                 stack.enter_context(hold_lock(folder))
             checkpoint, history = _open_folder(folder, experiment, resume, data_identity)
             if _is_finished(folder):
-                return _read_finished(folder, history)
+                return _make_result(files.read_result(folder, NEEDED), history, load(folder))
         state = initial_state(federation) if checkpoint is None else RunState.from_arrays(*checkpoint, device)
         show_progress = is_interactive() if progress is None else progress
         watchers = [*callbacks, *([Progress()] if show_progress else [])]
@@ -118,7 +109,8 @@ def run(
         members = sorted(federation.client_domains)
         model = select_evaluated_model(federation, state.model, state.terms, members)
         federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
-        result = _make_result(experiment, history, state, federation, domains, data_identity)
+        summary = _summarise(experiment, history, state, federation, domains, data_identity)
+        result = _make_result(summary, history, federation.local_training.module)
         if folder is not None:
             files.save_tensors(folder / "model.safetensors", result.model.state_dict())
             files.write_result(folder, result.summary)
@@ -218,12 +210,6 @@ class _Saver:
             self.saved_round, self.saved_at = state.round, time.monotonic()
 
 
-def _identify_data(federation: Federation, domains: Domains) -> dict[str, Any]:
-    """Return what distinguishes the data that a run uses from any other."""
-    used = fingerprint_used(federation.local_training.examples, federation.tests)
-    return {"fingerprint": used, "classes": list(domains.classes)}
-
-
 def _prepare_folder(folder: Path, experiment: Experiment) -> None:
     """Make the folder; refuse one that holds anything else, without leaving a trace there."""
     check_folder_owner(folder, experiment)
@@ -265,61 +251,39 @@ def _has_rounds(folder: Path) -> bool:
     return _is_finished(folder) or bool(files.list_checkpoints(folder)) or bool(files.read_rounds(folder))
 
 
-def _read_finished(folder: Path, history: list[RoundRecord]) -> Result:
-    summary = files.read_result(folder, NEEDED)
+def _make_result(summary: Mapping[str, Any], history: list[RoundRecord], model: nn.Module) -> Result:
     accuracies = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
-    return Result(**accuracies, history=tuple(history), model=load(folder), summary=summary)
+    return Result(**accuracies, history=tuple(history), model=model, summary=summary)
 
 
-def _make_result(
+def _summarise(
     experiment: Experiment,
     history: list[RoundRecord],
     state: RunState,
     federation: Federation,
     domains: Domains,
     data_identity: Mapping[str, Any],
-) -> Result:
-    device = state.model.params.device
-    settings = experiment.to_dict()
-    summary = summarise_run(
+) -> dict[str, Any]:
+    device, settings = state.model.params.device, experiment.to_dict()
+    libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
+    return summarise_run(
         history,
         method=experiment.method_name,
-        data=experiment.data,
-        seed=experiment.seed,
-        rounds=experiment.rounds,
         trained={client: federation.client_domains.get(client, "") for client in federation.clients},
-        only=settings["only"],
-        without=settings["without"],
-        pool=settings["pool"],
+        **{key: settings[key] for key in ("data", "seed", "rounds", "only", "without", "pool", "threads")},
         classes=list(domains.classes),
         test_sizes={d.name: len(d.test) for d in domains.domains},
         device=str(device),
         hardware=describe_hardware(device),
         precision=federation.local_training.precision,
-        threads=experiment.threads,
         data_fingerprint=fingerprint(domains),
         used_fingerprint=data_identity["fingerprint"],
         data_notes=list(domains.notes),
         bytes_sent=state.sent,
         bytes_received=state.received,
         consistency=bin_consistency(state.aggregator),
-        versions=_list_versions(),
+        versions={"fedheal": __version__, "python": platform.python_version(), **libraries},
     )
-    return Result(
-        domains=summary["domains"],
-        avg=summary["avg"],
-        std=summary["std"],
-        worst=summary["worst"],
-        history=tuple(history),
-        model=federation.local_training.module,
-        summary=summary,
-    )
-
-
-def _list_versions() -> dict[str, str]:
-    """Return the versions of the libraries; asked of the modules, since packages need not be installed to run."""
-    libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
-    return {"fedheal": __version__, "python": platform.python_version(), **libraries}
 
 
 @contextmanager
