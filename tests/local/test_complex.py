@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
 
 
+@cache
 def trained(method: str, model: str) -> torch.Tensor:
     fed = build_federation(quick(method=method, model=f"local.waves:{model}"), load(), torch.device("cpu"))
     state = initial_state(fed)
