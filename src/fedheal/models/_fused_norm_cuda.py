@@ -61,17 +61,20 @@ class NormRelu(torch.autograd.Function):
         rows, channels = x.numel() // x.shape[1], x.shape[1]
         width, max_chunks, chunks, chunk_rows = _choose_tiles(rows, channels)
         partials, totals = _allocate_sums(x, chunks)
-        tensors = (dy, x, y, statistics, weight, bias, partials)
+        saved = (dy, x, y, statistics)
         flags = {"tile_rows": TILE_ROWS, "width": width, "relu": ctx.relu, "has_shortcut": ctx.has_shortcut}
-        _gradient_sums[(chunks, channels // width)](*tensors, rows, chunk_rows, channels, chunks, **flags)
+        _gradient_sums[(chunks, channels // width)](
+            *saved, weight, bias, partials, rows, chunk_rows, channels, chunks, **flags
+        )
         _reduce_sums[(channels // TOTAL_CHANNELS,)](
             partials, totals, channels, chunks, max_chunks=max_chunks, total_channels=TOTAL_CHANNELS
         )
         dx = torch.empty_like(x)
         # Without ReLU the shortcut's gradient is dy itself.
         shortcut_gradient = torch.empty_like(x) if ctx.has_shortcut and ctx.relu else dy
-        tensors = (dy, x, y, statistics, totals, weight, bias, dx, shortcut_gradient)
-        _input_gradient[(triton.cdiv(rows, TILE_ROWS), channels // width)](*tensors, rows, channels, **flags)
+        _input_gradient[(triton.cdiv(rows, TILE_ROWS), channels // width)](
+            *saved, totals, weight, bias, dx, shortcut_gradient, rows, channels, **flags
+        )
         dbias, dweight = totals
         return dx, shortcut_gradient if ctx.has_shortcut else None, dweight, dbias, None, None, None, None, None, None
 

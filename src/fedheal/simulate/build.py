@@ -38,11 +38,7 @@ def load_domains(experiment: Experiment) -> Domains:
 
 
 def build_federation(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:
-    """Build the experiment's parts on a device.
-
-    Raises:
-        ValueError: The method, the model and the data do not fit each other.
-    """
+    """Build the experiment's parts on a device; raise ValueError if its method, model and data do not fit each other."""
     for domain in domains.domains:
         if not len(domain.test):
             raise ValueError(
@@ -61,8 +57,7 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
     settings = vars(experiment) | dict(method.training)  # a method may ask for its own momentum and weight decay
     training = Training(**{field.name: settings[field.name] for field in fields(Training)})
     train, validation = _split_examples(experiment, domains, clients, device)
-    precision = resolve_precision(experiment.precision, device)
-    _check_model(experiment, module, domains, train, training, precision)
+    check_model(module, experiment.model)
     local_training = LocalTraining(
         module=module,
         layout=Layout.of(module),
@@ -75,8 +70,9 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
         terms=method.local,
         received_loss="loss" in method.aggregator.stage.needs,
         validation=validation,
-        precision=precision,
+        precision=resolve_precision(experiment.precision, device),
     )
+    _try_model(experiment.model, local_training, domains)
     return Federation(
         local_training=local_training,
         clients=tuple(train),
@@ -194,26 +190,18 @@ def _check_image_sizes(experiment: Experiment, by_domain: Mapping[str, Split], d
         raise ValueError(f"{problem}, which only engine=serial supports: give that, or bring them to one size")
 
 
-def _check_model(
-    experiment: Experiment,
-    module: nn.Module,
-    domains: Domains,
-    train: Mapping[str, Split],
-    training: Training,
-    precision: str,
-) -> None:
+def _try_model(name: str, local: LocalTraining, domains: Domains) -> None:
     """Try the model on one image of each shape: evaluate it and, where clients train with that shape, train it."""
-    check_model(module, experiment.model)
-    features = any(term.features for term in experiment.resolved_method.local)
-    device = next(module.parameters()).device
-    splits = [*train.values(), *(domain.test for domain in reversed(domains.domains))]
+    features = any(term.features for term in local.terms)
+    splits = [*local.examples.values(), *(domain.test for domain in reversed(domains.domains))]
     for shape, image in {split.images.shape[1:]: split.images[:1] for split in splits}.items():
-        sample, classes = normalise_images(image.to(device)), len(domains.classes)
-        check_evaluates(module, experiment.model, sample, classes)
-        sizes = {client: len(split) for client, split in train.items() if split.images.shape[1:] == shape}
-        single = next((client for client, size in sizes.items() if find_smallest_batch_size(size, training) == 1), None)
+        sample = normalise_images(image.to(local.device))
+        check_evaluates(local.module, name, sample, local.classes)
+        sizes = {client: len(split) for client, split in local.examples.items() if split.images.shape[1:] == shape}
+        singles = [client for client, size in sizes.items() if find_smallest_batch_size(size, local.training) == 1]
         if sizes:
-            check_trains(module, experiment.model, sample, classes, single, features, precision)
+            single = singles[0] if singles else None
+            check_trains(local.module, name, sample, local.classes, single, features, local.precision)
 
 
 def _fill_per_domain(field: str, setting: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,7 @@ from fedheal.version import __version__
 
 log = logging.getLogger("fedheal")
 
-# The fields of a result that a finished run is read back from.
-NEEDED = ("method", "domains", "averaged", "classes", "avg", "std", "worst")
+REQUIRED_FIELDS = ("method", "domains", "averaged", "classes", "avg", "std", "worst")  # to read a result back
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def run(
                 stack.enter_context(hold_lock(folder))
             checkpoint, history = _open_folder(folder, experiment, resume, data_identity)
             if _is_finished(folder):
-                return _make_result(files.read_result(folder, NEEDED), history, load(folder))
+                return _make_result(files.read_result(folder, REQUIRED_FIELDS), history, load(folder))
         state = initial_state(federation) if checkpoint is None else RunState.from_arrays(*checkpoint, device)
         show_progress = is_interactive() if progress is None else progress
         watchers = [*callbacks, *([Progress()] if show_progress else [])]
@@ -105,11 +104,12 @@ def run(
             stack.enter_context(callback)
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         saver = _Saver(folder, experiment, data_identity, state)
-        state = _train_to_end(experiment, federation, state, history, saver, watchers)
+        state = _train_to_end(federation, state, history, saver, watchers)
         members = sorted(federation.client_domains)
         model = select_evaluated_model(federation, state.model, state.terms, members)
         federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
-        summary = _summarise(experiment, history, state, federation, domains, data_identity)
+        facts = _describe_run(experiment, state, federation, domains)
+        summary = summarise_run(history, **facts, used_fingerprint=used)
         result = _make_result(summary, history, federation.local_training.module)
         if folder is not None:
             files.save_tensors(folder / "model.safetensors", result.model.state_dict())
@@ -157,19 +157,13 @@ def check_folder_owner(folder: Path, experiment: Experiment) -> None:
 
 
 def _train_to_end(
-    experiment: Experiment,
-    federation: Federation,
-    state: RunState,
-    history: list[RoundRecord],
-    saver: _Saver,
-    watchers: Sequence[Callback],
+    federation: Federation, state: RunState, history: list[RoundRecord], saver: _Saver, watchers: Sequence[Callback]
 ) -> RunState:
     """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong."""
-    opened = open_engine(
-        federation.local_training, experiment.engine, experiment.workers, experiment.threads, experiment.lanes
-    )
+    e = saver.experiment
+    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes)
     with opened as engine, Interrupts() as interrupts:
-        rounds = run_rounds(federation, state, engine, experiment.rounds, experiment.eval_every, interrupts.hold)
+        rounds = run_rounds(federation, state, engine, e.rounds, e.eval_every, interrupts.hold)
         try:
             for after, record in rounds:
                 state = after
@@ -256,34 +250,25 @@ def _make_result(summary: Mapping[str, Any], history: list[RoundRecord], model: 
     return Result(**accuracies, history=tuple(history), model=model, summary=summary)
 
 
-def _summarise(
-    experiment: Experiment,
-    history: list[RoundRecord],
-    state: RunState,
-    federation: Federation,
-    domains: Domains,
-    data_identity: Mapping[str, Any],
-) -> dict[str, Any]:
+def _describe_run(experiment: Experiment, state: RunState, federation: Federation, domains: Domains) -> dict[str, Any]:
     device, settings = state.model.params.device, experiment.to_dict()
     libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
-    return summarise_run(
-        history,
-        method=experiment.method_name,
-        trained={client: federation.client_domains.get(client, "") for client in federation.clients},
+    return {
         **{key: settings[key] for key in ("data", "seed", "rounds", "only", "without", "pool", "threads")},
-        classes=list(domains.classes),
-        test_sizes={d.name: len(d.test) for d in domains.domains},
-        device=str(device),
-        hardware=describe_hardware(device),
-        precision=federation.local_training.precision,
-        data_fingerprint=fingerprint(domains),
-        used_fingerprint=data_identity["fingerprint"],
-        data_notes=list(domains.notes),
-        bytes_sent=state.sent,
-        bytes_received=state.received,
-        consistency=bin_consistency(state.aggregator),
-        versions={"fedheal": __version__, "python": platform.python_version(), **libraries},
-    )
+        "method": experiment.method_name,
+        "trained": {client: federation.client_domains.get(client, "") for client in federation.clients},
+        "classes": list(domains.classes),
+        "test_sizes": {d.name: len(d.test) for d in domains.domains},
+        "device": str(device),
+        "hardware": describe_hardware(device),
+        "precision": federation.local_training.precision,
+        "data_fingerprint": fingerprint(domains),
+        "data_notes": list(domains.notes),
+        "bytes_sent": state.sent,
+        "bytes_received": state.received,
+        "consistency": bin_consistency(state.aggregator),
+        "versions": {"fedheal": __version__, "python": platform.python_version(), **libraries},
+    }
 
 
 @contextmanager
