@@ -19,6 +19,7 @@ from fedheal import Method
 from fedheal.core.layout import Layout
 from fedheal.engine import Engine, open_engine
 from fedheal.engine.serial import Task
+from fedheal.engine.workers import WorkerPool
 from fedheal.local.term import Term
 from fedheal.methods import get
 from fedheal.simulate.build import build_federation
@@ -94,9 +95,12 @@ def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: 
     if term is Sendable:
         monkeypatch.setattr(Sendable, "__module__", "a_notebook")
         monkeypatch.setitem(sys.modules, "a_notebook", sys.modules[__name__])
+    workers = 1 if term is Sendable else 2  # one process that fails will do: each takes seconds to start
+    monkeypatch.setattr("fedheal.engine.WorkerPool", lambda training, number, threads: WorkerPool(training, workers, 1))
     own = Method((term(),), get("fedavg").aggregator, "mine")
     with pytest.raises(
-        ChildProcessError, match=rf"workers = 2: a worker process could not start .*\(.*{said}.*\)\. .*workers=1"
+        ChildProcessError,
+        match=rf"workers = {workers}: a worker process could not start .*\(.*{said}.*\)\. .*workers=1",
     ) as raised:
         fedheal.run(quick(method=own, workers=2), progress=False)
     assert "--resume" not in str(raised.value)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedheal.local.fedprox import FedProx
-from fedheal.local.gradients import add_proximal_gradient
+from fedheal.local.term import add_proximal_gradient
 from local.quadratic import Point, bowl, client, context, packed, vector
 
 

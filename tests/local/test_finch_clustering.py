@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedheal.local.finch_clustering import finch
+from fedheal.local.fpl import finch
 
 
 def at(*degrees: float) -> np.ndarray:

@@ -41,11 +41,7 @@ from tiny_data import Unpooled, load, quick, uneven
             r"model 'tiny_data:Detached' does not fit .* in training \(element 0 of tensors does not require",
         ),
         ("Viewing", {}, r"model 'tiny_data:Viewing' does not fit .* in training \(view size is not compatible"),
-        (
-            "normed_flat",
-            {"batch_size": 1},
-            "the last batch of client .* is a single image: use another batch_size",
-        ),
+        ("normed_flat", {"batch_size": 1}, "the last batch of client .* is a single image: use another batch_size"),
     ],
 )
 def test_what_does_not_fit_is_said_first(tmp_path, model, keys, said):

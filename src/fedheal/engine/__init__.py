@@ -20,16 +20,7 @@ class Engine(Protocol):
     """Trains the clients of a round."""
 
     def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
-        """Train each task's client from the global `model` and yield the results in the order of `tasks`.
-
-        Args:
-            model: The global model.
-            shared: The shared values of each term.
-            tasks: The clients to train, with their slots.
-
-        Yields:
-            A client's result. The serial engine trains a client only when its result is asked for.
-        """
+        """Train each task's client from the global `model`, given each term's shared values; yield results in that order."""
         ...
 
 
@@ -37,20 +28,10 @@ class Engine(Protocol):
 def open_engine(
     local_training: LocalTraining, engine: str = "auto", workers: int = 1, threads: int = 1, lanes: int | None = None
 ) -> Iterator[Engine]:
-    """Open an engine for as long as the context lasts.
+    """Open an engine for as long as the context lasts: `serial`, `lanes`, or `auto` (`lanes` on a GPU, else `serial`).
 
-    Args:
-        local_training: The module, the clients' examples and how they are trained.
-        engine: `serial`, `lanes`, or `auto` (`lanes` on a GPU, else `serial`).
-        workers: How many processes the serial engine uses.
-        threads: How many threads each worker process uses.
-        lanes: How many clients to train side by side on a GPU; None chooses as many as fill it.
-
-    Yields:
-        The engine.
-
-    Raises:
-        ValueError: If the device does not support the engine or several workers.
+    `workers` are the processes of the serial engine, with so many `threads` each; `lanes` are the clients that are trained side
+    by side on a GPU, None for as many as fill it.
     """
     check_engine(local_training.device, engine, workers)
     if engine == "lanes" or (engine == "auto" and local_training.device.type == "cuda"):

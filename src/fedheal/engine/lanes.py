@@ -90,7 +90,11 @@ class Lanes:
                         if next(work, _END) is _END:
                             running.remove((lane, work))
         losses = torch.stack([results[i][1] for i in range(len(tasks))]).tolist() if tasks else []
-        return [_add_loss(results[i][0], loss) for i, loss in enumerate(losses)]
+        replies = [results[i][0].reply for i in range(len(tasks))]
+        return [
+            replace(results[i][0], reply=reply._replace(metrics={**reply.metrics, "train_loss": loss}))
+            for i, (reply, loss) in enumerate(zip(replies, losses, strict=True))
+        ]
 
     @torch.no_grad()
     def _compute_metrics(self, model: Packed, tasks: Sequence[Task]) -> list[dict[str, float]]:
@@ -116,16 +120,18 @@ _END = object()
 @contextmanager
 def _side_by_side(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]:
     """Let the lanes start after the current stream's work, and the current stream continue after theirs."""
-    current = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    for lane in lanes:
-        if lane.stream is not None and current is not None:
-            lane.stream.wait_stream(current)
+    streams = [lane.stream for lane in lanes if lane.stream is not None]
+    if not streams:
+        yield
+        return
+    current = torch.cuda.current_stream(device)
+    for stream in streams:
+        stream.wait_stream(current)
     try:
         yield
     finally:
-        for lane in lanes:
-            if lane.stream is not None and current is not None:
-                current.wait_stream(lane.stream)
+        for stream in streams:
+            current.wait_stream(stream)
 
 
 def _choose_lanes(local_training: LocalTraining) -> int:
@@ -152,8 +158,3 @@ def _assign_clients(steps: Sequence[int], most_lanes: int) -> list[list[int]]:
 
     candidates = [assign(lanes) for lanes in range(1, min(most_lanes, len(steps)) + 1)]
     return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else []
-
-
-def _add_loss(result: ClientResult, loss: float) -> ClientResult:
-    reply = result.reply
-    return replace(result, reply=reply._replace(metrics=dict(reply.metrics) | {"train_loss": loss}))

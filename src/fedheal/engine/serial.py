@@ -1,8 +1,7 @@
 """The serial engine: train one client after another, on any device.
 
-A client starts from the global model with a fresh optimiser (SGD with momentum and weight decay), takes its epochs or
-steps over its own shuffled examples (the last, smaller batch included) and returns what it changed. The hooks of the method's
-terms are called before training, at each step and at the end.
+A client starts from the global model with a fresh SGD optimiser, takes its epochs or steps over its own shuffled examples (the
+last, smaller batch included) and returns what it changed. Terms are called before training, at each step and at the end.
 """
 
 from __future__ import annotations
@@ -36,58 +35,33 @@ CACHED_PIXELS = 1 << 16  # in a batch on a CPU, so that the network's activation
 
 @dataclass(frozen=True)
 class Training:
-    """How a client trains.
-
-    Attributes:
-        lr: The learning rate.
-        batch_size: The number of examples in a batch.
-        epochs: How often a client goes over its data in a round.
-        steps: How many steps it takes instead, if given.
-        momentum: The momentum of SGD.
-        weight_decay: The weight decay of SGD.
-        augment: How images are augmented: `none`, `flip`, `crop` or `crop-flip`.
-    """
+    """How a client trains, by SGD."""
 
     lr: float
     batch_size: int
-    epochs: int = 1
-    steps: int | None = None
+    epochs: int = 1  # how often a client goes over its data in a round
+    steps: int | None = None  # how many it takes instead
     momentum: float = 0.9
     weight_decay: float = 1e-5
-    augment: str = "none"
+    augment: str = "none"  # or `flip`, `crop`, `crop-flip`
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """What an engine needs to train the clients.
+    """What an engine needs to train the clients."""
 
-    Attributes:
-        module: The module to train in.
-        layout: The module's layout.
-        training: How a client trains.
-        seed: The run's seed.
-        device: The device of the module and the examples.
-        examples: Each client's training examples.
-        classes: The number of classes.
-        rounds: How many rounds the run has.
-        terms: The method's local terms.
-        received_loss: Whether clients report the loss of the model that they receive.
-        validation: Each client's held-out examples, if the method needs them.
-        precision: The precision of the arithmetic (see `engine.precision`).
-    """
-
-    module: nn.Module
+    module: nn.Module  # the module to train in
     layout: Layout
     training: Training
-    seed: int
-    device: torch.device
-    examples: dict[str, Split]
-    classes: int = 0
-    rounds: int = 1
+    seed: int  # the run's
+    device: torch.device  # of the module and the examples
+    examples: dict[str, Split]  # each client's training examples
+    classes: int = 0  # how many there are
+    rounds: int = 1  # how many the run has
     terms: tuple[Term, ...] = ()
-    received_loss: bool = False
-    validation: dict[str, Split] = field(default_factory=dict)
-    precision: str = "fp32"
+    received_loss: bool = False  # whether clients report the loss of the model that they receive
+    validation: dict[str, Split] = field(default_factory=dict)  # each client's held-out examples
+    precision: str = "fp32"  # of the arithmetic, see `engine.precision`
 
 
 @dataclass(frozen=True)
@@ -213,14 +187,14 @@ def proximal_retraining(
     local_training: LocalTraining, model: Packed, task: Task, strength: float, start: Packed
 ) -> tuple[LocalTraining, Sequence[Context]]:
     """Return the local training and the contexts of a client's second training, kept near the received model by FedProx."""
+
+    def refuse(start: Packed, strength: float) -> Packed:
+        raise RuntimeError("a client's second training cannot start a third one")
+
     retraining = replace(local_training, terms=(FedProx(strength),))
-    contexts = make_contexts(retraining, model, ({},), replace(task, slots=({},)), _refuse_retraining)
+    contexts = make_contexts(retraining, model, ({},), replace(task, slots=({},)), refuse)
     prepare_start(retraining, contexts, start)
     return retraining, contexts
-
-
-def _refuse_retraining(start: Packed, strength: float) -> Packed:
-    raise RuntimeError("a client's second training cannot start a third one")
 
 
 def _fit(
@@ -312,10 +286,7 @@ def make_batches(examples: Split, training: Training, rng: torch.Generator) -> I
 
 
 def plan_batches(examples: int, training: Training, rng: torch.Generator) -> Iterator[tuple[Tensor, Choices, bool]]:
-    """Yield the examples of each batch, how they are augmented, and whether it is the last epoch.
-
-    Examples are shuffled in each epoch; none is dropped.
-    """
+    """Yield the examples of each batch, shuffled in each epoch, how they are augmented, and whether it is the last epoch."""
     per_epoch = -(-examples // training.batch_size)
     steps_left = count_steps(examples, training)
     while steps_left > 0:
@@ -349,10 +320,8 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
     with use_seed(derive(local_training.seed, "gradient layers", task.round, task.client), local_training.device):
         for images, labels in eval_batches(examples):
             with autocast(local_training.precision, local_training.device):
-                loss = functional.cross_entropy(module(normalise_images(images)), labels, reduction="sum") / len(
-                    examples
-                )
-            torch.autograd.backward(loss)
+                loss = functional.cross_entropy(module(normalise_images(images)), labels, reduction="sum")
+            torch.autograd.backward(loss / len(examples))
     named = dict(module.named_parameters(remove_duplicate=False))
     tensors = [named[name] for name, _ in local_training.layout.sizes().tensors]
     gradients = [as_real(torch.zeros_like(t) if t.grad is None else t.grad) for t in tensors]
@@ -360,10 +329,7 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
 
 
 def eval_batches(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a split's examples in batches.
-
-    `cached` uses batches that fit into a CPU's caches. Use it only where the batch size does not change the outcome.
-    """
+    """Yield a split in batches; `cached`: that fit into a CPU's caches, where the batch size does not change the outcome."""
     height, width = split.images.shape[-2:]
     size = EVALUATE_BATCH
     if split.images.device.type == "cuda":

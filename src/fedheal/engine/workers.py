@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -41,9 +40,7 @@ class WorkerPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is not None:  # nobody waits for the clients that are being trained
                 processes = list((self.pool._processes or {}).values())
@@ -93,13 +90,13 @@ def explain_broken_pool() -> Iterator[None]:
 
 def end_with_parent() -> None:
     """End this process as soon as its parent process ends, even if that is killed."""
-    threading.Thread(target=_watch, args=(parent_process(),), daemon=True).start()
 
-
-def _watch(parent: BaseProcess | None) -> None:
-    if parent is not None:
+    def watch(parent: BaseProcess) -> None:
         parent.join()
         os._exit(1)
+
+    if (parent := parent_process()) is not None:
+        threading.Thread(target=watch, args=(parent,), daemon=True).start()
 
 
 def _initialise_worker(local_training: LocalTraining, threads: int) -> None:

@@ -62,8 +62,5 @@ class FedCE(Term):
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
-        # `broadcast` sends each client the weight its model had.
-        weights = {
-            f"e.{client}": weight.clone() for client, weight in zip(ctx.updates.clients, ctx.weights, strict=True)
-        }
+        weights = {f"e.{c}": weight.clone() for c, weight in zip(ctx.updates.clients, ctx.weights, strict=True)}
         return aggregated, dict(shared) | weights

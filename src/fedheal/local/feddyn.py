@@ -19,8 +19,7 @@ import torch
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.client_weights import FAIR_CONTROLS, get_cohort_weights, get_stored_weights, sum_weights
-from fedheal.local.gradients import add_proximal_gradient, add_to_gradients
-from fedheal.local.term import Arrays, Context, ServerContext, Term
+from fedheal.local.term import Arrays, Context, ServerContext, Term, add_proximal_gradient, add_to_gradients
 
 FEDDYN_ALPHA = Parameter(
     "alpha",
@@ -75,10 +74,10 @@ class FedDyn(Term):
         h, weights = shared["h"].to(before.params), dict[str, torch.Tensor]()
         if self.fair_controls == "p":
             known_share, u, weights = _share_out_weights(shared, ctx)
-            h = known_share * h - self.alpha * _sum(u, deltas)
+            h, rate = known_share * h, self.alpha
         else:
-            share, u = len(deltas) / ctx.clients, torch.full_like(ctx.weights, 1 / len(deltas))
-            h = h - self.alpha * share * _sum(u, deltas)
+            u, rate = torch.full_like(ctx.weights, 1 / len(deltas)), self.alpha * (len(deltas) / ctx.clients)
+        h = h - rate * (u.to(deltas)[:, None] * deltas).sum(dim=0)
         corrected = replace(aggregated, params=aggregated.params - h / self.alpha)
         return corrected, {"h": h, "average": aggregated.params, **weights}
 
@@ -99,7 +98,3 @@ def _share_out_weights(shared: Arrays, ctx: ServerContext) -> tuple[float, torch
     new_total = sum_weights({name: q for name, q in cohort.items() if name not in known})
     known_share = known_total / (known_total + new_total) if known_total > 0 else 0.0
     return known_share, ctx.unnormalised_weights / sum_weights(weights), weights
-
-
-def _sum(u: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-    return (u.to(deltas)[:, None] * deltas).sum(dim=0)

@@ -1,7 +1,6 @@
 """FedProx: Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020.
 
-A client minimises `CE + mu/2 |w - W|^2` over all trained parameters. Its gradient `mu (w - W)` is added to the gradients,
-which is the same as adding the term to the loss.
+A client minimises `CE + mu/2 |w - W|^2` over all trained parameters; `mu (w - W)` is added to the gradients.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 
 from fedheal.core.layout import Packed
 from fedheal.core.parameter import Parameter, declare_parameters
-from fedheal.local.gradients import add_proximal_gradient
-from fedheal.local.term import Context, Term
+from fedheal.local.term import Context, Term, add_proximal_gradient
 
 FEDPROX_MU = Parameter(
     "mu",

@@ -1,21 +1,29 @@
 """FPL: Huang et al., "Rethinking Federated Learning with Domain Shift: A Prototype View", CVPR 2023.
 
-The server clusters the clients' prototypes of each class (FINCH). The loss is `CE + CPCL + UPCR`: a contrast to the cluster
-means, and consistency with their mean, the unbiased prototype.
+The server clusters the clients' prototypes of each class. The loss is `CE + CPCL + UPCR`: a contrast to the cluster means, and
+consistency with their mean, the unbiased prototype. Clusters are those of FINCH (Sarfraz et al., "Efficient Parameter-free
+Clustering Using First Neighbor Relations", CVPR 2019): two points belong together if one is the other's nearest neighbour, or
+both have the same one; the means of the clusters are clustered again until one is left. FPL takes the coarsest partition that
+still has more than one cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn import functional
 
+from fedheal.core.arrays import Integers
 from fedheal.core.layout import Packed
 from fedheal.core.parameter import Parameter, declare_parameters
-from fedheal.local.finch_clustering import finch
 from fedheal.local.prototypes import Prototypes, check_messages, compare_cosine, get_known_classes
 from fedheal.local.term import Arrays, Batch, Context, ServerContext
 
@@ -88,3 +96,31 @@ def _average_clusters(vectors: Tensor) -> Tensor:
     """Cluster the rows and return the mean of each cluster."""
     labels = torch.from_numpy(finch(vectors.detach().cpu().numpy())).to(vectors.device)
     return torch.stack([vectors[labels == label].mean(dim=0) for label in range(int(labels.max()) + 1)])
+
+
+def finch(vectors: NDArray[Any]) -> Integers:
+    """Return the cluster of each row, by cosine distance.
+
+    >>> finch(np.array([[1, 0.0], [1, 0.1], [0.0, 1], [0.1, 1]])).tolist()
+    [0, 0, 1, 1]
+    """
+    points = vectors.astype(np.float64)
+    labels: Integers = np.arange(len(points), dtype=np.int64)
+    partition = np.zeros(len(points), np.int64)
+    while len(points) > 1:
+        merged = _join_first_neighbours(points)
+        clusters = int(merged.max()) + 1  # at most half as many, since each point joins another
+        if clusters == 1:
+            break
+        labels = partition = merged[labels]
+        points = np.stack([vectors[labels == k].astype(np.float64).mean(axis=0) for k in range(clusters)])
+    return partition
+
+
+def _join_first_neighbours(points: NDArray[np.float64]) -> Integers:
+    unit = points / np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-12)
+    similarity = unit @ unit.T
+    np.fill_diagonal(similarity, -np.inf)
+    nearest = similarity.argmax(axis=1)
+    graph = coo_array((np.ones(len(points)), (np.arange(len(points)), nearest)), shape=(len(points), len(points)))
+    return np.asarray(connected_components(graph, directed=False)[1], np.int64)

@@ -1,9 +1,8 @@
 """What FedProc, FedProto and FPL share: collecting and averaging class prototypes.
 
-A client's prototype of a class is the mean feature vector of its samples of that class, collected while it trains its last
-epoch. The server averages the clients' prototypes per class over the clients that have the class: all alike, by how many
-samples of it each has (`count`), or by the weights of the model's average (`p`). A class that no client has in a round keeps
-its previous prototype.
+A client's prototype of a class is the mean feature vector of its samples of that class in its last epoch. The server averages
+prototypes per class over the clients that have it: all alike, by how many samples each has (`count`), or by the weights of the
+model's average (`p`). A class that no client has in a round keeps its previous prototype.
 """
 
 from __future__ import annotations
@@ -44,7 +43,12 @@ class Prototypes(Term):
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
         assert batch.features is not None
         if batch.last_epoch:
-            _collect(batch.features.detach(), batch.y, ctx)
+            z = batch.features.detach()
+            if "total" not in ctx.scratch:
+                ctx.scratch["total"] = torch.zeros(ctx.classes, z.shape[1], device=z.device)
+                ctx.scratch["count"] = torch.zeros(ctx.classes, device=z.device)
+            ctx.scratch["total"].index_add_(0, batch.y, z.to(torch.float32))
+            ctx.scratch["count"].index_add_(0, batch.y, torch.ones_like(batch.y, dtype=torch.float32))
         return self.prototype_loss(batch, batch.features, ctx)
 
     def prototype_loss(self, batch: Batch, z: Tensor, ctx: Context) -> Tensor | None:
@@ -61,7 +65,20 @@ class Prototypes(Term):
         if not messages:
             return aggregated, shared
         previous = check_messages(messages, shared, ctx.layout)
-        return aggregated, _average(messages, previous, self.proto_weights, ctx)
+        prototypes = torch.stack([message["prototypes"] for message in messages])
+        count = torch.stack([message["count"] for message in messages])  # [k, classes]
+        shares = (count > 0).to(prototypes)
+        if self.proto_weights == "count":
+            shares = count.to(prototypes)
+        elif self.proto_weights == "p":
+            shares = shares * ctx.weights.to(prototypes)[:, None]
+        total = shares.sum(dim=0)
+        known = total > 0
+        mean = (shares[:, :, None] * prototypes).sum(dim=0) / total.where(known, 1.0)[:, None]
+        if previous:
+            mean = torch.where(known[:, None], mean, previous["prototypes"].to(mean))
+            known = known | previous["known"].to(known)
+        return aggregated, {"prototypes": mean, "known": known.to(torch.int64)}
 
 
 def get_known_classes(ctx: Context) -> Tensor | None:
@@ -77,8 +94,7 @@ def compare_cosine(z: Tensor, vectors: Tensor) -> Tensor:
 def check_messages(messages: Sequence[Arrays], shared: Arrays, layout: Layout) -> Arrays:
     """Raise ValueError if a message cannot hold this model's prototypes; return the shared values of the same shape, if any.
 
-    Otherwise the first client would set the shape for all others, though it may be the one with another model or classes. If
-    `head` is one linear layer, the layout gives the number of features and the largest number of classes.
+    If `head` is one linear layer, the layout gives the number of features and the largest number of classes.
     """
     head = {e.name.removeprefix("head."): e.shape for e in layout.entries if e.name.startswith("head.")}
     weight = head.get("weight", ())
@@ -97,30 +113,3 @@ def check_messages(messages: Sequence[Arrays], shared: Arrays, layout: Layout) -
             )
     is_same = "prototypes" in shared and all(shared["prototypes"].shape == m["prototypes"].shape for m in messages)
     return shared if is_same else {}
-
-
-def _collect(z: Tensor, y: Tensor, ctx: Context) -> None:
-    """Add a batch to the sums of features and the counts of samples per class."""
-    if "total" not in ctx.scratch:
-        ctx.scratch["total"] = torch.zeros(ctx.classes, z.shape[1], device=z.device)
-        ctx.scratch["count"] = torch.zeros(ctx.classes, device=z.device)
-    ctx.scratch["total"].index_add_(0, y, z.to(torch.float32))
-    ctx.scratch["count"].index_add_(0, y, torch.ones_like(y, dtype=torch.float32))
-
-
-def _average(messages: Sequence[Arrays], previous: Arrays, by: str, ctx: ServerContext) -> Arrays:
-    """Average per class over the clients that have it; a class that none has keeps its previous prototype."""
-    prototypes = torch.stack([message["prototypes"] for message in messages])
-    count = torch.stack([message["count"] for message in messages])  # [k, classes]
-    shares = (count > 0).to(prototypes)
-    if by == "count":
-        shares = count.to(prototypes)
-    elif by == "p":
-        shares = shares * ctx.weights.to(prototypes)[:, None]
-    total = shares.sum(dim=0)
-    known = total > 0
-    mean = (shares[:, :, None] * prototypes).sum(dim=0) / total.where(known, 1.0)[:, None]
-    if "prototypes" in previous:
-        mean = torch.where(known[:, None], mean, previous["prototypes"].to(mean))
-        known = known | previous["known"].to(known)
-    return {"prototypes": mean, "known": known.to(torch.int64)}

@@ -19,8 +19,7 @@ import torch
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.client_weights import FAIR_CONTROLS, PREFIX, get_cohort_weights, get_stored_weights, sum_weights
-from fedheal.local.gradients import add_to_gradients
-from fedheal.local.term import Arrays, Context, ServerContext, Term
+from fedheal.local.term import Arrays, Context, ServerContext, Term, add_to_gradients
 
 SCAFFOLD_OPTION = Parameter(
     "option",
@@ -79,21 +78,15 @@ class Scaffold(Term):
             model = replace(model, params=before.params + self.eta_g * (aggregated.params - before.params))
         if not messages:
             return model, shared
-        if self.fair_controls == "p":
-            return model, _average_controls(shared, ctx)
-        mean = torch.stack([message["change"] for message in messages]).mean(dim=0)
-        return model, {"c": shared["c"] + len(messages) / ctx.clients * mean}
+        if self.fair_controls == "uniform":
+            mean = torch.stack([message["change"] for message in messages]).mean(dim=0)
+            return model, {"c": shared["c"] + len(messages) / ctx.clients * mean}
+        weights = get_stored_weights(shared) | get_cohort_weights(ctx)
+        total, c = sum_weights(weights), torch.zeros_like(ctx.slots[ctx.updates.clients[0]]["c"])
+        for name, q in sorted(weights.items()):  # sorted: a restored state has another order, which would change sums
+            c += float(q) / total * ctx.slots[name.removeprefix(PREFIX)]["c"]
+        return model, {"c": c, **weights}
 
     def _get_controls(self, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
         c = ctx.shared["c"].to(ctx.received.params)
         return c, ctx.slot.get("c", torch.zeros_like(c))
-
-
-def _average_controls(shared: Arrays, ctx: ServerContext) -> Arrays:
-    """Compute `c = sum p_m c_m` over the clients seen so far, each with the weight it last had."""
-    weights = get_stored_weights(shared) | get_cohort_weights(ctx)
-    total = sum_weights(weights)
-    c = torch.zeros_like(ctx.slots[ctx.updates.clients[0]]["c"])
-    for name, q in sorted(weights.items()):  # sorted: a restored state has another order, which would change sums
-        c += float(q) / total * ctx.slots[name.removeprefix(PREFIX)]["c"]
-    return {"c": c, **weights}

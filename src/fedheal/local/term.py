@@ -24,66 +24,37 @@ Arrays = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """A training batch as `Term.loss` gets it.
+    """A training batch as `Term.loss` gets it."""
 
-    Attributes:
-        x: The normalised images.
-        y: The labels.
-        logits: The module's outputs.
-        ce: The mean cross-entropy.
-        features: The module's features, if a term has `features = True`.
-        last_epoch: Whether this is the client's last epoch of the round.
-    """
-
-    x: Tensor
-    y: Tensor
-    logits: Tensor
-    ce: Tensor
-    features: Tensor | None = None
-    last_epoch: bool = False
+    x: Tensor  # the normalised images
+    y: Tensor  # the labels
+    logits: Tensor  # the module's outputs
+    ce: Tensor  # the mean cross-entropy
+    features: Tensor | None = None  # the module's features, if a term has `features = True`
+    last_epoch: bool = False  # whether this is the client's last epoch of the round
 
 
 @dataclass(frozen=True)
 class Context:
-    """A client's round as the client-side hooks of a term get it.
+    """A client's round as the client-side hooks of a term get it."""
 
-    Attributes:
-        client: The client's id.
-        round: The number of the round, from 1.
-        rounds: How many rounds the run has.
-        lr: The learning rate.
-        momentum: The optimiser's momentum.
-        steps: How many steps the client takes this round.
-        classes: The number of classes.
-        module: The module in training.
-        layout: The module's layout.
-        received: The global model that the client received.
-        slot: What the term kept with this client.
-        shared: The term's shared values, as broadcast.
-        fit: Trains a second model: `fit(start, strength)` starts at `start` and adds a proximal term of that strength.
-        gradient: Returns the gradient of the mean loss over the client's data at these parameters, flat.
-        validate: Returns a model's loss and accuracy (0 to 1) on the examples that the client held out.
-        scratch: The term's own values for this client and round.
-        nets: Frozen copies of the module by name; an engine may reuse them for other clients.
-    """
-
-    client: str
-    round: int
-    rounds: int
+    client: str  # its id
+    round: int  # from 1
+    rounds: int  # how many the run has
     lr: float
     momentum: float
-    steps: int
-    classes: int
-    module: nn.Module
+    steps: int  # how many the client takes this round
+    classes: int  # how many there are
+    module: nn.Module  # in training
     layout: Layout
-    received: Packed
-    slot: Arrays
-    shared: Arrays
-    fit: Callable[..., Packed]
-    gradient: Callable[[Packed], Tensor]
-    validate: Callable[[Packed], tuple[float, float]]
-    scratch: dict[str, Any] = field(default_factory=dict)
-    nets: dict[str, nn.Module] = field(default_factory=dict)
+    received: Packed  # the global model that the client received
+    slot: Arrays  # what the term kept with this client
+    shared: Arrays  # the term's shared values, as broadcast
+    fit: Callable[..., Packed]  # `fit(start, strength)` trains a second model, with a proximal term of that strength
+    gradient: Callable[[Packed], Tensor]  # of the mean loss over the client's data at these parameters, flat
+    validate: Callable[[Packed], tuple[float, float]]  # loss and accuracy (0 to 1) on the client's held-out examples
+    scratch: dict[str, Any] = field(default_factory=dict)  # the term's own values for this client and round
+    nets: dict[str, nn.Module] = field(default_factory=dict)  # frozen copies by name; reused for other clients
 
     def net(self, name: str, model: Packed) -> nn.Module:
         """Return the frozen copy of the module of that name, in evaluation mode, with these values."""
@@ -111,45 +82,26 @@ class Context:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """A round as `Term.absorb` gets it.
+    """A round as `Term.absorb` gets it."""
 
-    Attributes:
-        round: The number of the round, from 1.
-        rounds: How many rounds the run has.
-        clients: How many clients the federation has.
-        updates: The updates of the accepted clients.
-        weights: Their weights in the average, float64 `[k]`, sum 1.
-        unnormalised_weights: Their weights before these were normalised over this cohort, float64 `[k]`.
-        layout: The model's layout.
-        slots: The slots of all clients seen so far, after this round. Empty where slots stay on the clients (Flower).
-    """
-
-    round: int
-    rounds: int
-    clients: int
-    updates: Updates
-    weights: Tensor
-    unnormalised_weights: Tensor
+    round: int  # from 1
+    rounds: int  # how many the run has
+    clients: int  # how many the federation has
+    updates: Updates  # of the accepted clients
+    weights: Tensor  # theirs in the average, float64 `[k]`, sum 1
+    unnormalised_weights: Tensor  # the same before they were normalised over this cohort
     layout: Layout
-    slots: Mapping[str, Arrays]
+    slots: Mapping[str, Arrays]  # of all clients seen so far, after this round; empty if they stay on clients (Flower)
 
 
 class Term:
-    """Base class of local terms. Every hook does nothing by default; override those the method needs.
+    """Base class of local terms. Every hook does nothing by default; override those the method needs."""
 
-    Attributes:
-        features: Whether the term needs a module with `features` and `head`.
-        clip: The largest norm of the gradient, or None.
-        personalised: Whether clients evaluate models of their own.
-        validates: Whether clients hold examples out of their training data.
-        sends: The shared values that the server sends to every client.
-    """
-
-    features: bool = False
-    clip: float | None = None
-    personalised: bool = False
-    validates: bool = False
-    sends: tuple[str, ...] = ()
+    features: bool = False  # whether it needs a module with `features` and `head`
+    clip: float | None = None  # the largest norm of the gradient
+    personalised: bool = False  # whether clients evaluate models of their own
+    validates: bool = False  # whether clients hold examples out of their training data
+    sends: tuple[str, ...] = ()  # the shared values that the server sends to every client
 
     def init(self, layout: Layout) -> Arrays:
         """Return the shared values before the first round."""
@@ -198,10 +150,7 @@ class Term:
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
-        """Take the last part of the server step: return the global model and the new shared values.
-
-        `before` is the previous global model, `aggregated` the one that the server made from this round's updates.
-        """
+        """Return the global model and the new shared values; `aggregated` is the model made from this round's updates."""
         return aggregated, shared
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
@@ -210,12 +159,24 @@ class Term:
 
 
 def effective_step(lr: float, momentum: float, steps: int) -> float:
-    """Return how far K momentum steps on a constant unit gradient move: `eta * A_K`.
-
-    `A_K = [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho)`; without momentum `eta K`.
+    """Return how far K steps on a constant unit gradient move, `eta [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho)`.
 
     >>> round(effective_step(1.0, 0.9, 10), 1), effective_step(0.5, 0.0, 4)
     (41.4, 2.0)
     """
     rho = momentum
     return lr * (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+
+
+def add_to_gradients(ctx: Context, tensors: Sequence[Tensor], strength: float = 1.0) -> None:
+    """Add `strength * tensors` to the gradients of the parameters in training."""
+    rows = [(p.grad, tensor) for p, tensor in zip(ctx.params, tensors, strict=True) if p.grad is not None]
+    if rows:
+        grads, addends = (list(column) for column in zip(*rows, strict=True))
+        torch._foreach_add_(grads, addends, alpha=strength)
+
+
+@torch.no_grad()
+def add_proximal_gradient(ctx: Context, anchor: Sequence[Tensor], strength: float) -> None:
+    """Add `strength * (w - anchor)` to the gradients of the parameters in training."""
+    add_to_gradients(ctx, torch._foreach_sub(ctx.params, list(anchor)), strength)

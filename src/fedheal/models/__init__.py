@@ -1,12 +1,8 @@
 """Models by name, and models of your own.
 
-A model maps a batch of images to logits. The models here also have `features(x)` (pooled, [N, feature_size])
-and `head`, with `forward(x) = head(features(x))`. Methods that use representations (MOON, FedProto, FedProc, FPL)
-need these; all others accept any `torch.nn.Module`. Initial values depend on torch's global generator alone:
-seed it before `build`.
-
-A model of your own is named by import path, "package.module:factory". The factory is called with `classes=` and
-the keyword arguments of `build`.
+A model maps a batch of images to logits. The models here also have `features(x)` (pooled, [N, feature_size]) and `head`, with
+`forward(x) = head(features(x))`, which methods that use representations need (MOON, FedProto, FedProc, FPL); all others accept
+any `torch.nn.Module`. Initial values depend on torch's global generator alone: seed it before `build`.
 """
 
 from __future__ import annotations
@@ -25,9 +21,7 @@ from fedheal.models.small_cnn import SmallCNN
 
 __all__ = ["MODELS", "ResNet", "SmallCNN", "build", "build_resnet"]
 
-Factory = Callable[..., nn.Module]
-
-MODELS: dict[str, Factory] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_cnn": SmallCNN,
     **{f"resnet{depth}": partial(build_resnet, depth=depth) for depth in BLOCKS},
 }
@@ -37,7 +31,7 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
     """Build a model.
 
     Args:
-        name: A key of `MODELS`, or the import path of a factory, "package.module:factory".
+        name: A key of `MODELS`, or the import path of your own factory, "package.module:factory".
         classes: The number of outputs.
         **kwargs: Further arguments of the factory, e.g. `width`.
 
@@ -50,7 +44,12 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
     >>> build("small_cnn", classes=10, width=4).feature_size
     256
     """
-    factory = import_function("model", name) if ":" in name else _find_factory(name)
+    if ":" not in name and name not in MODELS:
+        raise ValueError(
+            f"there is no model {name!r}; choose one of {', '.join(MODELS)}, "
+            "or name your own factory by import path, 'package.module:factory'"
+        )
+    factory = import_function("model", name) if ":" in name else MODELS[name]
     try:
         inspect.signature(factory).bind(classes=classes, **kwargs)
     except TypeError as error:
@@ -65,12 +64,3 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model's factory {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
-
-
-def _find_factory(name: str) -> Factory:
-    if name not in MODELS:
-        raise ValueError(
-            f"there is no model {name!r}; choose one of {', '.join(MODELS)}, "
-            "or name your own factory by import path, 'package.module:factory'"
-        )
-    return MODELS[name]

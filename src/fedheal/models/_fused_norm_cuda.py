@@ -38,44 +38,17 @@ class NormRelu(torch.autograd.Function):
     ) -> Tensor:
         rows, channels = x.numel() // x.shape[1], x.shape[1]
         width, max_chunks, chunks, chunk_rows = _choose_tiles(rows, channels)
-        partials, statistics = (
-            torch.empty(2, chunks, channels, device=x.device),
-            torch.empty(2, channels, device=x.device),
-        )
-        _moments[(chunks, channels // width)](
-            x, partials, rows, chunk_rows, channels, chunks, tile_rows=TILE_ROWS, width=width
-        )
+        partials, statistics = _allocate_sums(x, chunks)
+        sizes, running = (rows, chunk_rows, channels, chunks), (running_mean, running_var, batches_tracked)
+        _moments[(chunks, channels // width)](x, partials, *sizes, tile_rows=TILE_ROWS, width=width)
         _statistics[(channels // TOTAL_CHANNELS,)](
-            partials,
-            statistics,
-            running_mean,
-            running_var,
-            batches_tracked,
-            rows,
-            chunk_rows,
-            channels,
-            chunks,
-            momentum,
-            eps,
-            max_chunks=max_chunks,
-            total_channels=TOTAL_CHANNELS,
+            partials, statistics, *running, *sizes, momentum, eps, max_chunks=max_chunks, total_channels=TOTAL_CHANNELS
         )
         y = torch.empty_like(x)
-        _apply[(triton.cdiv(rows, TILE_ROWS), channels // width)](
-            x,
-            y if shortcut is None else shortcut,
-            y,
-            statistics,
-            weight,
-            bias,
-            rows,
-            channels,
-            tile_rows=TILE_ROWS,
-            width=width,
-            has_shortcut=shortcut is not None,
-            relu=relu,
-        )
         ctx.relu, ctx.has_shortcut = relu, shortcut is not None
+        tensors = (x, y if shortcut is None else shortcut, y, statistics, weight, bias)
+        flags = {"tile_rows": TILE_ROWS, "width": width, "has_shortcut": ctx.has_shortcut, "relu": relu}
+        _apply[(triton.cdiv(rows, TILE_ROWS), channels // width)](*tensors, rows, channels, **flags)
         # Where ReLU was active follows from the input, unless a shortcut was added.
         ctx.save_for_backward(x, y if relu and ctx.has_shortcut else x, weight, bias, statistics)
         return y
@@ -87,23 +60,11 @@ class NormRelu(torch.autograd.Function):
         dy = gradient.contiguous(memory_format=torch.channels_last)
         rows, channels = x.numel() // x.shape[1], x.shape[1]
         width, max_chunks, chunks, chunk_rows = _choose_tiles(rows, channels)
-        partials, totals = torch.empty(2, chunks, channels, device=x.device), torch.empty(2, channels, device=x.device)
+        partials, totals = _allocate_sums(x, chunks)
+        saved = (dy, x, y, statistics)
+        flags = {"tile_rows": TILE_ROWS, "width": width, "relu": ctx.relu, "has_shortcut": ctx.has_shortcut}
         _gradient_sums[(chunks, channels // width)](
-            dy,
-            x,
-            y,
-            statistics,
-            weight,
-            bias,
-            partials,
-            rows,
-            chunk_rows,
-            channels,
-            chunks,
-            tile_rows=TILE_ROWS,
-            width=width,
-            relu=ctx.relu,
-            has_shortcut=ctx.has_shortcut,
+            *saved, weight, bias, partials, rows, chunk_rows, channels, chunks, **flags
         )
         _reduce_sums[(channels // TOTAL_CHANNELS,)](
             partials, totals, channels, chunks, max_chunks=max_chunks, total_channels=TOTAL_CHANNELS
@@ -112,24 +73,15 @@ class NormRelu(torch.autograd.Function):
         # Without ReLU the shortcut's gradient is dy itself.
         shortcut_gradient = torch.empty_like(x) if ctx.has_shortcut and ctx.relu else dy
         _input_gradient[(triton.cdiv(rows, TILE_ROWS), channels // width)](
-            dy,
-            x,
-            y,
-            statistics,
-            totals,
-            weight,
-            bias,
-            dx,
-            shortcut_gradient,
-            rows,
-            channels,
-            tile_rows=TILE_ROWS,
-            width=width,
-            relu=ctx.relu,
-            has_shortcut=ctx.has_shortcut,
+            *saved, totals, weight, bias, dx, shortcut_gradient, rows, channels, **flags
         )
         dbias, dweight = totals
         return dx, shortcut_gradient if ctx.has_shortcut else None, dweight, dbias, None, None, None, None, None, None
+
+
+def _allocate_sums(x: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """Return memory for two sums per channel: of each chunk, and in total."""
+    return torch.empty(2, chunks, x.shape[1], device=x.device), torch.empty(2, x.shape[1], device=x.device)
 
 
 def _choose_tiles(rows: int, channels: int) -> tuple[int, int, int, int]:

@@ -68,12 +68,9 @@ class ResNet(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(channels, width, kernel_size=3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         )
-        self.groups = nn.Sequential(
-            _make_group(width, width, 1, blocks[0]),
-            _make_group(width, 2 * width, 2, blocks[1]),
-            _make_group(2 * width, 4 * width, 2, blocks[2]),
-            _make_group(4 * width, 8 * width, 2, blocks[3]),
-        )
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        groups = zip(widths, widths[1:], (1, 2, 2, 2), blocks, strict=False)
+        self.groups = nn.Sequential(*(_make_group(*group) for group in groups))
         self.head = nn.Linear(self.feature_size, classes)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,6 +87,5 @@ class ResNet(nn.Module):
 def build_resnet(classes: int, depth: int = 10, width: int = 64, channels: int = 3) -> ResNet:
     """Return a residual network of 10, 12, 18, 20 or 34 layers."""
     if depth not in BLOCKS:
-        depths = ", ".join(str(layers) for layers in BLOCKS)
-        raise ValueError(f"depth = {depth}: there is no such ResNet; use one of {depths}")
+        raise ValueError(f"depth = {depth}: there is no such ResNet; use one of {', '.join(map(str, BLOCKS))}")
     return ResNet(BLOCKS[depth], classes, width, channels)

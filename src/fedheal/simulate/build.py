@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fedheal.core.errors import suggest
 from fedheal.core.layout import Layout
 from fedheal.core.rng import derive
 from fedheal.data.augment import normalise_images
-from fedheal.data.domains import Domain, Domains, Split
+from fedheal.data.domains import Domains, Split
 from fedheal.data.on_disk import multiply_fraction
 from fedheal.data.partition import Client, partition_samples
 from fedheal.engine.precision import resolve_precision
@@ -28,9 +28,8 @@ from fedheal.simulate.model_checks import check_evaluates, check_model, check_tr
 
 def make_data_request(experiment: Experiment) -> datasets.DataRequest:
     """Return which data the experiment asks for."""
-    return datasets.DataRequest(
-        experiment.data_root, experiment.allow_missing, experiment.classes, experiment.image_size
-    )
+    e = experiment
+    return datasets.DataRequest(e.data_root, e.allow_missing, e.classes, e.image_size)
 
 
 def load_domains(experiment: Experiment) -> Domains:
@@ -39,11 +38,7 @@ def load_domains(experiment: Experiment) -> Domains:
 
 
 def build_federation(experiment: Experiment, domains: Domains, device: torch.device) -> Federation:
-    """Build the experiment's parts on a device.
-
-    Raises:
-        ValueError: The method, the model and the data do not fit each other.
-    """
+    """Build the experiment's parts on a device; raise ValueError if its method, model and data do not fit each other."""
     for domain in domains.domains:
         if not len(domain.test):
             raise ValueError(
@@ -59,10 +54,10 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
         raise ValueError(
             f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none"
         )
-    training = _choose_training(experiment)
+    settings = vars(experiment) | dict(method.training)  # a method may ask for its own momentum and weight decay
+    training = Training(**{field.name: settings[field.name] for field in fields(Training)})
     train, validation = _split_examples(experiment, domains, clients, device)
-    precision = resolve_precision(experiment.precision, device)
-    _check_model(experiment, module, domains, train, training, precision)
+    check_model(module, experiment.model)
     local_training = LocalTraining(
         module=module,
         layout=Layout.of(module),
@@ -75,14 +70,15 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
         terms=method.local,
         received_loss="loss" in method.aggregator.stage.needs,
         validation=validation,
-        precision=precision,
+        precision=resolve_precision(experiment.precision, device),
     )
+    _try_model(experiment.model, local_training, domains)
     return Federation(
         local_training=local_training,
         clients=tuple(train),
         aggregator=replace(method.aggregator, on_bad_update=experiment.on_bad_update),
         server=build_server_optimizer(experiment),
-        tests={d.name: Split(d.test.images.to(device), d.test.labels.to(device)) for d in domains.domains},
+        tests={d.name: _move_split(d.test, device) for d in domains.domains},
         client_domains={client.id: client.domain for client in clients},
         validation=validation,
         participation=experiment.participation,
@@ -122,11 +118,9 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
     sizes = {d.name: len(d.labels) for d in domains.domains}
     default_numbers = dict(zip(names, domains.clients_per_domain, strict=True))
     numbers = _fill_per_domain("clients_per_domain", experiment.clients_per_domain, default_numbers)
-    samples = {
-        name: number or sizes[name] // numbers[name]
-        for name, number in zip(names, domains.samples_per_client, strict=True)
-    }
-    samples = _apply_fraction(experiment, domains, samples)
+    defaults = dict(zip(names, domains.samples_per_client, strict=True))
+    samples = {name: number or sizes[name] // numbers[name] for name, number in defaults.items()}
+    samples |= _apply_fraction(experiment, domains)
     clients = partition_samples(
         sizes,
         numbers,
@@ -142,9 +136,8 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
         if unknown:
             raise ValueError(f"{key} names '{unknown[0]}'{suggest(unknown[0], sorted(known))}; the domains are {names}")
     if not any(takes_part(experiment, client) for client in clients):
-        raise ValueError(
-            f"only = {list(experiment.only)} and without = {list(experiment.without)} leave no client to train"
-        )
+        only, without = list(experiment.only), list(experiment.without)
+        raise ValueError(f"only = {only} and without = {without} leave no client to train")
     return clients
 
 
@@ -154,33 +147,24 @@ def takes_part(experiment: Experiment, client: Client) -> bool:
     return (not experiment.only or bool(names & set(experiment.only))) and not names & set(experiment.without)
 
 
-def _choose_training(experiment: Experiment) -> Training:
-    """Return the settings of local training; a method may ask for its own momentum and weight decay."""
-    settings = {"momentum": experiment.momentum, "weight_decay": experiment.weight_decay}
-    settings |= experiment.resolved_method.training
-    return Training(
-        lr=experiment.lr,
-        batch_size=experiment.batch_size,
-        epochs=experiment.epochs,
-        steps=experiment.steps,
-        momentum=settings["momentum"],
-        weight_decay=settings["weight_decay"],
-        augment=experiment.augment,
-    )
-
-
 def _split_examples(
     experiment: Experiment, domains: Domains, clients: tuple[Client, ...], device: torch.device
 ) -> tuple[dict[str, Split], dict[str, Split]]:
     """Return the examples that each client trains with, and those that it holds out, on the device."""
     train, validation, by_domain = dict[str, Split](), dict[str, Split](), dict[str, Split]()
     for client in clients:
-        train_indices, validation_indices = _hold_out(experiment, client)
+        indices, domain = client.indices, domains[client.domain]  # in random order
+        number = round(experiment.validation * len(indices))
+        cut = len(indices) - number
+        if experiment.validation and not 0 < number < len(indices):
+            raise ValueError(
+                f"validation = {experiment.validation}: of the {len(indices)} examples of client '{client.id}' this leaves "
+                f"{number} to validate and {cut} to train with"
+            )
         if takes_part(experiment, client):
-            train[client.id] = _take_examples(domains[client.domain], train_indices, device)
-            by_domain[client.domain] = train[client.id]
+            train[client.id] = by_domain[client.domain] = _move_split(domain.select(indices[:cut]), device)
         if experiment.validation:
-            validation[client.id] = _take_examples(domains[client.domain], validation_indices, device)
+            validation[client.id] = _move_split(domain.select(indices[cut:]), device)
     _check_image_sizes(experiment, by_domain, device)
     if experiment.pool:
         images = torch.cat([split.images for split in train.values()])
@@ -189,20 +173,7 @@ def _split_examples(
     return train, validation
 
 
-def _hold_out(experiment: Experiment, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of a client's training and validation examples; their order is random already."""
-    number = round(experiment.validation * len(client.indices))
-    if experiment.validation and not 0 < number < len(client.indices):
-        raise ValueError(
-            f"validation = {experiment.validation}: of the {len(client.indices)} examples of client '{client.id}' this "
-            f"leaves {number} to validate and {len(client.indices) - number} to train with"
-        )
-    cut = len(client.indices) - number
-    return client.indices[:cut], client.indices[cut:]
-
-
-def _take_examples(domain: Domain, indices: torch.Tensor, device: torch.device) -> Split:
-    split = domain.select(indices)
+def _move_split(split: Split, device: torch.device) -> Split:
     return Split(split.images.to(device), split.labels.to(device))
 
 
@@ -219,52 +190,32 @@ def _check_image_sizes(experiment: Experiment, by_domain: Mapping[str, Split], d
         raise ValueError(f"{problem}, which only engine=serial supports: give that, or bring them to one size")
 
 
-def _check_model(
-    experiment: Experiment,
-    module: nn.Module,
-    domains: Domains,
-    train: Mapping[str, Split],
-    training: Training,
-    precision: str,
-) -> None:
+def _try_model(name: str, local: LocalTraining, domains: Domains) -> None:
     """Try the model on one image of each shape: evaluate it and, where clients train with that shape, train it."""
-    check_model(module, experiment.model)
-    features = any(term.features for term in experiment.resolved_method.local)
-    device = next(module.parameters()).device
-    splits = [*train.values(), *(domain.test for domain in reversed(domains.domains))]
+    features = any(term.features for term in local.terms)
+    splits = [*local.examples.values(), *(domain.test for domain in reversed(domains.domains))]
     for shape, image in {split.images.shape[1:]: split.images[:1] for split in splits}.items():
-        sample, classes = normalise_images(image.to(device)), len(domains.classes)
-        check_evaluates(module, experiment.model, sample, classes)
-        sizes = {client: len(split) for client, split in train.items() if split.images.shape[1:] == shape}
-        single = next((client for client, size in sizes.items() if find_smallest_batch_size(size, training) == 1), None)
+        sample = normalise_images(image.to(local.device))
+        check_evaluates(local.module, name, sample, local.classes)
+        sizes = {client: len(split) for client, split in local.examples.items() if split.images.shape[1:] == shape}
+        singles = [client for client, size in sizes.items() if find_smallest_batch_size(size, local.training) == 1]
         if sizes:
-            check_trains(module, experiment.model, sample, classes, single, features, precision)
+            single = singles[0] if singles else None
+            check_trains(local.module, name, sample, local.classes, single, features, local.precision)
 
 
-def _fill_per_domain(field: str, setting: int | dict[str, int] | None, defaults: dict[str, int]) -> dict[str, int]:
-    """Return one number per domain: the setting, or the data set's default where it says nothing."""
+def _fill_per_domain(field: str, setting: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one number per domain: the setting, or the default where it says nothing."""
     if not isinstance(setting, dict):
         return {name: setting or number for name, number in defaults.items()}
-    _check_domain_names(field, setting, defaults)
-    return defaults | setting
-
-
-def _apply_fraction(experiment: Experiment, domains: Domains, samples: dict[str, int]) -> dict[str, int]:
-    """Return the samples per client where they are given as a fraction of the whole training set."""
-    fraction = experiment.fraction
-    if fraction is None:
-        return samples
-    if isinstance(fraction, dict):
-        _check_domain_names("fraction", fraction, samples)
-    samples = dict(samples)
-    for domain in domains.domains:
-        part = fraction.get(domain.name) if isinstance(fraction, dict) else fraction
-        if part is not None:
-            samples[domain.name] = multiply_fraction(part, domain.nominal or len(domain.labels))
-    return samples
-
-
-def _check_domain_names(field: str, setting: Mapping[str, Any], names: Mapping[str, Any]) -> None:
     for name in setting:
-        if name not in names:
-            raise ValueError(f"{field} names '{name}'{suggest(name, list(names))}; the domains are {list(names)}")
+        if name not in defaults:
+            raise ValueError(f"{field} names '{name}'{suggest(name, list(defaults))}; the domains are {list(defaults)}")
+    return {**defaults, **setting}
+
+
+def _apply_fraction(experiment: Experiment, domains: Domains) -> dict[str, int]:
+    """Return the samples per client where they are given as a fraction of the whole training set."""
+    sizes = {d.name: d.nominal or len(d.labels) for d in domains.domains}
+    parts = _fill_per_domain("fraction", experiment.fraction, dict.fromkeys(sizes))
+    return {name: multiply_fraction(part, sizes[name]) for name, part in parts.items() if part is not None}

@@ -9,11 +9,7 @@ import torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of that name; `auto` is a GPU where there is one.
-
-    Raises:
-        ValueError: The device cannot be used on this machine.
-    """
+    """Return the device of that name (`auto` is a GPU where there is one); raise ValueError if it cannot be used here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -22,11 +22,7 @@ from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import FREE
 
 # Fields that may have one value for each domain.
-PER_DOMAIN: dict[str, type[int] | type[float]] = {
-    "clients_per_domain": int,
-    "samples_per_client": int,
-    "fraction": float,
-}
+PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
 
 
 class Experiment(BaseModel):
@@ -105,7 +101,10 @@ class Experiment(BaseModel):
         for key, kind in PER_DOMAIN.items():
             if fields.get(key) is not None:
                 fields[key] = parse_per_domain(key, fields[key], kind)
-        _check_exclusive(fields)
+        for first, second in (("samples_per_client", "fraction"), ("dirichlet", "class_filling")):
+            if fields.get(first) and fields.get(second):
+                both = f"{first} = {fields[first]} and {second} = {fields[second]}"
+                raise ValueError(f"{both} exclude each other: give one of them")
         protocol = datasets.get_protocol(str(fields.get("data", "embedded")))
         method = fields.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
@@ -195,7 +194,7 @@ def parse_override(word: str) -> tuple[str, Any]:
     return key, value if key != "name" or isinstance(value, str) else text  # 5 and 2024-01-01 are names, too
 
 
-def parse_per_domain(field: str, value: Any, kind: type[int] | type[float]) -> Any:
+def parse_per_domain(field: str, value: Any, kind: type) -> Any:
     """Check a number, or one number per domain, which may also be given as words: `mnist=5 usps=3`.
 
     >>> parse_per_domain("clients_per_domain", "mnist=5 usps=3", int)
@@ -225,10 +224,7 @@ def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict
 
 
 def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping[str, Any]) -> Method:
-    """Return the method with these parameters, and with the data set's defaults of FedHEAL that its name does not set.
-
-    Raise ValueError if a key is no parameter: a mistyped key may have meant a field.
-    """
+    """Return the method with these parameters, and with the data set's defaults of FedHEAL that its name does not set."""
     method = methods.get(name)
     known = method.parameters
     for key in parameters:
@@ -238,18 +234,8 @@ def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping
             raise ValueError(f"unknown field '{key}'{close}; the parameters of method '{name}' are: {takes}")
     explicit = {key for part in method.parts for key in part.explicit}
     # Other methods' parameters may share a name: FedFV's tau is a number of rounds.
-    missing = {
-        key: value for key, value in defaults.items() if isinstance(known.get(key), float) and key not in explicit
-    }
+    missing = {k: v for k, v in defaults.items() if isinstance(known.get(k), float) and k not in explicit}
     return methods.get(name, **missing | dict(parameters)) if missing or parameters else method
-
-
-def _check_exclusive(fields: Mapping[str, Any]) -> None:
-    for first, second in (("samples_per_client", "fraction"), ("dirichlet", "class_filling")):
-        if fields.get(first) and fields.get(second):
-            raise ValueError(
-                f"{first} = {fields[first]} and {second} = {fields[second]} exclude each other: give one of them"
-            )
 
 
 def _describe_error(error: ValidationError) -> str:

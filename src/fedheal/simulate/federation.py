@@ -14,29 +14,17 @@ from fedheal.methods.server_step import ServerStep
 
 @dataclass(frozen=True)
 class Federation:
-    """A run's fixed parts: its clients, how they train, how the server aggregates, and how the model is evaluated.
-
-    Args:
-        local_training: What an engine needs to train a client.
-        clients: The clients that train.
-        aggregator: Turns a cohort's updates into a model.
-        server: The server optimiser.
-        tests: The test examples of each domain.
-        client_domains: The domain of every client, whether it trains or not.
-        validation: The examples that each client holds out of its training data.
-        participation: The share of clients that a cohort has.
-        dropout: The probability that a client of the cohort does not reply.
-    """
+    """A run's fixed parts: its clients, how they train, how the server aggregates, and how the model is evaluated."""
 
     local_training: LocalTraining
-    clients: tuple[str, ...]
+    clients: tuple[str, ...]  # those that train
     aggregator: Aggregator
-    server: Server
-    tests: Mapping[str, Split]
-    client_domains: Mapping[str, str]
-    validation: Mapping[str, Split] = field(default_factory=dict)
-    participation: float = 1.0
-    dropout: float = 0.0
+    server: Server  # the server optimiser
+    tests: Mapping[str, Split]  # the test examples of each domain
+    client_domains: Mapping[str, str]  # the domain of every client, whether it trains or not
+    validation: Mapping[str, Split] = field(default_factory=dict)  # what each client holds out of its training data
+    participation: float = 1.0  # the share of clients that a cohort has
+    dropout: float = 0.0  # the probability that a client of the cohort does not reply
 
     @property
     def server_step(self) -> ServerStep:

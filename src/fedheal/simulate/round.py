@@ -24,20 +24,19 @@ from fedheal.simulate.federation import Federation
 
 def initial_state(federation: Federation) -> RunState:
     """Return the state before the first round: the model as it was built, and empty histories."""
-    local_training = federation.local_training
-    model = local_training.layout.pack(local_training.module.state_dict())
-    device = model.params.device
-    terms = []
-    for term in local_training.terms:
-        shared = {name: tensor.to(device) for name, tensor in term.init(local_training.layout).items()}
-        terms.append(TermState(shared, {}))
+    local_training, layout = federation.local_training, federation.local_training.layout
+    model = layout.pack(local_training.module.state_dict())
+    shared = [
+        {name: tensor.to(model.params.device) for name, tensor in term.init(layout).items()}
+        for term in local_training.terms
+    ]
     return RunState(
         round=0,
         seed=local_training.seed,
         model=model,
-        aggregator=federation.aggregator.init(local_training.layout),
+        aggregator=federation.aggregator.init(layout),
         server=federation.server.init(),
-        terms=tuple(terms),
+        terms=tuple(TermState(values, {}) for values in shared),
     )
 
 
@@ -48,20 +47,9 @@ def run_round(
     evaluate: bool = True,
     before_server_step: Callable[[], None] = lambda: None,
 ) -> tuple[RunState, RoundRecord]:
-    """Run one round.
+    """Run one round; return the state after it and its record. Raise ValueError if the model would become non-finite.
 
-    Args:
-        federation: The run's fixed parts.
-        state: The state before the round. Its buffers are reused: it must not be used again.
-        engine: The engine that trains the clients.
-        evaluate: Whether to evaluate the model after the round.
-        before_server_step: Called once all clients have trained; from then on `state` is no longer whole.
-
-    Returns:
-        The state after the round and the round's record.
-
-    Raises:
-        ValueError: The server step would make the global model non-finite.
+    The buffers of `state` are reused: it must not be used again once `before_server_step` is called, after training.
     """
     number, clock = state.round + 1, Clock()
     cohort = sample_cohort(federation, state.seed, number)
@@ -132,11 +120,7 @@ def drops_out(federation: Federation, seed: int, number: int, client: str) -> bo
 def measure_traffic(
     federation: Federation, state: RunState, cohort: Sequence[str], replies: Mapping[str, ClientTerms]
 ) -> tuple[int, int]:
-    """Return the bytes that travel to a cohort and back.
-
-    These are the model, less the part that a client keeps to itself; what the terms broadcast and send; and 8 bytes for each
-    metric that the aggregation needs.
-    """
+    """Return the bytes to a cohort and back: the model, less what clients keep, the terms' values, and 8 bytes a metric."""
     local_training, model = federation.local_training, state.model
     model_bytes = sum(vector.nbytes for vector in (model.params, model.buffers, model.counters))
     down, up_each = model_bytes * len(cohort), model_bytes

@@ -40,31 +40,20 @@ from fedheal.version import __version__
 
 log = logging.getLogger("fedheal")
 
-# The fields of a result that a finished run is read back from.
-NEEDED = ("method", "domains", "averaged", "classes", "avg", "std", "worst")
+REQUIRED_FIELDS = ("method", "domains", "averaged", "classes", "avg", "std", "worst")  # to read a result back
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run. Accuracies are in percent, means of the last five evaluated rounds.
+    """The result of a run. Accuracies are in percent, means of the last five evaluated rounds."""
 
-    Attributes:
-        domains: The accuracy of each domain.
-        avg: Their mean.
-        std: Their sample standard deviation.
-        worst: The lowest of them.
-        history: The record of every round.
-        model: The final model.
-        summary: The contents of `result.json`.
-    """
-
-    domains: Mapping[str, float]
+    domains: Mapping[str, float]  # the accuracy of each domain
     avg: float
-    std: float
+    std: float  # the sample standard deviation
     worst: float
-    history: tuple[RoundRecord, ...]
-    model: nn.Module
-    summary: Mapping[str, Any]
+    history: tuple[RoundRecord, ...]  # the record of every round
+    model: nn.Module  # the final model
+    summary: Mapping[str, Any]  # the contents of `result.json`
 
 
 def run(
@@ -98,7 +87,8 @@ def run(
         precision = resolve_precision(experiment.precision, device)
         stack.enter_context(use_precision(precision, experiment.deterministic, device))
         federation = build_federation(experiment, domains, device)  # before the folder: a failure leaves no trace
-        data_identity = _identify_data(federation, domains)
+        used = fingerprint_used(federation.local_training.examples, federation.tests)
+        data_identity = {"fingerprint": used, "classes": list(domains.classes)}
         checkpoint, history = None, list[RoundRecord]()
         if folder is not None:
             _prepare_folder(folder, experiment)
@@ -106,7 +96,7 @@ def run(
                 stack.enter_context(hold_lock(folder))
             checkpoint, history = _open_folder(folder, experiment, resume, data_identity)
             if _is_finished(folder):
-                return _read_finished(folder, history)
+                return _make_result(files.read_result(folder, REQUIRED_FIELDS), history, load(folder))
         state = initial_state(federation) if checkpoint is None else RunState.from_arrays(*checkpoint, device)
         show_progress = is_interactive() if progress is None else progress
         watchers = [*callbacks, *([Progress()] if show_progress else [])]
@@ -114,11 +104,13 @@ def run(
             stack.enter_context(callback)
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         saver = _Saver(folder, experiment, data_identity, state)
-        state = _train_to_end(experiment, federation, state, history, saver, watchers)
+        state = _train_to_end(federation, state, history, saver, watchers)
         members = sorted(federation.client_domains)
         model = select_evaluated_model(federation, state.model, state.terms, members)
         federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
-        result = _make_result(experiment, history, state, federation, domains, data_identity)
+        facts = _describe_run(experiment, state, federation, domains)
+        summary = summarise_run(history, **facts, used_fingerprint=used)
+        result = _make_result(summary, history, federation.local_training.module)
         if folder is not None:
             files.save_tensors(folder / "model.safetensors", result.model.state_dict())
             files.write_result(folder, result.summary)
@@ -165,19 +157,13 @@ def check_folder_owner(folder: Path, experiment: Experiment) -> None:
 
 
 def _train_to_end(
-    experiment: Experiment,
-    federation: Federation,
-    state: RunState,
-    history: list[RoundRecord],
-    saver: _Saver,
-    watchers: Sequence[Callback],
+    federation: Federation, state: RunState, history: list[RoundRecord], saver: _Saver, watchers: Sequence[Callback]
 ) -> RunState:
     """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong."""
-    opened = open_engine(
-        federation.local_training, experiment.engine, experiment.workers, experiment.threads, experiment.lanes
-    )
+    e = saver.experiment
+    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes)
     with opened as engine, Interrupts() as interrupts:
-        rounds = run_rounds(federation, state, engine, experiment.rounds, experiment.eval_every, interrupts.hold)
+        rounds = run_rounds(federation, state, engine, e.rounds, e.eval_every, interrupts.hold)
         try:
             for after, record in rounds:
                 state = after
@@ -216,12 +202,6 @@ class _Saver:
             described = {**described, "used": self.data_identity}
             files.save_checkpoint(self.folder, state.round, arrays, described, self.experiment.identity)
             self.saved_round, self.saved_at = state.round, time.monotonic()
-
-
-def _identify_data(federation: Federation, domains: Domains) -> dict[str, Any]:
-    """Return what distinguishes the data that a run uses from any other."""
-    used = fingerprint_used(federation.local_training.examples, federation.tests)
-    return {"fingerprint": used, "classes": list(domains.classes)}
 
 
 def _prepare_folder(folder: Path, experiment: Experiment) -> None:
@@ -265,61 +245,30 @@ def _has_rounds(folder: Path) -> bool:
     return _is_finished(folder) or bool(files.list_checkpoints(folder)) or bool(files.read_rounds(folder))
 
 
-def _read_finished(folder: Path, history: list[RoundRecord]) -> Result:
-    summary = files.read_result(folder, NEEDED)
+def _make_result(summary: Mapping[str, Any], history: list[RoundRecord], model: nn.Module) -> Result:
     accuracies = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
-    return Result(**accuracies, history=tuple(history), model=load(folder), summary=summary)
+    return Result(**accuracies, history=tuple(history), model=model, summary=summary)
 
 
-def _make_result(
-    experiment: Experiment,
-    history: list[RoundRecord],
-    state: RunState,
-    federation: Federation,
-    domains: Domains,
-    data_identity: Mapping[str, Any],
-) -> Result:
-    device = state.model.params.device
-    settings = experiment.to_dict()
-    summary = summarise_run(
-        history,
-        method=experiment.method_name,
-        data=experiment.data,
-        seed=experiment.seed,
-        rounds=experiment.rounds,
-        trained={client: federation.client_domains.get(client, "") for client in federation.clients},
-        only=settings["only"],
-        without=settings["without"],
-        pool=settings["pool"],
-        classes=list(domains.classes),
-        test_sizes={d.name: len(d.test) for d in domains.domains},
-        device=str(device),
-        hardware=describe_hardware(device),
-        precision=federation.local_training.precision,
-        threads=experiment.threads,
-        data_fingerprint=fingerprint(domains),
-        used_fingerprint=data_identity["fingerprint"],
-        data_notes=list(domains.notes),
-        bytes_sent=state.sent,
-        bytes_received=state.received,
-        consistency=bin_consistency(state.aggregator),
-        versions=_list_versions(),
-    )
-    return Result(
-        domains=summary["domains"],
-        avg=summary["avg"],
-        std=summary["std"],
-        worst=summary["worst"],
-        history=tuple(history),
-        model=federation.local_training.module,
-        summary=summary,
-    )
-
-
-def _list_versions() -> dict[str, str]:
-    """Return the versions of the libraries; asked of the modules, since packages need not be installed to run."""
+def _describe_run(experiment: Experiment, state: RunState, federation: Federation, domains: Domains) -> dict[str, Any]:
+    device, settings = state.model.params.device, experiment.to_dict()
     libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
-    return {"fedheal": __version__, "python": platform.python_version(), **libraries}
+    return {
+        **{key: settings[key] for key in ("data", "seed", "rounds", "only", "without", "pool", "threads")},
+        "method": experiment.method_name,
+        "trained": {client: federation.client_domains.get(client, "") for client in federation.clients},
+        "classes": list(domains.classes),
+        "test_sizes": {d.name: len(d.test) for d in domains.domains},
+        "device": str(device),
+        "hardware": describe_hardware(device),
+        "precision": federation.local_training.precision,
+        "data_fingerprint": fingerprint(domains),
+        "data_notes": list(domains.notes),
+        "bytes_sent": state.sent,
+        "bytes_received": state.received,
+        "consistency": bin_consistency(state.aggregator),
+        "versions": {"fedheal": __version__, "python": platform.python_version(), **libraries},
+    }
 
 
 @contextmanager
