@@ -148,7 +148,7 @@ def test_rows_with_different_numbers_of_seeds_say_so(runs):
 
 
 def test_consistency_has_windows_clients_and_layers(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedheal.report.figures.FORMATS", ("svg",))
+    monkeypatch.setattr("fedheal.report.figures.FORMATS", {"svg": {"Date": None}})
     plans = run_recipe("consistency", runs, values=TINY | {"rounds": 6})
     assert plans[0].jobs[0].experiment.clients_per_domain == 1
     made = write_outputs("consistency", RECIPES["consistency"], plans, tmp_path / "consistency")
