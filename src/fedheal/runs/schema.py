@@ -178,7 +178,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return str(problem["ctx"]["error"])
     if problem["type"] == "too_short":
         least = problem["ctx"]["min_length"]
-        return f"{field} must not be empty" if least == 1 else f"{field} must have at least {least} entries"
+        return f"{field} must not be empty" if least == 1 else f"{field} must have at least {least} items"
     return f"{field} must be {problem['msg'].removeprefix('Input should be ')}, got {reprlib.repr(problem['input'])}"
 
 
