@@ -109,12 +109,11 @@ def compare_with_paper(recipe: Recipe, plan: RecipePlan) -> PaperComparison:
         rows.append(ComparisonRow(row, ours, published, paper_domains, is_meaningful=not plan.smoke))
     domains = list(results[0].domains)
     missing = [domain for domain in paper_domains if domain not in domains and any(row.paper for row in rows)]
-    misprints = {row.recipe_row.label: row.recipe_row.misprint[1] for row in rows}
     notes = [
         *_describe_numbers(plan, results, missing),
         *list_cautions(results),
         *(f"About the data: {note}." for note in collect_data_notes(result.summaries[0] for result in results)),
-        *(f"{MISPRINT} {label}: {reason}" for label, reason in misprints.items() if reason),
+        *_describe_misprints(rows),
         *recipe.notes,
     ]
     return PaperComparison(
@@ -145,6 +144,11 @@ def _describe_numbers(plan: RecipePlan, results: Sequence[Row], missing: Sequenc
         over = "AVG and STD are over other domains than the paper's"
         notes.append(f"Our data has no {', '.join(missing)}: {over}, and their differences are not given.")
     return notes
+
+
+def _describe_misprints(rows: Sequence[ComparisonRow]) -> list[str]:
+    misprints = {row.recipe_row.label: row.recipe_row.misprint[1] for row in rows}
+    return [f"{MISPRINT} {label}: {reason}" for label, reason in misprints.items() if reason]
 
 
 def count_claims(recipe: Recipe, comparison: PaperComparison) -> list[str]:
