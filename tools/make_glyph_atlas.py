@@ -121,13 +121,8 @@ def render_fonts(folder: Path, fonts: tuple[Font, ...]) -> np.ndarray:
 
 
 def make_credit(font: Font) -> dict[str, str]:
-    return {
-        "family": font.family,
-        "style": font.style,
-        "file": font.file,
-        "debian_package": font.package,
-        "licence": font.licence,
-    }
+    credit = {"family": font.family, "style": font.style, "file": font.file}
+    return credit | {"debian_package": font.package, "licence": font.licence}
 
 
 def main() -> None:

@@ -29,30 +29,30 @@ WIDTH, HEIGHT = 1280, 1000
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--runs", type=Path, default=Path("runs/pictures"))
-    words.add_argument("--out", type=Path, default=Path("docs/pictures"))
-    words.add_argument("--processes", type=int, default=2)
-    asked = words.parse_args()
-    planned = plan(METHODS, SEEDS, {}, asked.runs)
-    for job in run_all(planned, asked.processes):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, default=Path("runs/pictures"))
+    parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    planned = plan(METHODS, SEEDS, {}, options.runs)
+    for job in run_all(planned, options.processes):
         print(job.folder.name)
-    found = build_rows(read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned)
-    asked.out.mkdir(parents=True, exist_ok=True)
+    rows = build_rows(read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned)
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        write_figures(found, Path(scratch))
+        write_figures(rows, Path(scratch))
         save_figure(Path(scratch) / "diagnosis", partial(draw_diagnosis, diagnose_run(planned[0].folder)))
         for name in (*SHOWN, "diagnosis"):
-            small(Path(scratch) / f"{name}.png", asked.out / f"{name}.png", width=1400)
-        photographed(found, Path(scratch), asked.out)
-    for path in sorted(asked.out.glob("*.png")):
+            shrink_picture(Path(scratch) / f"{name}.png", options.out / f"{name}.png", width=1400)
+        photograph_page(rows, Path(scratch), options.out)
+    for path in sorted(options.out.glob("*.png")):
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
-def photographed(found: list[Row], scratch: Path, out: Path) -> None:
-    """The page's beginning in both themes."""
+def photograph_page(rows: list[Row], scratch: Path, out: Path) -> None:
+    """Photograph the page's beginning in both themes."""
     file = scratch / "report.html"
-    write_text(file, render_page(found, "Four methods on the embedded digits"))
+    write_text(file, render_page(rows, "Four methods on the embedded digits"))
     browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
@@ -66,12 +66,12 @@ def photographed(found: list[Row], scratch: Path, out: Path) -> None:
             tab.evaluate(f"scrollTo(0, document.querySelector('{first}').offsetTop - 80)")
             tab.wait_for_timeout(300)
             tab.screenshot(path=scratch / f"report-{theme}.png")
-            small(scratch / f"report-{theme}.png", out / f"report-{theme}.png", WIDTH)
+            shrink_picture(scratch / f"report-{theme}.png", out / f"report-{theme}.png", WIDTH)
         browser.close()
 
 
-def small(source: Path, target: Path, width: int) -> None:
-    """At most so wide, in 128 colours: figures have few."""
+def shrink_picture(source: Path, target: Path, width: int) -> None:
+    """Write a picture at most so wide, in 128 colours: figures have few."""
     with Image.open(source) as image:
         shown = image.convert("RGB")
         if shown.width > width:

@@ -15,12 +15,13 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fedheal
-from fedheal.campaign.compare import seeds_of
-from fedheal.campaign.pool import Job
+from fedheal.campaign.compare import parse_seeds
+from fedheal.campaign.jobs import Job
 from fedheal.report.rows import find_results
 from fedheal.reproduce import RECIPES, Options, plan_recipe
 from fedheal.reproduce.plans import RecipePlan
@@ -37,6 +38,7 @@ PLAN: dict[str, dict[str, Any]] = {"digits": {}, "office-caltech": {"allow_missi
 # Settings in which a run may differ from the plan, since the tables show them.
 MAY_DIFFER = FREE | {"seed", "rounds", "device", "precision", "engine", "deterministic"}
 REPORT_EVERY = 20  # rounds
+say = partial(print, flush=True)
 INTERRUPTED = 130
 
 
@@ -74,11 +76,14 @@ def run(options: argparse.Namespace) -> int:
     failed = 0
     try:
         for label, job in rows:
-            if not job.finished and time.monotonic() < deadline:
+            if not job.is_finished and time.monotonic() < deadline:
                 failed += not run_row(name_row(label, job), job, deadline)
     except OutOfTime:
         pass
-    open_rows = [name_row(label, job) + describe_progress(job) for label, job in rows if not job.finished]
+    open_rows = []
+    for label, job in [(label, job) for label, job in rows if not job.is_finished]:
+        done = len(read_rounds(job.folder))
+        open_rows.append(name_row(label, job) + (f" (at round {done} of {job.experiment.rounds})" if done else ""))
     say(f"open: {', '.join(open_rows)}" if open_rows else f"nothing is open: all {len(rows)} runs are finished")
     return 1 if failed else 0
 
@@ -88,13 +93,12 @@ def plan_rows(options: argparse.Namespace) -> RecipePlan:
     if options.data not in PLAN:
         raise ValueError(f"data = {options.data}: there is no plan for it; use one of {', '.join(PLAN)}")
     words = [f"{key}={value}" for key in ("rounds", "device") if (value := getattr(options, key)) is not None]
-    values = (
-        PLAN[options.data] | {"device": "cuda"} | parse_overrides([*words, *options.words])
-    )  # in either form, but once
+    overrides = parse_overrides([*words, *options.words])  # in either form, but once
+    values = PLAN[options.data] | {"device": "cuda"} | overrides
     if str(values["device"]).startswith("cuda"):
         values = {"precision": "bf16"} | values
     patterns = [word.strip() for word in options.rows.split(",") if word.strip()]
-    (part,) = plan_recipe(RECIPE, Options(seeds_of(options.seeds), patterns, [options.data], values), options.runs)
+    (part,) = plan_recipe(RECIPE, Options(parse_seeds(options.seeds), patterns, [options.data], values), options.runs)
     return part
 
 
@@ -116,12 +120,6 @@ def run_row(label: str, job: Job, deadline: float) -> bool:
 
 def name_row(label: str, job: Job) -> str:
     return f"{label}, seed {job.experiment.seed}" if job.experiment.seed else label
-
-
-def describe_progress(job: Job) -> str:
-    """Return how many rounds of an open run are recorded."""
-    done = len(read_rounds(job.folder))
-    return f" (at round {done} of {job.experiment.rounds})" if done else ""
 
 
 def collect(options: argparse.Namespace) -> int:
@@ -218,16 +216,9 @@ def list_data_sets(results: Path) -> list[tuple[str, Path, int]]:
     return [(data, results / name_folder(data), plan_rounds(data)) for data in PLAN]
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    runs: dict[str, Any] = {"type": Path, "default": Path("runs/results"), "help": "where the runs go"}
-    results: dict[str, Any] = {"type": Path, "default": Path("results"), "help": "where the results are kept"}
-
     running = commands.add_parser("run", help="run the open rows of a data set, and stop in time")
     running.add_argument("words", nargs="*", metavar="key=value", help="fields of the experiments, such as data_root")
     running.add_argument("--data", required=True, help=f"one of {', '.join(PLAN)}")
@@ -236,17 +227,15 @@ def make_parser() -> argparse.ArgumentParser:
     running.add_argument("--rounds", type=int, help="other than the protocol's; the tables show it")
     running.add_argument("--device", help="default: cuda")
     running.add_argument("--seconds", type=float, default=math.inf, help="stop between two rounds after this many")
-    running.add_argument("--runs", **runs)
     running.set_defaults(do=run)
-
     collecting = commands.add_parser("collect", help="copy finished runs into the results")
-    collecting.add_argument("--runs", **runs)
-    collecting.add_argument("--results", **results)
     collecting.set_defaults(do=collect)
-
     writing = commands.add_parser("table", help="write the results' README.md")
-    writing.add_argument("--results", **results)
     writing.set_defaults(do=write_table)
+    for command in (running, collecting):
+        command.add_argument("--runs", type=Path, default=Path("runs/results"), help="where the runs go")
+    for command in (collecting, writing):
+        command.add_argument("--results", type=Path, default=Path("results"), help="where the results are kept")
     return parser
 
 
@@ -259,14 +248,13 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return int(options.do(options))
     except ValueError as error:
-        print(f"results: {error}", file=sys.stderr)
-        return 2
+        problem, code = str(error), 2
     except OSError as error:
-        print(f"results: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", file=sys.stderr)
-        return 2
+        problem, code = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}", 2
     except KeyboardInterrupt:
-        print("results: stopped; rerun the command to resume", file=sys.stderr)
-        return INTERRUPTED
+        problem, code = "stopped; rerun the command to resume", INTERRUPTED
+    print(f"results: {problem}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

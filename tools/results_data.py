@@ -20,12 +20,12 @@ UNFINISHED = ".tmp"  # ends the name of a folder whose copy was interrupted
 TOLERANCE = 1e-6  # points: sums may be taken in another order, and nothing else
 REQUIRED = (
     "averaged",
-    *FAIRNESS_COLUMNS.values(),
     "precision",
     "hardware",
     "data_fingerprint",
     "data_notes",
     "versions",
+    *FAIRNESS_COLUMNS.values(),
 )
 SECOND_FOLDER = "second-version"
 SECOND_ROWS = {"size": "FedAvg", "uniform": "uniform weights"}
@@ -92,8 +92,8 @@ def read_run(folder: Path) -> tuple[Experiment, dict[str, Any], list[RoundRecord
     experiment = read_experiment(folder)
     path = folder / "result.json"
     summary = load_summary(folder, REQUIRED)
-    described = {"method": experiment.method_name, "data": experiment.data, "seed": experiment.seed}
-    for key, value in (described | {"rounds": experiment.rounds}).items():
+    described = {key: getattr(experiment, key) for key in ("data", "seed", "rounds")}
+    for key, value in ({"method": experiment.method_name} | described).items():
         if summary[key] != value:
             raise ValueError(f"{path}: {key} = {summary[key]}, but experiment.toml has {value}")
     records = _read_all_rounds(folder, experiment.rounds, set(summary["domains"]))
@@ -102,8 +102,7 @@ def read_run(folder: Path) -> tuple[Experiment, dict[str, Any], list[RoundRecord
         averaged = summary["averaged"]
         raise ValueError(f"{path}: averaged = {averaged}, but rounds.jsonl has {len(accuracies)} evaluated rounds")
     accuracy = last_mean(accuracies)
-    evenness = fairness(accuracy)
-    written = summary["domains"] | {key: summary[key] for key in FAIRNESS_COLUMNS.values()}
+    written, evenness = summary | summary["domains"], fairness(accuracy)
     for key, value in (accuracy | {key: evenness[key] for key in FAIRNESS_COLUMNS.values()}).items():
         if not abs(written[key] - value) <= TOLERANCE:  # false for NaN, too
             raise ValueError(f"{path}: {key} = {written[key]}, but the last rounds of rounds.jsonl give {value}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedheal.campaign.pool import Job
+from fedheal.campaign.jobs import Job
 from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.data import SPECS
 from fedheal.report.rows import FAIRNESS_COLUMNS
@@ -84,20 +84,11 @@ def _tabulate_runs(runs: Sequence[Run], data: str) -> list[str]:
     lines = []
     for run in runs:
         seconds = [sum(record.seconds.values()) for record in run.records]
-        where = f"{run.folder.parent.name}/{run.folder.name}/"
-        lines.append(
-            [
-                f"[{run.label}]({where})",
-                f"`{run.summary['method']}`",
-                str(run.experiment.seed),
-                *_format_cells(run.numbers, columns),
-                f"{np.mean(seconds):.2f}",
-                f"{np.median(seconds):.2f}",
-                str(run.summary["rounds"]),
-                str(run.summary["precision"]),
-                str(run.summary["hardware"]),
-            ]
-        )
+        name = f"[{run.label}]({run.folder.parent.name}/{run.folder.name}/)"
+        times = (f"{np.mean(seconds):.2f}", f"{np.median(seconds):.2f}")
+        facts = (str(run.summary[key]) for key in ("rounds", "precision", "hardware"))
+        cells = _format_cells(run.numbers, columns)
+        lines.append([name, f"`{run.summary['method']}`", str(run.experiment.seed), *cells, *times, *facts])
     averaged = describe_averaging(frozenset(int(run.summary["averaged"]) for run in runs))
     notes = [
         f"Accuracy in percent, {averaged}; STD is over domains (ddof = 1), worst is the worst domain. Seconds are those of "
@@ -208,16 +199,14 @@ def _compare_to_independent(runs: Sequence[Run], data: str) -> list[str]:
         beyond += [f"{run.entry.label} on {c} ({x:+.1f})" for c, x in over.items()]
         lines.append([run.entry.label, "ours", *_format_cells(run.numbers, INDEPENDENT_COLUMNS)])
         for number, line in enumerate(theirs):
-            lines.append(
-                ["", "theirs, another seed" if number else "theirs", *_format_cells(line, INDEPENDENT_COLUMNS, 1)]
-            )
+            name = "theirs, another seed" if number else "theirs"
+            lines.append(["", name, *_format_cells(line, INDEPENDENT_COLUMNS, 1)])
         shown = {c: f"**{x:+.1f}**" if c in over else f"{x:+.1f}" for c, x in apart.items()}
         lines.append(["", "difference", *(shown.get(c, "") for c in INDEPENDENT_COLUMNS)])
         if len(theirs) > 1:
             nearest = {c: f"{min(differences, key=abs):+.1f}" for c, differences in each.items()}
-            lines.append(
-                ["", "difference to the nearest, by column", *(nearest.get(c, "") for c in INDEPENDENT_COLUMNS)]
-            )
+            cells = [nearest.get(c, "") for c in INDEPENDENT_COLUMNS]
+            lines.append(["", "difference to the nearest, by column", *cells])
     if not lines:
         return []
     limits = ", ".join(f"{limit:g} on {column}" for column, limit in LIMITS.items())
@@ -226,11 +215,8 @@ def _compare_to_independent(runs: Sequence[Run], data: str) -> list[str]:
         f"Bold is a flag: ours is further from its first line than {limits} (points). What is flagged counts as a bug, in "
         f"either of the two, until it is explained. Flagged: {', '.join(beyond) or 'nothing'}.",
     ]
-    return [
-        "### Beside an independent implementation",
-        format_table(["row", "", *name_columns(INDEPENDENT_COLUMNS, data)], lines),
-        format_list(notes),
-    ]
+    table = format_table(["row", "", *name_columns(INDEPENDENT_COLUMNS, data)], lines)
+    return ["### Beside an independent implementation", table, format_list(notes)]
 
 
 def _compare_to_second(runs: Sequence[Run], data: str, results: Path) -> list[str]:
@@ -255,9 +241,8 @@ def tabulate_second_runs(
             theirs = last_mean(second.rounds[:end])
             cells = _format_cells(theirs, columns, 1)
             table.append([second.row, str(end), f"second version, seed {second.seed}", *cells])
-            means = {
-                run.experiment.seed: last_mean([r.domains for r in run.records[:end] if r.domains]) for run in ours
-            }
+            records = {run.experiment.seed: run.records[:end] for run in ours}
+            means = {seed: last_mean([r.domains for r in rounds if r.domains]) for seed, rounds in records.items()}
             table += [["", "", f"ours, seed {seed}", *_format_cells(mean, columns, 1)] for seed, mean in means.items()]
             if means:
                 mean = {c: float(np.mean([values[c] for values in means.values()])) for c in columns}
@@ -289,11 +274,8 @@ def _list_open_rows(entries: Sequence[RecipeRow], runs: Sequence[Run], data: str
         so_far = f" (so far with {' and '.join(map(str, reached))} rounds)" if reached else ""
         command = f"python tools/results.py run --data {data} --rows {shlex.quote(entry.label)}"
         lines.append(f"{entry.label}{so_far}: `{command}`")
-    return [
-        "### Open",
-        "Not run yet, or with fewer rounds than planned; with what would run it (then `python tools/results.py collect`):",
-        format_list(lines),
-    ]
+    how = "Not run yet, or with fewer rounds than planned; with what would run it (then `python tools/results.py collect`):"
+    return ["### Open", how, format_list(lines)]
 
 
 def group_by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -314,12 +296,11 @@ def name_columns(columns: Iterable[str], data: str) -> list[str]:
 
 
 def describe_stand_ins(columns: Iterable[str], data: str) -> list[str]:
-    originals = _find_stand_ins(data)
+    originals = {c: original for c, original in _find_stand_ins(data).items() if c in columns}
     return [
-        f"{c} is a stand-in for {originals[c]}: its column is no result on {originals[c]}, and AVG, STD and worst are over "
-        "other domains than the paper's"
-        for c in columns
-        if c in originals
+        f"{c} is a stand-in for {original}: its column is no result on {original}, and AVG, STD and worst are over other "
+        "domains than the paper's"
+        for c, original in originals.items()
     ]
 
 

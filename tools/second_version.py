@@ -39,28 +39,22 @@ SIZE, PAD, BATCH, LR, MOMENTUM, DECAY = 32, 4, 64, 1e-3, 0.9, 1e-5
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-# ---- the data
-
-
 def prepare(options: argparse.Namespace) -> None:
     """Draw the clients' images and store them with the test images, 32 x 32, as bytes."""
     if not options.file.parent.is_dir():
         raise ValueError(f"{options.file}: there is no folder {options.file.parent}")
-    where = options.data / "digits"
-    read: dict[str, Callable[[], tuple[Pair, Pair]]] = {
-        "mnist": lambda: (_read_idx(where / "mnist", "train"), _read_idx(where / "mnist", "t10k")),
-        "usps": lambda: (_read_libsvm(where / "usps/usps.bz2"), _read_libsvm(where / "usps/usps.t.bz2")),
-        "svhn": lambda: (_read_mat(where / "svhn/train_32x32.mat"), _read_mat(where / "svhn/test_32x32.mat")),
-        "syn_standin": lambda: (
-            _read_mat(where / "syn_standin/synth_train_32x32.mat"),
-            _read_mat(where / "syn_standin/synth_test_32x32.mat"),
-        ),
+    files: dict[str, tuple[Callable[[Path], Pair], str, str]] = {
+        "mnist": (_read_idx, "train", "t10k"),
+        "usps": (_read_libsvm, "usps.bz2", "usps.t.bz2"),
+        "svhn": (_read_mat, "train_32x32.mat", "test_32x32.mat"),
+        "syn_standin": (_read_mat, "synth_train_32x32.mat", "synth_test_32x32.mat"),
     }
     draw = np.random.default_rng(options.split)
     arrays: Arrays = {"split": np.array(options.split)}
     for domain, size in SIZES.items():
+        read, *names = files[domain]
         try:
-            (images, labels), (test_images, test_labels) = read[domain]()
+            (images, labels), (test_images, test_labels) = (read(options.data / "digits" / domain / n) for n in names)
         except FileNotFoundError:
             raise
         except Exception as error:  # readers of damaged files raise whatever they trip over
@@ -74,9 +68,9 @@ def prepare(options: argparse.Namespace) -> None:
     np.savez_compressed(options.file, **arrays)  # type: ignore[arg-type]
 
 
-def _read_idx(folder: Path, part: str) -> Pair:
+def _read_idx(part: Path) -> Pair:
     def read(name: str) -> npt.NDArray[np.uint8]:
-        raw = gzip.decompress((folder / f"{part}-{name}-ubyte.gz").read_bytes())
+        raw = gzip.decompress(part.with_name(f"{part.name}-{name}-ubyte.gz").read_bytes())
         axes = raw[3]
         shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
         return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
@@ -109,9 +103,6 @@ def _resize(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return np.stack([np.asarray(image) for image in new])
 
 
-# ---- the network
-
-
 class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -139,9 +130,6 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         maps = self.blocks(F.relu(self.norm(self.stem(x))))
         return self.linear(F.adaptive_avg_pool2d(maps, 1).flatten(1))  # type: ignore[no-any-return]
-
-
-# ---- local training
 
 
 class Trainer:
@@ -196,10 +184,10 @@ class Trainer:
         return graph, x, y
 
 
+@torch.no_grad()
 def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for target, value in zip(into, values, strict=True):
-            target.copy_(value)
+    for target, value in zip(into, values, strict=True):
+        target.copy_(value)
 
 
 def _scale(images: Tensor) -> Tensor:
@@ -218,9 +206,6 @@ def _make_batches(x: Tensor, y: Tensor, epochs: int, draw: torch.Generator) -> I
         inputs, labels = _scale(shifted), y[order]
         for start in range(0, len(y), BATCH):
             yield inputs[start : start + BATCH], labels[start : start + BATCH]
-
-
-# ---- the federation
 
 
 def run(options: argparse.Namespace) -> None:
@@ -282,9 +267,8 @@ def _load(file: Path, device: str) -> tuple[int, list[Examples], dict[str, Examp
             arrays = dict(stored)
     except (ValueError, EOFError, zlib.error, zipfile.BadZipFile):
         raise ValueError(f"{file} is not what prepare makes") from None
-    if missing := sorted(
-        {"split", *(f"{d}{end}" for d in SIZES for end in ("_x", "_y", "_test_x", "_test_y"))} - {*arrays}
-    ):
+    expected = {"split", *(f"{d}{end}" for d in SIZES for end in ("_x", "_y", "_test_x", "_test_y"))}
+    if missing := sorted(expected - {*arrays}):
         raise ValueError(f"{file} is not what prepare makes: it has no {', '.join(missing)}")
     clients: list[Examples] = []
     tests: dict[str, Examples] = {}
@@ -342,16 +326,13 @@ def main(words: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(words)
     try:
         options.do(options)
+        return 0
     except OSError as error:
-        print(
-            f"second_version: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}",
-            file=sys.stderr,
-        )
-        return 2
+        problem = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
     except ValueError as error:
-        print(f"second_version: {error}", file=sys.stderr)
-        return 2
-    return 0
+        problem = str(error)
+    print(f"second_version: {problem}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -23,25 +23,23 @@ INLINE = re.compile(r"(?<![\\$\w])\$([^$\n]+?)\$(?![\w$])")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Formulas outside code become SVG."""
+    """Turn formulas outside code into SVG."""
     parts = CODE.split(markdown)
-    parts[::2] = [INLINE.sub(_inline, BLOCK.sub(_block, part)) for part in parts[::2]]
+    parts[::2] = [
+        INLINE.sub(lambda match: draw_formula(match[1].strip()), BLOCK.sub(_draw_block, part)) for part in parts[::2]
+    ]
     return "".join(parts)
 
 
-def _block(found: re.Match[str]) -> str:
-    lines = [line for line in found[1].strip().splitlines() if line.strip()]
-    drawn = "<br>".join(picture(" ".join(line.strip().rstrip("\\").split())) for line in lines)
+def _draw_block(match: re.Match[str]) -> str:
+    lines = [line for line in match[1].strip().splitlines() if line.strip()]
+    drawn = "<br>".join(draw_formula(" ".join(line.strip().rstrip("\\").split())) for line in lines)
     return f'<p style="text-align:center;line-height:2.4">{drawn}</p>\n'
 
 
-def _inline(found: re.Match[str]) -> str:
-    return picture(found[1].strip())
-
-
 @cache
-def picture(formula: str) -> str:
-    """One formula as an SVG element in the colour and size of the text around it, standing on its base line."""
+def draw_formula(formula: str) -> str:
+    """Return one formula as an SVG element in the colour and size of the text around it, standing on its base line."""
     out = io.BytesIO()
     depth = mathtext.math_to_image(f"${formula}$", out, FontProperties(size=SIZE, math_fontfamily="stix"), 72, "svg")
     svg = out.getvalue().decode()

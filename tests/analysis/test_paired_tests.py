@@ -83,6 +83,11 @@ def every_case(draws: dict[str, Draw]) -> set[tuple[str, int]]:
     return {(name, n) for name in draws for n in SEEDS}
 
 
+def some_cases() -> list[tuple[str, int]]:
+    """Two of every row of a table in the docs, so that every column is there twice or more."""
+    return [(name, SEEDS[(i + k) % len(SEEDS)]) for i, name in enumerate(DRAWS) for k in (0, 3)]
+
+
 def test_intervals_cover_as_claimed_where_differences_are_symmetric() -> None:
     runs = 1000
     for name, n in every_case(SYMMETRIC):
@@ -140,13 +145,14 @@ def test_documented_tables_are_what_the_simulation_gives() -> None:
     for title, student in (("Coverage of the interval in use", False), ("Coverage of Student's t", True)):
         table = documented(title)
         assert set(table) == every_case(DRAWS)
-        measured = {(name, n): coverage(name, n, 10_000, student, stream=2) for name, n in table}
-        assert measured == pytest.approx(table, abs=0.0015), title
+        cases = [*table] if student else some_cases()
+        measured = {(name, n): coverage(name, n, 10_000, student, stream=2) for name, n in cases}
+        assert measured == pytest.approx({case: table[case] for case in cases}, abs=0.0015), title
         assert max(table[name, n] for name, n in every_case(SKEWED)) < LEVEL  # the docs do not call these 95 %
     table = documented("False claims of the sign-flip test")
     assert set(table) == every_case(DRAWS)
-    measured = {(name, n): rejection_rate(*experiments(name, 4_000, n, stream=2)) for name, n in table}
-    assert measured == pytest.approx(table, abs=0.0015)
+    measured = {(name, n): rejection_rate(*experiments(name, 4_000, n, stream=2)) for name, n in some_cases()}
+    assert measured == pytest.approx({case: table[case] for case in measured}, abs=0.0015)
 
 
 # --- intervals ----------------------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ def find_run(method, under):
     return folder
 
 
+@pytest.mark.slow
 def test_the_page_is_current(results, page_tool):
     written = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
     assert written == page_tool.write_page(RECIPE, results.list_data_sets(ROOT / "results")), "run: make results"
@@ -423,6 +424,7 @@ def test_the_numbers_of_the_page_are_those_of_the_runs(tool, tmp_path):
     assert "FedHEAL" not in left
 
 
+@pytest.mark.slow
 def test_runs_with_other_settings_are_not_subtracted(tool, tmp_path):
     run(tool, "--rows", "fedavg")
     run(tool, "--rows", "uniform weights", "--rounds", "4")

@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from made_up import run_folder
+from fedheal.report.html_page import render_page
+from made_up import load_rows, run_folder
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +38,11 @@ def table1(tmp_path_factory):
                 description = (copy / "experiment.toml").read_text()
                 (copy / "experiment.toml").write_text(description.replace(f"fedavg{stage}", local + stage))
     return folder
+
+
+@pytest.fixture(scope="session")
+def table1_page(table1):
+    """The page of all these runs."""
+    page = table1 / "report.html"
+    page.write_text(render_page(load_rows(table1)), encoding="utf-8")
+    return page

@@ -118,7 +118,7 @@ def test_a_damaged_description_is_named(runs):
         ("{}", "there is no method"),
         ("[]", "does not hold a JSON object"),
         ("{", "is not JSON"),
-        (None, "domains must have at least 1 items"),
+        (None, "domains must not be empty"),
     ],
 )
 def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, sentence):

@@ -20,6 +20,7 @@ def written(few, tmp_path_factory):
     return figures.write_figures(load_rows(few), tmp_path_factory.mktemp("figures"))
 
 
+@pytest.mark.slow
 def test_every_figure_in_three_formats(written):
     assert {path.name for path in written} == {f"{name}.{form}" for name in EVERY for form in ("svg", "pdf", "png")}
     for path in written:
@@ -40,14 +41,17 @@ def test_every_figure_in_three_formats(written):
 
 
 @pytest.mark.slow
-def test_the_same_runs_give_the_same_files(written, few, tmp_path):
-    again = figures.write_figures(load_rows(few), tmp_path)
-    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(written, again, strict=True))
+def test_the_same_runs_give_the_same_files(written, few, tmp_path, monkeypatch):
+    """Two figures stand for all: dates and names of parts, which could differ, are those of a format."""
+    monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in ("spread", "kept")})
+    again = {path.name: path.read_bytes() for path in figures.write_figures(load_rows(few), tmp_path)}
+    assert len(again) == 6
+    assert again == {path.name: path.read_bytes() for path in written if path.name in again}
 
 
 @pytest.fixture
 def one_format(monkeypatch):
-    monkeypatch.setattr(figures, "FORMATS", ("svg",))
+    monkeypatch.setattr(figures, "FORMATS", {"svg": {"Date": None}})
 
 
 def test_what_was_not_recorded_is_not_drawn(tmp_path, one_format):
@@ -56,6 +60,7 @@ def test_what_was_not_recorded_is_not_drawn(tmp_path, one_format):
     assert {path.stem for path in written} == EVERY - {"spread", "kept", "consistency"}
 
 
+@pytest.mark.slow
 def test_several_data_sets_have_files_of_their_own(tmp_path, one_format):
     for data in ("digits", "office-caltech"):
         run_folder(tmp_path / "runs" / data, "fedavg", data, rounds=3)

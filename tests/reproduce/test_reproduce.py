@@ -37,6 +37,7 @@ def run_recipe(result, out, **keys):
     return plans
 
 
+@pytest.mark.slow
 def test_ablation_from_plan_to_page(runs, tmp_path):
     plans = run_recipe("ablation", runs, seeds=(0, 1))
     made = write_outputs("ablation", RECIPES["ablation"], plans, tmp_path / "ablation")
@@ -59,7 +60,7 @@ def test_results_share_runs_and_finished_ones_are_not_run_again(runs, monkeypatc
     other = plan_recipe(RECIPES["table2"], options(), runs)
     shared = {job.folder for job in plans[0].jobs} & {job.folder for job in other[0].jobs}
     assert len(shared) == 2  # FedHEAL and uniform weights
-    monkeypatch.setattr("fedheal.campaign.pool._do", lambda job: pytest.fail(f"{job.folder} was run again"))
+    monkeypatch.setattr("fedheal.campaign.pool.run_job", lambda job: pytest.fail(f"{job.folder} was run again"))
     assert len(list(run_all(plans[0].jobs))) == 6
 
 
@@ -147,8 +148,9 @@ def test_rows_with_different_numbers_of_seeds_say_so(runs):
     assert "1 to 2 seeds, ± standard deviation over them" in compare_with_paper(RECIPES["ablation"], both).to_text()
 
 
+@pytest.mark.slow
 def test_consistency_has_windows_clients_and_layers(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedheal.report.figures.FORMATS", ("svg",))
+    monkeypatch.setattr("fedheal.report.figures.FORMATS", {"svg": {"Date": None}})
     plans = run_recipe("consistency", runs, values=TINY | {"rounds": 6})
     assert plans[0].jobs[0].experiment.clients_per_domain == 1
     made = write_outputs("consistency", RECIPES["consistency"], plans, tmp_path / "consistency")
@@ -163,8 +165,13 @@ def test_consistency_has_windows_clients_and_layers(runs, tmp_path, monkeypatch)
     assert any(0 < share < 100 for share in shares)
 
 
-@pytest.mark.parametrize(("result", "rows"), [("beta", ("beta*", "uniform weights")), ("convergence", ("fedavg*",))])
-def test_results_that_are_figures_are_drawn(runs, tmp_path, result, rows):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("result", "rows"),
+    [("beta", ("beta = 0.0", "beta = 0.4", "uniform weights")), ("convergence", ("fedavg", "fedavg+fedheal"))],
+)
+def test_results_that_are_figures_are_drawn(runs, tmp_path, monkeypatch, result, rows):
+    monkeypatch.setattr("fedheal.report.figures.FORMATS", {"png": {}})
     plans = run_recipe(result, runs, rows=rows)
     made = write_outputs(result, RECIPES[result], plans, tmp_path / result)
     assert [path.suffix for path in made.files] == [".png", ".md", ".json"]

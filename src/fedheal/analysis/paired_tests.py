@@ -1,12 +1,12 @@
 """Compare methods over seeds, where two methods' runs are paired by seed.
 
-A seed fixes the split, the cohorts and the initial model. Two methods are therefore compared by their differences seed by
-seed: what the seed does to both cancels. Values are in percent, differences in points. Seeds count as independent draws.
+A seed fixes the split, the cohorts and the initial model: what it does to both methods cancels in their difference. Values are
+in percent, differences in points. Seeds count as independent draws.
 
 - `mean`, `sd`: over seeds; sd is the sample standard deviation (ddof=1), the spread of a run and not the error of the mean.
 - `low`, `high`: a 95 % interval for the mean over all seeds one could have drawn. With fewer than 8 values it is Student's t,
-  which assumes near-normal values. From 8 on it is a symmetric studentized bootstrap, once to twice as wide as t. Percentile
-  and BCa bootstraps are too narrow for so few values: docs/statistics.md has the measured coverage. One value has no interval.
+  which assumes near-normal values. From 8 on it is a symmetric studentized bootstrap, once to twice as wide as t;
+  docs/statistics.md has the measured coverage of both. One value has no interval.
 - `p_value`: two-sided, from flipping the signs of the differences, in all 2^n ways up to 30 seeds. It is exact if swapping two
   equal methods within a seed would change nothing, and assumes no normality. With n seeds it is at least 2 / 2^n.
 - `p_adjusted`: Holm's correction. The chance of even one false claim in the whole family stays at most alpha. Intervals are
@@ -59,9 +59,6 @@ class Comparison:
     metric: str = ""
 
 
-# --- two methods over the same seeds ------------------------------------------------------------------------------------------
-
-
 def compare_pair(a: ArrayLike, b: ArrayLike, names: tuple[str, str] = ("a", "b")) -> Comparison:
     """Compare two methods. Entry i of `a` and `b` belongs to the same seed.
 
@@ -103,12 +100,11 @@ def mean_interval(
     if n < 2:
         raise ValueError("an interval for a mean needs at least two values")
     mean, error = x.mean(-1), x.std(-1, ddof=1) / math.sqrt(n)
-    student = float(stats.t.ppf(0.5 + LEVEL / 2, n - 1))
-    quantile: Floats | float = student
+    quantile: Floats | float = float(stats.t.ppf(0.5 + LEVEL / 2, n - 1))
     if n >= BOOTSTRAP_FROM:
         # One wild value can make it dozens of times too wide; limited to twice Student's width, it covers as much.
         free = _find_studentized_quantile(x, resamples, generator or np.random.default_rng(0))
-        quantile = np.clip(free, student, 2 * student)
+        quantile = np.clip(free, quantile, 2 * quantile)
     return mean - quantile * error, mean + quantile * error
 
 
@@ -186,30 +182,21 @@ def _find_fewest_seeds(alpha: float, comparisons: int) -> int | None:
     return next((n for n in range(1, EXACT_UP_TO + 1) if comparisons * smallest_p(n) <= alpha), None)
 
 
-# --- many comparisons ---------------------------------------------------------------------------------------------------------
-
-
 def holm(p_values: ArrayLike) -> list[float]:
     """Return Holm's adjusted p-values, in the given order. Those at most alpha are significant.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    p = np.asarray(p_values, np.float64)
+    p = np.array(p_values, np.float64)
     if p.ndim != 1 or not ((p >= 0) & (p <= 1)).all():
         raise ValueError("p-values must be a list of numbers between 0 and 1")
     order = np.argsort(p)
-    stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
-    adjusted = np.empty_like(p)
-    adjusted[order] = np.minimum(stepped, 1)
-    return [float(value) for value in adjusted]
+    p[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)), 1)
+    return [float(value) for value in p]
 
 
-def compare_all(
-    results: Mapping[str, Mapping[Seed, float]],
-    reference: str,
-    metric: str = "",
-) -> list[Comparison]:
+def compare_all(results: Mapping[str, Mapping[Seed, float]], reference: str, metric: str = "") -> list[Comparison]:
     """Compare every other method with the reference, on the seeds both have, with Holm's correction over all of them.
 
     Args:
@@ -217,12 +204,8 @@ def compare_all(
         reference: The method to compare with.
         metric: The name of the value; `verdict` needs it to know whether higher is better.
 
-    Returns:
-        One comparison per other method.
-
     Raises:
         ValueError: The reference has no results, or shares no seed with a method.
-
 
     >>> fedavg = {seed: 70.0 + seed for seed in range(8)}
     >>> fedheal = {seed: 72.0 + seed + seed % 3 for seed in range(8)}
@@ -233,16 +216,21 @@ def compare_all(
     """
     if reference not in results:
         raise ValueError(f"no results of the reference {reference!r}; there are: {', '.join(results)}")
-    others = [method for method in results if method != reference]
-    return _correct([_compare_methods(results, method, reference, metric) for method in others])
+    comparisons, b = [], results[reference]
+    for method in [method for method in results if method != reference]:
+        a = results[method]
+        both = [seed for seed in b if seed in a]
+        if not both:
+            raise ValueError(f"{method!r} and {reference!r} have no seed in common: there is nothing to pair")
+        pair = compare_pair([a[seed] for seed in both], [b[seed] for seed in both], (method, reference))
+        comparisons.append(replace(pair, unpaired=len(a) + len(b) - 2 * len(both), metric=metric))
+    return _correct(comparisons)
 
 
 def compare_metrics(
-    results: Mapping[str, Mapping[Seed, Mapping[str, float]]],
-    reference: str,
-    metrics: Sequence[str] = ("avg", "std"),
+    results: Mapping[str, Mapping[Seed, Mapping[str, float]]], reference: str, metrics: Sequence[str] = ("avg", "std")
 ) -> dict[str, list[Comparison]]:
-    """Compare every other method with the reference in several metrics over domains.
+    """Compare every other method with the reference in several metrics over domains: one comparison each, by metric.
 
     Holm's correction is over all methods and metrics, since a claim may come from any of them.
 
@@ -250,12 +238,6 @@ def compare_metrics(
         results: By method, seed and domain, an accuracy in percent.
         reference: The method to compare with.
         metrics: Names of `fairness` that are in percent.
-
-    Returns:
-        By metric, one comparison per other method.
-
-    Raises:
-        ValueError: A metric is unknown, or `compare_all` refuses the results.
 
     >>> runs = {seed: {"photo": 80.0 + seed, "sketch": 60.0} for seed in range(8)}
     >>> fairer = {seed: {"photo": 80.0 + seed, "sketch": 66.0} for seed in range(8)}
@@ -266,26 +248,13 @@ def compare_metrics(
     unknown = [metric for metric in metrics if metric not in HIGHER_IS_BETTER]
     if unknown:
         raise ValueError(f"no metric in percent: {', '.join(unknown)}; there are {', '.join(HIGHER_IS_BETTER)}")
+    values = {m: {seed: fairness(domains) for seed, domains in seeds.items()} for m, seeds in results.items()}
     comparisons = {}
     for metric in dict.fromkeys(metrics):
-        values = {
-            method: {seed: fairness(accuracy)[metric] for seed, accuracy in seeds.items()}
-            for method, seeds in results.items()
-        }
-        comparisons[metric] = compare_all(values, reference, metric)
+        by_method = {m: {seed: x[metric] for seed, x in seeds.items()} for m, seeds in values.items()}
+        comparisons[metric] = compare_all(by_method, reference, metric)
     corrected = iter(_correct([c for family in comparisons.values() for c in family]))
     return {metric: [next(corrected) for _ in family] for metric, family in comparisons.items()}
-
-
-def _compare_methods(
-    results: Mapping[str, Mapping[Seed, float]], method: str, reference: str, metric: str
-) -> Comparison:
-    a, b = results[method], results[reference]
-    both = [seed for seed in b if seed in a]
-    if not both:
-        raise ValueError(f"{method!r} and {reference!r} have no seed in common: there is nothing to pair")
-    pair = compare_pair([a[seed] for seed in both], [b[seed] for seed in both], (method, reference))
-    return replace(pair, unpaired=len(a) + len(b) - 2 * len(both), metric=metric)
 
 
 def _correct(family: list[Comparison]) -> list[Comparison]:
@@ -294,9 +263,6 @@ def _correct(family: list[Comparison]) -> list[Comparison]:
         replace(c, p_adjusted=p, smallest_p_adjusted=floor, comparisons=len(family))
         for c, p, floor in zip(family, adjusted, floors, strict=True)
     ]
-
-
-# --- what may be concluded ----------------------------------------------------------------------------------------------------
 
 
 def verdict(c: Comparison, alpha: float = 0.05) -> str:
@@ -320,11 +286,11 @@ def verdict(c: Comparison, alpha: float = 0.05) -> str:
     if c.p_adjusted > alpha:
         return _explain_no_difference(c)
     word = "better" if (c.mean > 0) == HIGHER_IS_BETTER.get(c.metric, True) else "worse"
-    doubt = (
-        "; the interval, which rests on other assumptions, includes 0: a borderline case" if _includes_zero(c) else ""
+    sentence = (
+        f"{c.a} is {word} than {c.b}{_name_metric(c)} by {abs(c.mean):.2f} points ({_describe_evidence(c, size=True)})"
     )
-    evidence = _describe_evidence(c, size=True)
-    return f"{c.a} is {word} than {c.b}{_name_metric(c)} by {abs(c.mean):.2f} points ({evidence}){doubt}."
+    doubt = "; the interval, which rests on other assumptions, includes 0: a borderline case"
+    return sentence + (doubt if _includes_zero(c) else "") + "."
 
 
 def _explain_too_few(c: Comparison, alpha: float) -> str:
@@ -332,10 +298,9 @@ def _explain_too_few(c: Comparison, alpha: float) -> str:
     seeds = f"{c.n} seeds cannot" if c.n > 1 else "1 seed cannot"
     test = "exact" if c.n <= EXACT_UP_TO else "Monte-Carlo"
     fewest = _find_fewest_seeds(alpha, c.comparisons)
-    many = c.comparisons * smallest_p(EXACT_UP_TO + 1) <= alpha  # whose test is by random flips
-    enough = (
-        "no number of seeds can" if fewest is None else f"{fewest} {'or more' if many else f'to {EXACT_UP_TO}'} can"
-    )
+    can_many = c.comparisons * smallest_p(EXACT_UP_TO + 1) <= alpha  # whose test is by random flips
+    limit = "or more" if can_many else f"to {EXACT_UP_TO}"
+    enough = "no number of seeds can" if fewest is None else f"{fewest} {limit} can"
     return (
         f"{seeds} show a difference{_name_metric(c)} at {alpha:g} with a two-sided {test} sign-flip test{corrected}, "
         f"whatever the data (smallest possible p = {c.smallest_p_adjusted:.4g}); {enough} "
@@ -349,11 +314,11 @@ def _explain_no_difference(c: Comparison) -> str:
         return f"{start}they are the same in all {c.n} seeds, which is not evidence that they are in others."
     equal = f", {c.equal} of them without a difference" if c.equal else ""
     fits = "" if c.low is None or c.high is None else f"{max(-c.low, c.high):.2f}"
+    tail = ": the interval excludes 0, but it rests on stronger assumptions than the test"
     if _includes_zero(c):
-        tail = f"which is not evidence of equality; a true difference of up to {fits} points fits these seeds"
-    else:
-        tail = "which is not evidence of equality: the interval excludes 0, but it rests on stronger assumptions than the test"
-    return f"{start}{c.a} is {_describe_mean(c)} ({_describe_evidence(c)}{equal}), {tail}."
+        tail = f"; a true difference of up to {fits} points fits these seeds"
+    observed = f"{c.a} is {_describe_mean(c)} ({_describe_evidence(c)}{equal})"
+    return f"{start}{observed}, which is not evidence of equality{tail}."
 
 
 def _describe_mean(c: Comparison) -> str:
@@ -380,9 +345,6 @@ def _includes_zero(c: Comparison) -> bool:
     return c.low is None or c.high is None or c.low <= 0 <= c.high
 
 
-# --- checks of values ---------------------------------------------------------------------------------------------------------
-
-
 def _check_values(values: ArrayLike) -> Floats:
     x = np.asarray(values, np.float64)
     if x.ndim != 1 or not len(x):
@@ -395,14 +357,9 @@ def _check_values(values: ArrayLike) -> Floats:
 
 
 def _subtract(a: ArrayLike, b: ArrayLike) -> Floats:
+    """Return a - b, rounded to 12 digits of the larger, so that 0.3 - (0.1 + 0.2) is 0 and equal differences are ties."""
     x, y = _check_values(a), _check_values(b)
     if len(x) != len(y):
         raise ValueError(f"both methods need one value per seed, got {len(x)} and {len(y)}")
-    return _snap(x - y, float(np.abs([x, y]).max()))
-
-
-def _snap(values: ArrayLike, scale: float) -> Floats:
-    """Round to 12 digits of the scale, so that 0.3 - (0.1 + 0.2) is 0 and equal differences are ties."""
-    if scale == 0:
-        return np.zeros_like(np.asarray(values, np.float64))
-    return np.asarray(np.round(np.asarray(values, np.float64), min(200, 12 - math.ceil(math.log10(scale)))))
+    scale = float(np.abs([x, y]).max())
+    return np.round(x - y, min(200, 12 - math.ceil(math.log10(scale)))) if scale else np.zeros_like(x)

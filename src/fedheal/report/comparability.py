@@ -52,41 +52,35 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
 
 
 def compare_settings(rows: Sequence[Row]) -> Settings:
-    """Sort the settings of runs into common and differing ones.
-
-    A federation's description is incomplete: what it does not state is no difference.
-    """
+    """Sort the settings of runs into common and differing ones. What a federation does not state is no difference."""
     runs = [(row, *read_settings(summary)) for row in rows for summary in row.summaries]
-    common, differing = {}, {}
-    for key in dict.fromkeys(key for _, settings, _ in runs for key in settings):
-        values = _list_values(key, runs)
-        if len(values) == 1:
-            common[key] = values[0]
-        elif values and key not in ROW_SETTINGS:
-            differing[key] = values
+    keys = dict.fromkeys(key for _, settings, _ in runs for key in settings)
+    values = {key: _list_values(key, runs) for key in keys}
+    common = {key: texts[0] for key, texts in values.items() if len(texts) == 1}
+    differing = {key: texts for key, texts in values.items() if len(texts) > 1 and key not in ROW_SETTINGS}
     return Settings(common, differing, sorted({str(settings.get("method", "")) for _, settings, _ in runs}))
 
 
 def _list_values(key: str, runs: Sequence[tuple[Row, Mapping[str, Any], bool]]) -> list[str]:
     """Return the different values of a setting in the runs that have it."""
-    return list(
-        dict.fromkeys(
-            format_setting(settings.get(key))
-            for row, settings, is_complete in runs
-            if (is_complete or key in settings) and not (key in BOUND_SETTINGS and row.method in BOUNDS)
-        )
-    )
+    runs = [run for run in runs if not (key in BOUND_SETTINGS and run[0].method in BOUNDS)]
+    values = [settings.get(key) for _, settings, is_complete in runs if is_complete or key in settings]
+    return list(dict.fromkeys(map(format_setting, values)))
 
 
 def find_discrepancies(rows: Sequence[Row], reference: str) -> Discrepancies:
     """Return in what the rows of one data set differ besides method and seed."""
-    differing = compare_settings(rows).differing
+    ambiguous = {}  # since a default or a user's own code changed between runs
+    for name in list_methods(rows):
+        runs = [(s, *read_settings(s)) for row in rows if row.method == name for s in row.summaries]
+        methods = list(dict.fromkeys(str(x["method"]) for _, x, is_complete in runs if is_complete and "method" in x))
+        own_code = {json.dumps(summary["own"]) for summary, *_ in runs if "own" in summary}
+        if len(methods) > 1 or len(own_code) > 1:
+            ambiguous[name] = methods
+    differing = {key: x for key, x in compare_settings(rows).differing.items() if key not in IRRELEVANT}
     comparable = select_comparable(rows, reference)
-    return Discrepancies(
-        {key: values for key, values in differing.items() if key not in IRRELEVANT},
-        _find_ambiguous_names(rows),
-        [row for row in rows if row.method not in BOUNDS and row not in comparable],
-    )
+    other_data = [row for row in rows if row.method not in BOUNDS and row not in comparable]
+    return Discrepancies(differing, ambiguous, other_data)
 
 
 def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str]:
@@ -110,7 +104,7 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
             f"Not on the same data as the run of {used_reference} with the same seed, and therefore not compared with it: "
             f"{_list_some(runs)}."
         )
-    if reference is not None and reference != used_reference:
+    if reference not in (None, used_reference):
         there = used_reference or "no method"
         cautions.append(f"There is no run of {reference} on {rows[0].data}: {there} is the reference there.")
     return cautions
@@ -123,28 +117,14 @@ def annotate_rows(rows: Sequence[Row], reference: str) -> list[list[str]]:
     for row in rows:
         runs = [(row, *read_settings(summary)) for summary in row.summaries]
         notes = collect_data_notes(row.summaries)
-        for key in discrepancies.settings:
-            values = _list_values(key, runs)
-            if values:
-                notes.append(f"{key} = {_list_some(values)}, which is not the same in all runs")
+        values = {key: _list_values(key, runs) for key in discrepancies.settings}
+        notes += [f"{key} = {_list_some(v)}, which is not the same in all runs" for key, v in values.items() if v]
         if row.method in discrepancies.methods:
             notes.append(f"not all runs of {row.method} are of the same method")
         if row in discrepancies.other_data:
             notes.append(f"not on the same data as the run of {reference} with the same seed")
         annotations.append(notes)
     return annotations
-
-
-def _find_ambiguous_names(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Return names that stand for several methods, since a default or a user's own code changed between runs."""
-    ambiguous = {}
-    for name in list_methods(rows):
-        runs = [(s, *read_settings(s)) for row in rows if row.method == name for s in row.summaries]
-        methods = list(dict.fromkeys(str(x["method"]) for _, x, is_complete in runs if is_complete and "method" in x))
-        own_code = {json.dumps(summary["own"]) for summary, *_ in runs if "own" in summary}
-        if len(methods) > 1 or len(own_code) > 1:
-            ambiguous[name] = methods
-    return ambiguous
 
 
 def select_comparable(rows: Sequence[Row], reference: str) -> list[Row]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from fedheal.analysis.paired_tests import Comparison, compare_metrics, seeds_needed, verdict
 from fedheal.analysis.standard_error import note_on_test_sets
 from fedheal.report.comparability import choose_reference, select_comparable
-from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row
+from fedheal.report.rows import BOUNDS, Row
 
 Accuracies = dict[int, dict[str, float]]  # by seed and domain
 METRICS = ("avg", "std")
 ALPHA = 0.05
+LEADERS: tuple[tuple[str, str, Any, str], ...] = (
+    ("highest AVG", "avg", max, " %"), ("lowest STD", "std", min, " points"), ("best worst domain", "worst", max, " %")
+)  # fmt: skip
 
 
 def conclude(rows: Sequence[Row], reference: str | None = None) -> list[str]:
@@ -39,7 +43,7 @@ def describe_leaders(rows: Sequence[Row], reference: str | None = None) -> list[
         return []
     seeds = list(methods[reference].values())
     by_domain = {domain: float(np.mean([accuracy[domain] for accuracy in seeds])) for domain in seeds[0]}
-    worst = min(by_domain, key=lambda d: by_domain[d])
+    worst = min(by_domain, key=by_domain.__getitem__)
     average = float(np.mean(list(by_domain.values())))
     sentences = [
         f"With {reference}, {worst} has the lowest accuracy: {by_domain[worst]:.1f} %, "
@@ -47,21 +51,11 @@ def describe_leaders(rows: Sequence[Row], reference: str | None = None) -> list[
     ]
     if len(methods) > 1:
         # Means over seeds, as in the table: the STD of mean accuracies is another number, and a smaller one.
-        means = {
-            name: {
-                key: float(np.mean([row.fairness[key] for row in comparable if row.method == name]))
-                for key in FAIRNESS_COLUMNS.values()
-            }
-            for name in methods
-        }
         leaders = []
-        for title, key, pick, unit in (
-            ("highest AVG", "avg", max, " %"),
-            ("lowest STD", "std", min, " points"),
-            ("best worst domain", "worst", max, " %"),
-        ):
-            name = pick(means, key=lambda method: means[method][key])
-            leaders.append(f"{title} {name} ({means[name][key]:.1f}{unit})")
+        for title, key, pick, unit in LEADERS:
+            means = {m: float(np.mean([row.fairness[key] for row in comparable if row.method == m])) for m in methods}
+            name = pick(means, key=means.__getitem__)
+            leaders.append(f"{title} {name} ({means[name]:.1f}{unit})")
         sentences.append(f"Best in these runs: {', '.join(leaders)}.")
     return sentences
 
@@ -71,34 +65,25 @@ def describe_gains(rows: Sequence[Row], reference: str | None = None) -> list[st
     reference = choose_reference(rows, reference)
     methods = _group_by_method(select_comparable(rows, reference))
     test_sizes = rows[0].summaries[0]["test_sizes"] if rows else {}
-    return [
-        _describe_method_gains(name, seeds, reference, methods[reference], test_sizes)
-        for name, seeds in methods.items()
-        if name != reference
-    ]
-
-
-def _describe_method_gains(
-    name: str, seeds: Accuracies, reference: str, base: Accuracies, test_sizes: Mapping[str, int]
-) -> str:
-    paired = sorted(set(seeds) & set(base))
-    if not paired:
-        return _describe_unpaired(name, reference)
-    changes = {
-        domain: np.array([seeds[s][domain] - base[s][domain] for s in paired])
-        for domain in seeds[paired[0]]
-        if domain in base[paired[0]]
-    }
-    extremes = [pick(changes, key=lambda d: float(changes[d].mean())) for pick in (max, min)]
-    parts = []
-    for domain in dict.fromkeys(extremes):
-        if len(paired) > 1:
-            error = float(changes[domain].std(ddof=1)) / len(paired) ** 0.5
-        else:  # one seed: the error from sampling the test images alone
-            shares = [accuracy[paired[0]][domain] / 100 for accuracy in (seeds, base)]
-            error = 100 * float(sum(p * (1 - p) / max(test_sizes.get(domain, 0), 1) for p in shares)) ** 0.5
-        parts.append(_describe_change(domain, float(changes[domain].mean()), error))
-    return f"{name} against {reference}: {'; '.join(parts)}."
+    sentences = []
+    for name in [name for name in methods if name != reference]:
+        seeds, base = methods[name], methods[reference]
+        paired = sorted(set(seeds) & set(base))
+        if not paired:
+            sentences.append(_describe_unpaired(name, reference))
+            continue
+        changes = {d: np.array([seeds[s][d] - base[s][d] for s in paired]) for d in seeds[paired[0]]}
+        extremes = [pick(changes, key=lambda d: float(changes[d].mean())) for pick in (max, min)]
+        parts = []
+        for domain in dict.fromkeys(extremes):
+            if len(paired) > 1:
+                error = float(changes[domain].std(ddof=1)) / len(paired) ** 0.5
+            else:  # one seed: the error from sampling the test images alone
+                shares = [accuracy[paired[0]][domain] / 100 for accuracy in (seeds, base)]
+                error = 100 * float(sum(p * (1 - p) / max(test_sizes.get(domain, 0), 1) for p in shares)) ** 0.5
+            parts.append(_describe_change(domain, float(changes[domain].mean()), error))
+        sentences.append(f"{name} against {reference}: {'; '.join(parts)}.")
+    return sentences
 
 
 def _describe_change(domain: str, change: float, error: float) -> str:
@@ -140,5 +125,4 @@ def _describe_test_sets(rows: Sequence[Row]) -> list[str]:
     sizes = rows[0].summaries[0]["test_sizes"]
     rows = [row for row in rows if row.method not in BOUNDS] or rows
     accuracy = {domain: float(np.mean([row.domains[domain] for row in rows])) for domain in sizes}
-    note = note_on_test_sets(accuracy, sizes)
-    return [note] if note else []
+    return [note_on_test_sets(accuracy, sizes)]

@@ -1,12 +1,9 @@
 """Find who is left behind in a federation, since when, and how the aggregation treated them, from a run folder alone.
 
-The folder of a real federation may lack much. Required is `rounds.jsonl` with weights; accuracy by domain or client, kept
-fractions, distances and the clients' domains are used if they are there.
-
-A unit is a domain or a client. Every client that was evaluated or has a domain is a unit (or part of one), even if it never
-took part. A unit is *under-served* if its accuracy, averaged over the last evaluated rounds, is more than `GAP` points below
-the mean of all units; *since* is the first evaluated round from which it was so in every evaluated round up to the last, if
-there is one.
+Required is `rounds.jsonl` with weights; accuracies, kept fractions, distances and the clients' domains are used if they are
+there. A unit is a domain or a client, even if it never took part. It is *under-served* if its accuracy, averaged over the last
+evaluated rounds, is more than `GAP` points below the mean of all units; *since* is the first evaluated round from which it was
+so in every evaluated round up to the last, if there is one.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.metrics import LAST
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, label_rounds
-from fedheal.report.rounds import read_complete_rounds
-from fedheal.report.series import Floats, mean_ignoring_nan
+from fedheal.report.series import Floats, mean_ignoring_nan, read_complete_rounds
 from fedheal.runs.folder import read_result
 from fedheal.runs.schema import RoundRecord
 
@@ -69,47 +65,38 @@ class Diagnosis:
         accuracy = np.array([unit.accuracy for unit in self.units])
         return accuracy - mean_ignoring_nan(accuracy)
 
-    @property
+    @cached_property
     def under_served(self) -> list[int]:
         """The numbers of the under-served units."""
-        return [i for i in range(len(self.units)) if self.is_under_served(i)]
+        return [i for i in range(len(self.units)) if self.get_gap(i) < -GAP]
 
     def get_gap(self, number: int) -> float:
         """Return a unit's distance from the mean, averaged over the last evaluated rounds."""
         return _average_last(self.gaps[number])
 
-    def is_under_served(self, number: int) -> bool:
-        """Return whether a unit is more than `GAP` points behind, averaged over the last evaluated rounds."""
-        return self.get_gap(number) < -GAP
-
     def find_start(self, number: int) -> int | None:
         """Return the round from which an under-served unit was behind in every evaluated one; None if not in the last."""
         start = None
-        gaps = self.gaps[number]
-        for i in np.flatnonzero(np.isfinite(gaps))[::-1] if self.is_under_served(number) else ():
-            if gaps[i] >= -GAP:
+        for i in np.flatnonzero(np.isfinite(self.gaps[number]))[::-1] if number in self.under_served else ():
+            if self.gaps[number, i] >= -GAP:
                 break
             start = int(self.rounds[i])
         return start
 
 
 def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
-    """Return how a run served its domains or clients.
+    """Return how a run, finished or not, served its domains or clients.
 
     Args:
-        folder: A run folder with `rounds.jsonl`; the run need not be finished.
+        folder: A run folder with `rounds.jsonl`.
         by: "domain" or "client"; by default domains if those of the clients are known, else clients.
-
-    Raises:
-        ValueError: The folder has no rounds, or does not tell the domains that `by` asks for.
     """
     records = read_complete_rounds(folder)
     if not records:
         raise ValueError(f"{folder} holds no rounds: name a run folder with a rounds.jsonl")
     summary = read_result(folder) if (folder / "result.json").is_file() else {}
     client_domains = _find_client_domains(records, summary)
-    if by is None:
-        by = "domain" if len(set(client_domains.values())) > 1 else "client"
+    by = by or ("domain" if len(set(client_domains.values())) > 1 else "client")
     if by not in ("domain", "client"):
         raise ValueError(f"by = {by}: use domain or client")
     if by == "domain" and not client_domains:
@@ -118,11 +105,8 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     groups: dict[str, list[str]] = {name: [] for record in reversed(records) for name in getattr(record, key) or {}}
     for client in sorted(_list_clients(records) | client_domains.keys()):
         groups.setdefault(client_domains.get(client, "?") if by == "domain" else client, []).append(client)
-    return Diagnosis(
-        by,
-        np.array([record.round for record in records], np.float64),
-        tuple(_build_unit(name, clients, records, key) for name, clients in groups.items()),
-    )
+    units = tuple(_build_unit(name, clients, records, key) for name, clients in groups.items())
+    return Diagnosis(by, np.array([record.round for record in records], np.float64), units)
 
 
 def _list_clients(records: Sequence[RoundRecord]) -> set[str]:
@@ -183,26 +167,21 @@ def format_diagnosis(diagnosis: Diagnosis) -> list[list[str]]:
         unit, start = diagnosis.units[i], diagnosis.find_start(i)
         since = "on average" if start is None else f"round {start}"
         clients = f" ({unit.clients} {'client' if unit.clients == 1 else 'clients'})"
-        numbers = [
-            (unit.weight, ".1%"),
-            (unit.weight / unit.equal_share, ".2f"),
-            (unit.kept, ".1%"),
-            (unit.distance, ".3g"),
+        share = unit.weight / unit.equal_share
+        words = [
+            unit.name + (clients if diagnosis.kind == "domain" else ""),
+            _format_last(unit.accuracy, ".1f"),
+            _format_last(diagnosis.gaps[i], "+.1f"),
+            since if i in diagnosis.under_served else "-",
+            *map(_format_last, (unit.weight, share, unit.kept, unit.distance), (".1%", ".2f", ".1%", ".3g")),
+            f"{unit.rounds_present}/{len(diagnosis.rounds)}",
         ]
-        body.append(
-            [
-                unit.name + (clients if diagnosis.kind == "domain" else ""),
-                _format_number(_average_last(unit.accuracy), ".1f"),
-                _format_number(gaps[i], "+.1f"),
-                since if diagnosis.is_under_served(i) else "-",
-                *(_format_number(_average_last(values), form) for values, form in numbers),
-                f"{unit.rounds_present}/{len(diagnosis.rounds)}",
-            ]
-        )
+        body.append(words)
     return [[diagnosis.kind, *COLUMNS], *body]
 
 
-def _format_number(value: float, form: str) -> str:
+def _format_last(values: Floats, form: str) -> str:
+    value = _average_last(values)
     return format(value, form) if np.isfinite(value) else "-"
 
 
@@ -223,12 +202,12 @@ def _explain_unit(diagnosis: Diagnosis, number: int, evaluated: int) -> str:
     ratio = _average_last(unit.weight / unit.equal_share)
     subject, verb, their = ("its clients", "hold", "their") if diagnosis.kind == "domain" else ("it", "holds", "its")
     sentence = f"{unit.name} is {-diagnosis.get_gap(number):.1f} points below the mean, "
-    if start is None:
+    if start is not None:
+        sentence += f"more than {GAP:g} since round {start}"
+    else:
         sentence += (
             f"on average over the last {evaluated} evaluated rounds, though not more than {GAP:g} in the last of them"
         )
-    else:
-        sentence += f"more than {GAP:g} since round {start}"
     if not unit.rounds_present:
         # It may have dropped out or been left out; with pooled data, one machine trained for all.
         sentence += f"; {subject} had no weight in any round"
@@ -261,17 +240,12 @@ def draw_diagnosis(diagnosis: Diagnosis) -> Figure | None:
             axes.axhline(level, color="#999999", lw=0.6)
         for i, (unit, values) in enumerate(zip(units, lines, strict=True)):
             is_behind, has_number = i in behind, np.isfinite(values)
-            colour = (
-                palette.domain_colour(i if colour_all else behind.index(i)) if is_behind or colour_all else "#BBBBBB"
-            )
-            axes.plot(
-                diagnosis.rounds[has_number],
-                values[has_number],
-                color=colour,
-                lw=1.8 if is_behind else 0.9,
-                label=f"{unit.name}{' (under-served)' if is_behind else ''}" if is_behind or colour_all else None,
-                zorder=3 if is_behind else 2,
-            )
+            look: dict[str, Any] = {"lw": 1.8, "zorder": 3} if is_behind else {"lw": 0.9, "zorder": 2}
+            look["color"] = "#BBBBBB"
+            if is_behind or colour_all:
+                look["color"] = palette.domain_colour(i if colour_all else behind.index(i))
+                look["label"] = f"{unit.name}{' (under-served)' if is_behind else ''}"
+            axes.plot(diagnosis.rounds[has_number], values[has_number], **look)
         axes.set_title(title, fontsize=7)
         label_rounds(axes)
     handles, labels = figure.axes[0].get_legend_handles_labels()

@@ -23,35 +23,21 @@ if TYPE_CHECKING:  # matplotlib takes a second to load
     from matplotlib.figure import Figure
 
 COLUMN, PAGE = 3.35, 6.9  # inches: one column of a two-column paper, and both
-FORMATS = ("svg", "pdf", "png")
+FORMATS: dict[str, Any] = {
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+    "png": {},
+}  # with metadata without a date
 STYLE: Any = {
-    "font.size": 8,
-    "font.family": "sans-serif",
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "axes.titlelocation": "left",
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#E6E6E6",
-    "grid.linewidth": 0.5,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-    "legend.handlelength": 1.4,
-    "lines.linewidth": 1.2,
-    "errorbar.capsize": 1.5,
-    "pdf.fonttype": 42,  # text stays text
-    "svg.fonttype": "none",
+    "font.size": 8, "font.family": "sans-serif", "axes.titlesize": 8, "axes.labelsize": 8, "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.axisbelow": True,
+    "axes.grid": True, "grid.color": "#E6E6E6", "grid.linewidth": 0.5,
+    "xtick.labelsize": 7, "ytick.labelsize": 7, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
+    "legend.fontsize": 7, "legend.frameon": False, "legend.handlelength": 1.4,
+    "lines.linewidth": 1.2, "errorbar.capsize": 1.5, "figure.constrained_layout.use": True, "savefig.dpi": 300,
+    "pdf.fonttype": 42, "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "fedheal",  # the same runs give the same bytes
-    "savefig.dpi": 300,
-    "figure.constrained_layout.use": True,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,8 +60,7 @@ def write_figures(rows: Sequence[Row], folder: Path, reference: str | None = Non
     check_reference(rows, reference)
     groups = group_by_data(rows)
     files = []
-    for table in build_tables(rows):
-        group = groups[table.data]
+    for table, group in zip(build_tables(rows), groups.values(), strict=True):
         data = FigureData(table, tuple(group[0].domains), build_series(group), choose_reference(group, reference))
         prefix = re.sub(r"[^A-Za-z0-9-]+", "_", table.data) + "-" if len(groups) > 1 else ""
         for name, draw in FIGURES.items():
@@ -92,25 +77,18 @@ def save_figure(path: Path, draw: Callable[[], Figure | None]) -> list[Path]:
         if figure is None:
             return []
         make_folder(path.parent)
-        files = [path.with_name(f"{path.name}.{form}") for form in FORMATS]
-        no_date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
-        for file, form in zip(files, FORMATS, strict=True):
-            figure.savefig(file, format=form, metadata=no_date[form])
-    return files
-
-
-def _make_axes(width: float, height: float) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height))
-    return figure, figure.subplots()
+        files = {form: path.with_name(f"{path.name}.{form}") for form in FORMATS}
+        for form, file in files.items():
+            figure.savefig(file, format=form, metadata=FORMATS[form])
+    return list(files.values())
 
 
 def draw_domains(data: FigureData) -> Figure | None:
     """Draw accuracy by domain: bars in groups by method, or with many methods dots on a line from worst to best."""
     methods = list(data.table.cells)
     use_dots = len(methods) > 6
-    figure, axes = _make_axes(PAGE if use_dots else COLUMN, 0.7 + len(methods) * (0.17 if use_dots else 0.34))
+    size = (PAGE, 0.7 + 0.17 * len(methods)) if use_dots else (COLUMN, 0.7 + 0.34 * len(methods))
+    figure, (axes,) = make_panels(1, 1, *size)
     at = np.arange(len(methods))
     for i, domain in enumerate(data.domains):
         cells = [data.table.cells[method][domain] for method in methods]
@@ -138,22 +116,14 @@ def draw_spread(data: FigureData) -> Figure | None:
     if len(points) < 2:
         return None
     front = find_pareto_front(points)
-    figure, axes = _make_axes(COLUMN, 2.4)
+    figure, (axes,) = make_panels(1, 1, COLUMN, 2.4)
     axes.plot([points[m][1] for m in front], [points[m][0] for m in front], ":", color="#999999", zorder=0)
     for i, method in enumerate(points):
         cells, colour = data.table.cells[method], palette.method_colour(i)
-        axes.errorbar(
-            cells["STD"].mean,
-            cells["AVG"].mean,
-            xerr=cells["STD"].sd,
-            yerr=cells["AVG"].sd,
-            fmt="o" if i < len(palette.METHODS) else "s",
-            ms=5,
-            mfc=colour if method in front else "white",
-            color=colour,
-            lw=0.7,
-            label=method,
-        )
+        x, y = cells["STD"], cells["AVG"]
+        marker, fill = "o" if i < len(palette.METHODS) else "s", colour if method in front else "white"
+        look: dict[str, Any] = {"fmt": marker, "ms": 5, "mfc": fill, "color": colour, "lw": 0.7, "label": method}
+        axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, **look)
     axes.set_xlabel("STD over domains, points")
     axes.set_ylabel("AVG, %")
     _add_method_legend(figure, axes)
@@ -165,10 +135,8 @@ def draw_rounds(data: FigureData) -> Figure | None:
     drawable = [series for series in data.series if len(series.rounds) > 1]
     if not drawable:
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(PAGE, 2.3))
-    for axes, measure in zip(figure.subplots(1, 2), ("AVG", "STD"), strict=True):
+    figure, panels = make_panels(2, 2, PAGE, 2.3)
+    for axes, measure in zip(panels, ("AVG", "STD"), strict=True):
         for i, series in enumerate(drawable):
             dash = "--" if series.method == data.reference else "-"
             plot_band(axes, series, measure, palette.method_colour(i), series.method, dash)
@@ -248,7 +216,7 @@ def draw_time(data: FigureData) -> Figure | None:
     drawable = [series for series in data.series if any(series.seconds.values())]
     if not drawable:
         return None
-    figure, axes = _make_axes(COLUMN, 0.8 + 0.17 * len(drawable))
+    figure, (axes,) = make_panels(1, 1, COLUMN, 0.8 + 0.17 * len(drawable))
     methods = [series.method for series in drawable]
     left = np.zeros(len(drawable))
     for phase, colour in zip(PHASES, (palette.METHODS[i] for i in (3, 1, 5)), strict=True):
@@ -262,18 +230,14 @@ def draw_time(data: FigureData) -> Figure | None:
 
 
 FIGURES: dict[str, Callable[[FigureData], Figure | None]] = {
-    "domains": draw_domains,
-    "spread": draw_spread,
-    "rounds": draw_rounds,
-    "curves": draw_curves,
-    "weights": draw_weights,
-    "kept": draw_kept,
-    "consistency": draw_consistency,
-    "time": draw_time,
-}
+    "domains": draw_domains, "spread": draw_spread, "rounds": draw_rounds, "curves": draw_curves,
+    "weights": draw_weights, "kept": draw_kept, "consistency": draw_consistency, "time": draw_time,
+}  # fmt: skip
 
 
-def make_panels(count: int, columns: int, width: float, row_height: float, margin: float) -> tuple[Figure, list[Axes]]:
+def make_panels(
+    count: int, columns: int, width: float, row_height: float, margin: float = 0
+) -> tuple[Figure, list[Axes]]:
     """Return a figure with `count` panels in at most `columns` columns."""
     from matplotlib.figure import Figure
 

@@ -55,14 +55,10 @@ def render_page(
     check_reference(rows, reference)
     groups = group_by_data(rows)
     sets = [_describe_data_set(table, groups[table.data], reference) for table in tables.build_tables(rows)]
-    environment = Environment(
-        loader=FunctionLoader(_read_asset),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FunctionLoader(_read_asset), undefined=StrictUndefined, **options)
     environment.filters["breakable"] = _make_breakable
+    numbers = {"sets": [data_set["figures"] for data_set in sets], "palette": palette.BY_USE}
     return environment.get_template("page.html").render(
         title=title or "How evenly are the domains served?",
         runs=sum(len(row.summaries) for row in rows),
@@ -72,7 +68,9 @@ def render_page(
         css=_read_asset("page.css"),
         script=_read_asset("page.js"),
         plotly=_compress_plotly(),
-        numbers=_dump_json({"sets": [data_set["figures"] for data_set in sets], "palette": _list_colours()}),
+        numbers=json.dumps(numbers, separators=(",", ":"), allow_nan=False).replace(
+            "<", "\\u003c"
+        ),  # in a script element
     )
 
 
@@ -95,20 +93,6 @@ def _compress_plotly() -> str:
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
 
 
-def _dump_json(value: Any) -> str:
-    """Return JSON that is safe inside a script element."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _list_colours() -> dict[str, Sequence[str]]:
-    return {
-        "domains": palette.DOMAINS,
-        "domainsDark": palette.DOMAINS_DARK,
-        "methods": palette.METHODS,
-        "methodsDark": palette.METHODS_DARK,
-    }
-
-
 def _describe_data_set(table: tables.ResultTable, rows: Sequence[Row], reference: str | None) -> dict[str, Any]:
     """Return all that the sections of one data set show."""
     return {
@@ -119,21 +103,11 @@ def _describe_data_set(table: tables.ResultTable, rows: Sequence[Row], reference
         "gains": _fold(conclusions.describe_gains(rows, reference)),
         "conclusions": _fold(conclusions.conclude(rows, reference)),
         "columns": table.columns,
-        "rows": [
-            {
-                "method": method,
-                "bound": BOUNDS.get(method, ""),
-                "seeds": len(table.seeds[method]),
-                "cells": list(cells.values()),
-            }
-            for method, cells in table.cells.items()
-        ],
+        "rows": [(method, BOUNDS.get(method), cells.values()) for method, cells in table.cells.items()],
+        "seeds": {method: len(seeds) for method, seeds in table.seeds.items()},
         "notes": collect_data_notes(summary for row in rows for summary in row.summaries),
-        "copies": {
-            "Markdown": tables.format_markdown(table),
-            "LaTeX": tables.format_latex(table),
-            "CSV": tables.format_csv(rows),
-        },
+        "copies": {"Markdown": tables.format_markdown(table), "LaTeX": tables.format_latex(table)}
+        | {"CSV": tables.format_csv(rows)},
         "settings": compare_settings(rows),
         "facts": _list_facts(rows),
         "figures": _collect_figures(table, rows, choose_reference(rows, reference)),
@@ -147,21 +121,14 @@ def _fold(sentences: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _collect_figures(table: tables.ResultTable, rows: Sequence[Row], reference: str) -> dict[str, Any]:
-    points = {
-        method: (cells["AVG"].mean, cells["STD"].mean)
-        for method, cells in table.cells.items()
-        if method not in BOUNDS  # bounds are groups of runs: they have bars, but no rounds
-    }
+    # Bounds are groups of runs: they have bars, but no rounds.
+    points = {m: (cells["AVG"].mean, cells["STD"].mean) for m, cells in table.cells.items() if m not in BOUNDS}
     return {
         "domains": list(rows[0].domains),
         "reference": reference,
         "bars": [
-            {
-                "method": method,
-                "mean": [_round(cell.mean) for cell in cells.values()],
-                "sd": [_round(cell.sd or 0.0) for cell in cells.values()],
-            }
-            for method, cells in table.cells.items()
+            {"method": m, "mean": [_round(c.mean) for c in x.values()], "sd": [_round(c.sd or 0.0) for c in x.values()]}
+            for m, x in table.cells.items()
         ],
         "columns": list(table.columns),
         "front": find_pareto_front(points),
@@ -217,9 +184,7 @@ def _list_facts(rows: Sequence[Row]) -> dict[str, str]:
     facts: dict[str, Iterable[Any]] = {
         "about the data": collect_data_notes(summaries),
         "data fingerprint": (summary.get("data_fingerprint") for summary in summaries),
-        "device": (summary.get("device") for summary in summaries),
-        "precision": (summary.get("precision") for summary in summaries),
-        "threads": (summary.get("threads") for summary in summaries),
+        **{key: [summary.get(key) for summary in summaries] for key in ("device", "precision", "threads")},
         "test images": join_pairs("test_sizes"),
         "versions": join_pairs("versions"),
         "sent to clients": format_bytes("bytes_sent"),

@@ -11,6 +11,7 @@ METHODS = ("#332288", "#CC6677", "#117733", "#88CCEE", "#AA4499", "#999933", "#8
 METHODS_DARK = (
     "#A7A1E8", "#F29BA8", "#6CC788", "#A6DDF5", "#DB8ED0", "#CFCF6A", "#D987A8", "#7FD6C8", "#F0CB6E", "#B8B8B8"
 )  # fmt: skip
+BY_USE = {"domains": DOMAINS, "domainsDark": DOMAINS_DARK, "methods": METHODS, "methodsDark": METHODS_DARK}
 
 
 def domain_colour(number: int) -> str:

@@ -94,10 +94,7 @@ def group_by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def build_rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return one row per method and seed, in order; the runs of a complete bound become one row.
-
-    The runs of an incomplete bound, or of one with a repeated part, are rows under their own names.
-    """
+    """Return one row per run, in order; the runs of a complete bound without repeated parts become one row."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for summary in summaries:
         bound = _find_bound(summary)
@@ -131,29 +128,20 @@ def _find_bound(summary: Mapping[str, Any]) -> str:
 def _make_bound_key(summary: Mapping[str, Any]) -> str:
     """Return what the parts of one bound have in common: data, seed, rounds and all settings that affect results."""
     settings = {key: summary[key] for key in ("data", "seed", "rounds")} | read_settings(summary)[0]
-    return json.dumps(
-        {k: v for k, v in settings.items() if k not in FREE | BOUND_SETTINGS}, sort_keys=True, default=str
-    )
+    shared = {key: value for key, value in settings.items() if key not in FREE | BOUND_SETTINGS}
+    return json.dumps(shared, sort_keys=True, default=str)
 
 
 def _build_group(bound: str, group: Sequence[Mapping[str, Any]]) -> list[Row]:
-    combine = {"leave-one-domain-out": _combine_leave_one_out, "standalone": _combine_standalone}.get(bound)
-    combined = combine(group) if combine else {}
-    if not combined:
-        return [
-            Row(
-                method=bound if bound == "centralised" else _name_row(summary),
-                seed=int(summary["seed"]),
-                domains=summary["domains"],
-                fairness=fairness(summary["domains"]),
-                validation=summary.get("validation"),
-                summaries=(summary,),
-            )
-            for summary in group
-        ]
-    domains = {domain: combined[domain] for domain in group[0]["domains"]}
-    seed = int(group[0]["seed"])
-    return [Row(method=bound, seed=seed, domains=domains, fairness=fairness(domains), summaries=tuple(group))]
+    combined = _combine_parts(bound, group) if bound in ("leave-one-domain-out", "standalone") else {}
+    if combined:
+        domains = {domain: combined[domain] for domain in group[0]["domains"]}
+        return [Row(bound, int(group[0]["seed"]), domains, fairness(domains), summaries=tuple(group))]
+    rows = []
+    for s in group:
+        name = bound if bound == "centralised" else _name_row(s)
+        rows.append(Row(name, int(s["seed"]), s["domains"], fairness(s["domains"]), s.get("validation"), (s,)))
+    return rows
 
 
 def _name_row(summary: Mapping[str, Any]) -> str:
@@ -162,21 +150,15 @@ def _name_row(summary: Mapping[str, Any]) -> str:
     return " ".join([str(summary["method"]), *words, *(["pool=true"] if summary["pool"] else [])])
 
 
-def _combine_leave_one_out(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return each domain's accuracy in the run without it; nothing unless there is exactly one run per domain."""
-    left_out = [summary["without"][0] for summary in group]
-    if sorted(left_out) != sorted(group[0]["domains"]):
+def _combine_parts(bound: str, group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each domain's accuracy, mean over its parts; nothing unless there is exactly one run per domain or client."""
+    if bound == "standalone":
+        parts, expected = [summary["only"][0] for summary in group], group[0]["clients"]
+        domains = [summary["trained"][client] for client, summary in zip(parts, group, strict=True)]
+    else:
+        parts, expected = [summary["without"][0] for summary in group], group[0]["domains"]
+        domains = parts
+    if sorted(parts) != sorted(expected) or set(domains) != set(group[0]["domains"]):
         return {}
-    return {domain: float(summary["domains"][domain]) for domain, summary in zip(left_out, group, strict=True)}
-
-
-def _combine_standalone(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return each domain's accuracy, mean over its clients' runs; nothing unless there is exactly one run per client."""
-    clients = [summary["only"][0] for summary in group]
-    by_domain: dict[str, list[float]] = {}
-    for client, summary in zip(clients, group, strict=True):
-        domain = summary["trained"][client]
-        by_domain.setdefault(domain, []).append(float(summary["domains"][domain]))
-    if sorted(clients) != sorted(group[0]["clients"]) or by_domain.keys() != group[0]["domains"].keys():
-        return {}
-    return {domain: float(np.mean(values)) for domain, values in by_domain.items()}
+    accuracies = [(domain, float(summary["domains"][domain])) for domain, summary in zip(domains, group, strict=True)]
+    return {domain: float(np.mean([x for d, x in accuracies if d == domain])) for domain in domains}

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from fedheal.core.metrics import fairness
 from fedheal.report.comparability import list_methods
-from fedheal.report.rounds import read_complete_rounds
 from fedheal.report.rows import FAIRNESS_COLUMNS, Row
+from fedheal.runs.folder import read_result, read_rounds
 from fedheal.runs.schema import RoundRecord
 
 Floats = NDArray[np.float64]
@@ -43,6 +43,17 @@ class Series:
     seconds: Mapping[str, float] = field(default_factory=dict)  # per run, by phase
 
 
+def read_complete_rounds(folder: Path) -> list[RoundRecord]:
+    """Return the rounds of a run. Raise ValueError if a finished one lacks some; a federation may have more than its result."""
+    records = read_rounds(folder)
+    expected = read_result(folder, ["rounds"])["rounds"] if (folder / "result.json").is_file() else 0
+    if len(records) < expected:
+        path = folder / "rounds.jsonl"
+        problem = f"has only {len(records)} complete lines" if path.exists() else "is missing"
+        raise ValueError(f"{path} {problem}, but the run has {expected} rounds")
+    return records
+
+
 def build_series(rows: Sequence[Row]) -> list[Series]:
     """Return one series per method, in the order of the rows; bounds, which are groups of runs, have none."""
     return [_build_method_series(name, [row for row in rows if row.method == name]) for name in list_methods(rows)]
@@ -55,7 +66,7 @@ def _build_method_series(method: str, rows: Sequence[Row]) -> Series:
     client_domains = [dict(summary.get("trained", {})) for summary in summaries]
     all_rounds = _select_common_rounds(runs)
     evaluated = _select_common_rounds([[record for record in run if record.domains] for run in runs])
-
+    seconds = [summary.get("seconds", {}) for summary in summaries]
     return Series(
         method=method,
         rounds=np.array([record.round for record in evaluated[0]], np.float64),
@@ -64,10 +75,7 @@ def _build_method_series(method: str, rows: Sequence[Row]) -> Series:
         weights=_sum_weights(all_rounds, client_domains, domains),
         kept_by_tensor=_collect_kept_by_tensor(all_rounds),
         consistency=_average_consistency(summaries, client_domains, domains),
-        seconds={
-            phase: float(np.mean([summary.get("seconds", {}).get(phase, 0.0) for summary in summaries]))
-            for phase in PHASES
-        },
+        seconds={phase: float(np.mean([by_phase.get(phase, 0.0) for by_phase in seconds])) for phase in PHASES},
     )
 
 
@@ -98,12 +106,9 @@ def _sum_weights(
     sums = np.full((len(domains), len(runs), len(runs[0])), np.nan)
     for r, (run, domain_of) in enumerate(zip(runs, client_domains, strict=True)):
         for t, record in enumerate(run):
-            groups: dict[str, list[float]] = {}
-            for client, weight in record.weights.items():
-                groups.setdefault(domain_of.get(client, ""), []).append(weight)
             for i, domain in enumerate(domains):
-                if domain in groups:
-                    sums[i, r, t] = np.sum(groups[domain])
+                weights = [w for client, w in record.weights.items() if domain_of.get(client) == domain]
+                sums[i, r, t] = np.sum(weights) if weights else np.nan
     return {domain: mean_ignoring_nan(sums[i]) for i, domain in enumerate(domains) if np.isfinite(sums[i]).any()}
 
 
@@ -151,9 +156,8 @@ def find_pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
     >>> find_pareto_front({"a": (80.0, 10.0), "b": (85.0, 12.0), "c": (79.0, 11.0)})
     ['a', 'b']
     """
-    front = [
-        name
-        for name, (avg, std) in points.items()
-        if not any(a >= avg and s <= std and (a, s) != (avg, std) for a, s in points.values())
-    ]
-    return sorted(front, key=lambda name: points[name][1])
+
+    def is_beaten(avg: float, std: float) -> bool:
+        return any(a >= avg and s <= std and (a, s) != (avg, std) for a, s in points.values())
+
+    return sorted((name for name in points if not is_beaten(*points[name])), key=lambda name: points[name][1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,18 +85,13 @@ def _build_table(data: str, rows: Sequence[Row]) -> ResultTable:
         for column in columns:
             means = [float(np.mean(values[m][column])) for m in rivals]
             best[column] = min(means) if column in LOWER_IS_BETTER else max(means)
-    return ResultTable(
-        data=data,
-        columns=columns,
-        cells={
-            m: {c: summarise_seeds(v, best.get(c) if m in rivals else None) for c, v in values[m].items()}
-            for m in methods
-        },
-        seeds={m: tuple(sorted(row.seed for row in rows if row.method == m)) for m in methods},
-        averaged=frozenset(  # runs of earlier versions do not record it
-            int(s.get("averaged", min(LAST, int(s["rounds"])))) for row in rows for s in row.summaries
-        ),
-    )
+    cells = {
+        m: {c: summarise_seeds(v, best.get(c) if m in rivals else None) for c, v in values[m].items()} for m in methods
+    }
+    seeds = {m: tuple(sorted(row.seed for row in rows if row.method == m)) for m in methods}
+    summaries = [s for row in rows for s in row.summaries]  # those of earlier versions lack `averaged`
+    averaged = frozenset(int(s.get("averaged", min(LAST, int(s["rounds"])))) for s in summaries)
+    return ResultTable(data, columns, cells, seeds, averaged)
 
 
 def _check_duplicates(rows: Sequence[Row]) -> None:
@@ -107,20 +102,19 @@ def _check_duplicates(rows: Sequence[Row]) -> None:
             a, b = (read_settings(r.summaries[0])[0] for r in (twin, row))
             differing = sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key) and key not in FREE)
             how = f", with other settings ({', '.join(differing)})" if differing else ""
-            raise ValueError(
-                f"{row.method} with seed {row.seed} was run twice{how} ({twin.folder} and {row.folder}): "
-                "report them separately"
-            )
+            where = f"({twin.folder} and {row.folder})"
+            raise ValueError(f"{row.method} with seed {row.seed} was run twice{how} {where}: report them separately")
 
 
 def format_markdown(table: ResultTable) -> str:
     """Return a Markdown table."""
-    head = ["method", *table.columns, "seeds"]
-    body = [
-        [method, *(cell.format("**{}**") for cell in cells.values()), str(len(table.seeds[method]))]
-        for method, cells in table.cells.items()
-    ]
-    return join_markdown([head, *body])
+    return join_markdown(_format_lines(table, "**{}**"))
+
+
+def _format_lines(table: ResultTable, bold: str) -> list[list[str]]:
+    cells = {method: [cell.format(bold) for cell in row.values()] for method, row in table.cells.items()}
+    body = [[method, *words, str(len(table.seeds[method]))] for method, words in cells.items()]
+    return [["method", *table.columns, "seeds"], *body]
 
 
 def join_markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -131,12 +125,8 @@ def join_markdown(lines: Sequence[Sequence[str]]) -> str:
 
 def format_latex(table: ResultTable) -> str:
     """Return a LaTeX tabular with booktabs rules; bounds stand below a rule of their own."""
-    lines = [
-        rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
-        r"\toprule",
-        " & ".join(["method", *map(_escape_latex, table.columns)]) + r" \\",
-        r"\midrule",
-    ]
+    head = " & ".join(["method", *map(_escape_latex, table.columns)]) + r" \\"
+    lines = [rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule", head, r"\midrule"]
     first_bound = next((method for method in table.cells if method in BOUNDS), None)
     for method, cells in table.cells.items():
         if method == first_bound:
@@ -157,12 +147,7 @@ def _escape_latex(words: str) -> str:
 
 def format_text(table: ResultTable) -> str:
     """Return a plain table in columns of equal width; with a legend if a number is marked."""
-    head = ["method", *table.columns, "seeds"]
-    body = [
-        [method, *(cell.format("{}*") for cell in cells.values()), str(len(table.seeds[method]))]
-        for method, cells in table.cells.items()
-    ]
-    lines = align_columns([head, *body])
+    lines = align_columns(_format_lines(table, "{}*"))
     is_marked = any(cell.best for cells in table.cells.values() for cell in cells.values())
     legend = ["* best of its column (STD: the lowest)"] if is_marked else []
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *legend])
@@ -171,19 +156,13 @@ def format_text(table: ResultTable) -> str:
 def align_columns(lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return lines with columns of equal width, the first `left` of them aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            word.ljust(w) if i < left else word.rjust(w) for i, (word, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
+    pad = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    return ["  ".join(f(word, w) for f, word, w in zip(pad, line, widths, strict=True)) for line in lines]
 
 
 FORMATS: dict[str, Callable[[ResultTable], str]] = {
-    "text": format_text,
-    "markdown": format_markdown,
-    "latex": format_latex,
-}
+    "text": format_text, "markdown": format_markdown, "latex": format_latex
+}  # fmt: skip
 
 
 def flatten_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -192,34 +171,23 @@ def flatten_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         groups.setdefault(row.data, []).append(row)
     notes = {data: iter(annotate_rows(group, choose_reference(group))) for data, group in groups.items()}
-    return [
-        {
-            "data": row.data,
-            "method": row.method,
-            "seed": row.seed,
-            "rounds": row.summaries[0]["rounds"],
-            **{f"accuracy.{name}": float(x) for name, x in row.domains.items()},
-            **{name: float(x) for name, x in row.fairness.items()},
-            **(
-                {f"validation.{key}": float(row.validation[key]) for key in FAIRNESS_COLUMNS.values()}
-                if row.validation
-                else {}
-            ),
-            "notes": "; ".join(next(notes[row.data])),
-        }
-        for row in rows
-    ]
-
-
-def _list_fields(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record))
+    records = []
+    for row in rows:
+        record = {"data": row.data, "method": row.method, "seed": row.seed, "rounds": row.summaries[0]["rounds"]}
+        record |= {f"accuracy.{name}": float(x) for name, x in row.domains.items()}
+        record |= {name: float(x) for name, x in row.fairness.items()}
+        if row.validation:
+            record |= {f"validation.{key}": float(row.validation[key]) for key in FAIRNESS_COLUMNS.values()}
+        records.append(record | {"notes": "; ".join(next(notes[row.data]))})
+    return records
 
 
 def format_csv(rows: Sequence[Row]) -> str:
     """Return the flat records as CSV."""
     records = flatten_rows(rows)
     out = io.StringIO()
-    writer = csv.DictWriter(out, _list_fields(records), restval="", lineterminator="\n")
+    fields = dict.fromkeys(name for record in records for name in record)
+    writer = csv.DictWriter(out, list(fields), restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     return out.getvalue().rstrip("\n")
@@ -233,7 +201,7 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
     except ImportError:
         raise ValueError("Parquet needs pyarrow: pip install 'fedheal[parquet]'") from None
     records = flatten_rows(rows)
-    fields = _list_fields(records)
+    fields = dict.fromkeys(name for record in records for name in record)
     out = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{f: r.get(f) for f in fields} for r in records]), out)
     write_bytes(path, out.getvalue())

@@ -44,18 +44,15 @@ def write_outputs(name: str, recipe: Recipe, plans: list[RecipePlan], stem: Path
         title = f"{plan.data} compared with the paper"
         outputs.sections.append(Section(title, [*claims, *comparison.notes], comparison.to_lines()))
         markdown.append("\n".join([comparison.to_markdown(), *(f"- {sentence}" for sentence in claims)]))
-        if recipe.figure == "sweep":
-            outputs.files.extend(save_figure(path, partial(draw_sweep, comparison))[-1:])
-        elif recipe.figure == "curves":
-            outputs.files.extend(save_figure(path, partial(draw_convergence, plan))[-1:])
+        draw = {"sweep": partial(draw_sweep, comparison), "curves": partial(draw_convergence, plan)}.get(recipe.figure)
+        if draw:
+            outputs.files.extend(save_figure(path, draw)[-1:])
         elif recipe.figure == "consistency":
             markdown += _write_consistency(recipe, plan, path, outputs)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    contents = {".md": "\n\n".join(markdown) + "\n", ".json": json.dumps(outputs.records, indent=2) + "\n"}
-    for ending, text in contents.items():
-        path = stem.with_name(stem.name + ending)
-        write_text(path, text)
-        outputs.files.append(path)
+    for ending, text in ((".md", "\n\n".join(markdown)), (".json", json.dumps(outputs.records, indent=2))):
+        outputs.files.append(stem.with_name(stem.name + ending))
+        write_text(outputs.files[-1], text + "\n")
     return outputs
 
 

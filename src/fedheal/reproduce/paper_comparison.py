@@ -50,14 +50,12 @@ class PaperComparison:
         """Return the table as words, its head first: up to three lines per row (ours, paper, difference)."""
         lines = [["", "", *self.columns]]
         for row in self.rows:
+            label, doubtful = row.recipe_row.label, row.recipe_row.misprint[0]
             numbers = {
                 "ours": {c: cell.format() for c, cell in row.ours.items()},
-                "paper": {
-                    c: f"{x:.2f}" + (MISPRINT if c in row.recipe_row.misprint[0] else "") for c, x in row.paper.items()
-                },
+                "paper": {c: f"{x:.2f}" + (MISPRINT if c in doubtful else "") for c, x in row.paper.items()},
                 "difference": {c: f"{x:+.2f}" for c, x in row.difference.items()},
             }
-            label = row.recipe_row.label
             for kind, by_column in numbers.items():
                 if by_column:
                     lines.append([label, kind, *(by_column.get(c, "") for c in self.columns)])
@@ -77,22 +75,18 @@ class PaperComparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything for other programs."""
-        return {
-            "title": self.title,
-            "data": self.data,
-            "notes": list(self.notes),
-            "rows": [
-                {
-                    "label": row.recipe_row.label,
-                    "method": row.recipe_row.method,
-                    "ours": {c: cell.mean for c, cell in row.ours.items()},
-                    "spread": {c: cell.sd for c, cell in row.ours.items() if cell.sd is not None},
-                    "paper": dict(row.paper),
-                    "difference": row.difference,
-                }
-                for row in self.rows
-            ],
-        }
+        rows = [
+            {
+                "label": row.recipe_row.label,
+                "method": row.recipe_row.method,
+                "ours": {c: cell.mean for c, cell in row.ours.items()},
+                "spread": {c: cell.sd for c, cell in row.ours.items() if cell.sd is not None},
+                "paper": dict(row.paper),
+                "difference": row.difference,
+            }
+            for row in self.rows
+        ]
+        return {"title": self.title, "data": self.data, "notes": list(self.notes), "rows": rows}
 
 
 def load_rows(plan: RecipePlan) -> list[Row]:
@@ -109,17 +103,12 @@ def compare_with_paper(recipe: Recipe, plan: RecipePlan) -> PaperComparison:
     for row, jobs in plan.rows:
         seeds = [by_folder[str(job.folder)] for job in jobs]
         columns = [*seeds[0].domains, *FAIRNESS_COLUMNS]
-        rows.append(
-            ComparisonRow(
-                recipe_row=row,
-                ours={column: summarise_seeds([result.get_value(column) for result in seeds]) for column in columns},
-                paper=_name_columns(row.published, paper_domains),
-                paper_domains=paper_domains,
-                is_meaningful=not plan.smoke,
-            )
-        )
-    ours = list(results[0].domains)
-    missing = [domain for domain in paper_domains if domain not in ours and any(row.paper for row in rows)]
+        ours = {column: summarise_seeds([result.get_value(column) for result in seeds]) for column in columns}
+        names = (*paper_domains, "AVG", "STD")[-len(row.published) :]
+        published = dict(zip(names, row.published, strict=True)) if row.published else {}
+        rows.append(ComparisonRow(row, ours, published, paper_domains, is_meaningful=not plan.smoke))
+    domains = list(results[0].domains)
+    missing = [domain for domain in paper_domains if domain not in domains and any(row.paper for row in rows)]
     notes = [
         *_describe_numbers(plan, results, missing),
         *list_cautions(results),
@@ -130,16 +119,11 @@ def compare_with_paper(recipe: Recipe, plan: RecipePlan) -> PaperComparison:
     return PaperComparison(
         title=recipe.title,
         data=plan.data,
-        columns=(*ours, *(c for c in missing if any(c in row.paper for row in rows)), *FAIRNESS_COLUMNS),
+        columns=(*domains, *(c for c in missing if any(c in row.paper for row in rows)), *FAIRNESS_COLUMNS),
         rows=tuple(rows),
         notes=tuple(notes),
         has_same_data=plan.data in paper.DOMAINS,
     )
-
-
-def _name_columns(published: paper.Numbers, domains: Sequence[str]) -> dict[str, float]:
-    names = ("AVG", "STD") if len(published) == 2 else (*domains, "AVG", "STD")
-    return dict(zip(names, published, strict=True)) if published else {}
 
 
 def _describe_numbers(plan: RecipePlan, results: Sequence[Row], missing: Sequence[str]) -> list[str]:
@@ -157,10 +141,8 @@ def _describe_numbers(plan: RecipePlan, results: Sequence[Row], missing: Sequenc
     elif plan.smoke:
         notes.append("The paper's numbers are shown, and no differences are given.")
     elif missing:
-        notes.append(
-            f"Our data has no {', '.join(missing)}: AVG and STD are over other domains than the paper's, and their "
-            "differences are not given."
-        )
+        over = "AVG and STD are over other domains than the paper's"
+        notes.append(f"Our data has no {', '.join(missing)}: {over}, and their differences are not given.")
     return notes
 
 

@@ -77,15 +77,10 @@ class RecipePlan:
 
 
 def plan_recipe(recipe: Recipe, options: Options, out: Path) -> list[RecipePlan]:
-    """Plan the runs of a recipe, one plan per data set.
-
-    Args:
-        recipe: One of `RECIPES`.
-        options: Seeds, rows, data sets and fields that differ from the protocol.
-        out: The folder for the runs; nothing is written yet.
+    """Plan the runs of a recipe below the folder `out`, one plan per data set.
 
     Raises:
-        ValueError: An option is invalid; every experiment is validated here.
+        ValueError: An option is invalid; every experiment is validated here, and nothing is written yet.
     """
     if not options.seeds:
         raise ValueError("a result needs at least one seed")
@@ -107,39 +102,33 @@ def make_suffix(options: Options) -> str:
     return "".join(f"-{word}" for word in (["smoke"] if options.smoke else []) + words).replace("/", "_")
 
 
-def _plan_data_set(
-    recipe: Recipe, data: str, paper_rows: Sequence[RecipeRow], options: Options, out: Path
-) -> RecipePlan:
+def _plan_data_set(recipe: Recipe, data: str, rows: Sequence[RecipeRow], options: Options, out: Path) -> RecipePlan:
     values = (dict(recipe.smoke) if options.smoke else {}) | {"data": data} | dict(options.values)
-    rounds = Experiment.of(values | {"method": "fedavg"}).rounds
-    fixed = dict(recipe.values(rounds))
+    fixed = dict(recipe.values(Experiment.of(values | {"method": "fedavg"}).rounds))
     _refuse_fixed(fixed, options.values)
     suffix = "".join(f"-{key}={value}" for key, value in sorted(fixed.items())) + make_suffix(options)
     folder = out / f"{data.replace(':', '.').replace('/', '_')}{suffix}"
-    rows = []
-    for row in paper_rows:
+    planned = []
+    for row in rows:
         experiments = [Experiment.of(values | fixed | {"method": row.method, "seed": seed}) for seed in options.seeds]
-        rows.append((row, [Job(experiment, folder / experiment.folder_name) for experiment in experiments]))
-    return RecipePlan(data, rows, options.smoke)
+        planned.append((row, [Job(experiment, folder / experiment.folder_name) for experiment in experiments]))
+    return RecipePlan(data, planned, options.smoke)
 
 
 def _select_rows(data_sets: Mapping[str, Sequence[RecipeRow]], patterns: Sequence[str]) -> dict[str, list[RecipeRow]]:
     """Return the rows that match any pattern, by data set; data sets without such rows are left out."""
     for pattern in patterns:
-        if not any(_matches(row, pattern) for rows in data_sets.values() for row in rows):
-            known = [
-                f"{', '.join(f'{row.label!r} ({row.method})' for row in rows)} on {data}"
-                for data, rows in data_sets.items()
-            ]
-            raise ValueError(f"rows = {pattern}: no row has this label or method; the rows are {'; '.join(known)}")
-    selected = {
-        data: [row for row in rows if not patterns or any(_matches(row, pattern) for pattern in patterns)]
-        for data, rows in data_sets.items()
-    }
+        if not any(_matches(row, [pattern]) for rows in data_sets.values() for row in rows):
+            names = {
+                data: ", ".join(f"{row.label!r} ({row.method})" for row in rows) for data, rows in data_sets.items()
+            }
+            known = "; ".join(f"{rows} on {data}" for data, rows in names.items())
+            raise ValueError(f"rows = {pattern}: no row has this label or method; the rows are {known}")
+    selected = {data: [row for row in rows if _matches(row, patterns or ["*"])] for data, rows in data_sets.items()}
     return {data: rows for data, rows in selected.items() if rows}
 
 
-def _matches(row: RecipeRow, pattern: str) -> bool:
-    """Return whether a pattern matches a row's label or method, ignoring case."""
+def _matches(row: RecipeRow, patterns: Iterable[str]) -> bool:
+    """Return whether any pattern matches a row's label or method, ignoring case."""
     names = (row.method.lower(), row.method.lower().partition(":")[0], row.label.lower())
-    return any(fnmatch(name, pattern.lower()) for name in names)
+    return any(fnmatch(name, pattern.lower()) for name in names for pattern in patterns)

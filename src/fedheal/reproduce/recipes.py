@@ -13,14 +13,11 @@ from fedheal.reproduce import paper
 from fedheal.reproduce.plans import PAPER_DATA, Claim, Recipe, RecipeRow
 
 LOCAL = {
-    "fedavg": "FedAvg",
-    "fedprox": "FedProx",
-    "scaffold": "SCAFFOLD",
-    "moon": "MOON",
-    "feddyn": "FedDyn",
-    "fedproc": "FedProc",
-    "fedproto": "FedProto",
-}
+    "fedavg": "FedAvg", "fedprox": "FedProx", "scaffold": "SCAFFOLD", "moon": "MOON",
+    "feddyn": "FedDyn", "fedproc": "FedProc", "fedproto": "FedProto",
+}  # fmt: skip
+UNIFORM = RecipeRow("uniform weights", "fedavg+uniform")
+BOTH = ("digits", "office-caltech")
 STAGES = {"": "", "uniform": " + uniform weights", "afl": " + AFL", "qffl": " + q-FFL", "fedheal": " + FedHEAL"}
 EQUAL_WEIGHTS = ("scaffold", "feddyn")  # their clients weigh the same by definition: the row is its own control
 CONTROL = "Uniform weights are our control: the paper has no such row."
@@ -53,63 +50,51 @@ def _make_stacked_row(local: str, stage: str, data: str) -> RecipeRow:
 
 
 def _list_table1(data: str) -> list[RecipeRow]:
-    """Return seven local methods, each alone and with four server stages."""
     return [_make_stacked_row(local, stage, data) for local in LOCAL for stage in STAGES]
 
 
 def _list_table1_claims() -> list[Claim]:
     opponents = {"": "the local method alone", "uniform": "uniform weights", "afl": "AFL", "qffl": "q-FFL"}
-    return [
-        Claim(
-            f"FedHEAL against {name}",
-            tuple((local + STAGES["fedheal"], local + STAGES[stage]) for local in LOCAL.values()),
-        )
-        for stage, name in opponents.items()
-    ]
+    pairs = {s: tuple((x + STAGES["fedheal"], x + STAGES[s]) for x in LOCAL.values()) for s in opponents}
+    return [Claim(f"FedHEAL against {name}", pairs[stage]) for stage, name in opponents.items()]
 
 
 def _list_table2(data: str) -> list[RecipeRow]:
     """Return methods that are not a stage, and FedHEAL."""
-    ours = _make_row("FedHEAL", data, paper.TABLE2, "fedavg+fedheal", _name_with_tau("fedavg+fedheal", data))
     return [
         _make_row("Ditto", data, paper.TABLE2, "ditto"),
         # Its tau counts rounds. It is set here, so that a data set's tau for FPHL never reaches it.
         _make_row("FedFV", data, paper.TABLE2, "fedfv", "fedfv:tau=1"),
-        RecipeRow("uniform weights", "fedavg+uniform"),
-        ours,
+        UNIFORM,
+        _make_row("FedHEAL", data, paper.TABLE2, "fedavg+fedheal", _name_with_tau("fedavg+fedheal", data)),
     ]
 
 
 def _list_ablation(data: str) -> list[RecipeRow]:
     """Return FPHL and FAEL, each alone and together."""
-    fphl = _name_with_tau("fphl", data)
+    fphl, both = _name_with_tau("fphl", data), _name_with_tau("fedavg+fedheal", data)
     return [
         _make_row("neither (FedAvg)", data, paper.ABLATION, "fedavg"),
         _make_row("FPHL", data, paper.ABLATION, "fedavg+fphl", f"fedavg+{fphl}"),
         _make_row("FAEL", data, paper.ABLATION, "fedavg+fael"),
-        _make_row(
-            "FPHL + FAEL (FedHEAL)", data, paper.ABLATION, "fedavg+fedheal", _name_with_tau("fedavg+fedheal", data)
-        ),
-        RecipeRow("uniform weights", "fedavg+uniform"),
+        _make_row("FPHL + FAEL (FedHEAL)", data, paper.ABLATION, "fedavg+fedheal", both),
+        UNIFORM,
         RecipeRow("FPHL + uniform weights", f"fedavg+uniform+{fphl}"),
     ]
 
 
 def _list_beta(data: str) -> list[RecipeRow]:
     """Return FAEL alone with several values of its momentum."""
-    rows = [
-        _make_row(f"beta = {b:.1f}", data, paper.BETA, b, f"fedavg+fael:beta={b}")
-        for b in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-    ]
-    return [*rows, RecipeRow("uniform weights", "fedavg+uniform")]
+    betas = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    rows = [_make_row(f"beta = {b:.1f}", data, paper.BETA, b, f"fedavg+fael:beta={b}") for b in betas]
+    return [*rows, UNIFORM]
 
 
 def _list_tau(data: str) -> list[RecipeRow]:
     """Return FedHEAL with beta = 0.4 and several thresholds of consistency."""
-    rows = [
-        _make_row(f"tau = {t / 10:.1f}", data, paper.TAU, t / 10, f"fedavg+fedheal:tau={t / 10}") for t in range(10)
-    ]
-    return [*rows, RecipeRow("uniform weights", "fedavg+uniform")]
+    taus = [t / 10 for t in range(10)]
+    rows = [_make_row(f"tau = {t:.1f}", data, paper.TAU, t, f"fedavg+fedheal:tau={t}") for t in taus]
+    return [*rows, UNIFORM]
 
 
 def _list_consistency(data: str) -> list[RecipeRow]:
@@ -133,7 +118,7 @@ def _list_headline(data: str) -> list[RecipeRow]:
     separator = "," if ":" in method else ":"
     first = [
         _make_row("FedAvg", data, paper.TABLE1, "fedavg"),
-        RecipeRow("uniform weights", "fedavg+uniform"),
+        UNIFORM,
         _make_row("FedHEAL (released)", data, paper.TABLE1, "fedavg+fedheal", f"{method}{separator}variant=released"),
         _make_row("FedHEAL (paper)", data, paper.TABLE1, "fedavg+fedheal", method),
     ]
@@ -159,8 +144,7 @@ def _set_one_client_per_domain(rounds: int) -> Mapping[str, Any]:
 RECIPES = {
     "headline": Recipe(
         "FedAvg, uniform weights and FedHEAL; its parts; other methods of fairness",
-        ("digits", "office-caltech"),
-        _list_headline,
+        BOTH, _list_headline,
         (CONTROL, "The paper has one row for FedHEAL: it is compared with both variants.",
          "Exact FAEL, where it is a row, is ours: weights by FAEL's objective itself, not by the momentum rule.",
          "FedHEAL per step, where it is a row, is ours: per_step=true in the paper's form (docs/methods.md).", OURS,
@@ -173,23 +157,20 @@ RECIPES = {
     ),
     "table1": Recipe(
         "Seven local methods alone, with uniform weights, AFL, q-FFL and FedHEAL",
-        ("digits", "office-caltech"),
-        _list_table1,
+        BOTH, _list_table1,
         (CONTROL, "SCAFFOLD and FedDyn weigh clients equally by definition: their control is the row itself.", OURS,
          CHOSEN_ON_TEST),
         _list_table1_claims,
     ),
     "table2": Recipe(
         "Ditto, FedFV and FedHEAL",
-        ("digits", "office-caltech"),
-        _list_table2,
+        BOTH, _list_table2,
         (CONTROL, "Ditto: the average of the personal models is evaluated, as in the paper.", CHOSEN_ON_TEST),
         lambda: [Claim("FedHEAL against the others", tuple(("FedHEAL", x) for x in ("Ditto", "FedFV", "uniform weights")))],
     ),
     "ablation": Recipe(
         "FPHL and FAEL, each alone and together",
-        ("digits", "office-caltech"),
-        _list_ablation,
+        BOTH, _list_ablation,
         (CONTROL, "FPHL + uniform weights is ours too: it shows what FAEL adds to a mask.", CHOSEN_ON_TEST),
         lambda: [
             Claim("FAEL against uniform weights, without and with FPHL",
@@ -198,23 +179,20 @@ RECIPES = {
     ),
     "beta": Recipe(
         "FAEL alone, by beta",
-        ("digits",),
-        _list_beta,
+        ("digits",), _list_beta,
         (CONTROL, "beta = 0 is FedAvg. The paper prints AVG and STD only, for Digits only.", CHOSEN_ON_TEST),
         figure="sweep",
     ),
     "tau": Recipe(
         "FedHEAL with beta = 0.4, by tau",
-        ("digits", "office-caltech"),
-        _list_tau,
+        BOTH, _list_tau,
         (CONTROL, "The paper shows tau in a figure without numbers; two of its points are in its other tables (tau = 0 keeps "
          "everything: FAEL alone).", CHOSEN_ON_TEST),
         figure="sweep",
     ),
     "consistency": Recipe(
         "How often parameters move the same way: four clients, one per domain",
-        ("digits",),
-        _list_consistency,
+        ("digits",), _list_consistency,
         ("The paper: almost half of the parameters of one layer, chosen at random, keep their direction in more than 90 of 100 "
          "rounds. An update of exactly zero counts as an increase.", "By chance alone 0.2 % of the parameters would keep their "
          "direction in all of 10 rounds, and none in more than 90 of 100."),
@@ -224,8 +202,7 @@ RECIPES = {
     ),
     "convergence": Recipe(
         "Mean accuracy by round, with and without FedHEAL",
-        ("digits", "office-caltech"),
-        _list_convergence,
+        BOTH, _list_convergence,
         (CONTROL, "The paper shows convergence in figures without numbers; compared are the final numbers of its tables.",
          CHOSEN_ON_TEST),
         figure="curves",

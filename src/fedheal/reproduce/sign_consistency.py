@@ -34,16 +34,14 @@ class Window:
         """The numbers of rounds that `counts` are for."""
         return np.arange((self.rounds + 1) // 2, self.rounds + 1, dtype=np.float64)
 
+    def sum_layers(self, client: str) -> Floats:
+        """Return a client's counts over all layers."""
+        return np.asarray(np.sum(list(self.counts[client].values()), axis=0), np.float64)
+
     def get_consistent_share(self, client: str, layer: str | None = None) -> float:
         """Return the share of a client's entries (of a layer) with one direction in more than 90 % of the rounds."""
-        counts = self.counts[client]
-        total = counts[layer] if layer is not None else np.sum(list(counts.values()), axis=0)
+        total = self.sum_layers(client) if layer is None else self.counts[client][layer]
         return float(total[self.same_direction > MOST * self.rounds].sum() / max(total.sum(), 1))
-
-    def get_histogram(self, client: str) -> tuple[Floats, Floats]:
-        """Return shares of rounds with the same direction, and the shares of entries that have them."""
-        total = np.sum(list(self.counts[client].values()), axis=0)
-        return self.same_direction / self.rounds, total / max(total.sum(), 1)
 
 
 def read_windows(folder: Path) -> list[Window]:
@@ -57,17 +55,16 @@ def read_windows(folder: Path) -> list[Window]:
     order = list(summary["domains"])  # so that colours are those of the domains in other figures
     clients = sorted(summary["trained"], key=lambda client: order.index(summary["trained"][client]))
     length, last = blocks[0][0], blocks[-1][0]
-    return [
-        Window(f"first {length} rounds", length, _to_arrays(blocks[0][1], clients)),
-        Window(f"first {longs[0][0]} rounds", longs[0][0], _to_arrays(longs[0][1], clients)),
-        Window(f"rounds {last - length + 1} to {last}", length, _to_arrays(blocks[-1][1], clients)),
-    ]
-
-
-def _to_arrays(
-    counts: Mapping[str, Mapping[str, Sequence[int]]], clients: Sequence[str]
-) -> dict[str, dict[str, Floats]]:
-    return {c: {layer: np.array(n, np.float64) for layer, n in counts[c].items()} for c in clients if c in counts}
+    windows = []
+    for title, rounds, counts in (
+        (f"first {length} rounds", length, blocks[0][1]),
+        (f"first {longs[0][0]} rounds", longs[0][0], longs[0][1]),
+        (f"rounds {last - length + 1} to {last}", length, blocks[-1][1]),
+    ):
+        present = [client for client in clients if client in counts]
+        arrays = {c: {layer: np.array(n, np.float64) for layer, n in counts[c].items()} for c in present}
+        windows.append(Window(title, rounds, arrays))
+    return windows
 
 
 def tabulate_windows(windows: Sequence[Window]) -> list[list[str]]:
@@ -93,8 +90,9 @@ def draw_windows(windows: Sequence[Window]) -> Figure:
     for column, window in enumerate(windows):
         axes, below = grid[:, column]
         for i, client in enumerate(clients):
-            rounds, entries = window.get_histogram(client)
-            axes.step(100 * rounds, 100 * entries, where="mid", color=palette.domain_colour(i), label=client)
+            rounds, entries = window.same_direction / window.rounds, window.sum_layers(client)
+            shares = 100 * (entries / max(entries.sum(), 1))
+            axes.step(100 * rounds, shares, where="mid", color=palette.domain_colour(i), label=client)
         axes.set_title(window.title, fontsize=7)
         axes.set_xlabel("same direction, % of rounds")
         values = np.array([[window.get_consistent_share(client, layer) for client in clients] for layer in layers])

@@ -113,10 +113,7 @@ def save_checkpoint(
     owner: str,
     keep: int = CHECKPOINTS_KEPT,
 ) -> None:
-    """Write the state after round `number` and remove all but the newest `keep`.
-
-    `owner` identifies the experiment: `load_checkpoint` refuses the checkpoints of others.
-    """
+    """Write the state after round `number` and remove all but the newest `keep`; `load_checkpoint` needs the same `owner`."""
     states, rounds = folder / "state", folder / "rounds.jsonl"
     states.mkdir(exist_ok=True)
     if rounds.exists():  # a checkpoint on the disk needs the records of its rounds there
@@ -153,17 +150,13 @@ def load_checkpoint(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str
 
 def append_round(folder: Path, record: RoundRecord) -> None:
     """Add a line to `rounds.jsonl`. A crash can only leave a part of the last line."""
-    line = record.to_json()
+    line = record.to_json() + "\n"
     with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+        file.write(line)
 
 
 def read_rounds(folder: Path) -> list[RoundRecord]:
-    """Return the records of a run's rounds, without a last line that a crash cut short.
-
-    Raises:
-        ValueError: A field has the wrong type.
-    """
+    """Return the records of a run's rounds, without a last line that a crash cut short."""
     records = []
     for number, (_, fields) in enumerate(_read_whole_lines(folder / "rounds.jsonl"), 1):
         try:
@@ -189,15 +182,7 @@ def write_result(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def read_result(folder: Path, required: Collection[str] = ()) -> dict[str, Any]:
-    """Return what `result.json` holds.
-
-    Args:
-        folder: A run folder.
-        required: Fields of `RunResult` that must be there; `validation.avg` is the field `avg` of `validation`.
-
-    Raises:
-        ValueError: The file cannot be read, a field has the wrong type, or a required one is missing.
-    """
+    """Return what `result.json` holds. Raise ValueError if it is not a result with the `required` fields of `RunResult`."""
     path = folder / "result.json"
     try:
         summary = read_json(path)

@@ -12,13 +12,7 @@ LOCK = "lock.tmp"
 
 
 def acquire_lock(folder: Path) -> BaseFileLock:
-    """Keep other processes out of a folder until `release()` or the end of the process.
-
-    Where the file system has no locks the lock is not held, and releasing it does nothing.
-
-    Raises:
-        ValueError: Another run holds the lock.
-    """
+    """Keep other processes out of a folder until `release()` or the end of the process, where the file system has locks."""
     path = folder / LOCK
     path.touch()  # a full disk or a missing permission is an error; a missing lock is not
     lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)

@@ -17,19 +17,9 @@ Checkpoint = tuple[dict[str, Tensor], dict[str, Any]]
 def load_newest_checkpoint(
     folder: Path, owner: str, log: logging.Logger, check: Callable[[Mapping[str, Any]], None] = lambda described: None
 ) -> Checkpoint | None:
-    """Load the newest checkpoint that can be used; drop the records of later rounds and a result of them.
+    """Return the newest usable checkpoint's tensors and JSON, or None; drop the records of later rounds and a result of them.
 
-    Args:
-        folder: The run folder.
-        owner: Whose checkpoints these must be; see `save_checkpoint`.
-        log: Where to warn about checkpoints that cannot be used.
-        check: Called with a checkpoint's JSON before anything is cut; may raise ValueError.
-
-    Returns:
-        The checkpoint's tensors and JSON, or None if the folder holds no checkpoint.
-
-    Raises:
-        ValueError: There are checkpoints, and none can be used.
+    `check` is called with a checkpoint's JSON before anything is cut. ValueError: there are checkpoints, and none can be used.
     """
     problems: list[str] = []
     for path in files.list_checkpoints(folder):

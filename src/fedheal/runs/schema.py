@@ -15,9 +15,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 # Settings that change no result: a resumed run may differ in them.
 FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
-
 REPORT_NUMBERS = ("kept", "distance", "kept_by_tensor")  # parts of an aggregator's report that map names to numbers
-
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -139,11 +137,9 @@ class RunResult(_Record):
 
 
 def check_result(summary: Mapping[str, Any], required: Collection[str] | None = None) -> None:
-    """Raise ValueError if a field of a result has the wrong type, or if a required one is missing.
+    """Raise ValueError if a field of a result has the wrong type, or if a required one (None: any) is missing.
 
-    Args:
-        summary: What `result.json` holds.
-        required: Names of fields, `validation.avg` for those within a field; `None`: all that this version writes.
+    `validation.avg` is the field `avg` within `validation`.
     """
     try:
         RunResult.model_validate(summary)
@@ -185,7 +181,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     if problem["type"] == "too_short":
-        return f"{field} must have at least {problem['ctx']['min_length']} items"
+        least = problem["ctx"]["min_length"]
+        return f"{field} must not be empty" if least == 1 else f"{field} must have at least {least} items"
     return f"{field} must be {problem['msg'].removeprefix('Input should be ')}, got {reprlib.repr(problem['input'])}"
 
 
@@ -204,9 +201,7 @@ def _check_report(report: Mapping[str, Any]) -> None:
     """Raise ValueError if a part of an aggregator's report that is read again has the wrong type."""
     for key in REPORT_NUMBERS:
         value = report.get(key)
-        if value is not None and not (isinstance(value, dict) and all(map(_is_number_or_none, value.values()))):
+        numbers = value.values() if isinstance(value, dict) else [value]
+        is_valid = all(isinstance(x, int | float | None) and not isinstance(x, bool) for x in numbers)
+        if not is_valid or not isinstance(value, dict | None):
             raise ValueError(f"report.{key} must map names to numbers, got {reprlib.repr(value)}")
-
-
-def _is_number_or_none(value: object) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
