@@ -42,11 +42,11 @@ class RoundRecord(_Record):
 
     def to_json(self) -> str:
         """Return the line of `rounds.jsonl`."""
-        fields = {name: value for name, value in self if name != "client_domains" or value is not None}
         try:
             _check_report(self.report)
         except ValueError as error:
             raise ValueError(f"round {self.round} cannot be recorded: {error}") from None
+        fields = {name: value for name, value in self if name != "client_domains" or value is not None}
         return dump_json(fields, f"round {self.round}")
 
 
@@ -170,7 +170,6 @@ def dump_json(value: Mapping[str, Any], name: str, indent: int | None = None) ->
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
-    """Say what pydantic found, in one sentence with a shortened value."""
     field = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"there is no {field}"
