@@ -185,6 +185,7 @@ def test_a_state_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
     records.load_checkpoint(path, "me")
 
 
+@pytest.mark.slow
 def test_a_state_with_any_byte_changed_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     whole = path.read_bytes()

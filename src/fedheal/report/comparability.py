@@ -62,7 +62,6 @@ def compare_settings(rows: Sequence[Row]) -> Settings:
 
 
 def _list_values(key: str, runs: Sequence[tuple[Row, Mapping[str, Any], bool]]) -> list[str]:
-    """Return the different values of a setting in the runs that have it."""
     runs = [run for run in runs if not (key in BOUND_SETTINGS and run[0].method in BOUNDS)]
     values = [settings.get(key) for _, settings, is_complete in runs if is_complete or key in settings]
     return list(dict.fromkeys(map(format_setting, values)))

@@ -110,7 +110,6 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
 
 
 def _list_clients(records: Sequence[RoundRecord]) -> set[str]:
-    """Return all clients that took part in or were evaluated after any round."""
     return {client for record in records for client in (*record.weights, *(record.clients or {}))}
 
 

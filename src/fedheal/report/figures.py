@@ -49,11 +49,6 @@ class FigureData:
     series: Sequence[Series]
     reference: str
 
-    @property
-    def methods(self) -> list[str]:
-        """The methods, without bounds."""
-        return [method for method in self.table.cells if method not in BOUNDS]
-
 
 def write_figures(rows: Sequence[Row], folder: Path, reference: str | None = None) -> list[Path]:
     """Write every figure that the rows have numbers for, in every format, and return the files."""
@@ -112,7 +107,7 @@ def draw_domains(data: FigureData) -> Figure | None:
 
 def draw_spread(data: FigureData) -> Figure | None:
     """Draw AVG against STD; a line joins the methods that no other beats in both."""
-    points = {m: (data.table.cells[m]["AVG"].mean, data.table.cells[m]["STD"].mean) for m in data.methods}
+    points = {m: (x["AVG"].mean, x["STD"].mean) for m, x in data.table.cells.items() if m not in BOUNDS}
     if len(points) < 2:
         return None
     front = find_pareto_front(points)

@@ -94,7 +94,6 @@ def _compress_plotly() -> str:
 
 
 def _describe_data_set(table: tables.ResultTable, rows: Sequence[Row], reference: str | None) -> dict[str, Any]:
-    """Return all that the sections of one data set show."""
     return {
         "data": table.data,
         "about": table.about,
@@ -172,7 +171,6 @@ def _round(number: float, digits: int = 2) -> float | int | None:
 
 
 def _list_facts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return where and with what the runs were made."""
     summaries = [summary for row in rows for summary in row.summaries]
 
     def join_pairs(key: str) -> Iterable[str]:

@@ -127,7 +127,6 @@ def compare_with_paper(recipe: Recipe, plan: RecipePlan) -> PaperComparison:
 
 
 def _describe_numbers(plan: RecipePlan, results: Sequence[Row], missing: Sequence[str]) -> list[str]:
-    """Say what our numbers are, and which differences from the paper are not given."""
     averaged = frozenset(int(result.summaries[0]["averaged"]) for result in results)
     seeds = sorted({len(jobs) for _, jobs in plan.rows})
     count = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"

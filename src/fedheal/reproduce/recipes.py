@@ -26,7 +26,6 @@ OURS = "Baselines here are the published algorithms; docs/methods.md says where 
 
 
 def _name_with_tau(name: str, data: str) -> str:
-    """Return a method's name with the tau that the paper chose for the data set."""
     tau = paper.CHOSEN_TAU.get(data, 0.3)
     return name + ("" if tau == 0.3 else f":tau={tau}")
 
@@ -41,7 +40,6 @@ def _make_row(
 
 
 def _make_stacked_row(local: str, stage: str, data: str) -> RecipeRow:
-    """Return the row of a local method with a server stage."""
     method = {"": local, "fedheal": _name_with_tau(f"{local}+fedheal", data)}.get(stage, f"{local}+{stage}")
     if stage == "uniform" and local in EQUAL_WEIGHTS:
         method = local
@@ -60,7 +58,6 @@ def _list_table1_claims() -> list[Claim]:
 
 
 def _list_table2(data: str) -> list[RecipeRow]:
-    """Return methods that are not a stage, and FedHEAL."""
     return [
         _make_row("Ditto", data, paper.TABLE2, "ditto"),
         # Its tau counts rounds. It is set here, so that a data set's tau for FPHL never reaches it.
@@ -71,7 +68,6 @@ def _list_table2(data: str) -> list[RecipeRow]:
 
 
 def _list_ablation(data: str) -> list[RecipeRow]:
-    """Return FPHL and FAEL, each alone and together."""
     fphl, both = _name_with_tau("fphl", data), _name_with_tau("fedavg+fedheal", data)
     return [
         _make_row("neither (FedAvg)", data, paper.ABLATION, "fedavg"),
@@ -84,17 +80,14 @@ def _list_ablation(data: str) -> list[RecipeRow]:
 
 
 def _list_beta(data: str) -> list[RecipeRow]:
-    """Return FAEL alone with several values of its momentum."""
     betas = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-    rows = [_make_row(f"beta = {b:.1f}", data, paper.BETA, b, f"fedavg+fael:beta={b}") for b in betas]
-    return [*rows, UNIFORM]
+    return [*(_make_row(f"beta = {b:.1f}", data, paper.BETA, b, f"fedavg+fael:beta={b}") for b in betas), UNIFORM]
 
 
 def _list_tau(data: str) -> list[RecipeRow]:
     """Return FedHEAL with beta = 0.4 and several thresholds of consistency."""
     taus = [t / 10 for t in range(10)]
-    rows = [_make_row(f"tau = {t:.1f}", data, paper.TAU, t, f"fedavg+fedheal:tau={t}") for t in taus]
-    return [*rows, UNIFORM]
+    return [*(_make_row(f"tau = {t:.1f}", data, paper.TAU, t, f"fedavg+fedheal:tau={t}") for t in taus), UNIFORM]
 
 
 def _list_consistency(data: str) -> list[RecipeRow]:
@@ -110,10 +103,7 @@ def _list_convergence(data: str) -> list[RecipeRow]:
 
 
 def _list_headline(data: str) -> list[RecipeRow]:
-    """Return the rows that carry the paper's argument, the most important first.
-
-    On Office-Caltech only the first four, and FAEL per effective step: clients there differ most in their steps.
-    """
+    """Return the rows that carry the paper's argument; on Office-Caltech, where steps differ most, FedHEAL per step too."""
     method = _name_with_tau("fedavg+fedheal", data)
     separator = "," if ":" in method else ":"
     first = [
@@ -124,7 +114,6 @@ def _list_headline(data: str) -> list[RecipeRow]:
     ]
     if data == "office-caltech":
         return [*first, RecipeRow("FedHEAL per step", f"{method}{separator}per_step=true")]
-    ditto, fedfv = _list_table2(data)[:2]
     return [
         *first,
         _make_row("FAEL alone", data, paper.ABLATION, "fedavg+fael"),
@@ -132,8 +121,7 @@ def _list_headline(data: str) -> list[RecipeRow]:
         RecipeRow("exact FAEL alone", "fedavg+fael-exact"),
         _make_row("AFL", data, paper.TABLE1, "fedavg+afl"),
         _make_row("q-FFL", data, paper.TABLE1, "fedavg+qffl"),
-        fedfv,
-        ditto,
+        *_list_table2(data)[1::-1],
     ]
 
 

@@ -43,14 +43,14 @@ class RoundRecord(_Record):
 
     def to_json(self) -> str:
         """Return the line of `rounds.jsonl`."""
-        fields = dict(self)
-        client_domains = fields.pop("client_domains")
-        if client_domains is not None:
-            fields["homes"] = client_domains
         try:
             _check_report(self.report)
         except ValueError as error:
             raise ValueError(f"round {self.round} cannot be recorded: {error}") from None
+        fields = dict(self)
+        client_domains = fields.pop("client_domains")
+        if client_domains is not None:
+            fields["homes"] = client_domains
         return dump_json(fields, f"round {self.round}")
 
 
@@ -174,7 +174,6 @@ def dump_json(value: Mapping[str, Any], name: str, indent: int | None = None) ->
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
-    """Say what pydantic found, in one sentence with a shortened value."""
     field = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"there is no {field}"
