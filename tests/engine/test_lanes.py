@@ -48,7 +48,13 @@ def after(fed: Federation, engine: Any, rounds: int = 3) -> list[Tensor]:
     return [arrays[name] for name in sorted(arrays)] + [torch.tensor(losses, dtype=torch.float64)]
 
 
-@pytest.mark.parametrize("method", [*METHODS, *OPTIONS])
+@pytest.mark.parametrize(
+    "method",
+    [
+        m if m in ("fedavg", "scaffold", "moon") else pytest.param(m, marks=pytest.mark.slow)
+        for m in [*METHODS, *OPTIONS]
+    ],
+)
 def test_lanes_give_the_bits_of_the_serial_engine(method: str) -> None:
     fed = federation(method)
     expected = after(fed, SerialEngine(fed.local_training))

@@ -58,7 +58,7 @@ def test_a_personal_models_first_round_is_fedproxs_local_model() -> None:
         assert torch.allclose(slot["buffers"], reply.buffers, atol=1e-6)
 
 
-@pytest.mark.parametrize("lam", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("lam", [0.0, 5.0])
 def test_reading_a_trains_the_global_model_as_fedavg_does(lam: float) -> None:
     one, two = (
         run_rounds(make_federation(method="fedavg"), 3),

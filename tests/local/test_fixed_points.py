@@ -20,6 +20,8 @@ from fedheal.simulate.evaluation import select_evaluated_model
 from fedheal.simulate.round import drops_out, initial_state, run_round
 from local.quadratic import bowl, federation, make_engine, vector
 
+pytestmark = pytest.mark.slow
+
 P = {"a": 0.7, "b": 0.2, "c": 0.1}
 UNIFORM = dict.fromkeys(P, 1 / 3)
 CENTRES = {"a": vector(2.0, -1.0), "b": vector(-1.0, 2.0), "c": vector(0.0, 2.0)}

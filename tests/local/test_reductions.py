@@ -28,6 +28,7 @@ def equal(one: RunState, two: RunState) -> bool:
     return all(torch.equal(getattr(one.model, f), getattr(two.model, f)) for f in ("params", "buffers", "counters"))
 
 
+pytestmark = pytest.mark.slow
 SETTINGS = [{}, {"participation": 0.6, "dropout": 0.2, "augment": "crop-flip"}]
 
 

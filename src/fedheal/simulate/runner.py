@@ -105,11 +105,9 @@ def run(
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         saver = _Saver(folder, experiment, data_identity, state)
         state = _train_to_end(federation, state, history, saver, watchers)
-        members = sorted(federation.client_domains)
-        model = select_evaluated_model(federation, state.model, state.terms, members)
+        model = select_evaluated_model(federation, state.model, state.terms, sorted(federation.client_domains))
         federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
-        facts = _describe_run(experiment, state, federation, domains)
-        summary = summarise_run(history, **facts, used_fingerprint=used)
+        summary = summarise_run(history, **_describe_run(experiment, state, federation, domains), used_fingerprint=used)
         result = _make_result(summary, history, federation.local_training.module)
         if folder is not None:
             files.save_tensors(folder / "model.safetensors", result.model.state_dict())
