@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from fedheal import Layout, Updates
-from fedheal.aggregate import Aggregator, fedheal
+from fedheal.aggregate import Aggregator, fedheal, gram
 from fedheal.aggregate.registry import STAGES
 from fedheal.aggregate.weights.exact import compute_model_distances, solve_weights
 
@@ -264,7 +264,7 @@ def test_the_exact_rule_beats_example_shares_and_uniform_on_its_own_objective():
 @pytest.mark.parametrize("fphl", [True, False])
 def test_the_report_is_the_definition(kernel, fael, fphl, monkeypatch):
     """Var_m |sum_j p_j D_j - D_m|^2 over the kept entries, with the mask worked out here."""
-    monkeypatch.setattr("fedheal.aggregate.gram.BLOCK", 64)  # several blocks of columns, the last one short
+    monkeypatch.setattr(gram, "BLOCK", 64)  # several blocks of columns, the last one short
     rng = np.random.default_rng(5)
     k, width, tau = 5, 1000, 0.6
     aggregator = fedheal(tau=tau, fael=fael, fphl=fphl, kernel=kernel)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedheal import Layout, Packed, Updates
-from fedheal.aggregate import chain, fedfv, uniform
+from fedheal.aggregate import chain, fedfv, gram, uniform
 from fedheal.aggregate.registry import STAGES
 from fedheal.aggregate.whole.fedfv import choose_unprojected, fedfv_stage
 
@@ -178,7 +178,7 @@ def test_several_blocks_of_columns(monkeypatch):
     rng = np.random.default_rng(2)
     cohorts = [sent("abc"[: 2 + t % 2], rng.normal(size=(2 + t % 2, 50)), [3, 2, 1][: 2 + t % 2]) for t in range(4)]
     whole = play(fedfv(tau=2), cohorts, 50)[-1].model
-    monkeypatch.setattr("fedheal.aggregate.gram.BLOCK", 16)
+    monkeypatch.setattr(gram, "BLOCK", 16)
     np.testing.assert_allclose(play(fedfv(tau=2), cohorts, 50)[-1].model, whole, rtol=0, atol=1e-13)
 
 

@@ -201,6 +201,7 @@ def test_donation_reuses_the_slab_and_growth_is_amortised():
     assert len(slabs) < 15
 
 
+@pytest.mark.slow
 def test_sign_counts_of_twenty_resnets_fit_in_two_hundred_megabytes():
     aggregator = fedheal()
     deltas = torch.zeros(1, 4_903_242).expand(20, -1)

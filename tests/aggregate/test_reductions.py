@@ -113,6 +113,7 @@ def test_unequal_distances_move_weight_and_only_within_the_cohort():
     assert sum(p.values()) == pytest.approx(1, abs=1e-15)
 
 
+@pytest.mark.slow
 def test_a_client_that_never_moves_does_not_break_the_rule():
     """Its stored weight halves each round until it underflows; a cohort of such clients alone leaves the model be."""
     aggregator = fedheal(fphl=False, beta=1.0)

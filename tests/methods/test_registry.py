@@ -147,6 +147,7 @@ def test_parameters_are_listed_with_their_values() -> None:
     assert methods.get("uniform+fphl").parameters == {"tau": 0.3, "variant": "paper", "soft": False, "forget": 0.0}
 
 
+@pytest.mark.slow
 def test_fphl_and_fael_together_are_fedheal_to_the_bit() -> None:
     assert bits("fphl+fael") == bits("fedheal")
     assert bits("fphl+fael") != bits("fphl")
@@ -154,6 +155,7 @@ def test_fphl_and_fael_together_are_fedheal_to_the_bit() -> None:
     assert bits("fphl:variant=released+fael:variant=released") == bits("fedheal:variant=released")
 
 
+@pytest.mark.slow
 def test_the_order_of_stages_changes_nothing() -> None:
     assert bits("uniform+fphl") == bits("fphl+uniform")
     assert bits("fael-exact+fphl") == bits("fphl+fael-exact") == bits("fedheal:fael=exact")

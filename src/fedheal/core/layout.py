@@ -170,8 +170,10 @@ class Layout:
             if e.start == e.stop:
                 continue
             twin = first.setdefault((e.kind, e.start, e.stop), e.name)
+            if twin == e.name:
+                continue
             bits = [as_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (tensor, state_dict[twin])]
-            if twin != e.name and not torch.equal(bits[0], bits[1].to(bits[0].device)):
+            if not torch.equal(bits[0], bits[1].to(bits[0].device)):
                 raise ValueError(f"'{e.name}' and '{twin}' are tied in this layout but differ in the state_dict")
 
 
