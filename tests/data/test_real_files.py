@@ -18,6 +18,8 @@ from fedheal.data.on_disk import open_dataset
 from fedheal.data.specs import DomainFiles
 from needs import needs
 
+pytestmark = pytest.mark.slow
+
 MNIST_BALANCE = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST_BALANCE = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 USPS_BALANCE = [1194, 1005, 731, 658, 652, 556, 664, 645, 542, 644]
@@ -133,7 +135,6 @@ def test_exports_are_small(root: str, call, tmp_path: Path, name: str, seeds: st
     assert out.stat().st_size < 55e6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [["data=digits"], ["data=office-caltech", "allow_missing=true", "image_size=64"]])
 def test_a_run_on_it(root: str, call, words: list[str]) -> None:
     done = call("run", *words, f"data_root={root}", "rounds=2", "epochs=1", "model=small_cnn", "device=cpu")

@@ -29,7 +29,6 @@ from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import UnreadableImageError
 from fedheal.data.splits import EncodedImages, Labels, Pixels, RawDomain, RawSplit
 
-SUFFIX = ".export"
 STRIP = 1000  # images in a PNG, one below the other
 MAX_BYTES = 1 << 28  # of one member
 # Errors that the readers raise on bytes that are not an export.
@@ -99,7 +98,7 @@ def find_export(root: Path, name: str) -> Path | None:
             raise ValueError(f"{root} is an export of '{exported}', not of '{name}'")
         return root
     paths = []
-    for path in sorted(root.glob(f"*{SUFFIX}")):
+    for path in sorted(root.glob("*.export")):
         try:
             paths += [path] if read_manifest(path).name == name else []
         except ValueError as error:  # another file may be the right one
