@@ -159,6 +159,7 @@ def test_a_folder_without_a_run_is_not_enough(call, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_folder_does_not_stand_for_what_the_words_leave_out(call, tmp_path: Path) -> None:
     call("run", *WORDS, "--quiet", "--out", "here")
     assert_sentence(call("run", "rounds=3", "--out", "here", "--resume"), "here", "another experiment")
