@@ -14,6 +14,7 @@ import fedheal
 from fedheal import Layout, Updates, aggregate, methods
 from fedheal.aggregate import kernels
 from fedheal.aggregate.draft import CountMask
+from fedheal.aggregate.validate import NonFinite
 from fedheal.core.layout import allocate_rows
 from fedheal.engine import open_engine, serial
 from fedheal.engine.lanes import Lanes
@@ -152,7 +153,7 @@ def test_the_cuda_kernel_names_bad_rows_and_leaves_the_counts():
     counts = torch.randint(0, 9, (4, 10000), dtype=torch.uint8, device="cuda")
     before, three = counts.clone(), np.array([3, 3, 3, 3])
     mask = CountMask(counts=counts, slots=np.arange(4), at_least=three, below=three, sign=1)
-    with pytest.raises(kernels.NonFinite) as found:
+    with pytest.raises(NonFinite) as found:
         cuda.observe(deltas, np.arange(4), [4000, 6000], mask)
     assert sorted(found.value.rows) == [0, 2]
     assert torch.equal(counts, before)
