@@ -84,7 +84,7 @@ def test_a_new_method_is_one_file_one_line_and_one_row(tree: Path) -> None:
     add_row(contract / "test_aggregators.py", "AGGREGATORS", row)
 
     wanted = "shrink or power"
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow", "-k", wanted]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", wanted]
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
     command += ["-rA", "tests/contract/test_terms.py", "tests/contract/test_aggregators.py"]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)

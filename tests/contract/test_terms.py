@@ -26,6 +26,8 @@ from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round, sample_cohort
 from tiny_data import load, quick
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = [
     "fedprox:preset=group",
     "scaffold:option=1",

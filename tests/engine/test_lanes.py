@@ -24,6 +24,8 @@ from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 METHODS = [*methods.LOCAL, *methods.WHOLE]
 OPTIONS = ["scaffold:option=1", "fedproc:first_round_ce=false", "ditto:feedback=true", "fedavg+afl", "fedavg+qffl"]

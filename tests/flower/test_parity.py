@@ -10,6 +10,8 @@ from fedheal.flower import FedHEAL
 from fedheal.simulate.round import initial_state, run_rounds
 from flower.sites import Sites
 
+pytestmark = pytest.mark.slow
+
 
 def simulated(sites: Sites):
     """The simulator's last state and its records."""
@@ -58,7 +60,6 @@ def test_the_model_matches_the_simulator(method):
             assert ours.clients == pytest.approx(theirs.clients)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method"),
     [
@@ -81,7 +82,6 @@ def test_half_precision_models_match_the_simulator(model, method):
         assert len(strategy.history[-1].weights) == len(sites.names)
 
 
-@pytest.mark.slow
 def test_masks_on_the_clients_give_the_same_model_with_a_handful_of_numbers_on_the_server():
     sites = Sites(method="fedheal:tau=0.6", rounds=6)
     state, _ = simulated(sites)
@@ -97,7 +97,6 @@ def test_masks_on_the_clients_give_the_same_model_with_a_handful_of_numbers_on_t
     assert strategy.history[-1].report["unkept"] == pytest.approx(by_server.history[-1].report["unkept"])
 
 
-@pytest.mark.slow
 def test_a_method_with_personal_state_needs_its_slots_back():
     """If clients forgot their slots the results would differ: the parity above rests on them."""
     sites = Sites(method="scaffold")

@@ -22,6 +22,8 @@ from fedheal.flower.run_folder import RunFolder
 from fedheal.runs import folder as records
 from flower.sites import Sites
 
+pytestmark = pytest.mark.slow
+
 
 class Killed(Exception):
     pass
@@ -40,7 +42,6 @@ def run_until_killed(sites, number: int, kind: str, **settings):
         strategy.start(sites.grid(spoil), sites.initial, num_rounds=sites.experiment.rounds)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kind"),
     [("scaffold+fedheal", "train"), ("fedavg+afl", "evaluate"), ("feddyn", "train"), ("moon", "evaluate")],
@@ -62,7 +63,6 @@ def test_a_killed_run_resumes_to_the_same_model(method, kind, tmp_path):
     assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
 
 
-@pytest.mark.slow
 def test_masks_on_clients_survive_a_new_run(tmp_path):
     sites = Sites(tmp_path / "sites", method="fedheal:tau=0.6", rounds=4)
     keys = {"tau": 0.6, "placement": "client", "model": sites.federation.local_training.layout}
@@ -74,7 +74,6 @@ def test_masks_on_clients_survive_a_new_run(tmp_path):
     assert torch.equal(part.state.model.params, whole.state.model.params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["folder", "context"])
 def test_clients_do_not_reuse_the_state_of_an_earlier_federation(where, tmp_path):
     sites = Sites(tmp_path / "sites" if where == "folder" else None, method="scaffold", rounds=4)
@@ -100,7 +99,6 @@ def test_a_client_ignores_the_saved_state_of_another_federation(tmp_path, caplog
     assert load_before_round(memory, 4, 3)[0]["n"].item() == 3
 
 
-@pytest.mark.slow
 def test_a_client_continues_without_a_damaged_state(tmp_path, caplog):
     sites = Sites(tmp_path / "sites", method="scaffold", rounds=4)
     strategy = sites.strategy(fraction_evaluate=0.0)
@@ -130,7 +128,6 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()} == before
 
 
-@pytest.mark.slow
 def test_more_rounds_continue_from_the_last(tmp_path):
     sites = Sites(rounds=2)
     sites.run(folder=tmp_path / "run")
@@ -140,7 +137,6 @@ def test_more_rounds_continue_from_the_last(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 4
 
 
-@pytest.mark.slow
 def test_a_resumed_federation_drops_the_result_of_fewer_rounds(tmp_path):
     sites = Sites(rounds=4)
     sites.strategy(folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=2)
@@ -159,7 +155,6 @@ def test_a_resumed_federation_drops_the_result_of_fewer_rounds(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 4
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_drops_the_result_of_its_round(tmp_path):
     sites = Sites(rounds=3)
     sites.run(folder=tmp_path / "run")
@@ -193,7 +188,6 @@ def test_flowers_own_loop_drops_the_result_of_fewer_rounds_when_killed(tmp_path,
     assert not (tmp_path / "run" / "result.json").exists()
 
 
-@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_costs_one_round(tmp_path, caplog):
     sites = Sites(rounds=4)
     run_until_killed(sites, 4, "train", folder=tmp_path / "run")
@@ -206,7 +200,6 @@ def test_a_damaged_newest_checkpoint_costs_one_round(tmp_path, caplog):
     assert torch.equal(strategy.state.model.params, Sites(rounds=4).run().state.model.params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 2])
 def test_half_a_line_left_by_a_kill_is_cut_on_resume(before, tmp_path):
     """The server died while it wrote the line of the next round, the first one or a later one."""
@@ -222,7 +215,6 @@ def test_half_a_line_left_by_a_kill_is_cut_on_resume(before, tmp_path):
     assert torch.equal(strategy.state.model.params, whole.state.model.params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scaffold", "ditto"])
 def test_clients_go_back_with_a_server_that_lost_a_checkpoint(method, tmp_path, caplog):
     sites = Sites(tmp_path / "sites", method=method, rounds=5)
@@ -235,7 +227,6 @@ def test_clients_go_back_with_a_server_that_lost_a_checkpoint(method, tmp_path, 
     assert torch.equal(strategy.state.model.params, Sites(method=method, rounds=5).run().state.model.params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scaffold", "fedprox", "fedheal"])
 def test_a_client_that_lost_its_state_warns_if_its_method_needs_one(method, tmp_path, caplog):
     sites = Sites(tmp_path / "sites", method=method, rounds=3)
@@ -253,7 +244,6 @@ def test_a_client_with_an_older_state_names_its_round(tmp_path):
     assert "continues with that of round 2" in describe_missing_state(memory, "clinic", 4)
 
 
-@pytest.mark.slow
 def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
     sites = Sites(rounds=2)
     sites.run(folder=tmp_path / "run")
