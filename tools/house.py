@@ -108,7 +108,7 @@ def count_ranks(package: Path) -> int:
     imports: dict[str, set[str]] = defaultdict(set)
     for path in package.rglob("*.py"):
         part = name_package(path.relative_to(package))
-        if part == "__init__":
+        if part in ("__init__", "__main__"):
             continue
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fedheal":
