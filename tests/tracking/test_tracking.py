@@ -180,6 +180,8 @@ def _frames(log: bytes) -> Iterator[bytes]:
             at += 0x8000 - at % 0x8000
             continue
         length, kind = struct.unpack_from("<HB", log, at + 4)
+        if at + 7 + length > len(log):  # the service is still writing this part
+            return
         whole += log[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # all of it, or its last part
