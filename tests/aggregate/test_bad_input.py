@@ -44,6 +44,7 @@ AGGREGATORS = {
     "afl, reset": lambda **k: afl(gamma=0.3, reset=True, **k),
     "qffl": qffl,
     "qfedavg": lambda **k: qffl(mode="qfedavg", **k),
+    "reweight": lambda **k: qffl(mode="reweight", **k),
     "fedfv": lambda **k: fedfv(tau=2, **k),
     "fedpw": fedpw,
 }
@@ -171,7 +172,7 @@ def test_infinities_of_both_signs_do_not_cancel():
 
 
 SQUARING = [
-    name for name in AGGREGATORS if name not in ("fedavg", "uniform", "fphl alone", "afl", "afl, reset", "qffl")
+    name for name in AGGREGATORS if name not in ("fedavg", "uniform", "fphl alone", "afl", "afl, reset", "reweight")
 ]
 
 
@@ -201,9 +202,10 @@ def test_squares_whose_sum_over_clients_overflows_still_share_evenly(kernel, nam
     assert out.weights[0] > out.weights[1]
 
 
-@pytest.mark.parametrize("name", [name for name in AGGREGATORS if name != "qfedavg"])  # which shrinks such a step away
+@pytest.mark.parametrize("name", [name for name in AGGREGATORS if name not in ("qffl", "qfedavg")])
 @both_kernels
 def test_the_model_never_overflows(name, kernel):
+    """q-FFL shrinks such a step away."""
     aggregator = AGGREGATORS[name](kernel=kernel)
     state = aggregator.init(Layout.flat(2))
     before = frozen(state)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fedheal.aggregate import Aggregator, chain, qffl, uniform
 from fedheal.aggregate.reduce import mean, mean_as_released
 from fedheal.aggregate.registry import STAGES
 
-MODES = ["reweight", "qfedavg_eff", "qfedavg"]
+MODES = ["qfedavg_eff", "qfedavg", "reweight"]
 KERNELS = ["reference", "cpu"]
 
 
@@ -26,7 +28,7 @@ def one_round(aggregator, rows, loss, start=None, **metrics):
 def test_weights_by_hand(kernel):
     # Losses 1 and 2. q = 1: 1/3, 2/3: W = 1/3 * 3 + 2/3 * 6 = 5.  q = 2: 1/5, 4/5: W = 0.6 + 4.8 = 5.4.
     for q, weights, model in ((1, [1 / 3, 2 / 3], 5), (2, [0.2, 0.8], 5.4)):
-        out = one_round(qffl(q=q, kernel=kernel), [[3], [6]], [1, 2])
+        out = one_round(qffl(q=q, mode="reweight", kernel=kernel), [[3], [6]], [1, 2])
         assert out.weights.tolist() == pytest.approx(weights, rel=1e-9)
         assert out.model.tolist() == pytest.approx([model], rel=1e-9)
     assert out.report["loss"] == {"a": 1.0, "b": 2.0}
@@ -41,7 +43,7 @@ def test_shrinkage_by_hand(kernel):
     out = one_round(qffl(mode="qfedavg", kernel=kernel), rows, [1, 2], lr=[0.1, 0.1])
     assert out.model.tolist() == pytest.approx([3 / 453, 12 / 453], rel=1e-8)
     assert out.weights.tolist() == pytest.approx([1 / 3, 2 / 3], rel=1e-9)
-    out = one_round(qffl(mode="qfedavg_eff", kernel=kernel), rows, [1, 2], reach=[9.0, 36.0])
+    out = one_round(qffl(kernel=kernel), rows, [1, 2], reach=[9.0, 36.0])
     assert out.model.tolist() == pytest.approx([0.6, 2.4], rel=1e-8)
     assert out.report["scale"] == pytest.approx(0.6, rel=1e-8)
 
@@ -57,6 +59,45 @@ def test_it_is_the_papers_update(q):
     wanted = start.numpy() - (loss[:, None] ** q * gradients).sum(axis=0) / h.sum()
     out = one_round(qffl(q=q, mode="qfedavg"), rows, loss, start, lr=[lr] * 5)
     np.testing.assert_allclose(out.model, wanted, rtol=1e-8)
+
+
+def follow_quadratics(mode, q, h, steps, rounds):
+    """Return how far the model is from 0 after each round, for clients `1/2 (w - o)^2` with o of 1 and -1.
+
+    K steps of gradient descent with step h cover `a = 1 - (1 - h)^K` of the way from w to o; H is 1, so reach is `K h`.
+    """
+    w, a = torch.tensor([1e-3], dtype=torch.float64), 1 - (1 - h) ** steps
+    metrics = {"lr": [h] * 2, "reach": [h * steps] * 2}
+    errors = [float(w)]
+    for _ in range(rounds):
+        way = np.array([1.0, -1.0]) - float(w)
+        w = one_round(qffl(q=q, mode=mode), a * way[:, None], 0.5 * way**2, w, **metrics).model
+        errors.append(float(w))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("q", "h", "steps"), [(1.0, 0.2, 3), (1.0, 0.2, 8), (1.0, 0.3, 10), (0.5, 0.2, 5), (5.0, 0.1, 3)]
+)
+def test_reweighting_settles_only_where_the_way_covered_is_short_enough(q, h, steps):
+    """Near 0 a round multiplies the error by `1 - a (1 + 2q)`, with the curvature term by `1 - a (1 + 2q) / (1 + 2q a^2 L)`."""
+    a = 1 - (1 - h) ** steps
+    for mode, inverse_step in (("reweight", 0.0), ("qfedavg_eff", 1 / (h * steps)), ("qfedavg", 1 / h)):
+        factor = 1 - a * (1 + 2 * q) / (1 + 2 * q * a**2 * inverse_step)
+        errors = follow_quadratics(mode, q, h, steps, 400)
+        assert errors[1] == pytest.approx(factor * errors[0], rel=0.01, abs=1e-5)
+        if mode == "reweight" and a * (1 + 2 * q) > 2:
+            assert all(x * y < 0 for x, y in pairwise(errors[-20:]))  # it takes turns
+            assert min(map(abs, errors[-20:])) > 0.1
+        else:
+            assert abs(factor) < 1
+            assert max(map(abs, errors[-20:])) < 1e-6
+
+
+def test_the_effective_step_does_not_settle_q_1_where_clients_train_far_beyond_their_optimum():
+    assert abs(follow_quadratics("qfedavg_eff", 1.0, 0.5, 7, 400)[-1]) < 1e-6  # reach 3.5
+    assert abs(follow_quadratics("qfedavg_eff", 1.0, 0.5, 10, 400)[-1]) > 0.1  # reach 5
+    assert abs(follow_quadratics("qfedavg_eff", 0.5, 0.5, 100, 400)[-1]) < 1e-6
 
 
 def test_the_paper_would_all_but_stop_after_many_steps_and_the_effective_constant_does_not():
@@ -86,7 +127,7 @@ def test_extreme_losses(mode):
         out = one_round(qffl(q=q, mode=mode), [[1.0], [2.0], [1e100]], loss, **metrics)
         assert torch.isfinite(out.model).all()
         assert out.weights.sum().item() == pytest.approx(1, abs=1e-12)
-    assert one_round(qffl(q=1.0), [[1.0], [2.0]], [0, 0]).model.tolist() == [1.5]
+    assert one_round(qffl(mode="reweight"), [[1.0], [2.0]], [0, 0]).model.tolist() == [1.5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,6 +189,6 @@ def test_parameters_out_of_range(settings, said):
 
 def test_each_mode_says_which_metrics_it_needs():
     needs = [STAGES["qffl"](mode=mode).needs for mode in MODES]
-    assert needs == [{"loss"}, {"loss", "reach"}, {"loss", "lr"}]
+    assert needs == [{"loss", "reach"}, {"loss", "lr"}, {"loss"}]
     with pytest.raises(ValueError, match="needs the client metric 'reach'"):
-        one_round(qffl(mode="qfedavg_eff"), [[1.0]], [1])
+        one_round(qffl(), [[1.0]], [1])

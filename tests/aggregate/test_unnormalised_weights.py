@@ -20,6 +20,7 @@ def updates(clients: str, losses: dict[str, float] | None = None) -> Updates:
     """Every client moves along an axis of its own, as far as the others; they have 10, 20 and 30 examples."""
     loss = [(losses or LOSSES)[c] for c in clients]
     metrics = {"loss": loss, "train_loss": loss, "without_me": [0.5] * len(clients), "judged": [1] * len(clients)}
+    metrics["reach"] = [1.0] * len(clients)
     axes = np.eye(3)[["abc".index(c) for c in clients]]
     return Updates(clients, axes, [10.0 * (1 + "abc".index(c)) for c in clients], metrics=metrics)
 

@@ -41,13 +41,13 @@ AGGREGATORS = {
     "afl:gamma=1": lambda **k: afl(gamma=1.0, **k),
     "afl:reset": lambda **k: afl(reset=True, **k),
     "qffl": qffl,
-    "qffl:qfedavg_eff": lambda **k: qffl(mode="qfedavg_eff", **k),
+    "qffl:reweight": lambda **k: qffl(mode="reweight", **k),
     "qffl:qfedavg": lambda **k: qffl(mode="qfedavg", **k),
     "fedfv": fedfv,
     "fedfv:tau=3": lambda **k: fedfv(tau=3, **k),
     "fedpw": fedpw,
 }
-NO_MEAN = {"qffl:qfedavg_eff", "qffl:qfedavg", "fedpw"}  # their step is more, or less, than a mean of the updates
+NO_MEAN = {"qffl", "qffl:qfedavg", "fedpw"}  # their step is more, or less, than a mean of the updates
 every = pytest.mark.parametrize("name", AGGREGATORS)
 MODULE = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
 LAYOUT = Layout.of(MODULE)

@@ -291,7 +291,7 @@ ALONG = {
     "fedproto": (PROTOTYPES + 4 * CLASSES, 0, PROTOTYPES + 8 * CLASSES),
     "ditto": (SIZE, 0, 0),
     "fedavg+afl": (8, 0, 0),  # a loss
-    "fedavg+qffl:mode=qfedavg_eff": (16, 0, 0),  # and how far the client's steps reach
+    "fedavg+qffl": (16, 0, 0),  # and how far the client's steps reach
     "fedpw": (8, 0, 0),
     "fedga": (24, 0, 0),
     "fedce": (16, 0, 8),  # the accuracy without a client, and of how many rounds; the weight that its model had

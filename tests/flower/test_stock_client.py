@@ -70,7 +70,8 @@ def make_helper_app(dtype: torch.dtype = torch.float32) -> ClientApp:
         own = module().to(dtype)
         own.load_state_dict(client.read_model(message))
         net, loss = fit_partition(own.state_dict(), partition, number)
-        return client.reply(message, context, net.to(dtype).state_dict(), EXAMPLES[partition], {"loss": loss})
+        metrics = {"loss": loss, "reach": 3 * 0.1}
+        return client.reply(message, context, net.to(dtype).state_dict(), EXAMPLES[partition], metrics)
 
     return app
 
@@ -120,6 +121,20 @@ def test_losses_come_with_the_helper(strategy):
     assert sum(made.history[-1].weights.values()) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="needs the client metric 'loss', which no client sends"):
         strategy().start(grid(make_stock_app()), ArrayRecord(module().state_dict()), num_rounds=1)
+
+
+def test_a_client_without_the_effective_step_is_told_what_to_send():
+    spoilt = grid(make_helper_app())
+
+    def drop(node: int, reply: Message) -> list[Message]:
+        del reply.content["metrics"]["reach"]
+        return [reply]
+
+    spoilt.spoil = drop
+    with pytest.raises(
+        ValueError, match=r"needs the client metric 'reach'.*learning rate times the number of local steps"
+    ):
+        QFFL().start(spoilt, ArrayRecord(module().state_dict()), num_rounds=1)
 
 
 def test_the_helper_masks_a_training_loop_of_ones_own():

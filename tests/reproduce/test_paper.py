@@ -64,13 +64,15 @@ def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_i
     digits = {row.method: row.published for row in RECIPES["headline"].list_rows("digits")}
     assert list(digits) == [
         "fedavg", "fedavg+uniform", "fedavg+fedheal:variant=released", "fedavg+fedheal", "fedavg+fael", "fedavg+fphl",
-        "fedavg+fael-exact", "fedavg+afl", "fedavg+qffl", "fedfv:tau=1", "ditto",
+        "fedavg+fael-exact", "fedavg+afl", "fedavg+qffl", "fedavg+qffl:q=0.5", "fedavg+qffl:mode=reweight",
+        "fedfv:tau=1", "ditto",
     ]  # fmt: skip
     for method in ("fedavg+fedheal:variant=released", "fedavg+fedheal"):
         assert digits[method] == paper.TABLE1["digits"]["fedavg+fedheal"]
     assert digits["fedavg+fphl"] == paper.ABLATION["digits"]["fedavg+fphl"]
     assert digits["ditto"] == paper.TABLE2["digits"]["ditto"]
-    assert [method for method, numbers in digits.items() if not numbers] == ["fedavg+uniform", "fedavg+fael-exact"]
+    ours = ["fedavg+uniform", "fedavg+fael-exact", "fedavg+qffl:q=0.5", "fedavg+qffl:mode=reweight"]
+    assert [method for method, numbers in digits.items() if not numbers] == ours
     office = [row.method for row in RECIPES["headline"].list_rows("office-caltech")]
     assert office == [
         "fedavg", "fedavg+uniform", "fedavg+fedheal:tau=0.4,variant=released", "fedavg+fedheal:tau=0.4",

@@ -59,11 +59,12 @@ def afl(
 
 
 def qffl(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **options: Unpack[AggregatorOptions]) -> Aggregator:
-    """q-FFL (Li et al. 2020): weights in proportion to `loss^q`.
+    """q-FFL (Li et al. 2020): weights in proportion to `loss^q`, and a step shrunk by the curvature.
 
     Args:
         q: the power of the loss; 0 is uniform averaging.
-        mode: `"reweight"` changes the weights alone; `"qfedavg_eff"` and `"qfedavg"` also shrink the step.
+        mode: `"qfedavg_eff"`, the published update with L the inverse of the effective step (the client metric `reach`);
+            `"qfedavg"`, with L = 1/lr (`lr`); `"reweight"`, the weights alone, which oscillates for large q.
     """
     return Aggregator(STAGES["qffl"](q, mode), **options)
 

@@ -91,7 +91,7 @@ def reply(
         message, context: As Flower gives them.
         model: The trained model, as a `state_dict`.
         num_examples: The number of training examples.
-        metrics: Metrics to send. AFL, q-FFL and FedFV need the `loss` of the *received* model.
+        metrics: Metrics to send. AFL, q-FFL and FedFV need the `loss` of the *received* model, q-FFL also `reach`.
         name: The client's name; by default `get_client_name(context)`.
         domain: The client's domain, which a report groups by.
         folder: Where to save the client's history; by default `context.state`.

@@ -66,8 +66,9 @@ def AFL(
 def QFFL(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings: Any) -> FairStrategy:
     """q-FFL (Li et al. 2020); see `fedheal.aggregate.qffl` for its parameters.
 
-    Clients must send the `loss` of the received model. `mode="qfedavg"` also needs their learning rate as `lr`,
-    `mode="qfedavg_eff"` how far their steps reach as `reach`: `fedheal.flower.client.train` sends what is asked for.
+    Clients must send the `loss` of the received model and, by default, `reach`, the effective step of their local steps:
+    the learning rate times their number, without momentum (see `fedheal.local.term.effective_step`). `mode="qfedavg"` needs
+    their learning rate as `lr` instead, `mode="reweight"` neither. `fedheal.flower.client.train` sends what is asked for.
     """
     return FairStrategy(methods.get("qffl", q=q, mode=mode), **settings)
 

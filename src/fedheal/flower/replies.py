@@ -28,6 +28,12 @@ from fedheal.local.term import Arrays, ServerContext, Term
 
 ACCURACY = ("accuracy", "eval_acc")  # names that clients give to their accuracy, from 0 to 1
 
+METRICS = {  # what a client with a training loop of its own sends
+    "loss": "the mean loss of the received model on the client's training data",
+    "lr": "the learning rate",
+    "reach": "the learning rate times the number of local steps; with momentum fedheal.local.term.effective_step",
+}
+
 
 class RejectedReply(ValueError):
     """A reply that cannot count, with the reason."""
@@ -147,7 +153,8 @@ def _check_requirements(content: RecordDict, metrics: Mapping[str, float], requi
     for name in requirements.needs:
         if name not in metrics:
             advice = "train with fedheal.flower.client.train, or send it with fedheal.flower.client.reply"
-            needed = f"the client metric '{name}', which no client sends: {advice}"
+            meaning = f" ({METRICS[name]})" if name in METRICS else ""
+            needed = f"the client metric '{name}', which no client sends: {advice}{meaning}"
             raise MissingRequirement(f"it sends no metric '{name}', which this aggregation needs", needed)
 
 

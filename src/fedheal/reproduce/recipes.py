@@ -22,7 +22,10 @@ STAGES = {"": "", "uniform": " + uniform weights", "afl": " + AFL", "qffl": " + 
 EQUAL_WEIGHTS = ("scaffold", "feddyn")  # their clients weigh the same by definition: the row is its own control
 CONTROL = "Uniform weights are our control: the paper has no such row."
 CHOSEN_ON_TEST = "The paper has one seed and chose tau and beta on the test sets."
-OURS = "Baselines here are the published algorithms; docs/methods.md says where the paper's group's code differs from them."
+OURS = (
+    "Baselines follow the published algorithms, except where docs/methods.md names a deviation; q-FFL's L is the inverse of "
+    "the effective step of all local steps, not of the learning rate. The paper's group's code differs too, as that page says."
+)
 
 
 def _name_with_tau(name: str, data: str) -> str:
@@ -121,6 +124,8 @@ def _list_headline(data: str) -> list[RecipeRow]:
         RecipeRow("exact FAEL alone", "fedavg+fael-exact"),
         _make_row("AFL", data, paper.TABLE1, "fedavg+afl"),
         _make_row("q-FFL", data, paper.TABLE1, "fedavg+qffl"),
+        RecipeRow("q-FFL (q = 0.5)", "fedavg+qffl:q=0.5"),
+        RecipeRow("q-FFL (reweight)", "fedavg+qffl:mode=reweight"),
         *_list_table2(data)[1::-1],
     ]
 
@@ -135,8 +140,9 @@ RECIPES = {
         BOTH, _list_headline,
         (CONTROL, "The paper has one row for FedHEAL: it is compared with both variants.",
          "Exact FAEL, where it is a row, is ours: weights by FAEL's objective itself, not by the momentum rule.",
-         "FedHEAL per step, where it is a row, is ours: per_step=true in the paper's form (docs/methods.md).", OURS,
-         CHOSEN_ON_TEST),
+         "FedHEAL per step, where it is a row, is ours: per_step=true in the paper's form (docs/methods.md).",
+         "The paper does not give q-FFL's q: ours is 1 unless the row says otherwise. q-FFL (reweight) leaves out the "
+         "curvature term; it oscillates for large q.", OURS, CHOSEN_ON_TEST),
         lambda: [
             Claim(f"FedHEAL ({variant}) against FedAvg and uniform weights",
                   tuple((f"FedHEAL ({variant})", other) for other in ("FedAvg", "uniform weights")))

@@ -6,9 +6,19 @@ Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning"
     W + (sum_m F_m^q D_m) / (sum_m F_m^q (1 + q L |D_m|^2 / F_m)),
 
 a mean weighted by `F^q`, shrunk by an estimate of the curvature. `F_m` is the metric `loss`, that of the received model
-on the client's own training data, plus 1e-10. `mode="reweight"` (default): the weights alone. `"qfedavg_eff"`: shrunk
-with `L = 1/reach`, how far the client's steps go on a constant unit gradient. `"qfedavg"`: shrunk with the paper's `L =
-1/lr`, which after many local steps all but stops training (a factor of 0.01 at lr 0.001, |D| 0.3, F 1 and q 1).
+on the client's own training data, plus 1e-10. The modes differ in L:
+
+- `"qfedavg_eff"` (default): `L = 1/reach`, with `reach` the effective step of all local steps: how far they go on a
+  constant unit gradient. For one step without momentum that is the paper's L.
+- `"qfedavg"`: the paper's `L = 1/lr`. After many local steps it all but stops training (a factor of 0.01 at lr 0.001,
+  |D| 0.3, F 1 and q 1).
+- `"reweight"`: no curvature term (L = 0), which is not the published update. Near an optimum between quadratic clients
+  that each cover a share `a` of the way to their own optimum, a round multiplies the error by `1 - a (1 + 2q)`. It
+  oscillates without end for `a (1 + 2q) > 2`, and q <= 1/2 is safe.
+
+With the curvature term the factor is `1 - a (1 + 2q) / (1 + 2q a^2 L / H)`, where H is the clients' curvature. `qfedavg`
+settles for every q. `qfedavg_eff` does for q <= 1/2, for every q where clients take one step, and for q = 1 where `H reach
+< 4`; clients that train beyond that, to their own optimum, bring it near `reweight`: use a smaller q.
 
 Deviations: the paper samples clients in proportion to their examples; here all clients of a cohort count evenly.
 Clients that differ in `reach` enter the shrinkage with their own L. With FPHL, `|D_m|^2` is that of the kept entries.
@@ -27,29 +37,27 @@ from fedheal.core.arrays import Floats, normalise_weights
 from fedheal.core.parameter import Parameter, declare_parameters
 
 TINY = 1e-10
-STEP = {"reweight": None, "qfedavg_eff": "reach", "qfedavg": "lr"}  # mode -> the metric that is 1/L
+STEP = {"qfedavg_eff": "reach", "qfedavg": "lr", "reweight": None}  # mode -> the metric that is 1/L
 QFFL_Q = Parameter("q", 1.0, "the power of the loss; 0 is uniform", "MarsFL; Li et al. 2020 use 0.001 to 5", ge=0)
 QFFL_MODE = Parameter(
     "mode",
-    "reweight",
-    "reweight, qfedavg_eff or qfedavg: whether the step is shrunk, and by what",
-    "ours: qfedavg stalls",
+    "qfedavg_eff",
+    "L of the published update: qfedavg_eff 1/effective step, qfedavg 1/lr; reweight: no curvature term, q <= 0.5 is stable",
+    "ours: with L = 1/lr many local steps stall",
     choices=tuple(STEP),
 )
 
 
 @declare_parameters(QFFL_Q, QFFL_MODE)
 def qffl_weights(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default) -> Stage:
-    """Give weights in proportion to `loss^q`. `q=0` is uniform averaging. Other modes also shrink the step."""
+    """Give weights in proportion to `loss^q`, and shrink the step unless `mode="reweight"`. `q=0` is uniform averaging."""
     step = STEP[mode]
 
     def apply(draft: Draft) -> Draft:
         loss = draft.metric("loss") + TINY
         weights, report = np.asarray((loss / loss.max()) ** q), report_loss(draft)  # scaled, so that nothing overflows
         with np.errstate(over="ignore", under="ignore"):
-            powers = np.clip(
-                loss**q, 1e-200, 1e200
-            )  # comparable between rounds, and bounded so that sums do not overflow
+            powers = np.clip(loss**q, 1e-200, 1e200)  # comparable between rounds; bounded, so that sums do not overflow
         draft = replace(draft, weights=weights, unnormalised_weights=powers, report=report)
         if step is None:
             return draft
