@@ -109,7 +109,9 @@ def test_nobody_trains_with_what_a_client_holds_out_and_fillers_are_not_held_out
     trained = [client.indices[: -client.held_out] for client in filled]
     assert {client.held_out for client in filled} == {round(20 * validation)}
     assert not set(torch.cat(held_out).tolist()) & set(torch.cat(trained).tolist())
-    assert [own.tolist() for own in held_out] == [c.indices[-c.held_out :].tolist() for c in plain]  # so none is a filler
+    assert [own.tolist() for own in held_out] == [
+        c.indices[-c.held_out :].tolist() for c in plain
+    ]  # so none is a filler
     assert all(len(set(LABELS[own].tolist())) == min(10, len(own)) for own in trained)
     assert all(len(set(client.indices.tolist())) == 20 for client in filled)
 

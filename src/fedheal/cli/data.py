@@ -22,6 +22,7 @@ from fedheal.data.cache import prepare_data
 from fedheal.data.download import download_domain
 from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
 from fedheal.data.specs import DatasetSpec
+from fedheal.data.splits import choose_classes, note_dropped_classes
 from fedheal.runs.folder import make_folder
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
 from fedheal.simulate.experiment import Experiment, parse_overrides
@@ -52,18 +53,21 @@ def list_command() -> None:
 def check_command(
     data: Annotated[str | None, typer.Argument(help="A data set; all that are read from disk if not given.")] = None,
     data_root: Root = None,
+    words: Words = None,
 ) -> None:
     """Report what is on disk: state, size and class balance of each domain, and where to get what is missing.
 
-    The exit code is 0 if every domain is found (a stand-in counts), 1 if one is missing, 2 if one is damaged. Images in
-    folders are counted but not opened: fedheal data prepare lists those that cannot be read.
+    The exit code is 0 if every domain is found (a stand-in counts), 1 if one is missing or lacks classes that others have,
+    2 if one is damaged or they have fewer than two classes in common. Images in folders are counted but not opened: fedheal
+    data prepare lists those that cannot be read.
     """
     if data is None and resolve_root(data_root).is_file():  # an export, which names its data set
         export = resolve_root(data_root)
         raise typer.Exit(_report_export(export, SPECS.get(read_manifest(export).name)))
     exit_code = 0
     for name in [data] if data else list(SPECS):
-        spec, request = find_spec(name, DataRequest(data_root))
+        experiment = _make_experiment(name, data_root, False, words)
+        spec, request = find_spec(name, make_data_request(experiment))
         root = resolve_root(request.root)
         found_export = on_disk.find_fuller_export(spec, locate_domains(spec, root), root)
         if found_export is not None:
@@ -75,6 +79,11 @@ def check_command(
             continue
         _report_statuses(name, statuses)
         exit_code = max(exit_code, *(EXIT_CODES.get(status.state, 0) for status in statuses))
+        owned = {status.name: status.classes for status in statuses if status.classes}
+        if owned and not spec.classes:
+            note = note_dropped_classes(owned, choose_classes(owned, request.classes, name), limit=1000)
+            typer.echo(f"{name}: {note}\n" if note else "", nl=False)
+            exit_code = max(exit_code, 1 if note else 0)
     raise typer.Exit(exit_code)
 
 

@@ -62,6 +62,7 @@ class CachedDomain(BaseModel):
     whole: int  # size of the full training split, if this is an excerpt
     dropped: dict[str, list[int]]  # positions of the images that could not be decoded, by split
     unreadable: list[str]  # the reasons
+    dropped_classes: list[str] = []  # classes of its own that the data set does not use
 
 
 class CacheManifest(BaseModel):
@@ -152,7 +153,10 @@ def _write_domain(folder: Path, number: int, raw: RawDomain, size: int) -> Cache
         _write_integers(folder / f"{number}.positions", raw.excerpt.positions.numpy())
         _write_integers(folder / f"{number}.whole", raw.excerpt.labels.numpy())
         whole = len(raw.excerpt.labels)
-    return CachedDomain(name=raw.name, **counts, whole=whole, dropped=dropped, unreadable=unreadable)
+    return CachedDomain(
+        name=raw.name, **counts, whole=whole, dropped=dropped, unreadable=unreadable,
+        dropped_classes=list(raw.dropped_classes),
+    )  # fmt: skip
 
 
 def _write_images(path: Path, split: RawSplit, size: int) -> tuple[Labels, dict[int, str]]:

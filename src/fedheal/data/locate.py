@@ -39,6 +39,7 @@ class DomainStatus:
     test: int = 0
     balance: str = ""  # the rarest and the most frequent class
     detail: str = ""  # what is wrong, or what to do
+    classes: tuple[str, ...] = ()
 
 
 def resolve_root(data_root: str | None) -> Path:
@@ -94,7 +95,7 @@ def _inspect_domain(location: DomainLocation, root: Path) -> DomainStatus:
     low, high = (f"{counts[c]:,} ({raw.classes[c]})" for c in (counts.argmin(), counts.argmax()))
     balance = f"{low} to {high} in {len(raw.classes)} classes"
     found = files.name, state, files.layout, str(files.folder)
-    return DomainStatus(*found, len(raw.train), len(raw.test), balance, detail)
+    return DomainStatus(*found, len(raw.train), len(raw.test), balance, detail, raw.classes)
 
 
 def _locate_domain(domain: DomainSpec, root: Path, classes: tuple[str, ...]) -> DomainLocation:
