@@ -108,8 +108,8 @@ def test_show_writes_a_sheet_for_each_domain(root: Path, call, tmp_path: Path) -
     assert [p.name for p in sheets] == [f"digits-{d}.png" for d in ("mnist", "svhn", "syn_standin", "usps")]
     with Image.open(sheets[1]) as sheet:
         assert sheet.height > 10 * 64
-        first = sheet.getpixel((110 + 48, 24 + 48))  # in the first image of the first row
-        second = sheet.getpixel((110 + 98 + 48, 24 + 48))
+        first = sheet.getpixel((sheet.width - 12 * 98 + 48, 24 + 48))  # in the first image of the first row
+        second = sheet.getpixel((sheet.width - 11 * 98 + 48, 24 + 48))
     assert first not in ((255, 255, 255), second)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -107,17 +109,19 @@ def show_command(
     make_folder(out)
     if not clients:
         for domain in domains.domains:
-            preview.draw_contact_sheet(domain, domains.classes).save(out / f"{domains.name}-{domain.name}.png")
-            typer.echo(f"{out / f'{domains.name}-{domain.name}.png'}")
+            path = out / f"{_make_file_name(data, domain.name)}.png"
+            preview.draw_contact_sheet(domain, domains.classes).save(path)
+            typer.echo(f"{path}")
         return
     partition = partition_clients(experiment, domains)
-    table = Table("client", "domain", "samples", *domains.classes)
-    for client, counts in zip(partition, preview.count_labels(domains, partition), strict=True):
-        table.add_row(client.id, client.domain, str(counts.sum()), *map(str, counts))
-    make_console().print(table)
-    path = out / f"{domains.name}-clients.png"
-    preview.plot_clients(domains, partition).savefig(path, dpi=150)
-    typer.echo(f"{path}")
+    counts = preview.count_labels(domains, partition)
+    rows = [[c.id, c.domain, str(n.sum()), *map(str, n)] for c, n in zip(partition, counts, strict=True)]
+    _print_clients(rows, domains.classes)
+    path = out / f"{_make_file_name(data, 'clients')}.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["client", "domain", "samples", *domains.classes], *rows])
+    preview.plot_clients(domains, partition).savefig(path.with_suffix(".png"), dpi=150)
+    typer.echo(f"{path}\n{path.with_suffix('.png')}")
 
 
 @data_app.command("fetch")
@@ -211,6 +215,35 @@ def export_command(
     for note in domains.notes:
         typer.echo(f"Note: {note}.")
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen_seeds))}")
+
+
+def _make_file_name(data: str, part: str) -> str:
+    """Return a name for a file about a part of a data set, e.g. "folder_photos-sketches" of folder:photos."""
+    name = re.sub(r"[/\\:*?\"<>|\s]+", "_", f"{data}-{part}")
+    return name[-100:]  # the end of a long path
+
+
+def _print_clients(rows: Sequence[Sequence[str]], classes: Sequence[str]) -> None:
+    """Print a column for every class if they fit, else the number of classes that each client holds, and the largest."""
+    console = make_console()
+    tables = [_make_table(["client", "domain", "samples", *classes], rows)]
+    if console.measure(tables[0], options=console.options.update(max_width=1 << 20)).maximum > console.width:
+        short = []
+        for client, domain, samples, *counts in rows:
+            held = sorted((-int(n), name) for n, name in zip(counts, classes, strict=True) if n != "0")
+            largest = ", ".join(f"{name} {-n}" for n, name in held[:3])
+            short.append([client, domain, samples, str(len(held)), largest])
+        tables = [_make_table(["client", "domain", "samples", "classes", "most samples of"], short)]
+    console.print(*tables)
+
+
+def _make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _show_progress(live: Live, name: str, size: int, total: int) -> None:
