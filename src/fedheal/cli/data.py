@@ -36,7 +36,7 @@ Root = Annotated[str | None, typer.Option(help="The data directory; FEDHEAL_DATA
 AllowMissing = Annotated[bool, typer.Option("--allow-missing", help="Continue without domains that are not on disk.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields of the experiment.")]
 
-EXIT_CODES = {"missing": 1, "damaged": 2}
+EXIT_CODES = {"missing": 1, "damaged": 2, "unusable": 2}
 
 
 @data_app.command("list")
@@ -60,8 +60,8 @@ def check_command(
     """Report what is on disk: state, size and class balance of each domain, and where to get what is missing.
 
     The exit code is 0 if every domain is found (a stand-in counts), 1 if one is missing or lacks classes that others have,
-    2 if one is damaged or they have fewer than two classes in common. Images in folders are counted but not opened: fedheal
-    data prepare lists those that cannot be read.
+    2 if one is damaged or has no test images, or they have fewer than two classes in common. Images in folders are
+    counted but not opened: fedheal data prepare lists those that cannot be read.
     """
     if data is None and resolve_root(data_root).is_file():  # an export, which names its data set
         export = resolve_root(data_root)

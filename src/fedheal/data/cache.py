@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from fedheal.data.domains import Domain, Domains, Excerpt, Split, fingerprint
 from fedheal.data.readers import images
-from fedheal.data.splits import Labels, RawDomain, RawSplit
+from fedheal.data.splits import Labels, RawDomain, RawSplit, explain_empty_split
 from fedheal.version import __version__
 
 FORMAT: Literal["fedheal-prepared-1"] = "fedheal-prepared-1"
@@ -145,7 +145,7 @@ def _write_domain(folder: Path, number: int, raw: RawDomain, size: int) -> Cache
         unreadable += errors.values()
     if not counts["train"] or not counts["test"]:
         reason = f" ({unreadable[0]})" if unreadable else ""
-        raise ValueError(f"domain '{raw.name}' has {counts['train']} training and {counts['test']} test images{reason}")
+        raise ValueError(explain_empty_split(raw.name, counts["train"], counts["test"]) + reason)
     whole = 0
     if raw.excerpt is not None:
         if unreadable:

@@ -53,7 +53,12 @@ def partition_samples(
     """Return the clients of every domain, in the order of `sizes`. Raise ValueError if a domain has too few samples."""
     assigned: list[Client] = []
     for domain, size in sizes.items():
-        count, each = _get_count(clients, domain, "clients"), _get_count(samples, domain, "samples per client")
+        count = _get_count(clients, domain, "clients")
+        if count > size:
+            raise ValueError(
+                f"domain {domain!r} has {size} training samples for {count} clients: set clients_per_domain='{domain}={size}'"
+            )
+        each = _get_count(samples, domain, "samples per client")
         if count * each > size:
             raise ValueError(
                 f"{count} clients with {each} samples each need {count * each} samples of domain {domain!r}, "

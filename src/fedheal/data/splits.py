@@ -105,6 +105,14 @@ def note_dropped_classes(owned: ClassesByDomain, classes: Collection[str] = (), 
     return f"{len(described)} class(es) left out because not every domain has them: {names}; classes=union keeps them"
 
 
+def explain_empty_split(domain: str, train: int, test: int) -> str:
+    """Say that a domain cannot be used, and what it needs."""
+    return (
+        f"domain '{domain}' has {train} training and {test} test images and needs both; image folders without train/ and "
+        "test/ need at least 9 images, since of every ten the last two are for testing"
+    )
+
+
 def shorten_list(items: Sequence[str], separator: str, limit: int = 3) -> str:
     """Join the first items, and say how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
