@@ -90,11 +90,12 @@ def test_many_classes_are_a_matrix_with_every_class_on_the_axis():
     assert bar.get_ylabel() == "training samples"
 
 
-def test_thousands_of_classes_and_clients_can_still_be_drawn():
-    data, clients = make_data(*(f"c{i}" for i in range(500)))
+def test_thousands_of_classes_and_clients_can_still_be_drawn(monkeypatch):
+    monkeypatch.setattr(preview, "MAX_LABELS", 9)
+    data, clients = make_data(*(f"c{i}" for i in range(25)))
     figure = preview.plot_clients(data, clients * 1100)
     assert max(figure.get_size_inches() * 150) < 2**16  # the most that can be saved
-    assert len(figure.axes[0].get_xticklabels()) <= preview.MAX_LABELS
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == [f"c{i}" for i in range(0, 25, 3)]
 
 
 @pytest.fixture

@@ -34,10 +34,9 @@ def test_the_smaller_alpha_the_more_of_one_class() -> None:
 
 def test_the_shares_have_the_moments_of_the_dirichlet_distribution() -> None:
     """Mean 1/k, variance (k-1) / (k^2 (k alpha + 1)), for k = 4."""
+    drawn = [partition._draw_uniform(4, seed, "test", "d", 0) for seed in range(4000)]
     for alpha in (0.1, 1.0, 10.0):
-        shares = np.stack(
-            [partition._draw_shares(partition._draw_uniform(4, seed, "test", "d", 0), alpha) for seed in range(4000)]
-        )
+        shares = np.stack([partition._draw_shares(uniform, alpha) for uniform in drawn])
         assert shares.sum(axis=1) == pytest.approx(1)
         assert shares.mean(axis=0) == pytest.approx(0.25, abs=0.025)
         assert shares.var(axis=0) == pytest.approx(3 / 16 / (4 * alpha + 1), rel=0.1)

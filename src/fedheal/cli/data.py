@@ -42,12 +42,10 @@ EXIT_CODES = {"missing": 1, "damaged": 2, "unusable": 2}
 @data_app.command("list")
 def list_command() -> None:
     """List the data sets, and the default settings of an experiment on them."""
-    table = Table("data", "what it is", "protocol")
-    for name, dataset in DATASETS.items():
-        table.add_row(name, dataset.about, " ".join(f"{k}={v}" for k, v in dataset.protocol.items()))
-    table.add_row("folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", "")
-    table.add_row("package.module:function", "your own: a function that returns fedheal.data.domains.Domains", "")
-    make_console().print(table)
+    rows = [[n, d.about, " ".join(f"{k}={v}" for k, v in d.protocol.items())] for n, d in DATASETS.items()]
+    rows.append(["folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", ""])
+    rows.append(["package.module:function", "your own: a function that returns fedheal.data.domains.Domains", ""])
+    make_console().print(_make_table(["data", "what it is", "protocol"], rows))
     typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
 
 
@@ -226,15 +224,15 @@ def _make_file_name(data: str, part: str) -> str:
 def _print_clients(rows: Sequence[Sequence[str]], classes: Sequence[str]) -> None:
     """Print a column for every class if they fit, else the number of classes that each client holds, and the largest."""
     console = make_console()
-    tables = [_make_table(["client", "domain", "samples", *classes], rows)]
-    if console.measure(tables[0], options=console.options.update(max_width=1 << 20)).maximum > console.width:
+    table = _make_table(["client", "domain", "samples", *classes], rows)
+    if console.measure(table, options=console.options.update(max_width=1 << 20)).maximum > console.width:
         short = []
         for client, domain, samples, *counts in rows:
             held = sorted((-int(n), name) for n, name in zip(counts, classes, strict=True) if n != "0")
             largest = ", ".join(f"{name} {-n}" for n, name in held[:3])
             short.append([client, domain, samples, str(len(held)), largest])
-        tables = [_make_table(["client", "domain", "samples", "classes", "most samples of"], short)]
-    console.print(*tables)
+        table = _make_table(["client", "domain", "samples", "classes", "most samples of"], short)
+    console.print(table)
 
 
 def _make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
@@ -251,10 +249,9 @@ def _show_progress(live: Live, name: str, size: int, total: int) -> None:
 
 
 def _report_statuses(name: str, statuses: Sequence[DomainStatus]) -> None:
-    table = Table("domain", "state", "layout", "train", "test", "class balance (training)", title=name)
-    for s in statuses:
-        table.add_row(s.name, s.state, s.layout, f"{s.train:,}", f"{s.test:,}", s.balance)
-    make_console().print(table)
+    columns = ["domain", "state", "layout", "train", "test", "class balance (training)"]
+    rows = [[s.name, s.state, s.layout, f"{s.train:,}", f"{s.test:,}", s.balance] for s in statuses]
+    make_console().print(_make_table(columns, rows, title=name))
     for status in statuses:
         where, detail = status.folder and f" in {status.folder}", status.detail and f": {status.detail}"
         typer.echo(f"{status.name}: {status.state}{where}{detail}", err=status.state == "damaged")

@@ -48,7 +48,14 @@ class CacheInputs:
 
     @property
     def key(self) -> str:
-        files = {domain: [(str(path), *_stat(path)) for path in sorted(paths)] for domain, paths in self.files.items()}
+        def describe(path: Path) -> tuple[str, int, int]:
+            try:
+                status = path.stat()
+            except OSError:  # a broken link; reading it will raise
+                return str(path), 0, 0
+            return str(path), status.st_size, status.st_mtime_ns
+
+        files = {domain: [describe(path) for path in sorted(paths)] for domain, paths in self.files.items()}
         inputs = [FORMAT, __version__, PIL.__version__, self.name, self.size, self.class_rule, files]
         return hashlib.sha256(json.dumps(inputs).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -201,11 +208,3 @@ def _create_atomically(folder: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _stat(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except OSError:  # a broken link; reading it will raise
-        return 0, 0
-    return status.st_size, status.st_mtime_ns

@@ -141,9 +141,3 @@ class DatasetSpec:
     fraction: float  # of the full training split, per client; 0: an equal share of what is on disk
     classes: tuple[str, ...] = ()  # empty: the names of the folders
     protocol: Mapping[str, Any] = field(default_factory=dict)
-
-
-def split_eight_to_two(images: int) -> tuple[int, int]:
-    """Return the sizes of the training and test split that `readers.folders` makes of so many images."""
-    train = images // 10 * folders.TRAIN_OF_TEN + min(images % 10, folders.TRAIN_OF_TEN)
-    return train, images - train
