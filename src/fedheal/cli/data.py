@@ -217,8 +217,7 @@ def export_command(
 
 def _make_file_name(data: str, part: str) -> str:
     """Return a name for a file about a part of a data set, e.g. "folder_photos-sketches" of folder:photos."""
-    name = re.sub(r"[/\\:*?\"<>|\s]+", "_", f"{data}-{part}")
-    return name[-100:]  # the end of a long path
+    return re.sub(r"[/\\:*?\"<>|\s]+", "_", f"{data}-{part}")[-80:]  # the end of a long path
 
 
 def _print_clients(rows: Sequence[Sequence[str]], classes: Sequence[str]) -> None:
