@@ -12,13 +12,15 @@ import argparse
 
 import fedheal
 from fedheal import Experiment
-from fedheal.data.embedded.dataset import load_embedded
+from fedheal.data import load_dataset
 
 
-def study(seed: int, rounds: int | None = None, *, with_pooled: bool = True) -> dict[str, dict[str, float]]:
-    """Row -> domain -> accuracy for one seed."""
-    names = [domain.name for domain in load_embedded().domains]
-    common = {"seed": seed} if rounds is None else {"seed": seed, "rounds": rounds}
+def study(
+    seed: int, rounds: int | None = None, *, with_pooled: bool = True, **fields: object
+) -> dict[str, dict[str, float]]:
+    """Row -> domain -> accuracy for one seed; `fields` are of the experiments."""
+    names = [domain.name for domain in load_dataset("embedded").domains]
+    common = fields | ({"seed": seed} if rounds is None else {"seed": seed, "rounds": rounds})
 
     def accuracy(**keys: object) -> dict[str, float]:
         return dict(fedheal.run(Experiment.of(common | keys), progress=False).domains)

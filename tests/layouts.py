@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from scipy.io import savemat
 
-from fedheal.data.catalogue.office_caltech import CLASSES as OFFICE_CALTECH_CLASSES
+from fedheal.data.catalogue.image_folders import OFFICE_CALTECH_CLASSES
 
 
 def pixels(seed: int, *shape: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

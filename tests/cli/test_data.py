@@ -52,6 +52,34 @@ def test_check_names_the_missing_file_and_where_it_can_be_had(root: Path, call) 
     assert "ufldl-stanford/svhn" in done.out
 
 
+def test_classes_that_not_every_domain_has_are_named(call, tmp_path: Path) -> None:
+    layouts.image_folders(tmp_path / "pets" / "art", {"cat": 10, "dog": 10, "horse": 10}, 1)
+    layouts.image_folders(tmp_path / "pets" / "photos", {"cat": 10, "dog": 10, "horze": 10, "newt": 5}, 2)
+    layouts.image_folders(tmp_path / "pets" / "sketches", {"cat": 10, "dog": 10, "horse": 10}, 3)
+    note = (
+        "3 class(es) left out because not every domain has them: 'horse' (in art, sketches), 'horze' (in photos; did you "
+        "mean 'horse'?), 'newt' (in photos); classes=union keeps them"
+    )
+    checked = call("data", "check", "folder:pets")
+    assert checked.code == 1, checked
+    assert f"folder:pets: {note}" in checked.out
+    done = call("run", "data=folder:pets", *QUICK, "name=one")
+    assert f"Note: {note}." in done.out, done
+    assert json.loads((tmp_path / "runs" / "one" / "result.json").read_text())["data_notes"] == [note]
+    for words in (["data", "check", "folder:pets"], ["data", "prepare", "folder:pets"]):
+        union = call(*words, "classes=union")
+        assert (union.code, "left out" in union.out) == (0, False)
+
+
+def test_check_refuses_domains_without_a_common_class_as_a_run_does(call, tmp_path: Path) -> None:
+    layouts.image_folders(tmp_path / "pets" / "a", {"v": 10, "w": 10, "x": 10, "y": 10}, 1)
+    layouts.image_folders(tmp_path / "pets" / "b", {"y": 10, "z": 10}, 2)
+    for words in (["data", "check", "folder:pets"], ["run", "data=folder:pets", *QUICK]):
+        done = call(*words)
+        assert done.code == 2, done
+        assert "has 1 class(es); at least two are needed (a has v, w, x and 1 more; b has y, z)" in done.err
+
+
 def test_check_without_a_name_looks_for_all(root: Path, call) -> None:
     done = call("data", "check", "--data-root", root)
     assert "pacs: not on disk" in done.out
@@ -80,8 +108,8 @@ def test_show_writes_a_sheet_for_each_domain(root: Path, call, tmp_path: Path) -
     assert [p.name for p in sheets] == [f"digits-{d}.png" for d in ("mnist", "svhn", "syn_standin", "usps")]
     with Image.open(sheets[1]) as sheet:
         assert sheet.height > 10 * 64
-        first = sheet.getpixel((110 + 48, 24 + 48))  # in the first image of the first row
-        second = sheet.getpixel((110 + 98 + 48, 24 + 48))
+        first = sheet.getpixel((sheet.width - 12 * 98 + 48, 24 + 48))  # in the first image of the first row
+        second = sheet.getpixel((sheet.width - 11 * 98 + 48, 24 + 48))
     assert first not in ((255, 255, 255), second)
 
 

@@ -6,6 +6,7 @@ import io
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -185,7 +186,7 @@ def test_a_link_that_leads_nowhere_and_a_pipe_are_unreadable_images(root: Path) 
 
     (root / "photos" / "cat" / "gone.jpg").symlink_to(root / "nowhere.jpg")
     os.mkfifo(root / "photos" / "cat" / "pipe.jpg")
-    (note,) = load(root).notes
+    note, _ = load(root).notes  # the other is about classes
     assert "2 image(s) could not be read" in note
 
 
@@ -207,3 +208,46 @@ def test_a_domain_of_which_nothing_can_be_read(root: Path, cache_folder: Path) -
 def test_there_is_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no folder"):
         load(tmp_path / "nowhere")
+
+
+# What a new user may try
+
+
+def test_sixteen_bits_of_grey_keep_their_shades(tmp_path: Path) -> None:
+    shades = np.arange(9 * 32 * 32).reshape(9, 32, 32) % 256
+    for name in ("x", "y"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        for number, shade in enumerate(shades):
+            Image.fromarray((257 * shade).astype(np.uint16)).save(tmp_path / "a" / name / f"{number}.png")
+    assert load(tmp_path)["a"].train.images[3, 1].tolist() == shades[3].tolist()
+
+
+@pytest.mark.parametrize("counts", [{"x": 1, "y": 1}, {"x": 4, "y": 4}])
+def test_a_domain_too_small_to_test_with(tmp_path: Path, call, counts: dict[str, int]) -> None:
+    layouts.image_folders(tmp_path / "pets" / "big", {"x": 10, "y": 10})
+    layouts.image_folders(tmp_path / "pets" / "small", counts)
+    said = f"domain 'small' has {sum(counts.values())} training and 0 test images and needs both; image folders without"
+    checked, prepared = call("data", "check", "folder:pets"), call("data", "prepare", "folder:pets")
+    assert (checked.code, prepared.code) == (2, 2)
+    assert f"small: unusable in pets/small: {said}" in checked.out
+    assert said in prepared.err
+
+
+def test_a_folder_without_domains_and_one_too_high(tmp_path: Path, call) -> None:
+    layouts.image_folders(tmp_path / "pets" / "photos", {"x": 10, "y": 10})
+    flat = call("data", "check", "folder:pets/photos")
+    assert flat.code == 1
+    assert "photos/x/ should contain <class>/*.jpg" in flat.out
+    assert "(it has images, but no folders of classes)" in flat.out
+    (tmp_path / "high").mkdir()
+    (tmp_path / "pets").rename(tmp_path / "high" / "pets")
+    high = call("data", "check", "folder:high")
+    assert "all images are in folders below its classes (photos): is the path one folder too high?" in high.out
+
+
+def test_more_clients_than_images(tmp_path: Path, call) -> None:
+    layouts.image_folders(tmp_path / "pets" / "a" / "train", {"x": 1, "y": 1})
+    layouts.image_folders(tmp_path / "pets" / "a" / "test", {"x": 1, "y": 1})
+    done = call("run", "data=folder:pets", "model=small_cnn", "rounds=1")
+    assert done.code == 2
+    assert "domain 'a' has 2 training samples for 5 clients: set clients_per_domain='a=2'" in done.err

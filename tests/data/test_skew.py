@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedheal.data import partition
+from fedheal.data.domains import Domain, Domains, Split
 from fedheal.data.partition import Client, partition_samples
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.experiment import Experiment
 
 LABELS = torch.arange(1000) % 10
 
@@ -31,10 +34,9 @@ def test_the_smaller_alpha_the_more_of_one_class() -> None:
 
 def test_the_shares_have_the_moments_of_the_dirichlet_distribution() -> None:
     """Mean 1/k, variance (k-1) / (k^2 (k alpha + 1)), for k = 4."""
+    drawn = [partition._draw_uniform(4, seed, "test", "d", 0) for seed in range(4000)]
     for alpha in (0.1, 1.0, 10.0):
-        shares = np.stack(
-            [partition._draw_shares(partition._draw_uniform(4, seed, "test", "d", 0), alpha) for seed in range(4000)]
-        )
+        shares = np.stack([partition._draw_shares(uniform, alpha) for uniform in drawn])
         assert shares.sum(axis=1) == pytest.approx(1)
         assert shares.mean(axis=0) == pytest.approx(0.25, abs=0.025)
         assert shares.var(axis=0) == pytest.approx(3 / 16 / (4 * alpha + 1), rel=0.1)
@@ -96,6 +98,41 @@ def test_filling_changes_no_more_than_it_must() -> None:
 def test_filling_where_there_are_fewer_samples_than_classes() -> None:
     filled = split(clients=3, each=4, class_filling=True)
     assert (counts(filled).max(axis=1) == 1).all()
+
+
+@pytest.mark.parametrize("validation", [0.1, 0.25, 0.5])
+def test_nobody_trains_with_what_a_client_holds_out_and_fillers_are_not_held_out(validation: float) -> None:
+    plain = split(clients=20, each=20, validation=validation)
+    filled = split(clients=20, each=20, class_filling=True, validation=validation)
+    held_out = [client.indices[-client.held_out :] for client in filled]
+    trained = [client.indices[: -client.held_out] for client in filled]
+    assert {client.held_out for client in filled} == {round(20 * validation)}
+    assert not set(torch.cat(held_out).tolist()) & set(torch.cat(trained).tolist())
+    assert [own.tolist() for own in held_out] == [
+        c.indices[-c.held_out :].tolist() for c in plain
+    ]  # so none is a filler
+    assert all(len(set(LABELS[own].tolist())) == min(10, len(own)) for own in trained)
+    assert all(len(set(client.indices.tolist())) == 20 for client in filled)
+
+
+def test_a_federation_trains_with_nothing_that_it_holds_out() -> None:
+    images = torch.zeros(1000, 3, 32, 32, dtype=torch.uint8)
+    images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(1000) // 256, torch.arange(1000) % 256
+    every = Split(images, LABELS)
+    data = Domains("numbered", tuple("0123456789"), (Domain("street", every, every),), (20,), (20,))
+    experiment = Experiment(class_filling=True, validation=0.2, model="small_cnn")
+    built = build_federation(experiment, data, torch.device("cpu"))
+    trained, held_out = (
+        {tuple(image) for split in splits.values() for image in split.images[:, 0, 0, :2].tolist()}
+        for splits in (built.local_training.examples, built.validation)
+    )
+    assert len(held_out) == 20 * 4
+    assert not trained & held_out
+
+
+def test_filling_when_all_samples_of_a_domain_are_shared_out() -> None:
+    filled = split(clients=20, each=50, class_filling=True, validation=0.2)
+    assert [len(client.indices) for client in filled] == [50] * 20
 
 
 def test_both_at_once_and_no_labels_are_refused() -> None:

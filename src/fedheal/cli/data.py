@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -22,6 +24,7 @@ from fedheal.data.cache import prepare_data
 from fedheal.data.download import download_domain
 from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
 from fedheal.data.specs import DatasetSpec
+from fedheal.data.splits import choose_classes, note_dropped_classes
 from fedheal.runs.folder import make_folder
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
 from fedheal.simulate.experiment import Experiment, parse_overrides
@@ -33,18 +36,16 @@ Root = Annotated[str | None, typer.Option(help="The data directory; FEDHEAL_DATA
 AllowMissing = Annotated[bool, typer.Option("--allow-missing", help="Continue without domains that are not on disk.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields of the experiment.")]
 
-EXIT_CODES = {"missing": 1, "damaged": 2}
+EXIT_CODES = {"missing": 1, "damaged": 2, "unusable": 2}
 
 
 @data_app.command("list")
 def list_command() -> None:
     """List the data sets, and the default settings of an experiment on them."""
-    table = Table("data", "what it is", "protocol")
-    for name, dataset in DATASETS.items():
-        table.add_row(name, dataset.about, " ".join(f"{k}={v}" for k, v in dataset.protocol.items()))
-    table.add_row("folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", "")
-    table.add_row("package.module:function", "your own: a function that returns fedheal.data.domains.Domains", "")
-    make_console().print(table)
+    rows = [[n, d.about, " ".join(f"{k}={v}" for k, v in d.protocol.items())] for n, d in DATASETS.items()]
+    rows.append(["folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", ""])
+    rows.append(["package.module:function", "your own: a function that returns fedheal.data.domains.Domains", ""])
+    make_console().print(_make_table(["data", "what it is", "protocol"], rows))
     typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
 
 
@@ -52,18 +53,21 @@ def list_command() -> None:
 def check_command(
     data: Annotated[str | None, typer.Argument(help="A data set; all that are read from disk if not given.")] = None,
     data_root: Root = None,
+    words: Words = None,
 ) -> None:
     """Report what is on disk: state, size and class balance of each domain, and where to get what is missing.
 
-    The exit code is 0 if every domain is found (a stand-in counts), 1 if one is missing, 2 if one is damaged. Images in
-    folders are counted but not opened: fedheal data prepare lists those that cannot be read.
+    The exit code is 0 if every domain is found (a stand-in counts), 1 if one is missing or lacks classes that others have,
+    2 if one is damaged or has no test images, or they have fewer than two classes in common. Images in folders are
+    counted but not opened: fedheal data prepare lists those that cannot be read.
     """
     if data is None and resolve_root(data_root).is_file():  # an export, which names its data set
         export = resolve_root(data_root)
         raise typer.Exit(_report_export(export, SPECS.get(read_manifest(export).name)))
     exit_code = 0
     for name in [data] if data else list(SPECS):
-        spec, request = find_spec(name, DataRequest(data_root))
+        experiment = _make_experiment(name, data_root, False, words)
+        spec, request = find_spec(name, make_data_request(experiment))
         root = resolve_root(request.root)
         found_export = on_disk.find_fuller_export(spec, locate_domains(spec, root), root)
         if found_export is not None:
@@ -75,6 +79,11 @@ def check_command(
             continue
         _report_statuses(name, statuses)
         exit_code = max(exit_code, *(EXIT_CODES.get(status.state, 0) for status in statuses))
+        owned = {status.name: status.classes for status in statuses if status.classes}
+        if owned and not spec.classes:
+            note = note_dropped_classes(owned, choose_classes(owned, request.classes, name), limit=1000)
+            typer.echo(f"{name}: {note}\n" if note else "", nl=False)
+            exit_code = max(exit_code, 1 if note else 0)
     raise typer.Exit(exit_code)
 
 
@@ -98,17 +107,19 @@ def show_command(
     make_folder(out)
     if not clients:
         for domain in domains.domains:
-            preview.draw_contact_sheet(domain, domains.classes).save(out / f"{domains.name}-{domain.name}.png")
-            typer.echo(f"{out / f'{domains.name}-{domain.name}.png'}")
+            path = out / f"{_make_file_name(data, domain.name)}.png"
+            preview.draw_contact_sheet(domain, domains.classes).save(path)
+            typer.echo(f"{path}")
         return
     partition = partition_clients(experiment, domains)
-    table = Table("client", "domain", "samples", *domains.classes)
-    for client, counts in zip(partition, preview.count_labels(domains, partition), strict=True):
-        table.add_row(client.id, client.domain, str(counts.sum()), *map(str, counts))
-    make_console().print(table)
-    path = out / f"{domains.name}-clients.png"
-    preview.plot_clients(domains, partition).savefig(path, dpi=150)
-    typer.echo(f"{path}")
+    counts = preview.count_labels(domains, partition)
+    rows = [[c.id, c.domain, str(n.sum()), *map(str, n)] for c, n in zip(partition, counts, strict=True)]
+    _print_clients(rows, domains.classes)
+    path = out / f"{_make_file_name(data, 'clients')}.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["client", "domain", "samples", *domains.classes], *rows])
+    preview.plot_clients(domains, partition).savefig(path.with_suffix(".png"), dpi=150)
+    typer.echo(f"{path}\n{path.with_suffix('.png')}")
 
 
 @data_app.command("fetch")
@@ -204,15 +215,42 @@ def export_command(
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen_seeds))}")
 
 
+def _make_file_name(data: str, part: str) -> str:
+    """Return a name for a file about a part of a data set, e.g. "folder_photos-sketches" of folder:photos."""
+    return re.sub(r"[/\\:*?\"<>|\s]+", "_", f"{data}-{part}")[-80:]  # the end of a long path
+
+
+def _print_clients(rows: Sequence[Sequence[str]], classes: Sequence[str]) -> None:
+    """Print a column for every class if they fit, else the number of classes that each client holds, and the largest."""
+    console = make_console()
+    table = _make_table(["client", "domain", "samples", *classes], rows)
+    if console.measure(table, options=console.options.update(max_width=1 << 20)).maximum > console.width:
+        short = []
+        for client, domain, samples, *counts in rows:
+            held = sorted((-int(n), name) for n, name in zip(counts, classes, strict=True) if n != "0")
+            largest = ", ".join(f"{name} {-n}" for n, name in held[:3])
+            short.append([client, domain, samples, str(len(held)), largest])
+        table = _make_table(["client", "domain", "samples", "classes", "most samples of"], short)
+    console.print(table)
+
+
+def _make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def _show_progress(live: Live, name: str, size: int, total: int) -> None:
     live.update(f"{name}: {size:,}{f' of {total:,}' if total else ''}")
 
 
 def _report_statuses(name: str, statuses: Sequence[DomainStatus]) -> None:
-    table = Table("domain", "state", "layout", "train", "test", "class balance (training)", title=name)
-    for s in statuses:
-        table.add_row(s.name, s.state, s.layout, f"{s.train:,}", f"{s.test:,}", s.balance)
-    make_console().print(table)
+    columns = ["domain", "state", "layout", "train", "test", "class balance (training)"]
+    rows = [[s.name, s.state, s.layout, f"{s.train:,}", f"{s.test:,}", s.balance] for s in statuses]
+    make_console().print(_make_table(columns, rows, title=name))
     for status in statuses:
         where, detail = status.folder and f" in {status.folder}", status.detail and f": {status.detail}"
         typer.echo(f"{status.name}: {status.state}{where}{detail}", err=status.state == "damaged")

@@ -15,8 +15,7 @@ from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.errors import format_error, suggest
 from fedheal.core.import_path import import_function
 from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
-from fedheal.data.catalogue.image_folders import DOMAINNET, OFFICE_HOME, PACS
-from fedheal.data.catalogue.office_caltech import OFFICE_CALTECH
+from fedheal.data.catalogue.image_folders import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
 from fedheal.data.domains import Domains, check_domains
 from fedheal.data.embedded.dataset import load_embedded
 from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_from_disk, make_folder_spec

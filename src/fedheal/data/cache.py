@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from fedheal.data.domains import Domain, Domains, Excerpt, Split, fingerprint
 from fedheal.data.readers import images
-from fedheal.data.splits import Labels, RawDomain, RawSplit
+from fedheal.data.splits import Labels, RawDomain, RawSplit, explain_empty_split
 from fedheal.version import __version__
 
 FORMAT: Literal["fedheal-prepared-1"] = "fedheal-prepared-1"
@@ -48,7 +48,14 @@ class CacheInputs:
 
     @property
     def key(self) -> str:
-        files = {domain: [(str(path), *_stat(path)) for path in sorted(paths)] for domain, paths in self.files.items()}
+        def describe(path: Path) -> tuple[str, int, int]:
+            try:
+                status = path.stat()
+            except OSError:  # a broken link; reading it will raise
+                return str(path), 0, 0
+            return str(path), status.st_size, status.st_mtime_ns
+
+        files = {domain: [describe(path) for path in sorted(paths)] for domain, paths in self.files.items()}
         inputs = [FORMAT, __version__, PIL.__version__, self.name, self.size, self.class_rule, files]
         return hashlib.sha256(json.dumps(inputs).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -62,6 +69,7 @@ class CachedDomain(BaseModel):
     whole: int  # size of the full training split, if this is an excerpt
     dropped: dict[str, list[int]]  # positions of the images that could not be decoded, by split
     unreadable: list[str]  # the reasons
+    dropped_classes: list[str] = []  # classes of its own that the data set does not use
 
 
 class CacheManifest(BaseModel):
@@ -144,7 +152,7 @@ def _write_domain(folder: Path, number: int, raw: RawDomain, size: int) -> Cache
         unreadable += errors.values()
     if not counts["train"] or not counts["test"]:
         reason = f" ({unreadable[0]})" if unreadable else ""
-        raise ValueError(f"domain '{raw.name}' has {counts['train']} training and {counts['test']} test images{reason}")
+        raise ValueError(explain_empty_split(raw.name, counts["train"], counts["test"]) + reason)
     whole = 0
     if raw.excerpt is not None:
         if unreadable:
@@ -152,7 +160,10 @@ def _write_domain(folder: Path, number: int, raw: RawDomain, size: int) -> Cache
         _write_integers(folder / f"{number}.positions", raw.excerpt.positions.numpy())
         _write_integers(folder / f"{number}.whole", raw.excerpt.labels.numpy())
         whole = len(raw.excerpt.labels)
-    return CachedDomain(name=raw.name, **counts, whole=whole, dropped=dropped, unreadable=unreadable)
+    return CachedDomain(
+        name=raw.name, **counts, whole=whole, dropped=dropped, unreadable=unreadable,
+        dropped_classes=list(raw.dropped_classes),
+    )  # fmt: skip
 
 
 def _write_images(path: Path, split: RawSplit, size: int) -> tuple[Labels, dict[int, str]]:
@@ -197,11 +208,3 @@ def _create_atomically(folder: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _stat(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except OSError:  # a broken link; reading it will raise
-        return 0, 0
-    return status.st_size, status.st_mtime_ns

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedheal.data.specs import DatasetSpec, DomainFiles, DomainSpec
+from fedheal.data.readers.images import SUFFIXES
+from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainFiles, DomainSpec
+from fedheal.data.splits import explain_empty_split, shorten_list
 
 VARIABLE = "FEDHEAL_DATA"
 
@@ -32,13 +34,14 @@ class DomainStatus:
     """The state of one domain on disk."""
 
     name: str
-    state: str  # found, stand-in, incomplete, missing or damaged
+    state: str  # found, stand-in, incomplete, unusable, missing or damaged
     layout: str = ""
     folder: str = ""
     train: int = 0
     test: int = 0
     balance: str = ""  # the rarest and the most frequent class
     detail: str = ""  # what is wrong, or what to do
+    classes: tuple[str, ...] = ()
 
 
 def resolve_root(data_root: str | None) -> Path:
@@ -66,8 +69,10 @@ def explain_missing(location: DomainLocation, root: Path) -> str:
     if location.missing:
         reason = f"{', '.join(location.missing)} is missing"
     else:
-        expected = " or ".join(layout.looks_for for layout in domain.layouts)
-        reason = f"{root / domain.folders[0]}/ should contain {expected}"
+        folder, expected = root / domain.folders[0], " or ".join(layout.looks_for for layout in domain.layouts)
+        reason = f"{folder}/ should contain {expected}"
+        if any(path.suffix.lower() in SUFFIXES for path in folder.glob("*")):
+            reason += " (it has images, but no folders of classes)"
     source = f"; it is available from {domain.available_from}" if domain.available_from else ""
     return f"{domain.name}: {reason}{source}"
 
@@ -88,13 +93,18 @@ def _inspect_domain(location: DomainLocation, root: Path) -> DomainStatus:
     state, detail = "found", ""
     if len(raw.train) < spec.train or len(raw.test) < spec.test:
         state, detail = "incomplete", f"the full data set has {spec.train:,} / {spec.test:,}"
+    if files.layout == IMAGE_FOLDERS and not any(path.parent.name in raw.classes for path in files.files):
+        names = shorten_list(raw.classes, ", ")
+        detail = f"all images are in folders below its classes ({names}): is the path one folder too high?"
+    if not len(raw.train) or not len(raw.test):
+        state, detail = "unusable", explain_empty_split(files.name, len(raw.train), len(raw.test))
     if location.is_stand_in:
         state, detail = "stand-in", f"for {spec.name}, which is available from {spec.available_from}"
     counts = np.bincount(raw.train.labels, minlength=len(raw.classes))
     low, high = (f"{counts[c]:,} ({raw.classes[c]})" for c in (counts.argmin(), counts.argmax()))
     balance = f"{low} to {high} in {len(raw.classes)} classes"
     found = files.name, state, files.layout, str(files.folder)
-    return DomainStatus(*found, len(raw.train), len(raw.test), balance, detail)
+    return DomainStatus(*found, len(raw.train), len(raw.test), balance, detail, raw.classes)
 
 
 def _locate_domain(domain: DomainSpec, root: Path, classes: tuple[str, ...]) -> DomainLocation:

@@ -18,12 +18,11 @@ from fedheal.data.locate import DomainLocation, explain_missing, locate_domains,
 from fedheal.data.partition import Client
 from fedheal.data.readers.folders import list_subfolders
 from fedheal.data.specs import DatasetSpec, DomainSpec, FolderLayout
-from fedheal.data.splits import RawDomain, align_labels, choose_classes
+from fedheal.data.splits import RawDomain, align_labels, choose_classes, note_dropped_classes, shorten_list
 from fedheal.runs.folder import make_folder
 
 FOLDER_PREFIX = "folder:"
 FOLDER_NAME = "folder"  # the data set's name in an export of such a folder
-MAX_LISTED = 3  # items in a note
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,8 @@ def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
 
     def read() -> tuple[tuple[str, ...], Sequence[RawDomain]]:
         domains = [files.read() for files in present]
-        classes = choose_classes(domains, spec.classes, request.classes, spec.name)
+        owned = {domain.name: domain.classes for domain in domains}
+        classes = spec.classes or choose_classes(owned, request.classes, spec.name)
         return classes, [align_labels(domain, classes) for domain in domains]
 
     paths = {files.name: files.files for files in present}
@@ -128,6 +128,8 @@ def build_domains(dataset: OnDiskDataset, prepared: PreparedData) -> Domains:
     else:
         identity = manifest.fingerprint
         notes = _note_locations(dataset.locations, prepared) + _note_absent_classes(domains, manifest.classes)
+        dropped = note_dropped_classes({d.name: d.dropped_classes for d in manifest.domains})
+        notes += [dropped] if dropped and not spec.classes else []
     return Domains(
         name=spec.name,
         classes=manifest.classes,
@@ -183,7 +185,7 @@ def _note_absent_classes(domains: Sequence[Domain], classes: Sequence[str]) -> l
         for part, labels in (("training", domain.labels), ("test", domain.test.labels)):
             absent = [name for i, name in enumerate(classes) if not bool((labels == i).any())]
             if absent:
-                notes.append(f"{domain.name}: no {part} images of {_shorten(absent, ', ')}")
+                notes.append(f"{domain.name}: no {part} images of {shorten_list(absent, ', ')}")
     return notes
 
 
@@ -203,11 +205,6 @@ def _note_locations(locations: Sequence[DomainLocation], prepared: PreparedData)
             train, test = f"{domain.train:,} of {spec.train:,}", f"{domain.test:,} of {spec.test:,}"
             notes.append(f"{name}: {train} training and {test} test images on disk")
         if domain.unreadable:
-            reasons = _shorten(domain.unreadable, "; ")
+            reasons = shorten_list(domain.unreadable, "; ")
             notes.append(f"{name}: {len(domain.unreadable)} image(s) could not be read: {reasons}")
     return notes
-
-
-def _shorten(items: Sequence[str], separator: str) -> str:
-    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
-    return separator.join(items[:MAX_LISTED]) + more

@@ -8,7 +8,8 @@ added after it. Two other ways choose from the same shuffled order, and keep eve
   is left of the domain (Hsu et al. 2019). Where a class runs out the client takes more of its other classes.
 - Class filling, as in the code released with the paper for Office-Caltech: for every class that a client does not hold, a
   random sample of it from the whole training split replaces a random one of a class that the client holds at least twice.
-  Clients may then share samples; what was replaced goes back to the others.
+  Clients may then share samples; what was replaced goes back to the others. Held-out samples are those of the plain
+  partition: nothing replaces them, and nobody trains with them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Client:
     id: str
     domain: str
     indices: torch.Tensor  # int64 [samples]
+    held_out: int = 0  # of these, the last so many are for validation
 
 
 def partition_samples(
@@ -46,17 +48,23 @@ def partition_samples(
     labels: Mapping[str, torch.Tensor] | None = None,  # of the training samples, for `dirichlet` and `class_filling`
     dirichlet: float | None = None,  # the smaller, the more skewed
     class_filling: bool = False,
+    validation: float = 0.0,  # share of each client's samples to hold out
 ) -> tuple[Client, ...]:
     """Return the clients of every domain, in the order of `sizes`. Raise ValueError if a domain has too few samples."""
     assigned: list[Client] = []
     for domain, size in sizes.items():
-        count, each = _get_count(clients, domain, "clients"), _get_count(samples, domain, "samples per client")
+        count = _get_count(clients, domain, "clients")
+        if count > size:
+            raise ValueError(
+                f"domain {domain!r} has {size} training samples for {count} clients: set clients_per_domain='{domain}={size}'"
+            )
+        each = _get_count(samples, domain, "samples per client")
         if count * each > size:
             raise ValueError(
                 f"{count} clients with {each} samples each need {count * each} samples of domain {domain!r}, "
                 f"which has {size}"
             )
-        order = _shuffle(size, domain, seed)
+        order, held_out = _shuffle(size, domain, seed), round(validation * each)
         if dirichlet is None and not class_filling:
             indices = [order[k * each : (k + 1) * each].copy() for k in range(count)]
         elif labels is None or (dirichlet is not None and class_filling):
@@ -64,8 +72,8 @@ def partition_samples(
         elif dirichlet is not None:
             indices = assign_by_dirichlet(order, labels[domain].numpy(), count, each, dirichlet, seed, domain)
         else:
-            indices = assign_with_class_filling(order, labels[domain].numpy(), count, each, seed, domain)
-        assigned += [Client(f"{domain}-{k}", domain, torch.from_numpy(own)) for k, own in enumerate(indices)]
+            indices = assign_with_class_filling(order, labels[domain].numpy(), count, each, held_out, seed, domain)
+        assigned += [Client(f"{domain}-{k}", domain, torch.from_numpy(own), held_out) for k, own in enumerate(indices)]
     return tuple(assigned)
 
 
@@ -101,23 +109,27 @@ def assign_by_dirichlet(
     return assigned
 
 
-def assign_with_class_filling(order: Ints, labels: Ints, clients: int, each: int, seed: int, domain: str) -> list[Ints]:
-    """Return each client's samples, with every class among them if `each` allows it."""
-    present = np.unique(labels)
-    pool, assigned = list(order), []
+def assign_with_class_filling(
+    order: Ints, labels: Ints, clients: int, each: int, held_out: int, seed: int, domain: str
+) -> list[Ints]:
+    """Return each client's samples, the last `held_out` for validation and every class among the others, if they allow it."""
+    validation = order[: clients * each].reshape(clients, each)[:, each - held_out :]
+    is_free = ~np.isin(np.arange(len(labels)), validation)
+    present = np.unique(labels[is_free])
+    pool, assigned = order[is_free[order]].tolist(), []
     for client in range(clients):
         bits = np.random.PCG64(derive(seed, "class-filling", domain, client))
-        samples = pool[:each]
+        samples = pool[: each - held_out]
         for wanted in present:
             counts = np.bincount(labels[samples], minlength=int(present.max()) + 1)
             if counts[wanted] or not (counts >= 2).any():
                 continue
             spare = _choose(bits, np.flatnonzero(counts >= 2).tolist())
             samples.remove(_choose(bits, [i for i in samples if labels[i] == spare]))
-            samples.append(_choose(bits, np.flatnonzero(labels == wanted).tolist()))
+            samples.append(_choose(bits, np.flatnonzero(is_free & (labels == wanted)).tolist()))
         used = set(samples)
         pool = [i for i in pool if i not in used]
-        assigned.append(np.array(samples, dtype=np.int64))
+        assigned.append(np.array([*samples, *validation[client]], dtype=np.int64))
     return assigned
 
 

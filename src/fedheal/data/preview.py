@@ -1,14 +1,21 @@
-"""Draw contact sheets of the domains, and the label distribution of the clients."""
+"""Draw contact sheets of the domains, and the label distribution of the clients.
+
+Names are drawn with fonts that have their characters. A character that no installed font has is written as `\\uXXXX`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import colormaps
+from matplotlib import colormaps, font_manager
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from fedheal.data.domains import Domain, Domains
 from fedheal.data.partition import Client
@@ -16,7 +23,17 @@ from fedheal.data.partition import Client
 COLUMNS = 12
 MAX_CLASSES = 40  # on a sheet
 TILE = 96  # pixels; small images are enlarged by an integer factor, large ones are reduced
-MARGIN = 110  # for the class names
+COLOURS = colormaps["tab20"].resampled(20)  # more classes cannot be told apart by colour
+MAX_LABELS = 400  # on an axis
+Counts = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+# With Chinese, Japanese or Korean characters, on the usual systems; DejaVu Sans, which matplotlib brings, has none.
+FALLBACK_FONTS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Noto Sans KR", "Source Han Sans SC",
+    "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback", "IPAGothic", "NanumGothic", "Unifont",
+    "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS", "Microsoft YaHei", "SimHei", "Yu Gothic",
+    "Malgun Gothic",
+)  # fmt: skip
 
 
 def draw_contact_sheet(domain: Domain, classes: Sequence[str]) -> Image.Image:
@@ -25,45 +42,111 @@ def draw_contact_sheet(domain: Domain, classes: Sequence[str]) -> Image.Image:
     tile = side * (TILE // side) if side <= TILE else TILE
     resampling = Image.Resampling.NEAREST if side <= TILE else Image.Resampling.BILINEAR
     labels = domain.train.labels
-    rows = [c for c in range(len(classes)) if (labels == c).any()][:MAX_CLASSES]
-    sheet = Image.new("RGB", (MARGIN + COLUMNS * (tile + 2), 24 + len(rows) * (tile + 2)), "white")
+    present = [c for c in range(len(classes)) if (labels == c).any()]
+    rows = present[:MAX_CLASSES]
+    names = [_choose_font(classes[label], 11) for label in rows]
+    margin = 12 + max((math.ceil(font.getlength(name)) for name, font in names), default=0)
+    sheet = Image.new("RGB", (margin + COLUMNS * (tile + 2), 24 + len(rows) * (tile + 2)), "white")
     draw = ImageDraw.Draw(sheet)
-    draw.text((4, 6), f"{domain.name}: {len(domain.train):,} training, {len(domain.test):,} test images", fill="black")
-    for row, label in enumerate(rows):
+    shown = f", the first {len(rows)} of {len(present)} classes" if len(rows) < len(present) else ""
+    title, font = _choose_font(
+        f"{domain.name}: {len(domain.train):,} training, {len(domain.test):,} test images{shown}", 11
+    )
+    draw.text((4, 6), title, fill="black", font=font)
+    for row, (label, (name, font)) in enumerate(zip(rows, names, strict=True)):
         top = 24 + row * (tile + 2)
         examples = torch.nonzero(labels == label).flatten()
-        draw.text((4, top + tile // 2 - 12), classes[label][:18], fill="black")
-        draw.text((4, top + tile // 2), f"{len(examples):,}", fill="gray")
+        draw.text((4, top + tile // 2 - 14), name, fill="black", font=font)
+        draw.text((4, top + tile // 2), f"{len(examples):,}", fill="gray", font=_choose_font("0", 11)[1])
         for column, index in enumerate(examples[:COLUMNS].tolist()):
             picture = Image.fromarray(domain.train.images[index].numpy().transpose(1, 2, 0))
-            sheet.paste(picture.resize((tile, tile), resampling), (MARGIN + column * (tile + 2), top))
+            sheet.paste(picture.resize((tile, tile), resampling), (margin + column * (tile + 2), top))
     return sheet
 
 
-def count_labels(data: Domains, clients: Sequence[Client]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def count_labels(data: Domains, clients: Sequence[Client]) -> Counts:
     """Return the number of samples of each class that each client holds, `[clients, classes]`."""
     labels = [data[client.domain].labels[client.indices].numpy() for client in clients]
     return np.stack([np.bincount(own, minlength=len(data.classes)) for own in labels])
 
 
 def plot_clients(data: Domains, clients: Sequence[Client]) -> Figure:
-    """Draw a bar of samples for each client, coloured by class and grouped by domain."""
+    """Draw each client's samples of each class, grouped by domain: stacked bars, or a matrix if there are many classes."""
     counts = count_labels(data, clients)
-    figure = Figure(figsize=(9, 1.2 + 0.24 * len(clients)), layout="constrained")
-    axes = figure.subplots()
-    colours = colormaps["tab20"](np.linspace(0, 1, max(len(data.classes), 2)))
     names = [domain.name for domain in data.domains]
-    positions = np.array([i + 0.6 * names.index(c.domain) for i, c in enumerate(clients)])  # a gap between domains
-    left = np.zeros(len(clients))
-    for number, name in enumerate(data.classes):
-        axes.barh(positions, counts[:, number], left=left, color=colours[number], label=name, height=0.85)
-        left += counts[:, number]
+    groups = np.array([names.index(client.domain) for client in clients])
+    if len(data.classes) <= COLOURS.N:
+        figure = Figure(
+            figsize=(9, min(200, 1.2 + max(0.24 * len(clients), 0.19 * len(data.classes)))), layout="constrained"
+        )
+        positions = np.arange(len(clients)) + 0.6 * groups  # a gap between domains
+        _plot_bars(figure.subplots(), counts, positions, data.classes)
+    else:
+        width, height = 3 + 0.15 * len(data.classes), 2 + 0.2 * len(clients)
+        figure = Figure(figsize=(min(60, width), min(200, height)), layout="constrained")
+        positions = np.arange(float(len(clients)))
+        _plot_matrix(figure.subplots(), counts, np.flatnonzero(np.diff(groups)) + 0.5, data.classes)
+    _label_axis(figure.axes[0], "y", positions, [client.id for client in clients])
+    return figure
+
+
+def _plot_bars(axes: Axes, counts: Counts, positions: Any, classes: Sequence[str]) -> None:
+    left, bars = np.zeros(len(counts)), []
+    for number, own in enumerate(counts.T):
+        bars.append(axes.barh(positions, own, left=left, color=COLOURS(number), height=0.85))
+        left += own
     for position, total in zip(positions, left, strict=True):
         axes.text(total, position, f" {int(total)}", va="center", fontsize=8)
-    axes.set_yticks(positions, [c.id for c in clients], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("training samples")
     axes.set_xlim(0, 1.07 * left.max())
-    if len(data.classes) <= 20:
-        axes.legend(title="class", fontsize=8, bbox_to_anchor=(1.0, 1.0), loc="upper left")
-    return figure
+    # Names are set afterwards: a legend leaves out those that begin with "_".
+    legend = axes.legend(bars, ["?"] * len(bars), title="class", bbox_to_anchor=(1.0, 1.0), loc="upper left")
+    for text, name in zip(legend.get_texts(), classes, strict=True):
+        text.set(text=_escape_missing(name), **_style(8))
+
+
+def _plot_matrix(axes: Axes, counts: Counts, boundaries: Any, classes: Sequence[str]) -> None:
+    image = axes.imshow(counts, aspect="auto", cmap="Blues", interpolation="nearest")
+    axes.hlines(boundaries, -0.5, len(classes) - 0.5, colors="black", linewidth=1)
+    axes.figure.colorbar(image, label="training samples", pad=0.01, aspect=30)
+    _label_axis(axes, "x", np.arange(len(classes)), classes, rotation=90)
+    axes.set_xlabel("class")
+
+
+def _label_axis(axes: Axes, axis: str, positions: Any, names: Sequence[str], **keys: Any) -> None:
+    step = math.ceil(len(names) / MAX_LABELS)  # beyond that they would overlap
+    labels = [_escape_missing(name) for name in names[::step]]
+    axes.set(**{f"{axis}ticks": positions[::step]})
+    getattr(axes, f"set_{axis}ticklabels")(labels, **_style(8), **keys)
+
+
+def _style(size: int) -> dict[str, Any]:
+    """Return keywords for text that may be in any script and is not to be parsed as mathematics."""
+    return {"fontsize": size, "fontfamily": list(_list_fonts()), "parse_math": False}
+
+
+@cache
+def _list_fonts() -> dict[str, str]:
+    """Return the files of the installed fonts, by family, in order of preference."""
+    installed = set(font_manager.get_font_names())
+    families = ["DejaVu Sans", *(family for family in FALLBACK_FONTS if family in installed)]
+    return {family: font_manager.findfont(family) for family in families}
+
+
+@cache
+def _list_characters(path: str) -> frozenset[str]:
+    return frozenset(map(chr, font_manager.get_font(path).get_charmap()))
+
+
+def _escape_missing(text: str, *paths: str) -> str:
+    """Return the text with characters that none of the fonts has as `\\uXXXX`."""
+    known = frozenset[str]().union(*map(_list_characters, paths or _list_fonts().values()))
+    return "".join(c if c in known else c.encode("ascii", "backslashreplace").decode() for c in text)
+
+
+def _choose_font(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
+    """Return the first font that has all characters of a text, or the first of all and the text with escapes."""
+    paths = list(_list_fonts().values())
+    path = next((path for path in paths if set(text) <= _list_characters(path)), paths[0])
+    return _escape_missing(text, path), ImageFont.truetype(path, size)

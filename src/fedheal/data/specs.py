@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fedheal.data.readers import folders, parquet
+from fedheal.data.readers.images import SUFFIXES
 from fedheal.data.splits import EncodedImages, Pixels, RawDomain
+
+IMAGE_FOLDERS = "image folders"  # the name of that layout
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class FolderLayout:
     """One folder of images per class, optionally inside folders for training and testing."""
 
     classes: tuple[str, ...] = ()  # classes that must be present, if the data set fixes them
-    looks_for: str = "<class>/*.jpg or {train,test}/<class>/*.jpg"
+    looks_for: str = f"<class>/*.jpg or {{train,test}}/<class>/*.jpg (or {', '.join(SUFFIXES[1:])})"
     has_split_lists: bool = False  # <domain>_train.txt and <domain>_test.txt next to the folder may define the split
 
     def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
@@ -76,7 +79,7 @@ class FolderLayout:
             return missing if len(missing) < len(self.classes) else []
         images = (domain.train, domain.test)
         paths = tuple(Path(image) for split in images if isinstance(split, EncodedImages) for image in split.names)
-        return DomainFiles(name, "image folders", folder, paths, lambda: domain)
+        return DomainFiles(name, IMAGE_FOLDERS, folder, paths, lambda: domain)
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,3 @@ class DatasetSpec:
     fraction: float  # of the full training split, per client; 0: an equal share of what is on disk
     classes: tuple[str, ...] = ()  # empty: the names of the folders
     protocol: Mapping[str, Any] = field(default_factory=dict)
-
-
-def split_eight_to_two(images: int) -> tuple[int, int]:
-    """Return the sizes of the training and test split that `readers.folders` makes of so many images."""
-    train = images // 10 * folders.TRAIN_OF_TEN + min(images % 10, folders.TRAIN_OF_TEN)
-    return train, images - train

@@ -6,7 +6,8 @@ read one at a time. Only an export treats them differently, since it copies imag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +17,9 @@ from PIL import Image
 from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import decode_image
 
+SIMILAR = 0.75  # ratio of difflib from which two class names may be one, misspelt
+
+ClassesByDomain = Mapping[str, Sequence[str]]
 Labels = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
@@ -67,26 +71,65 @@ class RawDomain:
     train: RawSplit
     test: RawSplit
     excerpt: Excerpt | None = None
+    dropped_classes: tuple[str, ...] = ()  # classes of its own that the data set does not use
 
 
-def choose_classes(domains: Sequence[RawDomain], fixed: tuple[str, ...], rule: str, data: str) -> tuple[str, ...]:
-    """Return the fixed classes of a data set, or the "intersection" or "union" of its domains' classes."""
-    if fixed:
-        return fixed
-    sets = [set(domain.classes) for domain in domains]
-    classes = sorted(set.intersection(*sets) if rule == "intersection" else set.union(*sets))
-    if len(classes) < 2:
+def find_training_images(count: int) -> npt.NDArray[np.bool_]:
+    """Return which of so many images, sorted by class and name, are for training: the first eight of every ten."""
+    return np.arange(count) % 10 < 8
+
+
+def choose_classes(owned: ClassesByDomain, rule: str, data: str) -> tuple[str, ...]:
+    """Return the "intersection" or "union" of the domains' classes."""
+    sets = [set(classes) for classes in owned.values()]
+    chosen = sorted(set.intersection(*sets) if rule == "intersection" else set.union(*sets))
+    if len(chosen) < 2:
+        details = "; ".join(f"{domain} has {shorten_list(classes, ', ')}" for domain, classes in owned.items())
         raise ValueError(
-            f"data '{data}': the {rule} of the classes of {', '.join(d.name for d in domains)} has {len(classes)} "
-            "class(es); at least two are needed"
+            f"data '{data}': the {rule} of the classes of {', '.join(owned)} has {len(chosen)} class(es); at least two "
+            f"are needed ({details})"
         )
-    return tuple(classes)
+    return tuple(chosen)
+
+
+def note_dropped_classes(owned: ClassesByDomain, classes: Collection[str] = (), limit: int = 10) -> str:
+    """Name each class that is not used, the domains that have it, and a class of similar spelling that they lack."""
+    owners: dict[str, list[str]] = {}
+    for domain, names in owned.items():
+        for name in set(names).difference(classes):
+            owners.setdefault(name, []).append(domain)
+    described = []
+    for name, domains in sorted(owners.items()):
+        others = {n.lower(): n for n, d in owners.items() if len(d) >= len(domains) and not set(d) & set(domains)}
+        close = difflib.get_close_matches(name.lower(), others, 1, SIMILAR)
+        hint = f"; did you mean '{others[close[0]]}'?" if close else ""
+        described.append(f"'{name}' (in {', '.join(domains)}{hint})")
+    if not described:
+        return ""
+    names = shorten_list(described, ", ", limit)
+    return f"{len(described)} class(es) left out because not every domain has them: {names}; classes=union keeps them"
+
+
+def explain_empty_split(domain: str, train: int, test: int) -> str:
+    """Say that a domain cannot be used, and what it needs."""
+    return (
+        f"domain '{domain}' has {train} training and {test} test images and needs both; image folders without train/ and "
+        "test/ need at least 9 images, since of every ten the last two are for testing"
+    )
+
+
+def shorten_list(items: Sequence[str], separator: str, limit: int = 3) -> str:
+    """Join the first items, and say how many more there are."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + more
 
 
 def align_labels(domain: RawDomain, classes: tuple[str, ...]) -> RawDomain:
     """Make the labels index `classes`, and drop images of other classes."""
     table = np.array([classes.index(name) if name in classes else -1 for name in domain.classes], dtype=np.int64)
-    return replace(domain, classes=classes, train=_relabel(domain.train, table), test=_relabel(domain.test, table))
+    train, test = _relabel(domain.train, table), _relabel(domain.test, table)
+    dropped = tuple(name for name in domain.classes if name not in classes)
+    return replace(domain, classes=classes, train=train, test=test, dropped_classes=dropped)
 
 
 def _relabel(split: RawSplit, table: Labels) -> RawSplit:

@@ -129,6 +129,7 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
         {d.name: d.labels for d in domains.domains},
         experiment.dirichlet,
         experiment.class_filling,
+        experiment.validation,
     )
     known = {client.id for client in clients} | set(names)
     for key in ("only", "without"):
@@ -153,8 +154,7 @@ def _split_examples(
     """Return the examples that each client trains with, and those that it holds out, on the device."""
     train, validation, by_domain = dict[str, Split](), dict[str, Split](), dict[str, Split]()
     for client in clients:
-        indices, domain = client.indices, domains[client.domain]  # in random order
-        number = round(experiment.validation * len(indices))
+        indices, domain, number = client.indices, domains[client.domain], client.held_out
         cut = len(indices) - number
         if experiment.validation and not 0 < number < len(indices):
             raise ValueError(

@@ -31,60 +31,39 @@ SVHN_MAT = FileLayout("MATLAB", SVHN_FILES, CLASSES, partial(read_mat_images, cl
 SYN_MAT = FileLayout("MATLAB", SYN_FILES, CLASSES, partial(read_mat_images, classes=TEN, zero_is_ten=False))
 FOLDER_PER_DIGIT = FolderLayout(CLASSES, "{train,val}/<digit>/*.png")
 
+# fmt: off
 MNIST = DomainSpec(
-    name="mnist",
-    train=60_000,
-    test=10_000,
-    folders=("digits/mnist", "mnist", "MNIST/raw", "digits/MNIST/raw"),
-    layouts=(IDX,),
+    "mnist", 60_000, 10_000, ("digits/mnist", "mnist", "MNIST/raw", "digits/MNIST/raw"), (IDX,),
     home="http://yann.lecun.com/exdb/mnist/",
     hub=HubDataset("ylecun/mnist", ("mnist/*.parquet",)),
 )
 USPS = DomainSpec(
-    name="usps",
-    train=7_291,
-    test=2_007,
-    folders=("digits/usps", "usps", "USPS", "digits", "."),
-    layouts=(LIBSVM,),
+    "usps", 7_291, 2_007, ("digits/usps", "usps", "USPS", "digits", "."), (LIBSVM,),
     home=f"{CSIE}.html#usps",
     hub=HubDataset("flwrlabs/usps"),
     web=(WebFile(f"{CSIE}/usps.bz2"), WebFile(f"{CSIE}/usps.t.bz2")),
 )
 SVHN = DomainSpec(
-    name="svhn",
-    train=73_257,
-    test=26_032,
-    folders=("digits/svhn", "svhn", "SVHN", "digits", "."),
-    layouts=(SVHN_MAT,),
+    "svhn", 73_257, 26_032, ("digits/svhn", "svhn", "SVHN", "digits", "."), (SVHN_MAT,),
     home=f"{STANFORD}/",
     hub=HubDataset("ufldl-stanford/svhn", ("cropped_digits/train*.parquet", "cropped_digits/test*.parquet")),
     web=(WebFile(f"{STANFORD}/train_32x32.mat"), WebFile(f"{STANFORD}/test_32x32.mat")),
 )
+SYN_STAND_IN = DomainSpec(
+    "syn_standin", 10_000, 2_000, ("digits/syn_standin", "syn_standin"), (SYN_MAT, FOLDER_PER_DIGIT),
+    home="nowhere: it stands in for SYN where that is not at hand",
+)
 SYN = DomainSpec(
-    name="syn",
-    train=10_000,
-    test=2_000,
-    folders=("digits/syn", "syn", "SYN", "digits/SynthDigits", "SynthDigits"),
-    layouts=(SYN_MAT, FOLDER_PER_DIGIT),
+    "syn", 10_000, 2_000, ("digits/syn", "syn", "SYN", "digits/SynthDigits", "SynthDigits"), (SYN_MAT, FOLDER_PER_DIGIT),
     home=f"{GANIN}/",
-    stand_in=DomainSpec(
-        name="syn_standin",
-        train=10_000,
-        test=2_000,
-        folders=("digits/syn_standin", "syn_standin"),
-        layouts=(SYN_MAT, FOLDER_PER_DIGIT),
-        home="nowhere: it stands in for SYN where that is not at hand",
-    ),
+    stand_in=SYN_STAND_IN,
 )
 MNIST_M = DomainSpec(
-    name="mnist_m",
-    train=60_000,
-    test=10_000,
-    folders=("digits/mnist_m", "mnist_m", "mnistm", "MNIST-M", "digits/mnistm"),
-    layouts=(FOLDER_PER_DIGIT,),
+    "mnist_m", 60_000, 10_000, ("digits/mnist_m", "mnist_m", "mnistm", "MNIST-M", "digits/mnistm"), (FOLDER_PER_DIGIT,),
     home=f"{GANIN}/",
     hub=HubDataset("Mike0307/MNIST-M"),
 )
+# fmt: on
 
 DIGITS = DatasetSpec(
     name="digits",

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
 
 from fedheal.data.readers.images import SUFFIXES, UnreadableImageError, quote_unprintable
-from fedheal.data.splits import EncodedImages, RawDomain
+from fedheal.data.splits import EncodedImages, RawDomain, find_training_images
 
 TRAIN_NAMES, TEST_NAMES = ("train", "training"), ("test", "val", "validation", "testing")
-TRAIN_OF_TEN = 8  # of every ten images
 MAX_DEPTH = 16  # folders below a class
 MAX_BYTES = 1 << 28  # of one image file
 
@@ -29,9 +29,9 @@ def scan_folder(name: str, folder: Path) -> RawDomain:
     train, test = (next((names[n] for n in known if n in names), None) for known in (TRAIN_NAMES, TEST_NAMES))
     if train and test:
         return _make_domain(name, _list_by_class(folder / train), _list_by_class(folder / test))
-    images = list(enumerate(_list_by_class(folder)))
-    train_images = [image for i, image in images if i % 10 < TRAIN_OF_TEN]
-    return _make_domain(name, train_images, [image for i, image in images if i % 10 >= TRAIN_OF_TEN])
+    images = _list_by_class(folder)
+    is_train = find_training_images(len(images))
+    return _make_domain(name, list(compress(images, is_train)), list(compress(images, ~is_train)))
 
 
 def read_split_lists(name: str, root: Path, train: Path, test: Path) -> RawDomain:

@@ -40,6 +40,8 @@ def decode_image(data: bytes, name: str) -> Image.Image:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise UnreadableImageError(f"{name} has {width} x {height} pixels, more than {MAX_PIXELS:,}")
+            if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would clip to white
+                return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
             return image.convert("L" if image.mode in ("1", "L") else "RGB")
     except UnreadableImageError:
         raise

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from fedheal.data.readers.folders import TRAIN_OF_TEN
 from fedheal.data.readers.images import UnreadableImageError
-from fedheal.data.splits import EncodedImages, Labels, RawDomain
+from fedheal.data.splits import EncodedImages, Labels, RawDomain, find_training_images
 
 TEST_PREFIXES = ("test", "val")  # of the names of files or folders with test images
 LABEL_COLUMNS, DOMAIN_COLUMNS = ("label", "labels", "digit"), ("domain", "domains")
@@ -67,7 +66,7 @@ def read_parquet_domain(name: str, paths: Sequence[Path], domain: str, classes: 
     ]
     if len(images) == 1:
         order = np.argsort(images[0].labels, kind="stable")
-        is_train = np.arange(len(order)) % 10 < TRAIN_OF_TEN
+        is_train = find_training_images(len(order))
         images = [images[0].select(order[is_train]), images[0].select(order[~is_train])]
     train, test = images
     return RawDomain(name, classes, train, test)
