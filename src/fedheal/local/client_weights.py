@@ -1,7 +1,10 @@
-"""The weights of all clients seen so far, absent ones included.
+"""Sums over all clients, absent ones included: their weights, and their number.
 
 Normalised weights say nothing about absent clients: a client that is alone in a cohort has weight 1. A term that must weigh
 absent clients keeps each client's last unnormalised weight (`ServerContext.unnormalised_weights`) among its shared values.
+
+A plain mean over all clients, `c = 1/M sum c_m`, must follow M, which grows and shrinks in a federation without a fixed
+number of clients. A client that never took part has `c_m = 0`, so the sum stays and the mean is rescaled.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from fedheal.core.parameter import Parameter
 from fedheal.local.term import Arrays, ServerContext
 
 PREFIX = "q."  # of the shared value that holds a client's weight
+COUNT = "clients"  # the shared value that holds M, the number of clients that a mean is over
 FAIR_CONTROLS = Parameter(
     "fair_controls",
-    description="what weighs the controls: uniform, or p, the average's weights",
-    source="the original rules",
-    default="uniform",
+    "uniform",
+    "what weighs the controls: uniform, or p, the average's weights",
+    "the original rules",
     choices=("uniform", "p"),
 )
 
@@ -31,6 +35,12 @@ def get_stored_weights(shared: Arrays) -> dict[str, Tensor]:
 def get_cohort_weights(ctx: ServerContext) -> dict[str, Tensor]:
     """Return the unnormalised weights of this round's clients, by prefixed client id."""
     return {f"{PREFIX}{c}": q.clone() for c, q in zip(ctx.updates.clients, ctx.unnormalised_weights, strict=True)}
+
+
+def rescale_mean(shared: Arrays, name: str, clients: int) -> Tensor:
+    """Return the mean over all clients of this name, rescaled if their number has changed."""
+    count = int(shared.get(COUNT, clients))  # states of version 0.1 have none
+    return shared[name] if count == clients else shared[name] * (count / clients)
 
 
 def sum_weights(weights: Arrays) -> float:
