@@ -318,7 +318,7 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
     module.train()
     module.zero_grad(set_to_none=True)
     with use_seed(derive(local_training.seed, "gradient layers", task.round, task.client), local_training.device):
-        for images, labels in eval_batches(examples):
+        for images, labels in gradient_batches(examples):
             with autocast(local_training.precision, local_training.device):
                 loss = functional.cross_entropy(module(normalise_images(images)), labels, reduction="sum")
             torch.autograd.backward(loss / len(examples))
@@ -326,6 +326,13 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
     tensors = [named[name] for name, _ in local_training.layout.sizes().tensors]
     gradients = [as_real(torch.zeros_like(t) if t.grad is None else t.grad) for t in tensors]
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).detach()
+
+
+def gradient_batches(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a split in batches of one size on every device: batch normalisation makes the gradient depend on it."""
+    height, width = split.images.shape[-2:]
+    size = max(16, min(EVALUATE_BATCH, EVALUATE_PIXELS // (height * width)))
+    yield from zip(torch.split(split.images, size), torch.split(split.labels, size), strict=True)
 
 
 def eval_batches(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
