@@ -2,7 +2,8 @@
 
 Client: minimise `f_m(w) - <g_m, w> + alpha/2 |w - W|^2`, then `g_m -= alpha (w_m - W)`. Server: `h -= alpha/M sum_S (w_m - W)`
 and `W+ = mean_S w_m - h / alpha`. As in the authors' code the plain average is evaluated (`eval_model="average"`), not the
-corrected model that is broadcast, and gradients are clipped at norm 10. Buffers are averaged, never corrected.
+corrected model that is broadcast, and gradients are clipped at norm 10: the whole sum here, there without `alpha w`, which
+their optimiser adds as weight decay. Buffers are averaged, never corrected.
 `h` is the mean of the `g_m` of all M clients. When M changes, h is rescaled: newcomers start with `g_m = 0`, and a client that
 took part and left counts with its last `g_m`.
 

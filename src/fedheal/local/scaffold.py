@@ -9,6 +9,8 @@ buffers are averaged.
 
 `fair_controls="p"`: `c = sum_m p_m c_m` over the clients seen so far, with the weights of the model's average; an absent client
 has its last weight. With uniform controls, re-weighting the average alone does not change where SCAFFOLD converges.
+
+`clip` bounds the corrected gradient. MarsFL, where its `preset=group` comes from, clips before it adds the controls.
 """
 
 from __future__ import annotations
