@@ -329,21 +329,24 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
 
 
 def gradient_batches(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a split in batches of one size on every device: batch normalisation makes the gradient depend on it."""
+    """Return a split in batches of one size on every device: batch normalisation makes the gradient depend on it."""
     height, width = split.images.shape[-2:]
-    size = max(16, min(EVALUATE_BATCH, EVALUATE_PIXELS // (height * width)))
-    yield from zip(torch.split(split.images, size), torch.split(split.labels, size), strict=True)
+    return _cut(split, max(16, min(EVALUATE_BATCH, EVALUATE_PIXELS // (height * width))))
 
 
 def eval_batches(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a split in batches; `cached`: that fit into a CPU's caches, where the batch size does not change the outcome."""
+    """Return a split in batches; `cached`: that fit into a CPU's caches, where the batch size does not change the outcome."""
     height, width = split.images.shape[-2:]
     size = EVALUATE_BATCH
     if split.images.device.type == "cuda":
         size = max(16, min(1 << 12, EVALUATE_PIXELS // (height * width)))
     elif cached:
         size = max(4, min(EVALUATE_BATCH, CACHED_PIXELS // (height * width)))
-    yield from zip(torch.split(split.images, size), torch.split(split.labels, size), strict=True)
+    return _cut(split, size)
+
+
+def _cut(split: Split, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(torch.split(split.images, size), torch.split(split.labels, size), strict=True)
 
 
 @torch.no_grad()

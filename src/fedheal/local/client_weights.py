@@ -32,9 +32,10 @@ def get_stored_weights(shared: Arrays) -> dict[str, Tensor]:
     return {name: value for name, value in shared.items() if name.startswith(PREFIX)}
 
 
-def get_cohort_weights(ctx: ServerContext) -> dict[str, Tensor]:
-    """Return the unnormalised weights of this round's clients, by prefixed client id."""
-    return {f"{PREFIX}{c}": q.clone() for c, q in zip(ctx.updates.clients, ctx.unnormalised_weights, strict=True)}
+def update_weights(shared: Arrays, ctx: ServerContext) -> dict[str, Tensor]:
+    """Return the stored weights after this round, in which the cohort's are replaced."""
+    cohort = zip(ctx.updates.clients, ctx.unnormalised_weights, strict=True)
+    return get_stored_weights(shared) | {f"{PREFIX}{client}": q.clone() for client, q in cohort}
 
 
 def rescale_mean(shared: Arrays, name: str, clients: int) -> Tensor:
@@ -46,3 +47,12 @@ def rescale_mean(shared: Arrays, name: str, clients: int) -> Tensor:
 def sum_weights(weights: Arrays) -> float:
     """Return the exact sum, which does not depend on the order: a restored state has another."""
     return math.fsum(float(q) for q in weights.values())
+
+
+def share_out_weights(shared: Arrays, ctx: ServerContext) -> tuple[float, Tensor, dict[str, Tensor]]:
+    """Return the share left to known clients, the cohort's shares of all, and every client's last unnormalised weight."""
+    known, weights = get_stored_weights(shared), update_weights(shared, ctx)
+    known_total = sum_weights(known)
+    new_total = sum_weights({name: q for name, q in weights.items() if name not in known})
+    known_share = known_total / (known_total + new_total) if known_total > 0 else 0.0
+    return known_share, ctx.unnormalised_weights / sum_weights(weights), weights

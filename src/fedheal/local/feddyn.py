@@ -3,9 +3,8 @@
 Client: minimise `f_m(w) - <g_m, w> + alpha/2 |w - W|^2`, then `g_m -= alpha (w_m - W)`. Server: `h -= alpha/M sum_S (w_m - W)`
 and `W+ = mean_S w_m - h / alpha`. As in the authors' code the plain average is evaluated (`eval_model="average"`), not the
 corrected model that is broadcast, and gradients are clipped at norm 10: the whole sum here, there without `alpha w`, which
-their optimiser adds as weight decay. Buffers are averaged, never corrected.
-`h` is the mean of the `g_m` of all M clients. When M changes, h is rescaled: newcomers start with `g_m = 0`, and a client that
-took part and left counts with its last `g_m`.
+their optimiser adds as weight decay. Buffers are averaged, never corrected. `h` is the mean of the `g_m` of all M clients.
+When M changes, h is rescaled: newcomers start with `g_m = 0`, and a client that took part and left counts with its last `g_m`.
 
 `fair_controls="p"`: `h -= alpha sum_S p_m (w_m - W)`, p the weights of the model's average as shares of all clients seen so
 far, each as it last was. When clients join, the others' shares shrink, and so does h, which is a sum over them.
@@ -21,31 +20,16 @@ import torch
 
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
-from fedheal.local.client_weights import (
-    COUNT,
-    FAIR_CONTROLS,
-    get_cohort_weights,
-    get_stored_weights,
-    rescale_mean,
-    sum_weights,
-)
+from fedheal.local.client_weights import COUNT, FAIR_CONTROLS, rescale_mean, share_out_weights
 from fedheal.local.term import Arrays, Context, ServerContext, Term, add_proximal_gradient, add_to_gradients
 
+RELEASED = "Acar et al. 2021, released code"
+MODELS = ("average", "broadcast")
 FEDDYN_ALPHA = Parameter(
-    "alpha",
-    0.01,
-    "strength of the dynamic regulariser",
-    "Acar et al. 2021, CIFAR-10 example (0.001 to 0.1); MarsFL",
-    gt=0,
+    "alpha", 0.01, "strength of the dynamic regulariser", "Acar et al. 2021, CIFAR-10 (0.001 to 0.1); MarsFL", gt=0
 )
-FEDDYN_EVAL_MODEL = Parameter(
-    "eval_model",
-    "average",
-    "which model is evaluated: average or broadcast",
-    "Acar et al. 2021, released code",
-    choices=("average", "broadcast"),
-)
-FEDDYN_CLIP = Parameter("clip", 10.0, "largest gradient norm; 0: none", "Acar et al. 2021, released code", ge=0)
+FEDDYN_EVAL_MODEL = Parameter("eval_model", "average", "which model is evaluated", RELEASED, choices=MODELS)
+FEDDYN_CLIP = Parameter("clip", 10.0, "largest gradient norm; 0: none", RELEASED, ge=0)
 
 
 @declare_parameters(FEDDYN_ALPHA, FEDDYN_EVAL_MODEL, FAIR_CONTROLS, FEDDYN_CLIP)
@@ -80,7 +64,7 @@ class FedDyn(Term):
         if not len(deltas):
             return aggregated, shared
         if self.fair_controls == "p":
-            known_share, u, kept = _share_out_weights(shared, ctx)
+            known_share, u, kept = share_out_weights(shared, ctx)
             h, rate = known_share * shared["h"].to(before.params), self.alpha
         else:
             u, rate = torch.full_like(ctx.weights, 1 / len(deltas)), self.alpha * (len(deltas) / ctx.clients)
@@ -96,13 +80,3 @@ class FedDyn(Term):
 
     def _get_linear_term(self, ctx: Context) -> torch.Tensor:
         return ctx.slot.get("g", torch.zeros_like(ctx.received.params))
-
-
-def _share_out_weights(shared: Arrays, ctx: ServerContext) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the share left to known clients, the cohort's shares of all, and every client's last unnormalised weight."""
-    known, cohort = get_stored_weights(shared), get_cohort_weights(ctx)
-    weights = known | cohort
-    known_total = sum_weights(known)
-    new_total = sum_weights({name: q for name, q in cohort.items() if name not in known})
-    known_share = known_total / (known_total + new_total) if known_total > 0 else 0.0
-    return known_share, ctx.unnormalised_weights / sum_weights(weights), weights

@@ -17,14 +17,12 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.prototypes import PROTO_WEIGHTS, Prototypes, compare_cosine, get_known_classes
 from fedheal.local.term import Batch, Context
 
-FEDPROC_TEMPERATURE = Parameter(
-    "temperature", description="of the contrast", source="MarsFL, which has none", default=1.0, gt=0
-)
+FEDPROC_TEMPERATURE = Parameter("temperature", 1.0, "of the contrast", "MarsFL, which has none", gt=0)
 FIRST_ROUND_CE = Parameter(
     "first_round_ce",
-    description="train on cross-entropy until there are prototypes",
-    source="ours: published, nothing is learnt then",
-    default=True,
+    True,
+    "train on cross-entropy until there are prototypes",
+    "ours: published, nothing is learnt then",
 )
 
 

@@ -15,11 +15,7 @@ from fedheal.local.prototypes import PROTO_WEIGHTS, Prototypes, get_known_classe
 from fedheal.local.term import Batch, Context
 
 FEDPROTO_LAM = Parameter(
-    "lam",
-    description="pull towards the prototypes",
-    source="Tan et al. 2022 for MNIST and FEMNIST; CIFAR-10: 0.1; MarsFL: 2",
-    default=1.0,
-    ge=0,
+    "lam", 1.0, "pull towards the prototypes", "Tan et al. 2022 for MNIST and FEMNIST; CIFAR-10: 0.1; MarsFL: 2", ge=0
 )
 
 

@@ -20,9 +20,9 @@ from fedheal.local.term import Arrays, Batch, Context, ServerContext, Term
 
 PROTO_WEIGHTS = Parameter(
     "proto_weights",
-    description="what averages prototypes: uniform, count (samples of the class) or p (the average's weights)",
-    source="released code of Tan et al. 2022, whose text says count; MarsFL",
-    default="uniform",
+    "uniform",
+    "what averages prototypes: uniform, count (samples of the class) or p (the average's weights)",
+    "released code of Tan et al. 2022, whose text says count; MarsFL",
     choices=("uniform", "count", "p"),
 )
 

@@ -22,28 +22,19 @@ import torch
 
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
-from fedheal.local.client_weights import (
-    COUNT,
-    FAIR_CONTROLS,
-    PREFIX,
-    get_cohort_weights,
-    get_stored_weights,
-    rescale_mean,
-    sum_weights,
-)
+from fedheal.local.client_weights import COUNT, FAIR_CONTROLS, PREFIX, rescale_mean, sum_weights, update_weights
 from fedheal.local.term import Arrays, Context, ServerContext, Term, add_to_gradients
 
+SOURCE = "Karimireddy et al. 2020"
 SCAFFOLD_OPTION = Parameter(
     "option",
     2,
     "2: controls from the path taken; 1: from a full gradient",
-    "Karimireddy et al. 2020; A_K for K: ours",
+    f"{SOURCE}; A_K for K: ours",
     choices=(1, 2),
 )
-SCAFFOLD_ETA_G = Parameter("eta_g", 1.0, "the server's step", "Karimireddy et al. 2020; MarsFL: 0.25", gt=0)
-SCAFFOLD_CLIP = Parameter(
-    "clip", 0.0, "largest gradient norm; 0: none", "Karimireddy et al. 2020: none; MarsFL: 100", ge=0
-)
+SCAFFOLD_ETA_G = Parameter("eta_g", 1.0, "the server's step", f"{SOURCE}; MarsFL: 0.25", gt=0)
+SCAFFOLD_CLIP = Parameter("clip", 0.0, "largest gradient norm; 0: none", f"{SOURCE}: none; MarsFL: 100", ge=0)
 
 
 @declare_parameters(SCAFFOLD_OPTION, SCAFFOLD_ETA_G, FAIR_CONTROLS, SCAFFOLD_CLIP)
@@ -88,7 +79,7 @@ class Scaffold(Term):
             mean = torch.stack([message["change"] for message in messages]).mean(dim=0)
             c = rescale_mean(shared, "c", ctx.clients) + len(messages) / ctx.clients * mean
             return model, {"c": c, COUNT: torch.tensor(ctx.clients)}
-        weights = get_stored_weights(shared) | get_cohort_weights(ctx)
+        weights = update_weights(shared, ctx)
         total, c = sum_weights(weights), torch.zeros_like(ctx.slots[ctx.updates.clients[0]]["c"])
         for name, q in sorted(weights.items()):  # sorted: a restored state has another order, which would change sums
             c += float(q) / total * ctx.slots[name.removeprefix(PREFIX)]["c"]
