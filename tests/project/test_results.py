@@ -126,7 +126,7 @@ def test_running_needs_nothing_that_only_pages_and_commands_need(tmp_path):
         "print(len(results.RECIPE.list_rows('digits')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "11", done.stderr
+    assert done.stdout.strip() == "13", done.stderr
 
 
 @pytest.mark.slow
