@@ -7,8 +7,6 @@ A plain mean over all clients, `c = 1/M sum c_m`, must follow M, which grows and
 number of clients. A client that never took part has `c_m = 0`, so the sum stays and the mean is rescaled.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

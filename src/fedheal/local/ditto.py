@@ -6,8 +6,6 @@ evaluates `V = sum P_m v_m`; reading (b), `feedback=True`, makes V the global mo
 personal model, each with the weight it last had; a server that only has this round's personal models sums over those.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

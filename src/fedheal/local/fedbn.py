@@ -5,8 +5,6 @@ the mean of its clients' layers, so the row is a personalised one. The other lay
 code, whose clients all have as many, takes 1/N.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

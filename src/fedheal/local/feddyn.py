@@ -11,8 +11,6 @@ far, each as it last was. When clients join, the others' shares shrink, and so d
 With a uniform h, re-weighting the average alone does not change where FedDyn converges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ its own training data; the aggregation uses the difference of the losses. Those 
 validation score.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The loss is `alpha_t L_con + (1 - alpha_t) CE`, `alpha_t = 1 - t/(T-1)`, with `L
 similarities to the global prototypes. Without prototypes (the first round) the loss would be 0: `first_round_ce` trains on CE.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

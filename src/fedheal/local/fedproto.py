@@ -4,8 +4,6 @@ The loss is `CE + lam * MSE(z, c_y)`, the mean over batch and feature dimensions
 and its classifier is used.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 A client minimises `CE + mu/2 |w - W|^2` over all trained parameters; `mu (w - W)` is added to the gradients.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fedheal.core.layout import Packed

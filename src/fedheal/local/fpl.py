@@ -7,8 +7,6 @@ both have the same one; the means of the clusters are clustered again until one 
 still has more than one cluster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

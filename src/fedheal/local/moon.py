@@ -7,8 +7,6 @@ there is no contrastive term until a previous net exists. The representation is 
 head).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ prototypes per class over the clients that have it: all alike, by how many sampl
 model's average (`p`). A class that no client has in a round keeps its previous prototype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

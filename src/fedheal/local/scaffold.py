@@ -13,8 +13,6 @@ has its last weight. With uniform controls, re-weighting the average alone does 
 `clip` bounds the corrected gradient. MarsFL, where its `preset=group` comes from, clips before it adds the controls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

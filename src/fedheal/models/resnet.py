@@ -7,8 +7,6 @@ over all positions; one linear layer. Any input size fits. The 10-layer network 
 numbers of blocks are those of the paper's group's code, in which "resnet20" has 22 layers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional
