@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 import fedheal
 from fedheal.campaign.compare import parse_seeds, plan
@@ -194,6 +195,25 @@ def test_validation_examples_are_held_out_of_training():
     assert fedheal.run(quick(), progress=False).summary["validation"] is None
     with pytest.raises(ValueError, match="leaves 0 to validate"):
         fedheal.run(quick(validation=0.001), progress=False)
+
+
+@pytest.mark.parametrize("method", ["fedga", "fedce"])
+def test_examples_that_set_weights_do_not_score_the_model(method):
+    """A sweep would otherwise choose by the very examples that the weights were fitted to."""
+    from fedheal import data as datasets
+    from fedheal.simulate.build import build_federation
+    from fedheal.simulate.devices import resolve_device
+
+    domains, device = datasets.load_dataset(quick().data), resolve_device("cpu")
+    held_out = build_federation(quick(validation=0.25), domains, device).validation
+    federation = build_federation(quick(method=method, validation=0.25), domains, device)
+    for client, split in held_out.items():
+        own, scored = federation.local_training.validation[client], federation.validation[client]
+        assert 0 <= len(own) - len(scored) <= 1
+        assert torch.equal(torch.cat([own.images, scored.images]), split.images)
+        assert torch.equal(torch.cat([own.labels, scored.labels]), split.labels)
+    with pytest.raises(ValueError, match=rf"validation = 0.05 leaves client .* method '{method}' needs two"):
+        build_federation(quick(method=method, validation=0.05), domains, device)
 
 
 @pytest.mark.parametrize(("field", "value"), [("only", "dark"), ("without", "dark"), ("pool", True)])

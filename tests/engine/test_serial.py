@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tiny_data
 from fedheal.core.layout import Layout, Packed
@@ -252,3 +253,27 @@ def test_evaluation_does_not_touch_statistics() -> None:
     before = {k: v.clone() for k, v in module.state_dict().items()}
     find_correct(module, tiny_data.split(20, 1.0, 0.5, 0))
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+
+
+@pytest.mark.parametrize(("side", "size"), [(8, 512), (192, 113)])
+def test_full_gradients_use_batches_of_one_size_on_every_device(side, size):
+    """With batch normalisation the gradient depends on the size. The tensors are fake: they need no GPU and no memory."""
+    with FakeTensorMode():
+        for device in ("cpu", "cuda"):
+            images = torch.empty(1300, 3, side, side, dtype=torch.uint8, device=device)
+            split = Split(images, torch.empty(1300, dtype=torch.int64, device=device))
+            assert {len(x) for x, _ in serial.gradient_batches(split)} == {size, 1300 % size}
+
+
+def test_full_gradients_are_taken_in_these_batches(monkeypatch):
+    b, seen = local_training(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3), nn.Linear(3, 2)), pixels(24)), []
+
+    def halves(split: Split) -> Any:
+        seen.append(len(split))
+        return zip(split.images.split(12), split.labels.split(12), strict=True)
+
+    monkeypatch.setattr(serial, "gradient_batches", halves)
+    found = serial._compute_gradient(b, start(b), Task("a", 1))
+    monkeypatch.undo()
+    assert seen == [24]
+    assert not torch.allclose(found, serial._compute_gradient(b, start(b), Task("a", 1)))

@@ -13,7 +13,7 @@ import torch
 from flwr.app import Array, Message
 
 from fedheal import methods
-from fedheal.flower.messages import describe_terms
+from fedheal.flower.messages import describe_terms, record_to_tensors
 from fedheal.local.term import Term
 from flower.sites import Sites
 from flower.test_bad_replies import BAD, about, params_without_reply, run
@@ -42,6 +42,44 @@ def test_the_messages_of_local_terms_are_checked():
         strategy, name = run(spoil, "scaffold")
         assert list(strategy.history[1].report["skipped"]) == [name]
         assert torch.equal(strategy.state.model.params, params_without_reply("scaffold")[0])
+
+
+def test_messages_whose_mean_overflows_are_refused_and_clients_drop_that_round():
+    def huge(reply: Message) -> list[Message]:
+        record = reply.content["fedheal.messages"]
+        record["0.change"] = Array(np.full_like(record["0.change"].numpy(), 3e38))
+        return [reply]
+
+    strategy, _ = run({BAD: huge, BAD + 1: huge}, "scaffold")
+    assert ["unmoved" in record.report for record in strategy.history] == [False, True, False]
+    assert "'c' of Scaffold" in strategy.history[1].report["unmoved"]
+    assert torch.isfinite(strategy.state.terms[0].shared["c"]).all()
+    # Everyone discards what it learnt in round 2, so that c stays the mean of the clients' controls.
+    nodes = range(BAD - 2, BAD + 3)
+    absent, _ = run(dict.fromkeys(nodes, lambda reply: []), "scaffold")
+    assert torch.equal(strategy.state.terms[0].shared["c"], absent.state.terms[0].shared["c"])
+    assert torch.equal(strategy.state.model.params, absent.state.model.params)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "feddyn"])
+def test_the_servers_control_stays_the_mean_of_the_clients_controls_as_they_join(method):
+    sites = Sites(method=method, rounds=4)
+    strategy, grid = sites.strategy(clients=None, fraction_evaluate=0.0), sites.grid()
+    late = {node: grid.contexts.pop(node) for node in list(grid.contexts)[2:]}
+
+    def join(node: int, reply: Message) -> list[Message]:
+        if strategy._round.number == 2:
+            grid.contexts.update(late)
+        return [reply]
+
+    grid.spoil = join
+    strategy.start(grid, sites.initial, num_rounds=4)
+    assert [record.cohort for record in strategy.history] == [2, 2, 5, 5]
+    mean, own = {"scaffold": ("c", "c"), "feddyn": ("h", "g")}[method]
+    saved = [context.state.array_records["fedheal.memory.4"] for context in grid.contexts.values()]
+    expected = torch.stack([record_to_tensors(record)[f"slots.0.{own}"] for record in saved]).mean(dim=0)
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(strategy.state.terms[0].shared[mean], expected, rtol=1e-4, atol=1e-7)
 
 
 def drop_terms(reply: Message) -> list[Message]:

@@ -114,14 +114,24 @@ DELTAS = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
 
 
 def test_fedce_by_hand() -> None:
-    """a: shares (1/2, 1/2, 0) floored at 0.001 and normalised. Nothing is known of the data yet, so b is equal.
+    """a: shares (1/2, 1/2, 0) floored at 0.001 and normalised. Nothing is known of the data yet, so b is equal; e is floored.
 
     The new weights are those of this round's average.
     """
     weights = AggregatorRounds(Aggregator(fedce_stage("times")), 2)
     found = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
-    assert found == pytest.approx([0.5 / 1.001, 0.5 / 1.001, 0.001 / 1.001], rel=1e-9)
-    assert weights.model.tolist() == pytest.approx([0.501 / 1.001, 0.501 / 1.001], rel=1e-9)
+    share = 0.5 / 1.001  # and 0.001 / 1.001 of the last, which is below the floor of the weights themselves
+    whole = 2 * share + 0.001
+    assert found == pytest.approx([share / whole, share / whole, 0.001 / whole], rel=1e-9)
+    assert weights.model.tolist() == pytest.approx([(share + 0.001) / whole] * 2, rel=1e-9)
+
+
+def test_weights_themselves_have_a_floor() -> None:
+    """c is at the floor in both spaces: the product of its shares is about 1e-6, its weight is not."""
+    weights = AggregatorRounds(Aggregator(fedce_stage("times")), 2)
+    for _ in range(50):
+        *_, last = weights("abc", DELTAS, without_me=[0.0, 0.0, 1.0], judged=[1, 1, 1])
+    assert last == pytest.approx(1e-3, rel=0.01)
 
 
 def test_fedces_second_round_averages_over_a_clients_rounds() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from fedheal import Layout, Packed, Updates, methods
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.state import RunState, TermState
 from fedheal.methods.server_step import ClientTerms, ServerStep, StepOutcome, apply_server_step, mean_train_loss
+from local.quadratic import bowl, client, packed, vector
 
 LAYOUT = Layout.flat(2)
 
@@ -75,3 +78,96 @@ def test_training_loss_is_that_of_accepted_clients_with_a_finite_one():
     assert mean_train_loss(updates, ["a", "b", "c"]) == 2.0
     assert mean_train_loss(updates, ["c"]) is None
     assert mean_train_loss(Updates("a", torch.zeros(1, 2), [1.0]), ["a"]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("scaffold", {"change": torch.tensor([3e38, 0.0])}),  # two of them sum to more than float32 holds
+        ("scaffold", {"change": torch.tensor([torch.nan, 0.0])}),
+        ("fedproto", {"prototypes": torch.full((2, 2), 3e38), "count": torch.ones(2)}),
+        ("ditto", {"params": torch.tensor([torch.inf, 0.0]), "buffers": torch.zeros(0), "counters": torch.zeros(0)}),
+    ],
+)
+def test_messages_that_make_shared_values_infinite_are_refused(name: str, message: dict[str, torch.Tensor]) -> None:
+    before, outcome = take_step(name, [[1.0, 0.0], [1.0, 0.0]], messages=(message,))
+    assert outcome.is_refused
+    assert type(methods.get(name).local[0]).__name__ in outcome.refusal
+    assert outcome.state.terms is before.terms
+    assert torch.equal(outcome.state.model.params, torch.zeros(2))
+    assert (outcome.accepted, outcome.absorbed) == (("a", "b"), ())
+    assert all(torch.isfinite(value).all() for value in outcome.state.terms[0].shared.values())
+
+
+CENTRES = {"a": -4.0, "b": 0.0, "c": 2.0, "d": 10.0}  # their mean is 2
+
+
+def run_quadratics(name: str, count_clients: Callable[[int], tuple[int, int]], rounds: int = 150) -> RunState:
+    """Run clients `1/2 (w - centre)^2`; `count_clients(round)` gives how many take part, and how many there are."""
+    method, layout = methods.get(name), Layout.flat(1)
+    step = ServerStep(method.aggregator, Server(), method.local, layout, rounds)
+    (term,) = method.local
+    terms = (TermState(term.init(layout), {}),)
+    state = RunState(
+        round=0, seed=0, model=packed(0.0), aggregator=step.aggregator.init(layout), server=Server().init(), terms=terms
+    )
+    for number in range(1, rounds + 1):
+        present, everyone = count_clients(number)
+        deltas, replies = [], {}
+        for who in list(CENTRES)[:present]:
+            shared, slot = state.terms[0].shared, state.terms[0].slots.get(who, {})
+            local, left, message = client(
+                term, state.model, bowl(vector(CENTRES[who])), client=who, steps=5, slot=slot, shared=shared
+            )
+            deltas.append(local.params - state.model.params)
+            replies[who] = ClientTerms((message,), (left,))
+        updates = Updates(list(replies), torch.stack(deltas), [1.0] * present)
+        outcome = apply_server_step(step, state, updates, replies, everyone)
+        assert not outcome.is_refused
+        assert outcome.absorbed == tuple(replies)
+        state = outcome.state
+    return state
+
+
+GROWING = ["scaffold", "scaffold:option=1", "feddyn:alpha=0.5,clip=0"]
+CONTROLS = {"scaffold": ("c", "c"), "feddyn": ("h", "g")}
+
+
+@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("joins", [1, 3, 10])
+def test_controls_follow_a_federation_that_grows(name: str, joins: int) -> None:
+    """Two clients from the start, two more after some rounds: all four must be served, and the controls stay means."""
+    state = run_quadratics(name, lambda number: (2, 2) if number <= joins else (4, 4))
+    mean, own = CONTROLS[name.split(":")[0]]
+    (term,) = state.terms
+    assert state.model.params.item() == pytest.approx(2.0, abs=1e-6)
+    assert float(term.shared[mean]) == pytest.approx(
+        sum(float(slot[own]) for slot in term.slots.values()) / 4, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_controls_follow_a_federation_that_shrinks(name: str) -> None:
+    """Two clients that are connected but never take part leave after round 3; then the other two are all there are."""
+    state = run_quadratics(name, lambda number: (2, 4 if number <= 3 else 2))
+    assert state.model.params.item() == pytest.approx(-2.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_with_a_fixed_number_of_clients_controls_are_not_even_rounded(name: str) -> None:
+    """A state of version 0.1 does not hold that number."""
+    state = run_quadratics(name, lambda number: (2, 3), rounds=4)
+    (term,), (shared, _) = methods.get(name).local, (state.terms[0].shared, state.terms[0].slots)
+    old = {key: value for key, value in shared.items() if key != "clients"}
+    deltas, change = vector(0.3)[None], {"change": vector(0.1)}
+    found = []
+    for values in (shared, old):
+        before = RunState(
+            round=4, seed=0, model=packed(1.0), aggregator=methods.get(name).aggregator.init(Layout.flat(1)),
+            server=Server().init(), terms=(TermState(values, {}),),
+        )  # fmt: skip
+        step = ServerStep(methods.get(name).aggregator, Server(), (term,), Layout.flat(1), 10)
+        outcome = apply_server_step(step, before, Updates("a", deltas, [1.0]), {"a": ClientTerms((change,))}, 3)
+        found.append(outcome.state.terms[0].shared)
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert int(found[1]["clients"]) == 3

@@ -503,6 +503,19 @@ def test_a_step_of_a_term_that_overflows_ends_the_round_it_happens_in() -> None:
         run_round(fed, initial_state(fed), SimpleNamespace(train=train))
 
 
+def test_a_term_message_that_overflows_ends_the_round_it_happens_in() -> None:
+    """The sum of the changes of SCAFFOLD's controls is beyond float32; every update and every message is finite."""
+    fed = federation(method="scaffold")
+
+    def train(model, shared, tasks):
+        for task in tasks:
+            done = serial.train_client(fed.local_training, model, shared, task)
+            yield replace(done, messages=tuple({"change": torch.full_like(m["change"], 3e38)} for m in done.messages))
+
+    with pytest.raises(ValueError, match=r"'c' of Scaffold, which the server keeps, infinite"):
+        run_round(fed, initial_state(fed), SimpleNamespace(train=train))
+
+
 def test_saving_less_often_does_not_change_anything(tmp_path: Path) -> None:
     one = fedheal.run(quick(save_seconds=0), tmp_path / "one", progress=False)
     two = fedheal.run(quick(save_seconds=1e9), tmp_path / "two", progress=False)

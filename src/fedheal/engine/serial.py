@@ -318,7 +318,7 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
     module.train()
     module.zero_grad(set_to_none=True)
     with use_seed(derive(local_training.seed, "gradient layers", task.round, task.client), local_training.device):
-        for images, labels in eval_batches(examples):
+        for images, labels in gradient_batches(examples):
             with autocast(local_training.precision, local_training.device):
                 loss = functional.cross_entropy(module(normalise_images(images)), labels, reduction="sum")
             torch.autograd.backward(loss / len(examples))
@@ -328,15 +328,25 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).detach()
 
 
+def gradient_batches(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return a split in batches of one size on every device: batch normalisation makes the gradient depend on it."""
+    height, width = split.images.shape[-2:]
+    return _cut(split, max(16, min(EVALUATE_BATCH, EVALUATE_PIXELS // (height * width))))
+
+
 def eval_batches(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a split in batches; `cached`: that fit into a CPU's caches, where the batch size does not change the outcome."""
+    """Return a split in batches; `cached`: that fit into a CPU's caches, where the batch size does not change the outcome."""
     height, width = split.images.shape[-2:]
     size = EVALUATE_BATCH
     if split.images.device.type == "cuda":
         size = max(16, min(1 << 12, EVALUATE_PIXELS // (height * width)))
     elif cached:
         size = max(4, min(EVALUATE_BATCH, CACHED_PIXELS // (height * width)))
-    yield from zip(torch.split(split.images, size), torch.split(split.labels, size), strict=True)
+    return _cut(split, size)
+
+
+def _cut(split: Split, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(torch.split(split.images, size), torch.split(split.labels, size), strict=True)
 
 
 @torch.no_grad()

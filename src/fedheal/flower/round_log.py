@@ -27,7 +27,7 @@ class FederationState:
     """What the strategy remembers about its clients: JSON in the checkpoint."""
 
     federation: str = field(default_factory=lambda: secrets.token_hex(8))  # an id that clients save their state under
-    accepted: dict[str, int] = field(default_factory=dict)  # client -> the last round in which its update counted
+    accepted: dict[str, int] = field(default_factory=dict)  # client -> the last round whose local state it keeps
     client_domains: dict[str, str] = field(default_factory=dict)
     message_digests: dict[str, str] = field(default_factory=dict)  # of the last messages of its local terms
     test_examples: dict[str, float] = field(default_factory=dict)  # that it last evaluated with
@@ -74,7 +74,7 @@ class OpenRound:
         self.weights = dict(zip(cohort.updates.clients, aggregated.weights.tolist(), strict=True))
         self.train_loss = mean_train_loss(cohort.updates, accepted)
         federation.message_digests |= cohort.message_digests
-        federation.accepted |= dict.fromkeys(accepted, self.number)
+        federation.accepted |= dict.fromkeys(outcome.absorbed, self.number)
         federation.client_domains |= {reply.client: reply.domain for reply in received if reply.client in accepted}
 
     def to_record(self, client_domains: Mapping[str, str]) -> RoundRecord:

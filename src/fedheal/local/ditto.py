@@ -6,8 +6,6 @@ evaluates `V = sum P_m v_m`; reading (b), `feedback=True`, makes V the global mo
 personal model, each with the weight it last had; a server that only has this round's personal models sums over those.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,24 +15,18 @@ import torch
 from fedheal.core.arrays import Floats, normalise_weights
 from fedheal.core.layout import Packed
 from fedheal.core.parameter import Parameter, declare_parameters
-from fedheal.local.client_weights import PREFIX, get_cohort_weights, get_stored_weights
+from fedheal.local.client_weights import PREFIX, update_weights
 from fedheal.local.term import Arrays, Context, ServerContext, Term
 
 COLUMNS = 1 << 18  # entries summed at a time: all clients' models as float64 at once may not fit into memory
-
-
 DITTO_LAM = Parameter(
-    "lam",
-    description="pull of the personal model towards the received one",
-    source="Li et al. 2021, released script",
-    default=1.0,
-    ge=0,
+    "lam", 1.0, "pull of the personal model towards the received one", "Li et al. 2021, released script", ge=0
 )
 DITTO_FEEDBACK = Parameter(
     "feedback",
-    description="broadcast the personal models' average",
-    source="ours: W stays FedAvg's; the FedHEAL paper leaves it open",
-    default=False,
+    False,
+    "broadcast the personal models' average",
+    "ours: W stays FedAvg's; the FedHEAL paper leaves it open",
 )
 
 
@@ -65,7 +57,7 @@ class Ditto(Term):
         if not messages:
             return aggregated, shared
         models = ctx.slots or dict(zip(ctx.updates.clients, messages, strict=True))
-        weights = get_stored_weights(shared) | get_cohort_weights(ctx)
+        weights = update_weights(shared, ctx)
         clients = sorted(models)
         u = normalise_weights(np.array([float(weights[f"{PREFIX}{client}"]) for client in clients]))
         params, buffers = (_average([models[client][name] for client in clients], u) for name in ("params", "buffers"))

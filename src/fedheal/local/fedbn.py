@@ -1,10 +1,9 @@
 """FedBN: Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021.
 
 Normalisation layers, chosen by their type and not by name, stay with the client. For a shared table a domain is evaluated with
-the mean of its clients' layers, so the row is a personalised one.
+the mean of its clients' layers, so the row is a personalised one. The other layers are averaged by examples; the authors'
+code, whose clients all have as many, takes 1/N.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ variances would fall below zero, and the network would give NaN. So a client tha
 in it, or gets a loss that is not finite repeats its mean. It reports how many rounds that mean is of (`judged`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -2,14 +2,14 @@
 
 Client: minimise `f_m(w) - <g_m, w> + alpha/2 |w - W|^2`, then `g_m -= alpha (w_m - W)`. Server: `h -= alpha/M sum_S (w_m - W)`
 and `W+ = mean_S w_m - h / alpha`. As in the authors' code the plain average is evaluated (`eval_model="average"`), not the
-corrected model that is broadcast, and gradients are clipped at norm 10. Buffers are averaged, never corrected.
+corrected model that is broadcast, and gradients are clipped at norm 10: the whole sum here, there without `alpha w`, which
+their optimiser adds as weight decay. Buffers are averaged, never corrected. `h` is the mean of the `g_m` of all M clients.
+When M changes, h is rescaled: newcomers start with `g_m = 0`, and a client that took part and left counts with its last `g_m`.
 
 `fair_controls="p"`: `h -= alpha sum_S p_m (w_m - W)`, p the weights of the model's average as shares of all clients seen so
 far, each as it last was. When clients join, the others' shares shrink, and so does h, which is a sum over them.
 With a uniform h, re-weighting the average alone does not change where FedDyn converges.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,26 +18,16 @@ import torch
 
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
-from fedheal.local.client_weights import FAIR_CONTROLS, get_cohort_weights, get_stored_weights, sum_weights
+from fedheal.local.client_weights import COUNT, FAIR_CONTROLS, rescale_mean, share_out_weights
 from fedheal.local.term import Arrays, Context, ServerContext, Term, add_proximal_gradient, add_to_gradients
 
+RELEASED = "Acar et al. 2021, released code"
+MODELS = ("average", "broadcast")
 FEDDYN_ALPHA = Parameter(
-    "alpha",
-    description="strength of the dynamic regulariser",
-    source="Acar et al. 2021, CIFAR-10 example (0.001 to 0.1); MarsFL",
-    default=0.01,
-    gt=0,
+    "alpha", 0.01, "strength of the dynamic regulariser", "Acar et al. 2021, CIFAR-10 (0.001 to 0.1); MarsFL", gt=0
 )
-FEDDYN_EVAL_MODEL = Parameter(
-    "eval_model",
-    description="which model is evaluated: average or broadcast",
-    source="Acar et al. 2021, released code",
-    default="average",
-    choices=("average", "broadcast"),
-)
-FEDDYN_CLIP = Parameter(
-    "clip", description="largest gradient norm; 0: none", source="Acar et al. 2021, released code", default=10.0, ge=0
-)
+FEDDYN_EVAL_MODEL = Parameter("eval_model", "average", "which model is evaluated", RELEASED, choices=MODELS)
+FEDDYN_CLIP = Parameter("clip", 10.0, "largest gradient norm; 0: none", RELEASED, ge=0)
 
 
 @declare_parameters(FEDDYN_ALPHA, FEDDYN_EVAL_MODEL, FAIR_CONTROLS, FEDDYN_CLIP)
@@ -71,15 +61,15 @@ class FedDyn(Term):
         deltas = ctx.updates.deltas
         if not len(deltas):
             return aggregated, shared
-        h, weights = shared["h"].to(before.params), dict[str, torch.Tensor]()
         if self.fair_controls == "p":
-            known_share, u, weights = _share_out_weights(shared, ctx)
-            h, rate = known_share * h, self.alpha
+            known_share, u, kept = share_out_weights(shared, ctx)
+            h, rate = known_share * shared["h"].to(before.params), self.alpha
         else:
             u, rate = torch.full_like(ctx.weights, 1 / len(deltas)), self.alpha * (len(deltas) / ctx.clients)
+            h, kept = rescale_mean(shared, "h", ctx.clients).to(before.params), {COUNT: torch.tensor(ctx.clients)}
         h = h - rate * (u.to(deltas)[:, None] * deltas).sum(dim=0)
         corrected = replace(aggregated, params=aggregated.params - h / self.alpha)
-        return corrected, {"h": h, "average": aggregated.params, **weights}
+        return corrected, {"h": h, "average": aggregated.params, **kept}
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
         if self.eval_model == "broadcast" or "average" not in shared:
@@ -88,13 +78,3 @@ class FedDyn(Term):
 
     def _get_linear_term(self, ctx: Context) -> torch.Tensor:
         return ctx.slot.get("g", torch.zeros_like(ctx.received.params))
-
-
-def _share_out_weights(shared: Arrays, ctx: ServerContext) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the share left to known clients, the cohort's shares of all, and every client's last unnormalised weight."""
-    known, cohort = get_stored_weights(shared), get_cohort_weights(ctx)
-    weights = known | cohort
-    known_total = sum_weights(known)
-    new_total = sum_weights({name: q for name, q in cohort.items() if name not in known})
-    known_share = known_total / (known_total + new_total) if known_total > 0 else 0.0
-    return known_share, ctx.unnormalised_weights / sum_weights(weights), weights

@@ -1,10 +1,9 @@
 """FedGA: Zhang et al., "Federated Domain Generalization with Generalization Adjustment", CVPR 2023.
 
 A client evaluates the model it received (`val_received`) and the model it sends (`val_sent`) on examples that it holds out of
-its own training data; the aggregation uses the difference of the losses.
+its own training data; the aggregation uses the difference of the losses. Those examples are no part of the run's
+validation score.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass

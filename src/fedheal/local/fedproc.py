@@ -4,8 +4,6 @@ The loss is `alpha_t L_con + (1 - alpha_t) CE`, `alpha_t = 1 - t/(T-1)`, with `L
 similarities to the global prototypes. Without prototypes (the first round) the loss would be 0: `first_round_ce` trains on CE.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +15,12 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.prototypes import PROTO_WEIGHTS, Prototypes, compare_cosine, get_known_classes
 from fedheal.local.term import Batch, Context
 
-FEDPROC_TEMPERATURE = Parameter(
-    "temperature", description="of the contrast", source="MarsFL, which has none", default=1.0, gt=0
-)
+FEDPROC_TEMPERATURE = Parameter("temperature", 1.0, "of the contrast", "MarsFL, which has none", gt=0)
 FIRST_ROUND_CE = Parameter(
     "first_round_ce",
-    description="train on cross-entropy until there are prototypes",
-    source="ours: published, nothing is learnt then",
-    default=True,
+    True,
+    "train on cross-entropy until there are prototypes",
+    "ours: published, nothing is learnt then",
 )
 
 

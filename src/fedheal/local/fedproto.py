@@ -4,8 +4,6 @@ The loss is `CE + lam * MSE(z, c_y)`, the mean over batch and feature dimensions
 and its classifier is used.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,11 +13,7 @@ from fedheal.local.prototypes import PROTO_WEIGHTS, Prototypes, get_known_classe
 from fedheal.local.term import Batch, Context
 
 FEDPROTO_LAM = Parameter(
-    "lam",
-    description="pull towards the prototypes",
-    source="Tan et al. 2022 for MNIST and FEMNIST; CIFAR-10: 0.1; MarsFL: 2",
-    default=1.0,
-    ge=0,
+    "lam", 1.0, "pull towards the prototypes", "Tan et al. 2022 for MNIST and FEMNIST; CIFAR-10: 0.1; MarsFL: 2", ge=0
 )
 
 

@@ -3,8 +3,6 @@
 A client minimises `CE + mu/2 |w - W|^2` over all trained parameters; `mu (w - W)` is added to the gradients.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fedheal.core.layout import Packed
@@ -12,11 +10,7 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.term import Context, Term, add_proximal_gradient
 
 FEDPROX_MU = Parameter(
-    "mu",
-    description="pull towards the received model",
-    source="MarsFL and RethinkFL, nominal; Li et al. 2020 tune 0.001 to 1",
-    default=0.01,
-    ge=0,
+    "mu", 0.01, "pull towards the received model", "MarsFL and RethinkFL, nominal; Li et al. 2020 tune 0.001 to 1", ge=0
 )
 
 

@@ -7,8 +7,6 @@ both have the same one; the means of the clusters are clustered again until one 
 still has more than one cluster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +26,7 @@ from fedheal.local.prototypes import Prototypes, check_messages, compare_cosine,
 from fedheal.local.term import Arrays, Batch, Context, ServerContext
 
 FPL_TEMPERATURE = Parameter(
-    "temperature",
-    description="of the contrast",
-    source="Huang et al. 2023, released code; MarsFL: 0.2",
-    default=0.02,
-    gt=0,
+    "temperature", 0.02, "of the contrast", "Huang et al. 2023, released code; MarsFL: 0.2", gt=0
 )
 
 

@@ -7,8 +7,6 @@ there is no contrastive term until a previous net exists. The representation is 
 head).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +18,9 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.term import Arrays, Batch, Context, Term
 
 MOON_MU = Parameter(
-    "mu",
-    description="weight of the contrast",
-    source="Li, He and Song 2021, CIFAR-10 example; RethinkFL; MarsFL: 1",
-    default=5.0,
-    ge=0,
+    "mu", 5.0, "weight of the contrast", "Li, He and Song 2021, CIFAR-10 example; RethinkFL; MarsFL: 1", ge=0
 )
-MOON_TEMPERATURE = Parameter(
-    "temperature", description="of the contrast", source="Li, He and Song 2021; RethinkFL, MarsFL", default=0.5, gt=0
-)
+MOON_TEMPERATURE = Parameter("temperature", 0.5, "of the contrast", "Li, He and Song 2021; RethinkFL, MarsFL", gt=0)
 
 
 @declare_parameters(MOON_MU, MOON_TEMPERATURE)

@@ -5,8 +5,6 @@ prototypes per class over the clients that have it: all alike, by how many sampl
 model's average (`p`). A class that no client has in a round keeps its previous prototype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,9 +18,9 @@ from fedheal.local.term import Arrays, Batch, Context, ServerContext, Term
 
 PROTO_WEIGHTS = Parameter(
     "proto_weights",
-    description="what averages prototypes: uniform, count (samples of the class) or p (the average's weights)",
-    source="released code of Tan et al. 2022, whose text says count; MarsFL",
-    default="uniform",
+    "uniform",
+    "what averages prototypes: uniform, count (samples of the class) or p (the average's weights)",
+    "released code of Tan et al. 2022, whose text says count; MarsFL",
     choices=("uniform", "count", "p"),
 )
 

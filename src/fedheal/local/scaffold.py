@@ -3,13 +3,15 @@
 Each step uses `g - c_m + c`. After K steps, option II: `c_m+ = c_m - c + (W - w_m) / (eta A_K)`, where `A_K` accounts for
 momentum (K without it; the plain `K eta` would make c an order of magnitude too large at momentum 0.9); option I: `c_m+` is the
 gradient of the client's loss at W. The server moves by `eta_g` times the aggregated update, and `c` by the mean of the changes
-of `c_m` times the share of clients present. Parameters only; buffers are averaged.
+of `c_m` times the share of clients present, so that `c` is the mean of the `c_m` of all M clients. When M changes, c is
+rescaled: newcomers start with `c_m = 0`, and a client that took part and left counts with its last `c_m`. Parameters only;
+buffers are averaged.
 
 `fair_controls="p"`: `c = sum_m p_m c_m` over the clients seen so far, with the weights of the model's average; an absent client
 has its last weight. With uniform controls, re-weighting the average alone does not change where SCAFFOLD converges.
-"""
 
-from __future__ import annotations
+`clip` bounds the corrected gradient. MarsFL, where its `preset=group` comes from, clips before it adds the controls.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,26 +20,19 @@ import torch
 
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
-from fedheal.local.client_weights import FAIR_CONTROLS, PREFIX, get_cohort_weights, get_stored_weights, sum_weights
+from fedheal.local.client_weights import COUNT, FAIR_CONTROLS, PREFIX, rescale_mean, sum_weights, update_weights
 from fedheal.local.term import Arrays, Context, ServerContext, Term, add_to_gradients
 
+SOURCE = "Karimireddy et al. 2020"
 SCAFFOLD_OPTION = Parameter(
     "option",
-    description="2: controls from the path taken; 1: from a full gradient",
-    source="Karimireddy et al. 2020; A_K for K: ours",
-    default=2,
+    2,
+    "2: controls from the path taken; 1: from a full gradient",
+    f"{SOURCE}; A_K for K: ours",
     choices=(1, 2),
 )
-SCAFFOLD_ETA_G = Parameter(
-    "eta_g", description="the server's step", source="Karimireddy et al. 2020; MarsFL: 0.25", default=1.0, gt=0
-)
-SCAFFOLD_CLIP = Parameter(
-    "clip",
-    description="largest gradient norm; 0: none",
-    source="Karimireddy et al. 2020: none; MarsFL: 100",
-    default=0.0,
-    ge=0,
-)
+SCAFFOLD_ETA_G = Parameter("eta_g", 1.0, "the server's step", f"{SOURCE}; MarsFL: 0.25", gt=0)
+SCAFFOLD_CLIP = Parameter("clip", 0.0, "largest gradient norm; 0: none", f"{SOURCE}: none; MarsFL: 100", ge=0)
 
 
 @declare_parameters(SCAFFOLD_OPTION, SCAFFOLD_ETA_G, FAIR_CONTROLS, SCAFFOLD_CLIP)
@@ -80,8 +75,9 @@ class Scaffold(Term):
             return model, shared
         if self.fair_controls == "uniform":
             mean = torch.stack([message["change"] for message in messages]).mean(dim=0)
-            return model, {"c": shared["c"] + len(messages) / ctx.clients * mean}
-        weights = get_stored_weights(shared) | get_cohort_weights(ctx)
+            c = rescale_mean(shared, "c", ctx.clients) + len(messages) / ctx.clients * mean
+            return model, {"c": c, COUNT: torch.tensor(ctx.clients)}
+        weights = update_weights(shared, ctx)
         total, c = sum_weights(weights), torch.zeros_like(ctx.slots[ctx.updates.clients[0]]["c"])
         for name, q in sorted(weights.items()):  # sorted: a restored state has another order, which would change sums
             c += float(q) / total * ctx.slots[name.removeprefix(PREFIX)]["c"]

@@ -6,8 +6,6 @@ step (`absorb`) and choose the model to evaluate (`evaluated`). Slots, messages 
 passed in and out: a term itself has no state.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """The server's part of a round, shared by the simulator and by Flower.
 
-aggregate -> server optimiser -> each term absorbs its messages -> check that the model is finite -> next state.
+aggregate -> server optimiser -> each term absorbs its messages -> check that model and terms are finite -> next state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,8 @@ class StepOutcome:
     state: RunState
     aggregated: Aggregated
     accepted: tuple[str, ...]  # the clients whose updates count
-    refusal: str = ""  # why the step would make the model non-finite: `state` then has the old one, optimiser and terms
+    absorbed: tuple[str, ...]  # those of them who keep what the round's training left with them
+    refusal: str = ""  # why model or terms would not be finite: `state` then has the old ones, and the old optimiser
 
     @property
     def is_refused(self) -> bool:
@@ -58,19 +59,16 @@ def apply_server_step(
     skipped = aggregated.report["skipped"]
     accepted = tuple(sorted(client for client in updates.clients if client not in skipped))
     unmoved = replace(state, round=state.round + 1, aggregator=aggregated.state)
+    # If a term does not take part in the step, clients must not change their part of its state either.
+    kept = StepOutcome(unmoved, aggregated, accepted, absorbed=() if step.terms else accepted)
     if not aggregated.weights.any():
-        return StepOutcome(unmoved, aggregated, accepted)
+        return kept
     stepped, moments = step.optimizer.apply(state.model, aggregated.model, state.server)
     model, terms = _absorb(step, state, stepped, updates, aggregated, replies, accepted, num_clients)
-    if model is aggregated.model or _is_finite(model):
-        return StepOutcome(replace(unmoved, model=model, server=moments, terms=terms), aggregated, accepted)
-    if not _is_finite(stepped):
-        why = f"server_lr = {step.optimizer.lr}: this round's step makes the global model infinite; use less"
-    else:
-        names = ", ".join(type(term).__name__ for term in step.terms)
-        remedy = "use a smaller learning rate or more regularisation"
-        why = f"the server step of {names} makes the global model infinite; {remedy}"
-    return StepOutcome(unmoved, aggregated, accepted, why)
+    why = _find_overflow(step, model, stepped, aggregated, terms)
+    if why:
+        return replace(kept, refusal=why)
+    return replace(kept, state=replace(unmoved, model=model, server=moments, terms=terms), absorbed=accepted)
 
 
 def mean_train_loss(updates: Updates, accepted: Sequence[str]) -> float | None:
@@ -122,6 +120,24 @@ def _rows(updates: Updates, clients: Sequence[str]) -> torch.Tensor:
     """Return the rows of these clients in the matrix of updates."""
     row = {client: i for i, client in enumerate(updates.clients)}
     return torch.tensor([row[client] for client in clients], dtype=torch.int64)
+
+
+def _find_overflow(
+    step: ServerStep, model: Packed, stepped: Packed, aggregated: Aggregated, terms: Sequence[TermState]
+) -> str:
+    """Return why the model or a term's shared values are not finite, or an empty string. The aggregated model is."""
+    if model is not aggregated.model and not _is_finite(model):
+        if not _is_finite(stepped):
+            return f"server_lr = {step.optimizer.lr}: this round's step makes the global model infinite; use less"
+        names = ", ".join(type(term).__name__ for term in step.terms)
+        remedy = "use a smaller learning rate or more regularisation"
+        return f"the server step of {names} makes the global model infinite; {remedy}"
+    for term, after in zip(step.terms, terms, strict=True):
+        for name, value in after.shared.items():
+            if value.is_floating_point() and not is_finite(value.reshape(-1)):
+                owner = f"'{name}' of {type(term).__name__}, which the server keeps"
+                return f"the clients' messages make {owner}, infinite; use a smaller learning rate or find the client"
+    return ""
 
 
 def _is_finite(model: Packed) -> bool:

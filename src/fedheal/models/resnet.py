@@ -3,10 +3,9 @@
 A 3 x 3 stem with stride 1 and no max-pooling; four groups of basic blocks with 1, 2, 4 and 8 times `width` channels
 and strides 1, 2, 2, 2; a 1 x 1 convolution with batch normalisation as shortcut where the shape changes; the mean
 over all positions; one linear layer. Any input size fits. The 10-layer network with width 64 and ten classes has
-4,903,242 parameters, all of them trained: the unused projection head of some published versions is left out.
+4,903,242 parameters, all of them trained: the unused projection head of some published versions is left out. The
+numbers of blocks are those of the paper's group's code, in which "resnet20" has 22 layers.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch.nn import functional
 from fedheal.models.fused_norm import norm_relu
 from fedheal.models.weight_casting import cast_weights
 
-BLOCKS = {10: (1, 1, 1, 1), 12: (2, 1, 1, 1), 18: (2, 2, 2, 2), 20: (2, 3, 2, 2), 34: (3, 4, 6, 3)}
+BLOCKS = {10: (1, 1, 1, 1), 12: (2, 1, 1, 1), 18: (2, 2, 2, 2), 20: (1, 3, 3, 3), 34: (3, 4, 6, 3)}
 
 
 class BasicBlock(nn.Module):

@@ -56,7 +56,10 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
         )
     settings = vars(experiment) | dict(method.training)  # a method may ask for its own momentum and weight decay
     training = Training(**{field.name: settings[field.name] for field in fields(Training)})
-    train, validation = _split_examples(experiment, domains, clients, device)
+    train, held_out = _split_examples(experiment, domains, clients, device)
+    validation = held_out
+    if any(term.validates for term in method.local):
+        validation, held_out = _halve_splits(experiment, held_out)
     check_model(module, experiment.model)
     local_training = LocalTraining(
         module=module,
@@ -80,7 +83,7 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
         server=build_server_optimizer(experiment),
         tests={d.name: _move_split(d.test, device) for d in domains.domains},
         client_domains={client.id: client.domain for client in clients},
-        validation=validation,
+        validation=held_out,
         participation=experiment.participation,
         dropout=experiment.dropout,
     )
@@ -171,6 +174,21 @@ def _split_examples(
         labels = torch.cat([split.labels for split in train.values()])
         train = {"pooled": Split(images, labels)}
     return train, validation
+
+
+def _halve_splits(experiment: Experiment, splits: Mapping[str, Split]) -> tuple[dict[str, Split], dict[str, Split]]:
+    """Return the examples that set a method's weights, and others for the score: a sweep must not see the former."""
+    halves: list[dict[str, Split]] = [{}, {}]
+    for client, split in splits.items():
+        if len(split) < 2:
+            raise ValueError(
+                f"validation = {experiment.validation} leaves client '{client}' one example, but method "
+                f"'{experiment.resolved_method.name}' needs two: one sets its weights, another scores the model; use more"
+            )
+        middle = (len(split) + 1) // 2
+        for half, part in zip(halves, (slice(middle), slice(middle, None)), strict=True):
+            half[client] = Split(split.images[part], split.labels[part])
+    return halves[0], halves[1]
 
 
 def _move_split(split: Split, device: torch.device) -> Split:

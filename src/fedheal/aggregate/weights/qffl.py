@@ -12,13 +12,11 @@ on the client's own training data, plus 1e-10. The modes differ in L:
   constant unit gradient. For one step without momentum that is the paper's L.
 - `"qfedavg"`: the paper's `L = 1/lr`. After many local steps it all but stops training (a factor of 0.01 at lr 0.001,
   |D| 0.3, F 1 and q 1).
-- `"reweight"`: no curvature term (L = 0), which is not the published update. Near an optimum between quadratic clients
-  that each cover a share `a` of the way to their own optimum, a round multiplies the error by `1 - a (1 + 2q)`. It
-  oscillates without end for `a (1 + 2q) > 2`, and q <= 1/2 is safe.
+- `"reweight"`: no curvature term (L = 0), which is not the published update.
 
-With the curvature term the factor is `1 - a (1 + 2q) / (1 + 2q a^2 L / H)`, where H is the clients' curvature. `qfedavg`
-settles for every q. `qfedavg_eff` does for q <= 1/2, for every q where clients take one step, and for q = 1 where `H reach
-< 4`; clients that train beyond that, to their own optimum, bring it near `reweight`: use a smaller q.
+Between quadratic clients of curvature H that each cover a share `a` of the way to their own optimum, a round multiplies
+the error by `1 - a (1 + 2q) / (1 + 2q a^2 L / H)`. `reweight` oscillates without end for `a (1 + 2q) > 2`; q <= 1/2 is
+safe. `qfedavg` settles for every q, `qfedavg_eff` for q <= 1/2, and for q = 1 where `H reach < 4`.
 
 Deviations: the paper samples clients in proportion to their examples; here all clients of a cohort count evenly.
 Clients that differ in `reach` enter the shrinkage with their own L. With FPHL, `|D_m|^2` is that of the kept entries.
@@ -42,7 +40,8 @@ QFFL_Q = Parameter("q", 1.0, "the power of the loss; 0 is uniform", "MarsFL; Li 
 QFFL_MODE = Parameter(
     "mode",
     "qfedavg_eff",
-    "L of the published update: qfedavg_eff 1/effective step, qfedavg 1/lr; reweight: no curvature term, q <= 0.5 is stable",
+    "1/L: effective step (qfedavg_eff) or lr (qfedavg); reweight: L = 0, which oscillates where clients cover more than "
+    "2/(1 + 2q) of the way to their own optimum",
     "ours: with L = 1/lr many local steps stall",
     choices=tuple(STEP),
 )

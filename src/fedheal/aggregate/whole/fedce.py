@@ -2,14 +2,16 @@
 
 Weights `e` start equal. Gradient space: `cos_m` between a client's update and the weighted sum of the others', averaged
 over its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the client's validation data of the model
-without it, averaged over its rounds by the client itself (`local/validated.py`), with 0 for the first; `b_m = 1 - mean
-accuracy`, normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`), each floored at 1e-3. The model is averaged
-with the new e.
+without it, averaged over its rounds by the client itself (`local/fedce.py`), with 0 for the first; `b_m = 1 - mean
+accuracy`, normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`). The model is averaged with the new e. a, b
+and e are floored at 1e-3.
 
-Deviations, for clients that were absent. Means are over a client's own rounds, those of the accuracy over the rounds in
-which it was measured; a client without any takes the mean of the cohort. The 0 of the first round counts for all alike,
-as one of the most rounds that any client took part in, or it would favour those that come seldom. Weights are shares of
-the cohort; between rounds `e` is kept times the cohort's size, so that 1 is an equal part of any cohort, and where a
+Deviations. The weighted sum of the others uses the last e; the authors' assembler in NVFlare computes it with equal
+weights in every round, since it never stores the new e. After a floor shares sum to 1 again, which they do not there.
+For clients that were absent: means are over a client's own rounds, those of the accuracy over the rounds in which it
+was measured; a client without any takes the mean of the cohort. The 0 of the first round counts for all alike, as one
+of the most rounds that any client took part in, or it would favour those that come seldom. Weights are shares of the
+cohort; between rounds `e` is kept times the cohort's size, so that 1 is an equal part of any cohort, and where a
 newcomer starts.
 """
 
@@ -56,7 +58,7 @@ def fedce_stage(mode: str = FEDCE_MODE.default) -> Stage:
         accuracy, known = draft.metric("without_me"), draft.metric("judged") > 0
         accuracy = np.where(known, accuracy, accuracy[known].mean() if known.any() else 0.0)
         b = _floor_shares(1 - (1 - 1 / n.max()) * accuracy)
-        weights = normalise_weights(a * b if mode == "times" else a + b)
+        weights = _floor_shares(a * b if mode == "times" else a + b)
         e[slots] = weights * len(slots)
         return replace(draft, weights=weights, unnormalised_weights=e[slots]), FedCEState(clients, n, cosines, e)
 

@@ -12,9 +12,10 @@ Wang, Fan, Qi, Wen, Wang and Yu, "Federated Learning with Fair Averaging", IJCAI
 All of this happens in the span of the updates, so it is done on their inner products. Updates are the negatives of the
 paper's gradients, and conflict alike.
 
-Deviations: an angle within rounding of 90 degrees is no conflict (`TINY`). Where nothing is left of g, the model stays;
-the authors' code divides by zero. Equal losses are ordered by client id. With `alpha=0` nobody is kept, as in the
-authors' code, although its formula for the share would keep one.
+Deviations: the authors' code counts rounds from 1, so that step 2 begins a round earlier. An angle within rounding of
+90 degrees is no conflict (`TINY`). Where nothing is left of g, the model stays; the authors' code divides by zero.
+Equal losses are ordered by client id. With `alpha=0` nobody is kept, as in the authors' code, although its formula for
+the share would keep one.
 
 Memory: the updates of clients last seen in the `tau - 1` rounds before, as they were sent: nothing for tau 0 and 1,
 else at most `(tau - 1) * cohort * G` numbers (20 clients, 5 million float32 parameters, tau = 3: 800 MB), in the state

@@ -3,8 +3,9 @@
 Weights `a` start equal. A client whose validation loss rose most when its model became the global one gets more weight:
 `G_m = loss of the model received - loss of the model it sent the round before`, `a_m += (s_t / K) G_m / max |G|`,
 clipped to [0, 1], normalised; `s_t = s0 (1 - (t-1)/T)` in round t of T. The gap of a round is known when its model is
-next received, so it acts in the round after, with the step of its own round. Public re-implementations have the sign
-reversed for accuracies.
+next received, so it acts in the round after, with the step of its own round. The authors' script for PACS takes gaps of
+accuracies by default, with the sign turned; ours are of losses, as in the paper. Public re-implementations have the
+sign reversed for accuracies.
 
 Deviations, for clients that were absent. A cohort redistributes only the weight it holds, and a newcomer starts with an
 equal share. A gap counts for clients of the last cohort, since the global model changes; the others take the mean of

@@ -19,8 +19,9 @@ Deviations. Absent clients: the cohort rule of FAEL (`distance.py`), with shares
 late joiners (each client's `1 - prod (1 - b)` is stored), newcomers at `1/M`; `|mean D|^2` instead of the mean of `K
 1`, which would depend on the size of the cohort. p and q start uniform; the authors' code starts them at nothing: the
 difference fades over the first rounds. Negative alignments count as 0 and the coefficients stay at most 1. `a` is taken
-over all dropped entries (the code takes every tenth), averaged over the clients that dropped any; without any, or with
-one client alone, nothing is stressed. 1e-10 is added to the losses. Buffers are averaged with u and not dropped.
+over all dropped entries and `b` over all agreed ones (the code takes every tenth of each), `a` averaged over the
+clients that dropped any; without any, or with one client alone, nothing is stressed. 1e-10 is added to the losses.
+Buffers are averaged with u and not dropped.
 """
 
 import math
