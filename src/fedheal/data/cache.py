@@ -31,7 +31,7 @@ from fedheal.data.readers import images
 from fedheal.data.splits import Labels, RawDomain, RawSplit, explain_empty_split
 from fedheal.version import __version__
 
-FORMAT: Literal["fedheal-prepared-1"] = "fedheal-prepared-1"
+FORMAT: Literal["fedheal-prepared-2"] = "fedheal-prepared-2"
 VARIABLE = "FEDHEAL_CACHE"
 UNFINISHED = ".making-"
 
@@ -75,7 +75,7 @@ class CachedDomain(BaseModel):
 class CacheManifest(BaseModel):
     """The contents of `manifest.json`."""
 
-    format: Literal["fedheal-prepared-1"]
+    format: Literal["fedheal-prepared-2"]
     name: str
     classes: tuple[str, ...]
     size: int
