@@ -1,7 +1,5 @@
 """What the terms prepared for a client, at fixed addresses, so that one captured step can read it for every client."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from dataclasses import fields
 from typing import Any

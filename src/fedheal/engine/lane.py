@@ -1,7 +1,5 @@
 """One lane: a copy of the module with its optimiser, stream and graphs, which trains one client at a time."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress

@@ -11,8 +11,6 @@ captured and replayed. If a module or a term cannot be captured, the run falls b
 seeds, batches and steps.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A client starts from the global model with a fresh SGD optimiser, takes its epoc
 last, smaller batch included) and returns what it changed. Terms are called before training, at each step and at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

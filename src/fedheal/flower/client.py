@@ -12,13 +12,11 @@ server asks for that. `train` and `evaluate` do the whole work with fedheal's ow
 The state that a method keeps with a client is saved in `context.state`, or in a `folder` that outlives the run.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -230,7 +228,7 @@ class _ClientSession:
     @classmethod
     def open(
         cls, context: Context, client: str, folder: str | Path | None, instructions: RoundInstructions
-    ) -> _ClientSession:
+    ) -> Self:
         accepted = instructions.get_accepted_round(client)
         store = open_store(context, client, folder, instructions.federation)
         warning = client_state.describe_missing_state(store, client, accepted)

@@ -4,8 +4,6 @@ The clients mask their own updates (`fedheal.aggregate.client_share`) and send w
 computed on the masked updates by the same stage as on the server; only the mean is the quotient of two sums (`combine`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

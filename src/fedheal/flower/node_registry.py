@@ -5,8 +5,6 @@ A client's name is the `client` in its reply's ConfigRecord `fedheal` (`fedheal.
 reply that names less than an earlier one of its node (for example a stock evaluation) keeps the known name and domain.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Named strategies: one function each. Every other setting is `FairStrategy`'s."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fedheal import methods

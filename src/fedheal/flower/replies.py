@@ -3,8 +3,6 @@
 A reply that cannot count is rejected with the reason.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -236,7 +234,7 @@ class Cohort:
     missing_requirement: str | None = None  # what the method needs, if no reply has it
     message_digests: dict[str, str] = field(default_factory=dict)  # by client; of their names, shapes and dtypes
 
-    def skip_all(self, reason: str) -> Cohort:
+    def skip_all(self, reason: str) -> "Cohort":
         """Return the cohort with every client skipped."""
         nobody = Updates([], self.updates.deltas[:0], [], domains=[])
         skipped = self.skipped | dict.fromkeys(self.updates.clients, reason)

@@ -1,7 +1,5 @@
 """What the strategy keeps about clients beside the run's state, and about the round under way until it becomes a record."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Mapping, Sequence

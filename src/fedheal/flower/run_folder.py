@@ -8,8 +8,6 @@ Every round ends with a checkpoint, written after the round's line: a resume rep
 There is a model and a result only while they belong to all the rounds in `rounds.jsonl`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

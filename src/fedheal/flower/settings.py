@@ -1,7 +1,5 @@
 """The settings of a strategy, checked when it is made."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import nn

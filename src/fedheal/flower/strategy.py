@@ -6,8 +6,6 @@ differential-privacy wrappers run, calls the same four methods, may change the m
 is the last.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace

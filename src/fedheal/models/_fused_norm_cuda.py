@@ -4,8 +4,6 @@ Forward and backward have three passes each: sums over chunks of rows, by enough
 fixed order; and the result for every row. Variances come from chunk means and squared deviations (Chan et al., 1979).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

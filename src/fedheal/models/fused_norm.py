@@ -6,8 +6,6 @@ measures both). Elsewhere and in evaluation it is the plain composition. Sums ov
 repeat bit for bit.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import cache
 from types import ModuleType

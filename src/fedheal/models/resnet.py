@@ -6,8 +6,6 @@ over all positions; one linear layer. Any input size fits. The 10-layer network 
 4,903,242 parameters, all of them trained: the unused projection head of some published versions is left out.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Our numbers compared with the paper's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ AFL, q-FFL and the released FedHEAL start from equal weights while the paper's F
 part of any gain over FedAvg may be uniform weighting alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Track runs in MLflow."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Track runs in TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
