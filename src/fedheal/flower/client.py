@@ -226,9 +226,7 @@ class _ClientSession:
     described: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(
-        cls, context: Context, client: str, folder: str | Path | None, instructions: RoundInstructions
-    ) -> Self:
+    def open(cls, context: Context, client: str, folder: str | Path | None, instructions: RoundInstructions) -> Self:
         accepted = instructions.get_accepted_round(client)
         store = open_store(context, client, folder, instructions.federation)
         warning = client_state.describe_missing_state(store, client, accepted)

@@ -65,25 +65,12 @@ def average(
     for number, first, last, block in ((blocks, 0, whole, PASS_TWO), (int(whole < length), whole, length, ALIGNED)):
         if number:
             _average[(number,)](
-                before,
-                after,
-                deltas,
-                row_index,
-                shares,
-                counts if counts is not None else unkept,
-                limits if limits is not None else unkept,
-                unkept[blocks:] if first else unkept,
-                first,
-                last,
-                deltas.stride(0),
-                deltas.stride(1),
-                0 if counts is None else counts.stride(0),
-                len(rows),
+                before, after, deltas, row_index, shares, counts if counts is not None else unkept,
+                limits if limits is not None else unkept, unkept[blocks:] if first else unkept, first, last,
+                deltas.stride(0), deltas.stride(1), 0 if counts is None else counts.stride(0), len(rows),
                 0 if mask is None else mask.sign,
-                block=block,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+                block=block, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
     return after.to(params.device), int(unkept.sum())
 
 
@@ -122,25 +109,12 @@ def _launch_scan(
     for first, last, block in ((0, cut.whole, STRIDE), (cut.whole, len(cut.starts), ALIGNED)):
         if last > first and len(rows):
             _count[(last - first, len(rows))](
-                deltas,
-                row_index,
-                cut.starts,
-                cut.stops,
-                unused if counts is None else counts,
-                unused if limits is None else limits,
-                parts,
-                deltas.stride(0),
-                deltas.stride(1),
-                0 if counts is None else counts.stride(0),
-                len(rows),
-                len(cut.starts),
-                first,
-                sign,
-                step,
+                deltas, row_index, cut.starts, cut.stops, unused if counts is None else counts,
+                unused if limits is None else limits, parts, deltas.stride(0), deltas.stride(1),
+                0 if counts is None else counts.stride(0), len(rows), len(cut.starts), first, sign, step,
                 ALIGNED if block == STRIDE else 1,
-                block=block,
-                num_warps=4,
-            )
+                block=block, num_warps=4,
+            )  # fmt: skip
     return parts
 
 
@@ -178,24 +152,10 @@ def _copy_to(device: torch.device, *columns: Integers) -> Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _count(  # type: ignore[no-untyped-def]
-    deltas,
-    rows,
-    starts,
-    stops,
-    counts,
-    limits,
-    parts,
-    row_stride,
-    column_stride,
-    slot_stride,
-    clients,
-    blocks,
+    deltas, rows, starts, stops, counts, limits, parts, row_stride, column_stride, slot_stride, clients, blocks,
     skipped,
-    sign: tl.constexpr,
-    step: tl.constexpr,
-    multiple: tl.constexpr,
-    block: tl.constexpr,
-):
+    sign: tl.constexpr, step: tl.constexpr, multiple: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     b, i = skipped + tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + i)
     first, stop = tl.multiple_of(tl.load(starts + b), multiple), tl.multiple_of(tl.load(stops + b), multiple)
@@ -231,23 +191,10 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _average(  # type: ignore[no-untyped-def]
-    before,
-    after,
-    deltas,
-    rows,
-    weights,
-    counts,
-    limits,
-    unkept,
-    first,
-    last,
-    row_stride,
-    column_stride,
-    slot_stride,
+    before, after, deltas, rows, weights, counts, limits, unkept, first, last, row_stride, column_stride, slot_stride,
     clients,
-    sign: tl.constexpr,
-    block: tl.constexpr,
-):
+    sign: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0)
     columns = first + b.to(tl.int64) * block + tl.arange(0, block)
     inside = columns < last
