@@ -10,6 +10,7 @@ from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.core.checks import check_among, check_count, check_not_negative, check_share, check_switch
 from fedheal.core.layout import Layout
+from fedheal.core.parameter import Parameter
 from fedheal.flower.masking import check_client_placement
 from fedheal.flower.messages import check_dtypes
 from fedheal.local.fedce import FedCE
@@ -49,7 +50,8 @@ class RoundSettings:
             check_count(name, getattr(self, name))
         check_not_negative("wait_seconds", self.wait_seconds)
         for name, least in (("min_replies", 1), ("evaluate_every", 1), ("clients", 1), ("budget", 0)):
-            check_at_least(name, least, getattr(self, name))
+            if (value := getattr(self, name)) is not None:
+                Parameter(name, 1, ge=least).check(value)
 
     @property
     def clients_mask(self) -> bool:
@@ -67,9 +69,7 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
         if isinstance(term, Scaffold) and term.fair_controls == "p":
             raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
         if isinstance(term, FedCE):
-            raise ValueError(
-                "fedce sends each client its own weight, which no broadcast can carry: simulate it instead"
-            )
+            raise ValueError("fedce sends each client its own weight, which no broadcast can carry: simulate it")
         if term.needs_plain_server:
             check_plain_server(server, term.needs_plain_server)
     return resolved
@@ -83,9 +83,3 @@ def resolve_layout(model: nn.Module | Layout | None) -> Layout | None:
     if layout is not None:
         check_dtypes(layout)
     return layout
-
-
-def check_at_least(name: str, least: int, value: int | None) -> None:
-    """Raise ValueError unless the value is a whole number of at least `least`, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name} = {value!r}: use a whole number, at least {least}")

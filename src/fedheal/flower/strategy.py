@@ -21,7 +21,7 @@ from fedheal.aggregate import Aggregator
 from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
-from fedheal.core.checks import check_switch
+from fedheal.core.checks import check_count, check_switch
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
@@ -40,7 +40,7 @@ from fedheal.flower.replies import (
 )
 from fedheal.flower.round_log import FederationState, OpenRound, describe_round
 from fedheal.flower.run_folder import RunFolder
-from fedheal.flower.settings import RoundSettings, check_at_least, resolve_layout, resolve_method
+from fedheal.flower.settings import RoundSettings, resolve_layout, resolve_method
 from fedheal.methods import Method
 from fedheal.methods.server_step import ClientTerms, ServerStep, apply_server_step
 from fedheal.runs.schema import RoundRecord
@@ -169,7 +169,7 @@ class FairStrategy(Strategy):
             timeout: How many seconds a round waits for replies.
             evaluate_fn: Evaluates the model on the server, called with the round and the model.
         """
-        check_at_least("num_rounds", 0, num_rounds)
+        check_count("num_rounds", num_rounds)
         self._num_rounds, self._timeout = num_rounds, timeout
         result = Result()
         arrays = result.arrays = self.begin(initial_arrays)
