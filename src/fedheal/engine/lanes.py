@@ -85,8 +85,9 @@ class Lanes:
             while running:
                 for lane, work in list(running):
                     with lane.activate():
-                        if next(work, _END) is _END:
-                            running.remove((lane, work))
+                        has_ended = next(work, True)  # a queue yields None
+                    if has_ended:
+                        running.remove((lane, work))
         losses = torch.stack([results[i][1] for i in range(len(tasks))]).tolist() if tasks else []
         replies = [results[i][0].reply for i in range(len(tasks))]
         return [
@@ -100,19 +101,15 @@ class Lanes:
         local_training = self.local_training
         if not local_training.received_loss or not tasks:
             return [{} for _ in tasks]
-        local_training.module.load_state_dict(local_training.layout.unpack(model))
-        local_training.module.eval()
+        module = local_training.load_model(model, training=False)
         images, labels = self.data.select_clients([task.client for task in tasks])
         losses = []
         for x, y in serial.eval_batches(Split(images, labels)):
             with autocast(local_training.precision, local_training.device):
-                logits = local_training.module(normalise_images(x)).to(torch.float32)
+                logits = module(normalise_images(x)).to(torch.float32)
             losses.append(functional.cross_entropy(logits, y, reduction="none"))
         parts = torch.split(torch.cat(losses).double(), [self.data.sizes[task.client] for task in tasks])
         return [{"loss": loss} for loss in torch.stack([part.mean() for part in parts]).tolist()]
-
-
-_END = object()
 
 
 @contextmanager

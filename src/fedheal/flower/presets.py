@@ -24,10 +24,8 @@ def _take_names_only(preset: Callable[P, FairStrategy]) -> Callable[P, FairStrat
     @functools.wraps(preset)
     def make_strategy(*unnamed: P.args, **named: P.kwargs) -> FairStrategy:
         if unnamed:
-            first = ", ".join(map(repr, unnamed))
-            raise TypeError(
-                f"{preset.__name__}({first}): name each argument, as in {preset.__name__}(fraction_train=0.5)"
-            )
+            call = f"{preset.__name__}({', '.join(map(repr, unnamed))})"
+            raise TypeError(f"{call}: name each argument, as in {preset.__name__}(fraction_train=0.5)")
         return preset(*unnamed, **named)
 
     return make_strategy

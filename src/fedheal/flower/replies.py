@@ -329,9 +329,8 @@ def _find_absorb_error(terms: Sequence[Term], layout: Layout, state: RunState, g
     """Return the error if the terms cannot absorb these messages. It is tried out: only a term knows what it needs."""
     updates = Updates(["client"], torch.zeros(1, layout.sizes().params, dtype=state.model.params.dtype), [1])
     given = dict.fromkeys(("weights", "unnormalised_weights"), torch.ones(1, dtype=torch.float64))
-    context = ServerContext(
-        round=state.round + 1, rounds=0, clients=1, layout=layout, slots={}, updates=updates, **given
-    )
+    number = state.round + 1
+    context = ServerContext(round=number, rounds=0, clients=1, layout=layout, slots={}, updates=updates, **given)
     for term, message, before in zip(terms, groups, state.terms, strict=True):
         try:
             term.absorb(state.model, state.model, [message], before.shared, context)

@@ -46,9 +46,7 @@ class ConsistencyState(State, kind="consistency"):
 
 def consistency_mask(tau: float, variant: str) -> Stage:
     """Return the stage that gives FPHL's mask."""
-    exact_tau = Fraction(
-        str(tau)
-    )  # the decimal that the user wrote: 0.3 is three tenths, not the nearest binary fraction
+    exact_tau = Fraction(str(tau))  # the decimal that was written: 0.3 is three tenths, not the nearest binary fraction
     thresholds, sign = _RULES[variant]
 
     def init(layout: Layout) -> State:
@@ -58,13 +56,11 @@ def consistency_mask(tau: float, variant: str) -> Stage:
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, ConsistencyState)
         if before.sign != sign:
-            raise ValueError(
-                "this state counts signs by the rule of the other variant: it was made by another aggregator"
-            )
+            raise ValueError("this state counts signs by the other variant's rule: it was made by another aggregator")
         has, needed = before.counts.shape[1], count_entries(draft.sizes, variant)
         if has != needed:
             raise ValueError(
-                f"this state has sign counts for {has} entries, the model has {needed}: it was made for another one"
+                f"this state has sign counts for {has} entries, the model has {needed}: it is for another one"
             )
         clients, slots = index_clients(before.clients, draft.clients)
         n = extend_column(before.n, len(clients))
