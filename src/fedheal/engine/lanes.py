@@ -43,7 +43,9 @@ class Lanes:
     def __init__(self, local_training: LocalTraining, lanes: int | None = None) -> None:
         self.local_training = local_training
         self.data = DeviceData(local_training)
-        self.most_lanes = lanes or _choose_lanes(local_training)
+        # As many as fill the device, fewer with large images: more would only take memory.
+        pixels = local_training.training.batch_size * self.data.height * self.data.width
+        self.most_lanes = lanes or max(4, min(MOST_LANES, PIXELS // pixels))
         self.lanes: list[Lane] = []
         self.tuned_sizes: set[int] = set()  # batch sizes for which cuDNN has chosen its algorithms
         self.fallback_reason = ""  # why the serial engine has taken over
@@ -127,12 +129,6 @@ def _side_by_side(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]
     finally:
         for stream in streams:
             current.wait_stream(stream)
-
-
-def _choose_lanes(local_training: LocalTraining) -> int:
-    """Return how many lanes fill the device: fewer with large images. More would only take memory."""
-    height, width = next(iter(local_training.examples.values())).images.shape[-2:]
-    return max(4, min(MOST_LANES, PIXELS // (local_training.training.batch_size * height * width)))
 
 
 def _assign_clients(steps: Sequence[int], most_lanes: int) -> list[list[int]]:

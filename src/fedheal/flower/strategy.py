@@ -236,12 +236,8 @@ class FairStrategy(Strategy):
         if any(shared):
             records[SHARED] = wire.terms_to_record(shared)
         messages = self._make_messages(nodes, records, config, server_round, MessageType.TRAIN)
-        self._round = OpenRound(
-            number=server_round,
-            requests=self.registry.track_requests(messages),
-            connected=frozenset(connected),
-            bytes_sent=sum(count_bytes(message.content) for message in messages),
-        )
+        requests, bytes_sent = self.registry.track_requests(messages), sum(count_bytes(m.content) for m in messages)
+        self._round = OpenRound(server_round, requests, frozenset(connected), bytes_sent)
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
@@ -255,13 +251,9 @@ class FairStrategy(Strategy):
         terms = {client: ClientTerms(reply.messages) for client, reply in cohort.replies.items()}
         outcome = apply_server_step(self._make_step(cohort), self._state, cohort.updates, terms, num_clients)
         current.record_training(received, cohort, outcome, self.federation)
-        bytes_received = sum(count_bytes(message.content) for message in messages if message.has_content())
-        self.state = replace(
-            outcome.state,
-            round=server_round,
-            sent=outcome.state.sent + current.bytes_sent,
-            received=outcome.state.received + bytes_received,
-        )
+        sent = outcome.state.sent + current.bytes_sent
+        received_bytes = outcome.state.received + sum(count_bytes(m.content) for m in messages if m.has_content())
+        self.state = replace(outcome.state, round=server_round, sent=sent, received=received_bytes)
         self._sent = model_to_record(self._layout, self.state.model)
         current.clock.end_phase("aggregate")
         accepted = set(outcome.accepted)
@@ -377,13 +369,9 @@ class FairStrategy(Strategy):
     def _make_messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
     ) -> list[Message]:
-        instructions = RoundInstructions(
-            round=number,
-            rounds=self._num_rounds,
-            needs=self.requirements.needs,
-            federation=self.federation.federation,
-            tau=self.settings.tau if self.settings.clients_mask else None,
-        )
+        needs, federation = self.requirements.needs, self.federation.federation
+        tau = self.settings.tau if self.settings.clients_mask else None
+        instructions = RoundInstructions(number, self._num_rounds, needs, federation, tau)
         accepted, messages = self.federation.accepted, []
         for_unknown = instructions.with_accepted_rounds(accepted)  # a node without a name may be any client
         for node in nodes:
@@ -421,13 +409,8 @@ class FairStrategy(Strategy):
 
     def _make_step(self, cohort: Cohort) -> ServerStep:
         masks = {client: reply.mask for client, reply in cohort.replies.items() if reply.mask is not None}
-        return ServerStep(
-            aggregator=replace(self.aggregator, reduce=make_masked_mean(masks)) if masks else self.aggregator,
-            optimizer=self.server,
-            terms=self.terms,
-            layout=self._layout,
-            rounds=self._num_rounds,
-        )
+        aggregator = replace(self.aggregator, reduce=make_masked_mean(masks)) if masks else self.aggregator
+        return ServerStep(aggregator, self.server, self.terms, self._layout, self._num_rounds)
 
     def _end_round(self, current: OpenRound) -> None:
         """Record and save the round; a resume does not repeat it from here on."""
