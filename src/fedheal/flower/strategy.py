@@ -83,37 +83,19 @@ class FairStrategy(Strategy):
     """
 
     def __init__(
-        self,
-        method: Aggregator | Method | str,
-        *,
-        model: nn.Module | Layout | None = None,
-        folder: str | Path | None = None,
-        resume: bool = False,
-        data: str = "federation",
-        name: str | None = None,
-        seed: int = 0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        wait_seconds: float = 600.0,
-        min_replies: int = 1,
-        roll_call: bool = False,
-        evaluate_every: int = 1,
-        clients: int | None = None,
-        max_examples: float = 1e9,
-        max_norm: float | None = None,
-        budget: int | None = None,
-        server: Server | None = None,
-        placement: str = "server",
-        tau: float = TAU.default,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
+        self, method: Aggregator | Method | str, *, model: nn.Module | Layout | None = None,
+        folder: str | Path | None = None, resume: bool = False,
+        data: str = "federation", name: str | None = None, seed: int = 0,
+        fraction_train: float = 1.0, fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2, min_evaluate_nodes: int = 2, min_available_nodes: int = 2,
+        wait_seconds: float = 600.0, min_replies: int = 1, roll_call: bool = False,
+        evaluate_every: int = 1, clients: int | None = None,
+        max_examples: float = 1e9, max_norm: float | None = None, budget: int | None = None,
+        server: Server | None = None, placement: str = "server", tau: float = TAU.default,
+        weighted_by_key: str = "num-examples", arrayrecord_key: str = "arrays", configrecord_key: str = "config",
         train_metrics_aggr_fn: MetricsAggregation | None = None,
         evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         arguments = dict(locals())
         check_switch("resume", resume)
         self.settings = RoundSettings(**{field.name: arguments[field.name] for field in fields(RoundSettings)})
