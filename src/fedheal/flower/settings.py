@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from fedheal import methods
-from fedheal.aggregate import Aggregator
+from fedheal.aggregate import Aggregator, reduce
 from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.core.checks import check_among, check_count, check_not_negative, check_share, check_switch
 from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
-from fedheal.flower.masking import check_client_placement
 from fedheal.flower.messages import check_dtypes
 from fedheal.local.fedce import FedCE
 from fedheal.local.scaffold import Scaffold
@@ -63,8 +62,12 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
     resolved = methods.get(method) if isinstance(method, str) else method
     if isinstance(resolved, Aggregator):
         resolved = Method((), resolved, name or "custom")
-    if clients_mask:
-        check_client_placement(resolved)
+    # Clients that mask leave the server only the weights.
+    if clients_mask and ("mask" in resolved.aggregator.stage.gives or resolved.aggregator.reduce is not reduce.mean):
+        advice = "use fedheal.flower.FedHEAL(placement='client'), or a method that only gives weights"
+        raise ValueError(
+            f"placement = 'client' with '{resolved.name}', which has a mask or a mean of its own: {advice}"
+        )
     for term in resolved.local:  # two of them need, on the server, what a federation's clients keep to themselves
         if isinstance(term, Scaffold) and term.fair_controls == "p":
             raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
