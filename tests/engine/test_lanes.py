@@ -38,7 +38,7 @@ def federation(method: str = "fedavg", **keys: Any) -> Federation:
     return build_federation(quick(method=method, rounds=3, **given | keys), load(), CPU)
 
 
-def after(fed: Federation, engine: Any, rounds: int = 3) -> list[Tensor]:
+def after(fed: Federation, engine: Any, rounds: int = 2) -> list[Tensor]:
     """The state after some rounds, and the losses; the module itself is left as it was."""
     before = {name: value.clone() for name, value in fed.local_training.module.state_dict().items()}
     state, losses = initial_state(fed), []
@@ -92,7 +92,7 @@ def test_a_residual_network() -> None:
 def assert_lanes_equal_serial(fed: Federation) -> None:
     rng_state = torch.get_rng_state()
     lanes_end, serial_end = (
-        after(fed, engine, 2) for engine in (Lanes(fed.local_training, 2), SerialEngine(fed.local_training))
+        after(fed, engine) for engine in (Lanes(fed.local_training, 2), SerialEngine(fed.local_training))
     )
     assert all(torch.equal(a, b) for a, b in zip(lanes_end, serial_end, strict=True))
     assert torch.equal(torch.get_rng_state(), rng_state)

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,15 +62,20 @@ def test_runs_on_a_cluster_equal_local_ones_and_errors_are_one_line(tmp_path, tm
     needs("root", "netns")
     words = [f"{key}={value}" for key, value in QUICK.items() if key != "data"]
     command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2"]
-    here = run_command([*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
-    assert here.returncode == 0, here.stderr
     # Ray's sockets need short paths.
     sockets = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"
     sockets.mkdir()
-    with loopback() as inside, cluster(inside, sockets) as address:
-        there = run_command([*inside, *command, *words, "--ray", address, "--json", "--out", str(tmp_path / "there")])
-        no_cluster = run_command([*inside, *command, *words, "--ray", "127.0.0.1:1", "--out", str(tmp_path / "none")])
-        wrong = run_command([*inside, *command, *words, "width=4", "--ray", address, "--out", str(tmp_path / "wrong")])
+    with loopback() as inside, ThreadPoolExecutor() as pool:
+        # Meanwhile, what needs no cluster: one of these waits for an answer that does not come.
+        local = pool.submit(run_command, [*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
+        refused = [*inside, *command, *words, "--ray", "127.0.0.1:1", "--out", str(tmp_path / "none")]
+        unanswered = pool.submit(run_command, refused)
+        with cluster(inside, sockets) as address:
+            on_ray = [*inside, *command, *words, "--ray", address]
+            there = run_command([*on_ray, "--json", "--out", str(tmp_path / "there")])
+            wrong = run_command([*on_ray, "width=4", "--out", str(tmp_path / "wrong")])
+        here, no_cluster = local.result(), unanswered.result()
+    assert here.returncode == 0, here.stderr
     assert no_cluster.returncode == 2
     assert "no Ray cluster answers at '127.0.0.1:1'" in no_cluster.stderr
     assert "Traceback" not in no_cluster.stderr

@@ -90,7 +90,7 @@ def wait(deployment: Deployment, run, folder: Path, seconds: float) -> None:
 def test_over_tls_with_node_keys_killed_servers_resume_to_the_simulators_model(deployment, tmp_path):
     """A method with state on both sides. The ServerApp dies after round 1, then the SuperLink before round 2 is over."""
     folder = tmp_path / "killed"
-    config = {"rounds": 2, "method": "scaffold+fedheal", "memory": str(tmp_path / "sites"), "evaluate": 1.0}
+    config = {"rounds": 2, "method": "scaffold+fedheal", "memory": str(tmp_path / "sites"), "evaluate": 1.0, "every": 2}
     run = deployment.run(folder, **config)
     # Meanwhile two that must stay outside: a key that is not registered, and a node that trusts another authority.
     deployment.start_node(4)
@@ -133,7 +133,7 @@ def test_over_tls_with_node_keys_killed_servers_resume_to_the_simulators_model(d
 
 def test_a_round_survives_a_dead_node_a_raising_site_and_nan(deployment, tmp_path):
     folder, faults = tmp_path / "faults", "raise plain-1 1, nan noisy-0 1, sleep noisy-1 1"
-    run = deployment.run(folder, rounds=2, nodes=3, timeout=60.0, faults=faults)
+    run = deployment.run(folder, rounds=2, nodes=3, timeout=40.0, faults=faults)
     wait_for((folder / "federation.toml").exists, 120, lambda: deployment.log("run-faults"))
     wait_for(lambda: deployment.processes("flwr-clientapp"), 60, lambda: deployment.log("run-faults"))
     deployment.kill(deployment.nodes[3])  # the site that sleeps in round 1
@@ -146,6 +146,6 @@ def test_a_round_survives_a_dead_node_a_raising_site_and_nan(deployment, tmp_pat
     )  # in the first round a node has no name yet
     assert "NaN" in skipped["noisy-0"]
     assert (first["cohort"], first["replied"]) == (4, 2)
-    assert first["seconds"]["train"] < 60 + 15  # no longer than the timeout
+    assert first["seconds"]["train"] < 40 + 15  # no longer than the timeout
     assert {"plain-0", "plain-1", "noisy-0"} <= set(second["weights"])
     assert all(bool(v.isfinite().all()) for v in load_file(folder / "model.safetensors").values())

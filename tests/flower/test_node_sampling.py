@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
 
 import fedheal
-from fedheal.flower import FairStrategy, FedHEAL, NotEnoughNodes
+from fedheal.flower import AFL, QFFL, FairStrategy, FedFV, FedHEAL, NotEnoughNodes, Uniform
 from flower.local_grid import LocalGrid
 from flower.sites import Sites
 
@@ -103,7 +103,7 @@ def test_evaluation_every_so_many_rounds_and_in_the_last():
         ({"fraction_train": 1.5}, "fraction_train = 1.5: use a number from 0 to 1"),
         ({"min_available_nodes": -1}, "min_available_nodes = -1"),
         ({"wait_seconds": float("inf")}, "wait_seconds = inf"),
-        ({"min_replies": 0}, "min_replies = 0: use a whole number, at least 1"),
+        ({"min_replies": 0}, "min_replies = 0: use a whole number of at least 1"),
         ({"evaluate_every": 0}, "evaluate_every = 0"),
         ({"max_examples": 0}, "max_examples = 0: use a finite number above 0"),
         ({"max_norm": -1.0}, "max_norm = -1.0"),
@@ -209,3 +209,10 @@ def test_no_node_trains_if_the_fraction_is_zero():
     assert grid.asked == [[], [100, 101, 102, 103, 104]] * 2  # judged all the same
     assert all(np.array_equal(array.numpy(), sites.initial[name].numpy()) for name, array in result.arrays.items())
     assert strategy.history[-1].domains
+
+
+@pytest.mark.parametrize("preset", [AFL, QFFL, FedFV, FedHEAL, Uniform])
+def test_a_preset_takes_no_argument_without_its_name(preset):
+    """Flower's `FedAvg(0.5)` trains half of the nodes: a preset must not take that for tau or gamma."""
+    with pytest.raises(TypeError, match=re.escape(f"{preset.__name__}(0.5): name each argument")):
+        preset(0.5)

@@ -283,11 +283,9 @@ def test_presets_take_the_declared_parameters_in_their_order(name: str) -> None:
     declared = {key: parameter.default for key, parameter in get_parameters(methods.PARTS[name]).items()}
     for preset in PRESETS[name]:
         arguments = inspect.signature(preset).parameters.values()
-        by_position = {
-            a.name: a.default for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD and a.name != "placement"
-        }
-        assert list(by_position.items()) == list(declared.items())[: len(by_position)]
-        assert by_position.keys() == declared.keys() or preset is flower.FedHEAL  # which has no extensions
+        taken = {a.name: a.default for a in arguments if a.kind is not a.VAR_KEYWORD and a.name != "placement"}
+        assert list(taken.items()) == list(declared.items())[: len(taken)]
+        assert taken.keys() == declared.keys() or preset is flower.FedHEAL  # which has no extensions
 
 
 def test_the_paper_s_defaults() -> None:

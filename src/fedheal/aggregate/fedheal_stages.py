@@ -13,14 +13,8 @@ from fedheal.aggregate.weights.per_domain import per_domain_weights
 from fedheal.core.parameter import Parameter, declare_parameters
 
 EXTENSION = "extension of ours, off"
-TAU = Parameter(
-    "tau",
-    0.3,
-    "least consistency of an entry that is kept",
-    "Chen et al. 2024 for Digits; 0.4 for Office-Caltech",
-    ge=0,
-    le=1,
-)
+TAU_SOURCE = "Chen et al. 2024 for Digits; 0.4 for Office-Caltech"
+TAU = Parameter("tau", 0.3, "least consistency of an entry that is kept", TAU_SOURCE, ge=0, le=1)
 BETA = Parameter("beta", 0.4, "how fast weights follow distances", "Chen et al. 2024 for both data sets", ge=0, le=1)
 FAELS = ("momentum", "exact", "exact-reg", False)
 VARIANTS = ("paper", "released")
@@ -28,13 +22,8 @@ VARIANT = Parameter(
     "variant", "paper", "paper or released", "ours: the equations rather than the authors' code", choices=VARIANTS
 )
 FPHL = Parameter("fphl", True, "whether entries are masked at all", "Chen et al. 2024")
-FAEL = Parameter(
-    "fael",
-    "momentum",
-    "momentum, exact, exact-reg or false (example shares)",
-    "Chen et al. 2024: momentum",
-    choices=FAELS,
-)
+FAEL_RULES = "momentum, exact, exact-reg or false (example shares)"
+FAEL = Parameter("fael", "momentum", FAEL_RULES, "Chen et al. 2024: momentum", choices=FAELS)
 PER_STEP = Parameter("per_step", False, "distances per unit of reach", EXTENSION)
 SOFT = Parameter("soft", False, "what is kept counts by its consistency", EXTENSION)
 FORGET = Parameter(

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from fedheal.core.metrics import fairness
 
@@ -100,7 +100,7 @@ def mean_interval(
     if n < 2:
         raise ValueError("an interval for a mean needs at least two values")
     mean, error = x.mean(-1), x.std(-1, ddof=1) / math.sqrt(n)
-    quantile: Floats | float = float(stats.t.ppf(0.5 + LEVEL / 2, n - 1))
+    quantile: Floats | float = float(scipy.stats.t.ppf(0.5 + LEVEL / 2, n - 1))
     if n >= BOOTSTRAP_FROM:
         # One wild value can make it dozens of times too wide; limited to twice Student's width, it covers as much.
         free = _find_studentized_quantile(x, resamples, generator or np.random.default_rng(0))

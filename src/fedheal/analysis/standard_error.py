@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from scipy import stats
+import scipy
 
 
 class AccuracyError(NamedTuple):
@@ -30,7 +30,7 @@ def accuracy_error(accuracy_percent: float, n_examples: int) -> AccuracyError:
     """
     if n_examples < 1 or not 0 <= accuracy_percent <= 100:
         raise ValueError(f"{accuracy_percent} % of {n_examples} examples is not an accuracy")
-    p, z2 = accuracy_percent / 100, float(stats.norm.ppf(0.975)) ** 2
+    p, z2 = accuracy_percent / 100, float(scipy.stats.norm.ppf(0.975)) ** 2
     centre = (p + z2 / (2 * n_examples)) / (1 + z2 / n_examples)
     half = math.sqrt(z2 * (p * (1 - p) / n_examples + z2 / (4 * n_examples**2))) / (1 + z2 / n_examples)
     se = math.sqrt(centre * (1 - centre) / n_examples)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import scipy
 import torch
-from scipy.special import gammaincinv, gammaln
 
 from fedheal.core.rng import derive
 
@@ -135,8 +135,9 @@ def assign_with_class_filling(
 
 def _draw_shares(uniform: Floats, alpha: float) -> Floats:
     """Return a sample of the Dirichlet distribution. numpy's own sampler may change its stream between versions."""
-    value = gammaincinv(alpha, uniform)  # the gamma distribution's function, inverted
-    tiny = (np.log(uniform) + gammaln(alpha + 1)) / alpha  # exact where the value is too small to be a number
+    value = scipy.special.gammaincinv(alpha, uniform)  # the gamma distribution's function, inverted
+    # Exact where the value is too small to be a number.
+    tiny = (np.log(uniform) + scipy.special.gammaln(alpha + 1)) / alpha
     with np.errstate(divide="ignore"):
         logs = np.where(value > 1e-200, np.log(value), tiny)
     odds = np.exp(logs - logs.max())

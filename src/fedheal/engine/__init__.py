@@ -1,7 +1,5 @@
 """Engines train the clients of a round: one after another, in several processes, or side by side on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol

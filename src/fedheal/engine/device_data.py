@@ -1,7 +1,5 @@
 """The examples of all clients on the device. Batches are made from them in tensor code, so that a step can be captured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

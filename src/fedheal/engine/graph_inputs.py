@@ -1,7 +1,5 @@
 """What the terms prepared for a client, at fixed addresses, so that one captured step can read it for every client."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -25,9 +23,8 @@ class FixedContext(Context):
 
     def __getattribute__(self, name: str) -> Any:
         if name in FixedContext.VARYING:
-            raise NotCapturableError(
-                f"a step reads ctx.{name}, which differs between clients; let `prepare` put it into ctx.scratch"
-            )
+            advice = "let `prepare` put it into ctx.scratch"
+            raise NotCapturableError(f"a step reads ctx.{name}, which differs between clients; {advice}")
         return super().__getattribute__(name)
 
 
@@ -49,9 +46,8 @@ def make_shape_key(value: Any) -> Hashable:
         return "sequence", tuple(make_shape_key(part) for part in value)
     if value is None or isinstance(value, bool | int | float | str):
         return type(value).__name__, value
-    raise NotCapturableError(
-        f"ctx.scratch holds a value of type {type(value).__name__}, which cannot be refilled for another client"
-    )
+    kind = type(value).__name__
+    raise NotCapturableError(f"ctx.scratch holds a value of type {kind}, which cannot be refilled for another client")
 
 
 def _clone(value: Any) -> Any:

@@ -1,7 +1,5 @@
 """One lane: a copy of the module with its optimiser, stream and graphs, which trains one client at a time."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -12,17 +10,9 @@ from torch import Tensor, nn
 
 from fedheal.core.layout import Packed
 from fedheal.core.rng import generator
-from fedheal.engine import serial
+from fedheal.engine import graph_inputs, serial
 from fedheal.engine.device_data import DeviceData
-from fedheal.engine.graph_inputs import (
-    FixedContext,
-    NotCapturableError,
-    clone_fixed,
-    list_tensors,
-    make_fixed_context,
-    make_shape_key,
-    refill,
-)
+from fedheal.engine.graph_inputs import FixedContext, NotCapturableError
 from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
 from fedheal.local.term import Context, Term
 
@@ -120,17 +110,15 @@ class Lane:
         start = serial.prepare_start(self.local_training, contexts, model)
         local, loss = yield from self._fit(self.local_training, start, task, "batches", contexts)
         result = serial.finish_client(self.local_training, model, task, contexts, local, dict(metrics), out)
-        addresses = {t.data_ptr() for ctx in contexts for t in list_tensors(ctx.scratch)}
-        slots = tuple(clone_fixed(slot, addresses) for slot in result.slots)
-        messages = tuple(clone_fixed(message, addresses) for message in result.messages)
+        addresses = {t.data_ptr() for ctx in contexts for t in graph_inputs.list_tensors(ctx.scratch)}
+        slots = tuple(graph_inputs.clone_fixed(slot, addresses) for slot in result.slots)
+        messages = tuple(graph_inputs.clone_fixed(message, addresses) for message in result.messages)
         return replace(result, slots=slots, messages=messages), loss
 
     def _fit(
         self, local_training: LocalTraining, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]
     ) -> Fit:
-        module = local_training.module
-        module.load_state_dict(local_training.layout.unpack(start))
-        module.train()
+        module = local_training.load_model(start, training=True)
         for tensors in (self.velocity, [self.cursor, self.total]):
             torch._foreach_zero_(tensors)
         steps = self._upload_batches(task, purpose)
@@ -165,14 +153,15 @@ class Lane:
 
     def _get_step_set(self, local_training: LocalTraining, contexts: Sequence[Context]) -> StepSet:
         """Return the step set for these contexts, refilled from them."""
-        key = (_identify_terms(local_training.terms), tuple(make_shape_key(ctx.scratch) for ctx in contexts))
+        shapes = tuple(graph_inputs.make_shape_key(ctx.scratch) for ctx in contexts)
+        key = (_identify_terms(local_training.terms), shapes)
         if key not in self.step_sets:
             while len(self.step_sets) >= MAX_STEP_SETS:  # drop the oldest, with its graphs
                 del self.step_sets[next(iter(self.step_sets))]
-            self.step_sets[key] = StepSet([make_fixed_context(ctx) for ctx in contexts])
+            self.step_sets[key] = StepSet([graph_inputs.make_fixed_context(ctx) for ctx in contexts])
         step_set = self.step_sets[key]
         for fixed, ctx in zip(step_set.contexts, contexts, strict=True):
-            refill(fixed.scratch, ctx.scratch)
+            graph_inputs.refill(fixed.scratch, ctx.scratch)
         return step_set
 
     def _step(self, local_training: LocalTraining, step_set: StepSet, size: int, last: bool) -> None:

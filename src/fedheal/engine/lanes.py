@@ -11,8 +11,6 @@ captured and replayed. If a module or a term cannot be captured, the run falls b
 seeds, batches and steps.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +43,9 @@ class Lanes:
     def __init__(self, local_training: LocalTraining, lanes: int | None = None) -> None:
         self.local_training = local_training
         self.data = DeviceData(local_training)
-        self.most_lanes = lanes or _choose_lanes(local_training)
+        # As many as fill the device, fewer with large images: more would only take memory.
+        pixels = local_training.training.batch_size * self.data.height * self.data.width
+        self.most_lanes = lanes or max(4, min(MOST_LANES, PIXELS // pixels))
         self.lanes: list[Lane] = []
         self.tuned_sizes: set[int] = set()  # batch sizes for which cuDNN has chosen its algorithms
         self.fallback_reason = ""  # why the serial engine has taken over
@@ -87,8 +87,9 @@ class Lanes:
             while running:
                 for lane, work in list(running):
                     with lane.activate():
-                        if next(work, _END) is _END:
-                            running.remove((lane, work))
+                        has_ended = next(work, True)  # a queue yields None
+                    if has_ended:
+                        running.remove((lane, work))
         losses = torch.stack([results[i][1] for i in range(len(tasks))]).tolist() if tasks else []
         replies = [results[i][0].reply for i in range(len(tasks))]
         return [
@@ -102,19 +103,15 @@ class Lanes:
         local_training = self.local_training
         if not local_training.received_loss or not tasks:
             return [{} for _ in tasks]
-        local_training.module.load_state_dict(local_training.layout.unpack(model))
-        local_training.module.eval()
+        module = local_training.load_model(model, training=False)
         images, labels = self.data.select_clients([task.client for task in tasks])
         losses = []
         for x, y in serial.eval_batches(Split(images, labels)):
             with autocast(local_training.precision, local_training.device):
-                logits = local_training.module(normalise_images(x)).to(torch.float32)
+                logits = module(normalise_images(x)).to(torch.float32)
             losses.append(functional.cross_entropy(logits, y, reduction="none"))
         parts = torch.split(torch.cat(losses).double(), [self.data.sizes[task.client] for task in tasks])
         return [{"loss": loss} for loss in torch.stack([part.mean() for part in parts]).tolist()]
-
-
-_END = object()
 
 
 @contextmanager
@@ -132,12 +129,6 @@ def _side_by_side(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]
     finally:
         for stream in streams:
             current.wait_stream(stream)
-
-
-def _choose_lanes(local_training: LocalTraining) -> int:
-    """Return how many lanes fill the device: fewer with large images. More would only take memory."""
-    height, width = next(iter(local_training.examples.values())).images.shape[-2:]
-    return max(4, min(MOST_LANES, PIXELS // (local_training.training.batch_size * height * width)))
 
 
 def _assign_clients(steps: Sequence[int], most_lanes: int) -> list[list[int]]:

@@ -1,7 +1,5 @@
 """Release GPU memory that is no longer used."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

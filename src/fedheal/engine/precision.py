@@ -4,8 +4,6 @@ Parameters, the accumulation of gradients and the optimiser are float32 througho
 are bfloat16. torch keeps these settings for the whole process, so a run sets them and restores them at its end.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -4,8 +4,6 @@ A client starts from the global model with a fresh SGD optimiser, takes its epoc
 last, smaller batch included) and returns what it changed. Terms are called before training, at each step and at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -62,6 +60,11 @@ class LocalTraining:
     received_loss: bool = False  # whether clients report the loss of the model that they receive
     validation: dict[str, Split] = field(default_factory=dict)  # each client's held-out examples
     precision: str = "fp32"  # of the arithmetic, see `engine.precision`
+
+    def load_model(self, model: Packed, training: bool) -> nn.Module:
+        """Load a model into the module and return it, in training or in evaluation mode."""
+        self.module.load_state_dict(self.layout.unpack(model))
+        return self.module.train(training)
 
 
 @dataclass(frozen=True)
@@ -130,13 +133,11 @@ def finish_client(
 ) -> ClientResult:
     """Call the terms' last hooks and return the result of training that ended at `local`; `out` receives the update."""
     training, examples = local_training.training, len(local_training.examples[task.client])
-    sent, slots, messages = local, [], []
+    sent, finished = local, []
     for term, ctx in zip(local_training.terms, contexts, strict=True):
         sent = term.upload(ctx, sent)
         metrics |= term.metrics(ctx, local)
-        slot, message = term.finish(ctx, local)
-        slots.append(slot)
-        messages.append(message)
+        finished.append(term.finish(ctx, local))
     steps = count_steps(examples, training)
     reach = effective_step(training.lr, training.momentum, steps)
     reply = Reply(
@@ -147,7 +148,7 @@ def finish_client(
         counters=sent.counters if len(sent.counters) else None,
         metrics=metrics | {"steps": float(steps), "lr": training.lr, "reach": reach},
     )
-    return ClientResult(reply, tuple(slots), tuple(messages))
+    return ClientResult(reply, tuple(slot for slot, _ in finished), tuple(message for _, message in finished))
 
 
 def make_contexts(
@@ -201,9 +202,7 @@ def _fit(
     local_training: LocalTraining, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]
 ) -> tuple[Packed, Tensor]:
     """Train from `start` with all terms; return the local model and its mean cross-entropy."""
-    module, training = local_training.module, local_training.training
-    module.load_state_dict(local_training.layout.unpack(start))
-    module.train()
+    module, training = local_training.load_model(start, training=True), local_training.training
     optimiser = make_optimiser(local_training)
     total, steps = torch.zeros((), dtype=torch.float64, device=local_training.device), 0
     rng = generator(local_training.seed, purpose, task.round, task.client)
@@ -299,9 +298,7 @@ def plan_batches(examples: int, training: Training, rng: torch.Generator) -> Ite
 @torch.no_grad()
 def evaluate_split(local_training: LocalTraining, model: Packed, split: Split) -> tuple[float, float]:
     """Return a model's mean cross-entropy and accuracy (0 to 1) on some examples, which are not augmented."""
-    module = local_training.module
-    module.load_state_dict(local_training.layout.unpack(model))
-    module.eval()
+    module = local_training.load_model(model, training=False)
     loss, correct = 0.0, 0
     for images, labels in eval_batches(split):
         with autocast(local_training.precision, local_training.device):
@@ -313,11 +310,9 @@ def evaluate_split(local_training: LocalTraining, model: Packed, split: Split) -
 
 def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) -> Tensor:
     """Return the gradient of the mean loss over a client's data at `model`, as a flat vector."""
-    module, examples = local_training.module, local_training.examples[task.client]
-    module.load_state_dict(local_training.layout.unpack(model))
-    module.train()
+    module, examples = local_training.load_model(model, training=True), local_training.examples[task.client]
     module.zero_grad(set_to_none=True)
-    with use_seed(derive(local_training.seed, "gradient layers", task.round, task.client), local_training.device):
+    with use_seed(derive_layer_seed(local_training, "gradient", task), local_training.device):
         for images, labels in gradient_batches(examples):
             with autocast(local_training.precision, local_training.device):
                 loss = functional.cross_entropy(module(normalise_images(images)), labels, reduction="sum")

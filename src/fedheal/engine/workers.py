@@ -4,8 +4,6 @@ Workers are spawned (torch's threads do not survive a fork), keep the examples a
 round. Every client is trained with the same number of threads wherever it runs.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

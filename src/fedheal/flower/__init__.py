@@ -9,9 +9,8 @@ The server side is `strategy.py`, the client side `client.py`; `messages.py` has
 try:
     import flwr.serverapp  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        f"fedheal.flower needs Flower ({error}): pip install 'fedheal[flower]'", name=error.name
-    ) from None
+    message = f"fedheal.flower needs Flower ({error}): pip install 'fedheal[flower]'"
+    raise ImportError(message, name=error.name) from None
 
 from fedheal.flower.node_sampling import NotEnoughNodes
 from fedheal.flower.presets import AFL, QFFL, FedFV, FedHEAL, Uniform

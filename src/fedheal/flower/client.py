@@ -12,13 +12,11 @@ server asks for that. `train` and `evaluate` do the whole work with fedheal's ow
 The state that a method keeps with a client is saved in `context.state`, or in a `folder` that outlives the run.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -38,9 +36,8 @@ log = logging.getLogger("flwr.fedheal")
 
 SIGNS = "signs"  # prefix of the client's sign counts in what it saves
 
-__getattr__ = warn_of_renames(
-    __name__, {"judged": "reply_evaluation", "name_of": "get_client_name", "received": "read_model"}
-)
+RENAMED = {"judged": "reply_evaluation", "name_of": "get_client_name", "received": "read_model"}
+__getattr__ = warn_of_renames(__name__, RENAMED)
 
 
 def get_client_name(context: Context) -> str:
@@ -55,9 +52,8 @@ def get_client_name(context: Context) -> str:
     for key, template in (("name", "{}"), ("partition-id", "partition-{}")):
         if key in context.node_config:
             return template.format(context.node_config[key])
-    raise ValueError(
-        "neither 'name' nor 'partition-id' is in the node's config: start it with --node-config 'name=\"...\"'"
-    )
+    remedy = "start it with --node-config 'name=\"...\"'"
+    raise ValueError(f"neither 'name' nor 'partition-id' is in the node's config: {remedy}")
 
 
 def read_model(message: Message, key: str = "arrays") -> dict[str, Tensor]:
@@ -160,9 +156,8 @@ def train(
     num_terms = len(local_training.terms)
     shared = messages.record_to_terms(message.content.array_records.get(messages.SHARED), num_terms)
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])
-    local_training = replace(
-        local_training, rounds=instructions.rounds or local_training.rounds, received_loss="loss" in instructions.needs
-    )
+    rounds, received_loss = instructions.rounds or local_training.rounds, "loss" in instructions.needs
+    local_training = replace(local_training, rounds=rounds, received_loss=received_loss)
     task = Task(client, instructions.round, _read_slots(session.loaded, num_terms))
     result = serial.train_client(local_training, model, shared, task)
     local = Packed(
@@ -228,9 +223,7 @@ class _ClientSession:
     described: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(
-        cls, context: Context, client: str, folder: str | Path | None, instructions: RoundInstructions
-    ) -> _ClientSession:
+    def open(cls, context: Context, client: str, folder: str | Path | None, instructions: RoundInstructions) -> Self:
         accepted = instructions.get_accepted_round(client)
         store = open_store(context, client, folder, instructions.federation)
         warning = client_state.describe_missing_state(store, client, accepted)

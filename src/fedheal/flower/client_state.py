@@ -7,8 +7,6 @@ resumed server whose newest checkpoint is damaged continues from the one before.
 one, is ignored: a client without state can still train.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ The clients mask their own updates (`fedheal.aggregate.client_share`) and send w
 computed on the masked updates by the same stage as on the server; only the mean is the quotient of two sums (`combine`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,14 +17,6 @@ from fedheal.aggregate.aggregator import Reducer
 from fedheal.aggregate.draft import Draft
 from fedheal.core.arrays import Floats
 from fedheal.core.layout import Packed
-from fedheal.methods import Method
-
-
-def check_client_placement(method: Method) -> None:
-    """Raise ValueError if the method has a mask or a mean of its own: clients that mask leave it only the weights."""
-    if "mask" in method.aggregator.stage.gives or method.aggregator.reduce is not reduce.mean:
-        advice = "use fedheal.flower.FedHEAL(placement='client'), or a method that only gives weights"
-        raise ValueError(f"placement = 'client' with '{method.name}', which has a mask or a mean of its own: {advice}")
 
 
 def make_masked_mean(masks: Mapping[str, NDArray[np.uint8]]) -> Reducer:

@@ -8,8 +8,6 @@ numpy has no bfloat16. Such arrays travel as float32, which holds every value, w
 stock client, whose `load_state_dict` rounds to the model's own dtype, gets the same values.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -17,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -58,7 +56,7 @@ class RoundInstructions:
     accepted: str | None = None  # JSON: digest of a client's name -> its last accepted round
 
     @classmethod
-    def from_message(cls, message: Message) -> RoundInstructions:
+    def from_message(cls, message: Message) -> Self:
         known = {field.name for field in fields(cls)}
         values: dict[str, Any] = {}
         for record in message.content.config_records.values():
@@ -70,7 +68,7 @@ class RoundInstructions:
         values = asdict(self) | {"needs": list(self.needs)}
         return {f"{INSTRUCTIONS}{key}": value for key, value in values.items() if value is not None}
 
-    def with_accepted_rounds(self, accepted: Mapping[str, int]) -> RoundInstructions:
+    def with_accepted_rounds(self, accepted: Mapping[str, int]) -> Self:
         """Add clients' last accepted rounds, under digests: a client finds its own and learns no other name.
 
         >>> instructions = RoundInstructions(federation="f").with_accepted_rounds({"clinic": 3})

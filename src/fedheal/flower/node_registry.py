@@ -5,8 +5,6 @@ A client's name is the `client` in its reply's ConfigRecord `fedheal` (`fedheal.
 reply that names less than an earlier one of its node (for example a stock evaluation) keeps the known name and domain.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,9 +86,8 @@ class NodeRegistry:
             if replies_by_node[reply.node] > 1:
                 return f"node {reply.node} replied {replies_by_node[reply.node]} times in this round"
             last = last_nodes.get(reply.client, reply.node)
-            rivals = nodes_by_name[reply.client] | (
-                {last} if last in connected and last not in requests.nodes else set()
-            )
+            last_is_unasked = last in connected and last not in requests.nodes
+            rivals = nodes_by_name[reply.client] | ({last} if last_is_unasked else set())
             if len(rivals) > 1:
                 nodes = " and ".join(map(str, sorted(rivals)))
                 return f"nodes {nodes} both use this name: give each site its own name"

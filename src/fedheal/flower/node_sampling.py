@@ -1,7 +1,5 @@
 """Which nodes take part in a round, and how long the server waits for enough of them."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
 """Named strategies: one function each. Every other setting is `FairStrategy`'s."""
 
-from __future__ import annotations
-
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 from fedheal import methods
 from fedheal.aggregate import Aggregator, chain
@@ -15,8 +15,25 @@ from fedheal.flower.settings import PLACEMENTS
 from fedheal.flower.strategy import FairStrategy
 from fedheal.methods import Method
 
+P = ParamSpec("P")
 
+
+def _take_names_only(preset: Callable[P, FairStrategy]) -> Callable[P, FairStrategy]:
+    """Reject arguments without a name: the first one of Flower's `FedAvg` is a fraction of the nodes, not tau or gamma."""
+
+    @functools.wraps(preset)
+    def make_strategy(*unnamed: P.args, **named: P.kwargs) -> FairStrategy:
+        if unnamed:
+            call = f"{preset.__name__}({', '.join(map(repr, unnamed))})"
+            raise TypeError(f"{call}: name each argument, as in {preset.__name__}(fraction_train=0.5)")
+        return preset(*unnamed, **named)
+
+    return make_strategy
+
+
+@_take_names_only
 def FedHEAL(
+    *,
     tau: float = TAU.default,
     beta: float = BETA.default,
     variant: str = VARIANT.default,
@@ -53,8 +70,13 @@ def FedHEAL(
     return FairStrategy(weights_only, placement="client", tau=tau, **settings)
 
 
+@_take_names_only
 def AFL(
-    gamma: float = AFL_GAMMA.default, floor: float = AFL_FLOOR.default, reset: bool = AFL_RESET.default, **settings: Any
+    *,
+    gamma: float = AFL_GAMMA.default,
+    floor: float = AFL_FLOOR.default,
+    reset: bool = AFL_RESET.default,
+    **settings: Any,
 ) -> FairStrategy:
     """AFL (Mohri et al. 2019); see `fedheal.aggregate.afl` for its parameters.
 
@@ -63,7 +85,8 @@ def AFL(
     return FairStrategy(methods.get("afl", gamma=gamma, floor=floor, reset=reset), **settings)
 
 
-def QFFL(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings: Any) -> FairStrategy:
+@_take_names_only
+def QFFL(*, q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings: Any) -> FairStrategy:
     """q-FFL (Li et al. 2020); see `fedheal.aggregate.qffl` for its parameters.
 
     Clients must send the `loss` of the received model and, by default, `reach`, the effective step of their local steps:
@@ -73,11 +96,13 @@ def QFFL(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings: A
     return FairStrategy(methods.get("qffl", q=q, mode=mode), **settings)
 
 
-def FedFV(alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, **settings: Any) -> FairStrategy:
+@_take_names_only
+def FedFV(*, alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, **settings: Any) -> FairStrategy:
     """FedFV (Wang et al. 2021); see `fedheal.aggregate.fedfv`. Clients must send the `loss` of the received model."""
     return FairStrategy(methods.get("fedfv", alpha=alpha, tau=tau), **settings)
 
 
+@_take_names_only
 def Uniform(**settings: Any) -> FairStrategy:
     """The plain mean over clients, whatever their numbers of examples."""
     return FairStrategy(methods.get("uniform"), **settings)

@@ -3,14 +3,12 @@
 A reply that cannot count is rejected with the reason.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedheal.core.layout import Layout, Packed
+from fedheal.core.parameter import Parameter
 from fedheal.core.state import RunState
 from fedheal.core.updates import Reply, Updates
 from fedheal.flower import messages
@@ -61,9 +60,8 @@ class ReplyRequirements:
 
     def __post_init__(self) -> None:
         for name, bound in (("max_examples", self.max_examples), ("max_norm", self.max_norm)):
-            is_number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
-            if bound is not None and not (is_number and 0 < bound < float("inf")):
-                raise ValueError(f"{name} = {bound!r}: use a finite number above 0")
+            if bound is not None:
+                Parameter(name, 1.0, gt=0).check(bound)
 
 
 @dataclass(frozen=True)
@@ -243,11 +241,11 @@ class Cohort:
     missing_requirement: str | None = None  # what the method needs, if no reply has it
     message_digests: dict[str, str] = field(default_factory=dict)  # by client; of their names, shapes and dtypes
 
-    def skip_all(self, reason: str) -> Cohort:
+    def skip_all(self, reason: str) -> Self:
         """Return the cohort with every client skipped."""
         nobody = Updates([], self.updates.deltas[:0], [], domains=[])
         skipped = self.skipped | dict.fromkeys(self.updates.clients, reason)
-        return Cohort(nobody, {}, skipped, message_digests=self.message_digests)
+        return replace(self, updates=nobody, replies={}, skipped=skipped, missing_requirement=None)
 
 
 class CohortBuilder:
@@ -337,11 +335,9 @@ def _digest_messages(groups: Sequence[Arrays]) -> str:
 def _find_absorb_error(terms: Sequence[Term], layout: Layout, state: RunState, groups: Sequence[Arrays]) -> str | None:
     """Return the error if the terms cannot absorb these messages. It is tried out: only a term knows what it needs."""
     updates = Updates(["client"], torch.zeros(1, layout.sizes().params, dtype=state.model.params.dtype), [1])
-    weights = torch.ones(1, dtype=torch.float64)
-    fixed: dict[str, Any] = {"rounds": 0, "clients": 1, "layout": layout, "slots": {}}
-    context = ServerContext(
-        round=state.round + 1, updates=updates, weights=weights, unnormalised_weights=weights, **fixed
-    )
+    given = dict.fromkeys(("weights", "unnormalised_weights"), torch.ones(1, dtype=torch.float64))
+    number = state.round + 1
+    context = ServerContext(round=number, rounds=0, clients=1, layout=layout, slots={}, updates=updates, **given)
     for term, message, before in zip(terms, groups, state.terms, strict=True):
         try:
             term.absorb(state.model, state.model, [message], before.shared, context)

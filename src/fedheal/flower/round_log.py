@@ -1,12 +1,10 @@
 """What the strategy keeps about clients beside the run's state, and about the round under way until it becomes a record."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +17,6 @@ from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
 
-OLD_KEYS = {"homes": "client_domains", "looks": "message_digests", "tests": "test_examples"}  # in earlier checkpoints
-
 
 @dataclass
 class FederationState:
@@ -32,10 +28,6 @@ class FederationState:
     message_digests: dict[str, str] = field(default_factory=dict)  # of the last messages of its local terms
     test_examples: dict[str, float] = field(default_factory=dict)  # that it last evaluated with
     nodes: dict[str, str] = field(default_factory=dict)  # node -> client: with node keys, ids outlive a run
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**{OLD_KEYS.get(key, key): value for key, value in values.items()})
 
 
 @dataclass

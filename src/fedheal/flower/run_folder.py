@@ -8,8 +8,6 @@ Every round ends with a checkpoint, written after the round's line: a resume rep
 There is a model and a result only while they belong to all the rounds in `rounds.jsonl`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -42,7 +40,6 @@ log = logging.getLogger("flwr.fedheal")
 DECISIVE_SETTINGS = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
 
 _locks: dict[Path, BaseFileLock] = {}  # held by this process
-
 
 # What a run folder holds: the newest state, the federation's, and the rounds.
 ResumedRun = tuple[RunState, FederationState, list[RoundRecord]]
@@ -79,7 +76,7 @@ class RunFolder:
             return None
         arrays, described = checkpoint
         state = RunState.from_arrays(arrays, described, torch.device("cpu"))
-        return state, FederationState.from_json(described["flower"]), files.read_rounds(self.path)
+        return state, FederationState(**described["flower"]), files.read_rounds(self.path)
 
     def _check_settings(self, toml: Path) -> None:
         """Raise ValueError that names a changed setting. The checkpoints' owner is checked too, but tells no names."""
@@ -123,28 +120,23 @@ def _summarise(
         if client_domains.get(client) in test_sizes:
             test_sizes[client_domains[client]] += num_examples
     libraries = {"torch": torch.__version__, "flwr": flwr.__version__}
+    # A simulation's choices that a federation does not have, and what only its clients know.
+    without_choices = {"only": [], "without": [], "pool": False, "classes": [], "data_notes": [], "precision": "fp32"}
+    with_clients = {"device": "clients'", "hardware": "clients'", "data_fingerprint": "", "used_fingerprint": ""}
     return summarise_run(
         history,
         sort_names=True,
         **{key: settings[key] for key in ("method", "algorithm", "data", "seed")},
         rounds=state.round,
         trained=dict(sorted(client_domains.items())),
-        only=[],
-        without=[],
-        pool=False,
-        classes=[],
         test_sizes={domain: round(size) for domain, size in test_sizes.items()},
         dropouts=sum(record.cohort - record.replied for record in history),
         skipped=sum(len(record.report.get("skipped", {})) for record in history),
-        device="clients'",
-        hardware="clients'",
-        precision="fp32",
         threads=torch.get_num_threads(),
-        data_fingerprint="",
-        used_fingerprint="",
-        data_notes=[],
         consistency=bin_consistency(state.aggregator),
         bytes_sent=state.sent,
         bytes_received=state.received,
         versions={"fedheal": __version__, "python": platform.python_version(), **libraries},
+        **without_choices,
+        **with_clients,
     )

@@ -1,18 +1,16 @@
 """The settings of a strategy, checked when it is made."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import nn
 
 from fedheal import methods
-from fedheal.aggregate import Aggregator
+from fedheal.aggregate import Aggregator, reduce
 from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.core.checks import check_among, check_count, check_not_negative, check_share, check_switch
 from fedheal.core.layout import Layout
-from fedheal.flower.masking import check_client_placement
+from fedheal.core.parameter import Parameter
 from fedheal.flower.messages import check_dtypes
 from fedheal.local.fedce import FedCE
 from fedheal.local.scaffold import Scaffold
@@ -51,7 +49,8 @@ class RoundSettings:
             check_count(name, getattr(self, name))
         check_not_negative("wait_seconds", self.wait_seconds)
         for name, least in (("min_replies", 1), ("evaluate_every", 1), ("clients", 1), ("budget", 0)):
-            check_at_least(name, least, getattr(self, name))
+            if (value := getattr(self, name)) is not None:
+                Parameter(name, 1, ge=least).check(value)
 
     @property
     def clients_mask(self) -> bool:
@@ -63,15 +62,17 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
     resolved = methods.get(method) if isinstance(method, str) else method
     if isinstance(resolved, Aggregator):
         resolved = Method((), resolved, name or "custom")
-    if clients_mask:
-        check_client_placement(resolved)
+    # Clients that mask leave the server only the weights.
+    if clients_mask and ("mask" in resolved.aggregator.stage.gives or resolved.aggregator.reduce is not reduce.mean):
+        advice = "use fedheal.flower.FedHEAL(placement='client'), or a method that only gives weights"
+        raise ValueError(
+            f"placement = 'client' with '{resolved.name}', which has a mask or a mean of its own: {advice}"
+        )
     for term in resolved.local:  # two of them need, on the server, what a federation's clients keep to themselves
         if isinstance(term, Scaffold) and term.fair_controls == "p":
             raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
         if isinstance(term, FedCE):
-            raise ValueError(
-                "fedce sends each client its own weight, which no broadcast can carry: simulate it instead"
-            )
+            raise ValueError("fedce sends each client its own weight, which no broadcast can carry: simulate it")
         if term.needs_plain_server:
             check_plain_server(server, term.needs_plain_server)
     return resolved
@@ -85,9 +86,3 @@ def resolve_layout(model: nn.Module | Layout | None) -> Layout | None:
     if layout is not None:
         check_dtypes(layout)
     return layout
-
-
-def check_at_least(name: str, least: int, value: int | None) -> None:
-    """Raise ValueError unless the value is a whole number of at least `least`, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name} = {value!r}: use a whole number, at least {least}")

@@ -6,8 +6,6 @@ differential-privacy wrappers run, calls the same four methods, may change the m
 is the last.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
@@ -23,7 +21,7 @@ from fedheal.aggregate import Aggregator
 from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
-from fedheal.core.checks import check_switch
+from fedheal.core.checks import check_count, check_switch
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
@@ -42,7 +40,7 @@ from fedheal.flower.replies import (
 )
 from fedheal.flower.round_log import FederationState, OpenRound, describe_round
 from fedheal.flower.run_folder import RunFolder
-from fedheal.flower.settings import RoundSettings, check_at_least, resolve_layout, resolve_method
+from fedheal.flower.settings import RoundSettings, resolve_layout, resolve_method
 from fedheal.methods import Method
 from fedheal.methods.server_step import ClientTerms, ServerStep, apply_server_step
 from fedheal.runs.schema import RoundRecord
@@ -85,37 +83,19 @@ class FairStrategy(Strategy):
     """
 
     def __init__(
-        self,
-        method: Aggregator | Method | str,
-        *,
-        model: nn.Module | Layout | None = None,
-        folder: str | Path | None = None,
-        resume: bool = False,
-        data: str = "federation",
-        name: str | None = None,
-        seed: int = 0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        wait_seconds: float = 600.0,
-        min_replies: int = 1,
-        roll_call: bool = False,
-        evaluate_every: int = 1,
-        clients: int | None = None,
-        max_examples: float = 1e9,
-        max_norm: float | None = None,
-        budget: int | None = None,
-        server: Server | None = None,
-        placement: str = "server",
-        tau: float = TAU.default,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
+        self, method: Aggregator | Method | str, *, model: nn.Module | Layout | None = None,
+        folder: str | Path | None = None, resume: bool = False,
+        data: str = "federation", name: str | None = None, seed: int = 0,
+        fraction_train: float = 1.0, fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2, min_evaluate_nodes: int = 2, min_available_nodes: int = 2,
+        wait_seconds: float = 600.0, min_replies: int = 1, roll_call: bool = False,
+        evaluate_every: int = 1, clients: int | None = None,
+        max_examples: float = 1e9, max_norm: float | None = None, budget: int | None = None,
+        server: Server | None = None, placement: str = "server", tau: float = TAU.default,
+        weighted_by_key: str = "num-examples", arrayrecord_key: str = "arrays", configrecord_key: str = "config",
         train_metrics_aggr_fn: MetricsAggregation | None = None,
         evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         arguments = dict(locals())
         check_switch("resume", resume)
         self.settings = RoundSettings(**{field.name: arguments[field.name] for field in fields(RoundSettings)})
@@ -171,7 +151,7 @@ class FairStrategy(Strategy):
             timeout: How many seconds a round waits for replies.
             evaluate_fn: Evaluates the model on the server, called with the round and the model.
         """
-        check_at_least("num_rounds", 0, num_rounds)
+        check_count("num_rounds", num_rounds)
         self._num_rounds, self._timeout = num_rounds, timeout
         result = Result()
         arrays = result.arrays = self.begin(initial_arrays)
@@ -238,12 +218,8 @@ class FairStrategy(Strategy):
         if any(shared):
             records[SHARED] = wire.terms_to_record(shared)
         messages = self._make_messages(nodes, records, config, server_round, MessageType.TRAIN)
-        self._round = OpenRound(
-            number=server_round,
-            requests=self.registry.track_requests(messages),
-            connected=frozenset(connected),
-            bytes_sent=sum(count_bytes(message.content) for message in messages),
-        )
+        requests, bytes_sent = self.registry.track_requests(messages), sum(count_bytes(m.content) for m in messages)
+        self._round = OpenRound(server_round, requests, frozenset(connected), bytes_sent)
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
@@ -257,13 +233,9 @@ class FairStrategy(Strategy):
         terms = {client: ClientTerms(reply.messages) for client, reply in cohort.replies.items()}
         outcome = apply_server_step(self._make_step(cohort), self._state, cohort.updates, terms, num_clients)
         current.record_training(received, cohort, outcome, self.federation)
-        bytes_received = sum(count_bytes(message.content) for message in messages if message.has_content())
-        self.state = replace(
-            outcome.state,
-            round=server_round,
-            sent=outcome.state.sent + current.bytes_sent,
-            received=outcome.state.received + bytes_received,
-        )
+        sent = outcome.state.sent + current.bytes_sent
+        received_bytes = outcome.state.received + sum(count_bytes(m.content) for m in messages if m.has_content())
+        self.state = replace(outcome.state, round=server_round, sent=sent, received=received_bytes)
         self._sent = model_to_record(self._layout, self.state.model)
         current.clock.end_phase("aggregate")
         accepted = set(outcome.accepted)
@@ -379,13 +351,9 @@ class FairStrategy(Strategy):
     def _make_messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
     ) -> list[Message]:
-        instructions = RoundInstructions(
-            round=number,
-            rounds=self._num_rounds,
-            needs=self.requirements.needs,
-            federation=self.federation.federation,
-            tau=self.settings.tau if self.settings.clients_mask else None,
-        )
+        needs, federation = self.requirements.needs, self.federation.federation
+        tau = self.settings.tau if self.settings.clients_mask else None
+        instructions = RoundInstructions(number, self._num_rounds, needs, federation, tau)
         accepted, messages = self.federation.accepted, []
         for_unknown = instructions.with_accepted_rounds(accepted)  # a node without a name may be any client
         for node in nodes:
@@ -423,13 +391,8 @@ class FairStrategy(Strategy):
 
     def _make_step(self, cohort: Cohort) -> ServerStep:
         masks = {client: reply.mask for client, reply in cohort.replies.items() if reply.mask is not None}
-        return ServerStep(
-            aggregator=replace(self.aggregator, reduce=make_masked_mean(masks)) if masks else self.aggregator,
-            optimizer=self.server,
-            terms=self.terms,
-            layout=self._layout,
-            rounds=self._num_rounds,
-        )
+        aggregator = replace(self.aggregator, reduce=make_masked_mean(masks)) if masks else self.aggregator
+        return ServerStep(aggregator, self.server, self.terms, self._layout, self._num_rounds)
 
     def _end_round(self, current: OpenRound) -> None:
         """Record and save the round; a resume does not repeat it from here on."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn import functional
 
@@ -116,5 +115,6 @@ def _join_first_neighbours(points: NDArray[np.float64]) -> Integers:
     similarity = unit @ unit.T
     np.fill_diagonal(similarity, -np.inf)
     nearest = similarity.argmax(axis=1)
-    graph = coo_array((np.ones(len(points)), (np.arange(len(points)), nearest)), shape=(len(points), len(points)))
-    return np.asarray(connected_components(graph, directed=False)[1], np.int64)
+    edges, size = (np.arange(len(points)), nearest), len(points)
+    graph = scipy.sparse.coo_array((np.ones(size), edges), shape=(size, size))
+    return np.asarray(scipy.sparse.csgraph.connected_components(graph, directed=False)[1], np.int64)

@@ -5,8 +5,6 @@ A model maps a batch of images to logits. The models here also have `features(x)
 any `torch.nn.Module`. Initial values depend on torch's global generator alone: seed it before `build`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ Forward and backward have three passes each: sums over chunks of rows, by enough
 fixed order; and the result for every row. Variances come from chunk means and squared deviations (Chan et al., 1979).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -24,18 +22,9 @@ class NormRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        shortcut: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        running_mean: Tensor,
-        running_var: Tensor,
-        batches_tracked: Tensor,
-        momentum: float,
-        eps: float,
-        relu: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor,
+        running_var: Tensor, batches_tracked: Tensor, momentum: float, eps: float, relu: bool,
+    ) -> Tensor:  # fmt: skip
         rows, channels = x.numel() // x.shape[1], x.shape[1]
         width, max_chunks, chunks, chunk_rows = _choose_tiles(rows, channels)
         partials, statistics = _allocate_sums(x, chunks)
@@ -118,20 +107,10 @@ def _moments(x, partials, rows, chunk_rows, channels, chunks, tile_rows: tl.cons
 
 @triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks"])  # type: ignore[untyped-decorator, unused-ignore]
 def _statistics(  # type: ignore[no-untyped-def]
-    partials,
-    statistics,
-    running_mean,
-    running_var,
-    batches_tracked,
-    rows,
-    chunk_rows,
-    channels,
-    chunks,
-    momentum,
+    partials, statistics, running_mean, running_var, batches_tracked, rows, chunk_rows, channels, chunks, momentum,
     eps,
-    max_chunks: tl.constexpr,
-    total_channels: tl.constexpr,
-):
+    max_chunks: tl.constexpr, total_channels: tl.constexpr,
+):  # fmt: skip
     """Compute a channel's mean and inverse deviation from its chunks', and update the running statistics."""
     c, p = tl.program_id(0) * total_channels + tl.arange(0, total_channels), tl.arange(0, max_chunks)
     is_chunk = (p < chunks)[:, None]
@@ -153,19 +132,9 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator, unused-ignore]
 def _apply(  # type: ignore[no-untyped-def]
-    x,
-    shortcut,
-    y,
-    statistics,
-    weight,
-    bias,
-    rows,
-    channels,
-    tile_rows: tl.constexpr,
-    width: tl.constexpr,
-    has_shortcut: tl.constexpr,
-    relu: tl.constexpr,
-):
+    x, shortcut, y, statistics, weight, bias, rows, channels,
+    tile_rows: tl.constexpr, width: tl.constexpr, has_shortcut: tl.constexpr, relu: tl.constexpr,
+):  # fmt: skip
     c = tl.program_id(1) * width + tl.arange(0, width)
     scale = tl.load(statistics + channels + c) * tl.load(weight + c)
     offset = tl.load(bias + c) - tl.load(statistics + c) * scale
@@ -182,22 +151,9 @@ def _apply(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks"])  # type: ignore[untyped-decorator, unused-ignore]
 def _gradient_sums(  # type: ignore[no-untyped-def]
-    dy,
-    x,
-    y,
-    statistics,
-    weight,
-    bias,
-    partials,
-    rows,
-    chunk_rows,
-    channels,
-    chunks,
-    tile_rows: tl.constexpr,
-    width: tl.constexpr,
-    relu: tl.constexpr,
-    has_shortcut: tl.constexpr,
-):
+    dy, x, y, statistics, weight, bias, partials, rows, chunk_rows, channels, chunks,
+    tile_rows: tl.constexpr, width: tl.constexpr, relu: tl.constexpr, has_shortcut: tl.constexpr,
+):  # fmt: skip
     """Sum a chunk's gradient, and its product with the normalised input."""
     p, c = tl.program_id(0), tl.program_id(1) * width + tl.arange(0, width)
     first, last = tl.minimum(p * chunk_rows, rows), tl.minimum((p + 1) * chunk_rows, rows)
@@ -234,22 +190,9 @@ def _reduce_sums(partials, totals, channels, chunks, max_chunks: tl.constexpr, t
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator, unused-ignore]
 def _input_gradient(  # type: ignore[no-untyped-def]
-    dy,
-    x,
-    y,
-    statistics,
-    totals,
-    weight,
-    bias,
-    dx,
-    shortcut_gradient,
-    rows,
-    channels,
-    tile_rows: tl.constexpr,
-    width: tl.constexpr,
-    relu: tl.constexpr,
-    has_shortcut: tl.constexpr,
-):
+    dy, x, y, statistics, totals, weight, bias, dx, shortcut_gradient, rows, channels,
+    tile_rows: tl.constexpr, width: tl.constexpr, relu: tl.constexpr, has_shortcut: tl.constexpr,
+):  # fmt: skip
     c = tl.program_id(1) * width + tl.arange(0, width)
     mean, inverse = tl.load(statistics + c), tl.load(statistics + channels + c)
     scale = inverse * tl.load(weight + c)

@@ -6,8 +6,6 @@ measures both). Elsewhere and in evaluation it is the plain composition. Sums ov
 repeat bit for bit.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import cache
 from types import ModuleType
@@ -21,18 +19,11 @@ def norm_relu(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None, relu: 
     """Return `relu(norm(x) + shortcut)`, without the shortcut if it is None and without ReLU if `relu` is False."""
     kernels = _load_kernels(x.device.type)
     if kernels is not None and isinstance(norm, nn.BatchNorm2d) and _is_supported(norm, x, shortcut):
-        fused: Tensor = kernels.NormRelu.apply(
-            x.contiguous(memory_format=torch.channels_last),
-            shortcut if shortcut is None else shortcut.contiguous(memory_format=torch.channels_last),
-            norm.weight,
-            norm.bias,
-            norm.running_mean,
-            norm.running_var,
-            norm.num_batches_tracked,
-            norm.momentum,
-            norm.eps,
-            relu,
-        )
+        if shortcut is not None:
+            shortcut = shortcut.contiguous(memory_format=torch.channels_last)
+        x = x.contiguous(memory_format=torch.channels_last)
+        running = norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum
+        fused: Tensor = kernels.NormRelu.apply(x, shortcut, norm.weight, norm.bias, *running, norm.eps, relu)
         return fused
     y: Tensor = norm(x)
     if shortcut is not None:

@@ -5,8 +5,6 @@ to launch than to run. Within `cast_weights` the weights are cast together, and 
 (`benchmarks/kernels.py` measures both).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """From finished runs to what a recipe leaves behind: texts, files and sections of the page."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

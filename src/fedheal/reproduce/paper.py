@@ -5,8 +5,6 @@ Columns are the four domains in the order of `DOMAINS`, then AVG and STD. What c
 never corrected here. The paper has one seed, no spread, and chose tau and beta on the test sets.
 """
 
-from __future__ import annotations
-
 DOMAINS = {"digits": ("mnist", "usps", "svhn", "syn"), "office-caltech": ("amazon", "dslr", "caltech", "webcam")}
 
 Numbers = tuple[float, ...]

@@ -1,7 +1,5 @@
 """Our numbers compared with the paper's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,9 +132,8 @@ def _describe_numbers(plan: RecipePlan, results: Sequence[Row], missing: Sequenc
     notes = ["A smoke run: it shows that everything works, and its numbers mean nothing."] if plan.smoke else []
     notes.append(f"Accuracy in percent, {describe_averaging(averaged)}{spread}.")
     if plan.data not in paper.DOMAINS:
-        notes.append(
-            f"The paper has no results on {plan.data}: its numbers are for other data, and no differences are given."
-        )
+        no_results = f"The paper has no results on {plan.data}"
+        notes.append(f"{no_results}: its numbers are for other data, and no differences are given.")
     elif plan.smoke:
         notes.append("The paper's numbers are shown, and no differences are given.")
     elif missing:

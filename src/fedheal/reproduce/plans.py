@@ -1,7 +1,5 @@
 """Recipes, and the runs that they need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -119,10 +117,8 @@ def _select_rows(data_sets: Mapping[str, Sequence[RecipeRow]], patterns: Sequenc
     """Return the rows that match any pattern, by data set; data sets without such rows are left out."""
     for pattern in patterns:
         if not any(_matches(row, [pattern]) for rows in data_sets.values() for row in rows):
-            names = {
-                data: ", ".join(f"{row.label!r} ({row.method})" for row in rows) for data, rows in data_sets.items()
-            }
-            known = "; ".join(f"{rows} on {data}" for data, rows in names.items())
+            names = {data: [f"{row.label!r} ({row.method})" for row in rows] for data, rows in data_sets.items()}
+            known = "; ".join(f"{', '.join(labels)} on {data}" for data, labels in names.items())
             raise ValueError(f"rows = {pattern}: no row has this label or method; the rows are {known}")
     selected = {data: [row for row in rows if _matches(row, patterns or ["*"])] for data, rows in data_sets.items()}
     return {data: rows for data, rows in selected.items() if rows}

@@ -4,11 +4,10 @@ AFL, q-FFL and the released FedHEAL start from equal weights while the paper's F
 part of any gain over FedAvg may be uniform weighting alone.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.reproduce import paper
 from fedheal.reproduce.plans import PAPER_DATA, Claim, Recipe, RecipeRow
 
@@ -29,29 +28,25 @@ OURS = (
 
 
 def _name_with_tau(name: str, data: str) -> str:
-    tau = paper.CHOSEN_TAU.get(data, 0.3)
-    return name + ("" if tau == 0.3 else f":tau={tau}")
+    """Add the tau that the paper chose for a data set to the name of a method with FPHL."""
+    tau = paper.CHOSEN_TAU.get(data, TAU.default)
+    return name if tau == TAU.default or not name.endswith(("fphl", "fedheal")) else f"{name}:tau={tau}"
 
 
 def _make_row(
     label: str, data: str, table: Mapping[str, Mapping[Any, paper.Numbers]], key: Any, method: str = ""
 ) -> RecipeRow:
-    """Return a row with what the paper prints under a key; the method is the key unless given."""
+    """Return a row with what the paper prints under a key; the method is the key, with the paper's tau, unless given."""
+    method = method or _name_with_tau(str(key), data)
     data = PAPER_DATA.get(data, data)
     misprint = paper.MISPRINTS.get((data, str(key)), ((), ""))
-    return RecipeRow(label, method or str(key), table.get(data, {}).get(key, ()), misprint)
+    return RecipeRow(label, method, table.get(data, {}).get(key, ()), misprint)
 
 
 def _make_stacked_row(local: str, stage: str, data: str) -> RecipeRow:
-    method = {"": local, "fedheal": _name_with_tau(f"{local}+fedheal", data)}.get(stage, f"{local}+{stage}")
-    if stage == "uniform" and local in EQUAL_WEIGHTS:
-        method = local
+    method = local if stage == "uniform" and local in EQUAL_WEIGHTS else ""
     key = f"{local}+{stage}" if stage else local
     return _make_row(LOCAL[local] + STAGES[stage], data, paper.TABLE1, key, method)
-
-
-def _list_table1(data: str) -> list[RecipeRow]:
-    return [_make_stacked_row(local, stage, data) for local in LOCAL for stage in STAGES]
 
 
 def _list_table1_claims() -> list[Claim]:
@@ -66,36 +61,26 @@ def _list_table2(data: str) -> list[RecipeRow]:
         # Its tau counts rounds. It is set here, so that a data set's tau for FPHL never reaches it.
         _make_row("FedFV", data, paper.TABLE2, "fedfv", "fedfv:tau=1"),
         UNIFORM,
-        _make_row("FedHEAL", data, paper.TABLE2, "fedavg+fedheal", _name_with_tau("fedavg+fedheal", data)),
+        _make_row("FedHEAL", data, paper.TABLE2, "fedavg+fedheal"),
     ]
 
 
 def _list_ablation(data: str) -> list[RecipeRow]:
-    fphl, both = _name_with_tau("fphl", data), _name_with_tau("fedavg+fedheal", data)
     return [
         _make_row("neither (FedAvg)", data, paper.ABLATION, "fedavg"),
-        _make_row("FPHL", data, paper.ABLATION, "fedavg+fphl", f"fedavg+{fphl}"),
+        _make_row("FPHL", data, paper.ABLATION, "fedavg+fphl"),
         _make_row("FAEL", data, paper.ABLATION, "fedavg+fael"),
-        _make_row("FPHL + FAEL (FedHEAL)", data, paper.ABLATION, "fedavg+fedheal", both),
+        _make_row("FPHL + FAEL (FedHEAL)", data, paper.ABLATION, "fedavg+fedheal"),
         UNIFORM,
-        RecipeRow("FPHL + uniform weights", f"fedavg+uniform+{fphl}"),
+        RecipeRow("FPHL + uniform weights", _name_with_tau("fedavg+uniform+fphl", data)),
     ]
 
 
-def _list_beta(data: str) -> list[RecipeRow]:
-    betas = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-    return [*(_make_row(f"beta = {b:.1f}", data, paper.BETA, b, f"fedavg+fael:beta={b}") for b in betas), UNIFORM]
-
-
-def _list_tau(data: str) -> list[RecipeRow]:
-    """Return FedHEAL with beta = 0.4 and several thresholds of consistency."""
-    taus = [t / 10 for t in range(10)]
-    return [*(_make_row(f"tau = {t:.1f}", data, paper.TAU, t, f"fedavg+fedheal:tau={t}") for t in taus), UNIFORM]
-
-
-def _list_consistency(data: str) -> list[RecipeRow]:
-    """Return FedAvg with and without example weights, which record the directions of updates."""
-    return [RecipeRow("FedAvg", "fedavg+directions"), RecipeRow("uniform weights", "fedavg+uniform+directions")]
+def _list_sweep(
+    data: str, table: Mapping[str, Mapping[Any, paper.Numbers]], stage: str, name: str, values: Iterable[float]
+) -> list[RecipeRow]:
+    rows = [_make_row(f"{name} = {x:.1f}", data, table, x, f"fedavg+{stage}:{name}={x}") for x in values]
+    return [*rows, UNIFORM]
 
 
 def _list_convergence(data: str) -> list[RecipeRow]:
@@ -113,7 +98,7 @@ def _list_headline(data: str) -> list[RecipeRow]:
         _make_row("FedAvg", data, paper.TABLE1, "fedavg"),
         UNIFORM,
         _make_row("FedHEAL (released)", data, paper.TABLE1, "fedavg+fedheal", f"{method}{separator}variant=released"),
-        _make_row("FedHEAL (paper)", data, paper.TABLE1, "fedavg+fedheal", method),
+        _make_row("FedHEAL (paper)", data, paper.TABLE1, "fedavg+fedheal"),
     ]
     if data == "office-caltech":
         return [*first, RecipeRow("FedHEAL per step", f"{method}{separator}per_step=true")]
@@ -128,10 +113,6 @@ def _list_headline(data: str) -> list[RecipeRow]:
         RecipeRow("q-FFL (reweight)", "fedavg+qffl:mode=reweight"),
         *_list_table2(data)[1::-1],
     ]
-
-
-def _set_one_client_per_domain(rounds: int) -> Mapping[str, Any]:
-    return {"clients_per_domain": 1, "block": min(10, max(2, rounds // 2)), "long": min(100, rounds)}
 
 
 RECIPES = {
@@ -151,7 +132,7 @@ RECIPES = {
     ),
     "table1": Recipe(
         "Seven local methods alone, with uniform weights, AFL, q-FFL and FedHEAL",
-        BOTH, _list_table1,
+        BOTH, lambda data: [_make_stacked_row(local, stage, data) for local in LOCAL for stage in STAGES],
         (CONTROL, "SCAFFOLD and FedDyn weigh clients equally by definition: their control is the row itself.", OURS,
          CHOSEN_ON_TEST),
         _list_table1_claims,
@@ -173,24 +154,25 @@ RECIPES = {
     ),
     "beta": Recipe(
         "FAEL alone, by beta",
-        ("digits",), _list_beta,
+        ("digits",), lambda data: _list_sweep(data, paper.BETA, "fael", "beta", (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)),
         (CONTROL, "beta = 0 is FedAvg. The paper prints AVG and STD only, for Digits only.", CHOSEN_ON_TEST),
         figure="sweep",
     ),
     "tau": Recipe(
         "FedHEAL with beta = 0.4, by tau",
-        BOTH, _list_tau,
+        BOTH, lambda data: _list_sweep(data, paper.TAU, "fedheal", "tau", (t / 10 for t in range(10))),
         (CONTROL, "The paper shows tau in a figure without numbers; two of its points are in its other tables (tau = 0 keeps "
          "everything: FAEL alone).", CHOSEN_ON_TEST),
         figure="sweep",
     ),
     "consistency": Recipe(
         "How often parameters move the same way: four clients, one per domain",
-        ("digits",), _list_consistency,
+        ("digits",),
+        lambda data: [RecipeRow("FedAvg", "fedavg+directions"), RecipeRow("uniform weights", "fedavg+uniform+directions")],
         ("The paper: almost half of the parameters of one layer, chosen at random, keep their direction in more than 90 of 100 "
          "rounds. An update of exactly zero counts as an increase.", "By chance alone 0.2 % of the parameters would keep their "
          "direction in all of 10 rounds, and none in more than 90 of 100."),
-        values=_set_one_client_per_domain,
+        values=lambda rounds: {"clients_per_domain": 1, "block": min(10, max(2, rounds // 2)), "long": min(100, rounds)},
         smoke={"rounds": 20, "epochs": 1},
         figure="consistency",
     ),

@@ -1,7 +1,5 @@
 """Trackers: callbacks that write every round of a run to TensorBoard, MLflow or Weights & Biases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -8,8 +8,6 @@ continues without the tracker. A resume continues the same run of the tracking s
 are not written again, and rounds that are missing are filled in.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Track runs in MLflow."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -10,20 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fedheal.runs.schema import RoundRecord
-from fedheal.tracking.base import (
-    LAST_METRIC,
-    RunIdFile,
-    Tracker,
-    import_libraries,
-    make_title,
-    result_metrics,
-    set_environment,
-)
+from fedheal.tracking import base
 
 BATCH = 1000  # the most metrics that MLflow takes at once
 
 
-class MLflow(Tracker):
+class MLflow(base.Tracker):
     """Write to a run of an MLflow experiment.
 
     Args:
@@ -46,7 +36,7 @@ class MLflow(Tracker):
         self._id_folder = Path(folder) if folder is not None else self._database_folder
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import
         database = ("sqlalchemy", "alembic") if self._uri.startswith("sqlite:") else ()
-        self._mlflow, self._entities, *_ = import_libraries("mlflow", "mlflow.entities", *database)
+        self._mlflow, self._entities, *_ = base.import_libraries("mlflow", "mlflow.entities", *database)
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it logs every table it creates
         self._client: Any = None
         self._run: str | None = None
@@ -54,19 +44,19 @@ class MLflow(Tracker):
     def _open(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> set[int]:
         if self._database_folder is not None:
             self._database_folder.mkdir(parents=True, exist_ok=True)
-        with set_environment(MLFLOW_SQLALCHEMYSTORE_POOLCLASS="NullPool"):  # no open connection between two writes
+        with base.set_environment(MLFLOW_SQLALCHEMYSTORE_POOLCLASS="NullPool"):  # no open connection between two writes
             self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)
             experiment_id = self._find_experiment()
-        self._id_file = RunIdFile(self._id_folder, self.name, experiment)
+        self._id_file = base.RunIdFile(self._id_folder, self.name, experiment)
         self._run = self._find_run(self._id_file.read())
         if self._run is None:
-            self._run = str(self._client.create_run(experiment_id, run_name=make_title(experiment)).info.run_id)
+            self._run = str(self._client.create_run(experiment_id, run_name=base.make_title(experiment)).info.run_id)
             parameters = [self._entities.Param(key, str(value)) for key, value in experiment.items()]
             self._client.log_batch(self._run, params=parameters)
             self._id_file.write(self._run)
             return set()
         self._client.update_run(self._run, status="RUNNING")
-        return {point.step for point in self._client.get_metric_history(self._run, LAST_METRIC)}
+        return {point.step for point in self._client.get_metric_history(self._run, base.LAST_METRIC)}
 
     def _find_experiment(self) -> str:
         experiment = self._client.get_experiment_by_name(self._experiment_name)
@@ -95,7 +85,7 @@ class MLflow(Tracker):
             self._client.log_batch(self._run, metrics=points[start : start + BATCH])
 
     def _finish(self, result: Mapping[str, Any]) -> None:
-        self._log(max(self._logged, default=0), result_metrics(result))
+        self._log(max(self._logged, default=0), base.result_metrics(result))
         texts = {key: value for key, value in result.items() if isinstance(value, str)} | result.get("versions", {})
         tags = [self._entities.RunTag(f"fedheal.{key}", value) for key, value in texts.items()]
         self._client.log_batch(self._run, tags=tags)

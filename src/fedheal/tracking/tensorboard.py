@@ -1,7 +1,5 @@
 """Track runs in TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -34,7 +32,9 @@ class TensorBoard(Tracker):
         self._writer: Any = None
 
     def _open(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> set[int]:
-        folder = self._find_subfolder(experiment)
+        # The run's folder is found by a hash: its name may change between a run and its resumption.
+        title, hashed = re.sub(r"[^\w.+=-]+", "_", make_title(experiment)), hash_experiment(experiment)
+        folder = min(self._folder.glob(f"*-{hashed}"), default=self._folder / f"{title}-{hashed}")
         steps = self._read_steps(folder)
         # Readers ignore what older files have at this step or later: rounds that a crash took back.
         purge_step = None if steps is None else len(done) + 1
@@ -42,11 +42,6 @@ class TensorBoard(Tracker):
         if steps is None:
             self._write_experiment(experiment)
         return {step for step in steps or () if step <= len(done)}
-
-    def _find_subfolder(self, experiment: Mapping[str, Any]) -> Path:
-        """Return the run's folder by the experiment's hash, since its name may change between a run and its resumption."""
-        title, hashed = re.sub(r"[^\w.+=-]+", "_", make_title(experiment)), hash_experiment(experiment)
-        return min(self._folder.glob(f"*-{hashed}"), default=self._folder / f"{title}-{hashed}")
 
     def _read_steps(self, folder: Path) -> set[int] | None:
         """Return the rounds that event files hold, or None if there are no such files."""

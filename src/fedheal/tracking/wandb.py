@@ -1,7 +1,5 @@
 """Track runs in Weights & Biases."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Mapping, Sequence

@@ -75,16 +75,14 @@ def average(
 
 
 def mask_block(deltas: Tensor, rows: Integers, mask: CountMask | None, start: int, stop: int) -> Tensor:
-    if deltas.dtype not in (torch.float32, torch.float64) or not deltas.is_contiguous():
+    if mask is None or deltas.dtype not in (torch.float32, torch.float64) or not deltas.is_contiguous():
         return reference.mask_block(deltas, rows, mask, start, stop)
     block = np.empty((len(rows), stop - start))
     _fill_masked(deltas.numpy(), rows, *_unpack_mask(rows, mask), start, stop, block)
     return torch.from_numpy(block)
 
 
-def _unpack_mask(
-    rows: Integers, mask: CountMask | None
-) -> tuple[NDArray[Any], Integers, NDArray[Any], NDArray[Any], int]:
+def _unpack_mask(rows: Integers, mask: CountMask | None) -> tuple[Any, Integers, Any, Any, int]:
     """Return counts, slots, thresholds and sign; sign 0 if there are no counts and everything is kept."""
     if mask is None:
         none = np.zeros(len(rows), np.uint8)
@@ -126,9 +124,8 @@ def _run_blocks(
         if threads == 1 or (stop - start) * cost < 1 << 20:
             work(matrix, first, start, stop)
             continue
-        work(
-            matrix, first, start, start
-        )  # only compiles: in a thread, that could wait for ever for an import of this one
+        # This only compiles: in a thread, that could wait for ever for an import of this one.
+        work(matrix, first, start, start)
         parts = np.linspace(start, stop, min(stop - start, 4 * threads) + 1).astype(int)
         with ThreadPoolExecutor(threads) as pool:
             for future in [pool.submit(work, matrix, first, a, b) for a, b in itertools.pairwise(parts)]:
@@ -306,11 +303,7 @@ def _fill_masked(matrix, rows, table, slots, low, high, sign, start, stop, block
     s = matrix.dtype.type(sign)
     for i in range(rows.size):
         x, y = matrix[rows[i], start:stop], block[i]
-        if sign == 0:
-            for j in range(x.size):
-                y[j] = x[j]
-        else:
-            counts, least, most = table[slots[i], start:stop], low[i], high[i]
-            for j in range(x.size):
-                keep = (counts[j] >= least) if s * x[j] >= 0 else (counts[j] < most)
-                y[j] = x[j] if keep else matrix.dtype.type(0)
+        counts, least, most = table[slots[i], start:stop], low[i], high[i]
+        for j in range(x.size):
+            keep = (counts[j] >= least) if s * x[j] >= 0 else (counts[j] < most)
+            y[j] = x[j] if keep else matrix.dtype.type(0)

@@ -8,8 +8,6 @@ Threads read four floats or sixteen counts at once where the compiler knows that
 that begin at multiples of `layout.ALIGNED`, and blocks of columns that do too, apart from the ragged ends of tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,20 +30,25 @@ PASS_TWO = 1024  # columns a program averages
 mask_block = reference.mask_block
 
 
-def observe(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask) -> UpdateNorms:
-    limits = _copy_to(deltas.device, mask.slots, mask.at_least, mask.below)
-    norms, bad = _scan(deltas, rows, tensors, mask.counts, limits, mask.sign)
-    if bad:
-        _launch_scan(deltas, rows, tensors, mask.counts, limits, mask.sign, step=-1)
-        raise NonFinite(bad)
-    return norms
+def observe(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None) -> UpdateNorms:
+    parts = _scan(deltas, rows, tensors, mask, step=1)
+    owner = _blocks(tuple(tensors), deltas.device).owner
+    # Blocks to tensors by a product with zeros and ones: a fixed order of sums, and one trip to the host. A block that is not
+    # finite would spoil its neighbours there, so rows are checked apart.
+    everything = parts[0].sum(dim=1)
+    by_tensor = torch.nan_to_num(parts[1:], nan=0.0, posinf=0.0) @ owner
+    columns = torch.cat([everything[:, None], *by_tensor.unbind()], dim=1).cpu().numpy()
+    bad = ~np.isfinite(columns[:, 0])
+    if bad.any():
+        if mask is not None:  # take this round's signs out of the counts again
+            _scan(deltas, rows, tensors, mask, step=-1)
+        raise NonFinite(rows[bad].tolist())
+    squares, number = np.split(columns[:, 1:], 2, axis=1)
+    return UpdateNorms(np.ascontiguousarray(squares), number.astype(np.int64))
 
 
 def measure(deltas: Tensor, rows: Integers, tensors: Sequence[int]) -> UpdateNorms:
-    norms, bad = _scan(deltas, rows, tensors, None, None, 0)
-    if bad:
-        raise NonFinite(bad)
-    return norms
+    return observe(deltas, rows, tensors, None)
 
 
 def average(
@@ -59,89 +62,44 @@ def average(
     whole = length - length % ALIGNED
     blocks = triton.cdiv(whole, PASS_TWO)
     unkept = torch.zeros(blocks + 1, dtype=torch.int32, device=device)
-    limits = None if mask is None else _copy_to(device, mask.slots, mask.at_least, mask.below)
-    counts = None if mask is None else mask.counts
+    counts, limits, slot_stride, sign = _unpack_mask(mask, unused=unkept)
     row_index, shares = _copy_to(device, rows)[0], torch.from_numpy(weights).to(device)
     for number, first, last, block in ((blocks, 0, whole, PASS_TWO), (int(whole < length), whole, length, ALIGNED)):
         if number:
             _average[(number,)](
-                before,
-                after,
-                deltas,
-                row_index,
-                shares,
-                counts if counts is not None else unkept,
-                limits if limits is not None else unkept,
-                unkept[blocks:] if first else unkept,
-                first,
-                last,
-                deltas.stride(0),
-                deltas.stride(1),
-                0 if counts is None else counts.stride(0),
-                len(rows),
-                0 if mask is None else mask.sign,
-                block=block,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+                before, after, deltas, row_index, shares, counts, limits, unkept[blocks:] if first else unkept,
+                first, last, deltas.stride(0), deltas.stride(1), slot_stride, len(rows),
+                sign, block=block, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
     return after.to(params.device), int(unkept.sum())
 
 
-def _scan(
-    deltas: Tensor, rows: Integers, tensors: Sequence[int], counts: Tensor | None, limits: Tensor | None, sign: int
-) -> tuple[UpdateNorms, list[int]]:
-    """Do the first pass. Also return the rows that are not finite; their counts have been touched by then."""
-    parts = _launch_scan(deltas, rows, tensors, counts, limits, sign, step=1)
-    owner = _blocks(tuple(tensors), deltas.device).owner
-    # Blocks to tensors by a product with zeros and ones: a fixed order of sums, and one trip to the host. A block that is not
-    # finite would spoil its neighbours there, so rows are checked apart.
-    everything = parts[0].sum(dim=1)
-    by_tensor = torch.nan_to_num(parts[1:], nan=0.0, posinf=0.0) @ owner
-    columns = torch.cat([everything[:, None], *by_tensor.unbind()], dim=1).cpu().numpy()
-    width = len(tensors)
-    bad = ~np.isfinite(columns[:, 0])
-    squares, number = columns[:, 1 : 1 + width], columns[:, 1 + width :]
-    return UpdateNorms(np.ascontiguousarray(squares), number.astype(np.int64)), rows[bad].tolist()
+def _scan(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None, step: int) -> Tensor:
+    """Add `step` to the counts of entries that go up, and measure.
 
-
-def _launch_scan(
-    deltas: Tensor,
-    rows: Integers,
-    tensors: Sequence[int],
-    counts: Tensor | None,
-    limits: Tensor | None,
-    sign: int,
-    step: int,
-) -> Tensor:
-    """Return per row and block the squared norms of all and of the kept entries, and how many are kept, `[3, k, blocks]`."""
+    Return per row and block the squared norms of all and of the kept entries, and how many are kept, `[3, k, blocks]`.
+    """
     device = deltas.device
     cut = _blocks(tuple(tensors), device)
     parts = torch.zeros(3, len(rows), len(cut.starts), dtype=torch.float64, device=device)
-    unused = cut.starts  # a placeholder for arguments that are not read
     row_index = _copy_to(device, rows)[0]
+    counts, limits, slot_stride, sign = _unpack_mask(mask, unused=cut.starts)
     for first, last, block in ((0, cut.whole, STRIDE), (cut.whole, len(cut.starts), ALIGNED)):
         if last > first and len(rows):
             _count[(last - first, len(rows))](
-                deltas,
-                row_index,
-                cut.starts,
-                cut.stops,
-                unused if counts is None else counts,
-                unused if limits is None else limits,
-                parts,
-                deltas.stride(0),
-                deltas.stride(1),
-                0 if counts is None else counts.stride(0),
-                len(rows),
-                len(cut.starts),
-                first,
-                sign,
-                step,
-                ALIGNED if block == STRIDE else 1,
-                block=block,
-                num_warps=4,
-            )
+                deltas, row_index, cut.starts, cut.stops, counts, limits, parts,
+                deltas.stride(0), deltas.stride(1), slot_stride, len(rows), len(cut.starts), first,
+                sign, step, ALIGNED if block == STRIDE else 1, block=block, num_warps=4,
+            )  # fmt: skip
     return parts
+
+
+def _unpack_mask(mask: CountMask | None, unused: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Return counts, limits, the stride of the counts' rows and the sign; without a mask sign 0 and two `unused` tensors."""
+    if mask is None:
+        return unused, unused, 0, 0
+    limits = _copy_to(unused.device, mask.slots, mask.at_least, mask.below)
+    return mask.counts, limits, mask.counts.stride(0), mask.sign
 
 
 @dataclass(frozen=True)
@@ -178,24 +136,10 @@ def _copy_to(device: torch.device, *columns: Integers) -> Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _count(  # type: ignore[no-untyped-def]
-    deltas,
-    rows,
-    starts,
-    stops,
-    counts,
-    limits,
-    parts,
-    row_stride,
-    column_stride,
-    slot_stride,
-    clients,
-    blocks,
+    deltas, rows, starts, stops, counts, limits, parts, row_stride, column_stride, slot_stride, clients, blocks,
     skipped,
-    sign: tl.constexpr,
-    step: tl.constexpr,
-    multiple: tl.constexpr,
-    block: tl.constexpr,
-):
+    sign: tl.constexpr, step: tl.constexpr, multiple: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     b, i = skipped + tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + i)
     first, stop = tl.multiple_of(tl.load(starts + b), multiple), tl.multiple_of(tl.load(stops + b), multiple)
@@ -231,23 +175,10 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _average(  # type: ignore[no-untyped-def]
-    before,
-    after,
-    deltas,
-    rows,
-    weights,
-    counts,
-    limits,
-    unkept,
-    first,
-    last,
-    row_stride,
-    column_stride,
-    slot_stride,
+    before, after, deltas, rows, weights, counts, limits, unkept, first, last, row_stride, column_stride, slot_stride,
     clients,
-    sign: tl.constexpr,
-    block: tl.constexpr,
-):
+    sign: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0)
     columns = first + b.to(tl.int64) * block + tl.arange(0, block)
     inside = columns < last

@@ -11,7 +11,6 @@ buffers and counters are treated like parameters.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -46,10 +45,8 @@ class ConsistencyState(State, kind="consistency"):
 
 def consistency_mask(tau: float, variant: str) -> Stage:
     """Return the stage that gives FPHL's mask."""
-    exact_tau = Fraction(
-        str(tau)
-    )  # the decimal that the user wrote: 0.3 is three tenths, not the nearest binary fraction
-    thresholds, sign = _RULES[variant]
+    exact_tau = Fraction(str(tau))  # the decimal that was written: 0.3 is three tenths, not the nearest binary fraction
+    sign = -1 if variant == "released" else 1  # turns an update that goes up into one that is not negative
 
     def init(layout: Layout) -> State:
         counts = torch.zeros(0, count_entries(layout.sizes(), variant), dtype=torch.uint8)
@@ -58,13 +55,11 @@ def consistency_mask(tau: float, variant: str) -> Stage:
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, ConsistencyState)
         if before.sign != sign:
-            raise ValueError(
-                "this state counts signs by the rule of the other variant: it was made by another aggregator"
-            )
+            raise ValueError("this state counts signs by the other variant's rule: it was made by another aggregator")
         has, needed = before.counts.shape[1], count_entries(draft.sizes, variant)
         if has != needed:
             raise ValueError(
-                f"this state has sign counts for {has} entries, the model has {needed}: it was made for another one"
+                f"this state has sign counts for {has} entries, the model has {needed}: it is for another one"
             )
         clients, slots = index_clients(before.clients, draft.clients)
         n = extend_column(before.n, len(clients))
@@ -72,7 +67,7 @@ def consistency_mask(tau: float, variant: str) -> Stage:
         wide_enough = (dtype for dtype in COUNT_DTYPES if torch.iinfo(dtype).max > n[slots].max())
         dtype = max(before.counts.dtype, next(wide_enough), key=lambda dtype: torch.iinfo(dtype).bits)
         counts = grow_counts(before.counts, len(before.clients), len(clients), dtype, draft)
-        at_least, below = np.array([thresholds(exact_tau, int(m)) for m in n[slots]], np.int64).T
+        at_least, below = np.array([_compute_thresholds(exact_tau, int(m), variant) for m in n[slots]], np.int64).T
         mask = CountMask(counts=counts, slots=slots, at_least=at_least, below=below, sign=sign)
         norms = draft.kernel.observe(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
         if variant == "released":
@@ -87,23 +82,17 @@ def count_entries(sizes: Sizes, variant: str) -> int:
     return sizes.params + (sizes.buffers + sizes.counters if variant == "released" else 0)
 
 
-def _compute_paper_thresholds(tau: Fraction, n: int) -> tuple[int, int]:
-    """Counts include this round: going up is kept with `pos >= ceil(tau n)`, going down with `n - pos` as many."""
-    need = math.ceil(tau * n)
-    return need, n - need + 1
+def _compute_thresholds(tau: Fraction, n: int, variant: str) -> tuple[int, int]:
+    """Return a `CountMask`'s `at_least` and `below` for n participations; its counts include this round.
 
-
-def _compute_released_thresholds(tau: Fraction, n: int) -> tuple[int, int]:
-    """Of the history before this round more than tau is needed; `pos` already includes this round."""
+    In the paper's form going up is kept with `pos >= ceil(tau n)`, going down with `n - pos` as many. In the released one
+    more than tau is needed of the history before this round.
+    """
+    if variant == "paper":
+        need = math.ceil(tau * n)
+        return need, n - need + 1
     need = math.floor(tau * (n - 1)) + 1
     return (need + 1, n - need) if n > 1 else (0, 2)
-
-
-# variant -> the thresholds (at_least, below) for n participations, and the sign that turns an update into "up"
-_RULES: dict[str, tuple[Callable[[Fraction, int], tuple[int, int]], int]] = {
-    "paper": (_compute_paper_thresholds, 1),
-    "released": (_compute_released_thresholds, -1),
-}
 
 
 def grow_counts(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draft: Draft) -> Tensor:

@@ -51,10 +51,9 @@ def forgetting_mask(gamma: float, tau: float, variant: str, soft: bool) -> Stage
         before = expect(state, ForgettingState)
         has, needed = (before.counts.shape[1], before.sign), (count_entries(draft.sizes, variant), sign)
         if has != needed:
-            state_has = f"this state has faded counts for {has[0]} entries by the rule of sign {has[1]}"
-            raise ValueError(
-                f"{state_has}, this aggregator needs {needed[0]} and {needed[1]}: it was made by another one"
-            )
+            problem = f"this state has faded counts for {has[0]} entries by the rule of sign {has[1]}"
+            problem += f", this aggregator needs {needed[0]} and {needed[1]}"
+            raise ValueError(f"{problem}: it was made by another one")
         clients, slots = index_clients(before.clients, draft.clients)
         n = extend_column(before.n, len(clients))
         n[slots] = keep * n[slots] + 1

@@ -25,17 +25,10 @@ def soft_mask(tau: float, variant: str) -> Stage:
         draft, after = hard.apply(draft, state)
         counts = draft.mask
         assert isinstance(counts, CountMask)
-        total = expect(after, ConsistencyState).n[counts.slots] - int(past)
-        mask = SoftMask(
-            counts=counts.counts,
-            slots=counts.slots,
-            total=total.astype(np.float64),
-            # `at_least` includes this round's own sign where the history does not.
-            need=(counts.at_least - int(past)).astype(np.float64),
-            past=past,
-            sign=counts.sign,
-            soft=True,
-        )
+        total = (expect(after, ConsistencyState).n[counts.slots] - int(past)).astype(np.float64)
+        need = (counts.at_least - int(past)).astype(np.float64)  # which includes this round's own sign, unlike the past
+        table, slots, sign = counts.counts, counts.slots, counts.sign
+        mask = SoftMask(counts=table, slots=slots, total=total, need=need, past=past, sign=sign, soft=True)
         norms = reference.measure_masked(draft.updates.deltas, draft.rows, draft.sizes.lengths, mask)
         return replace(draft, kernel=reference, mask=mask, norms=norms), after
 

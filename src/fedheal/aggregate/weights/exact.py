@@ -13,7 +13,7 @@ the hull of its columns, and that is a non-negative least squares problem in dis
 from dataclasses import replace
 
 import numpy as np
-from scipy.optimize import nnls
+import scipy
 
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.gram import compute_gram
@@ -81,7 +81,7 @@ def solve_weights(gram: Floats, reference: Floats, ridge: float, floor: float) -
     target = np.concatenate([centre @ np.diag(unit), np.sqrt(ridge * m) * reference]) / np.sqrt(m)
     # p = floor + free * x with x on the simplex, so rows @ p - target = (free * rows + (rows @ floor - target) 1^T) x.
     hull = free * rows + (rows.sum(axis=1) * floor - target)[:, None]
-    y, _ = nnls(np.vstack([hull, np.ones(m)]), np.append(np.zeros(len(hull)), 1.0), maxiter=30 * m)
+    y, _ = scipy.optimize.nnls(np.vstack([hull, np.ones(m)]), np.append(np.zeros(len(hull)), 1.0), maxiter=30 * m)
     p = floor + free * _polish(hull, y / y.sum())
     residual = compute_kkt_residual(rows, target, p, floor)
     if not residual <= TOLERANCE:

@@ -17,7 +17,6 @@ from importlib import resources
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 
 from fedheal.data.domains import Domain, Domains, Split, fingerprint
 from fedheal.data.embedded import scenes
@@ -72,6 +71,8 @@ def _load_glyphs(part: str) -> Ints:
 
 
 def _draw_handwritten() -> Domain:
+    from sklearn.datasets import load_digits  # importing it takes a second, and only these digits need it
+
     pens = load_digits()
     images = scenes.draw_handwritten(pens.images.astype(np.int64))
     labels, cut = pens.target, WRITERS_BOUNDARY

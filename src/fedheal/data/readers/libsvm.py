@@ -6,7 +6,6 @@ import io
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_svmlight_file
 
 from fedheal.data.readers.streams import open_stream
 from fedheal.data.splits import Pixels
@@ -17,6 +16,8 @@ MAX_BYTES = 1 << 26  # of text; USPS has about 20 MB
 
 def read_libsvm_images(path: Path, classes: int) -> Pixels:
     """Return grey 16 x 16 images and their labels. Pixels that a line leaves out are background."""
+    from sklearn.datasets import load_svmlight_file  # importing it takes a second, and few runs read such files
+
     with open_stream(path) as stream:
         text = stream.read(MAX_BYTES)
         if stream.read(1):
