@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from fedheal.core.clock import Clock
+from fedheal.core.errors import CustomPartError
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
 from fedheal.core.updates import Collector
@@ -98,7 +99,10 @@ def run_rounds(
     while state.round < last:
         number = state.round + 1
         evaluate = number % eval_every == 0 or number == last
-        state, record = run_round(federation, state, engine, evaluate, before_server_step)
+        try:
+            state, record = run_round(federation, state, engine, evaluate, before_server_step)
+        except CustomPartError as error:
+            raise CustomPartError(f"round {number}: {error}") from error.__cause__
         yield state, record
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from fedheal import methods
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
+from fedheal.core.checks import check_type
 from fedheal.core.state import RunState
 from fedheal.data.domains import Domains, fingerprint, fingerprint_used
 from fedheal.engine import check_engine, open_engine
@@ -78,6 +79,7 @@ def run(
     Raises:
         ValueError: The experiment cannot be run, or the folder holds something else.
     """
+    check_type("experiment", experiment, Experiment, "give an Experiment, such as Experiment(method='fedheal')")
     device = resolve_device(experiment.device)
     domains = load_domains(experiment)
     folder = None if out is None else Path(out)
