@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import runpy
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +101,24 @@ def test_updates_without_the_models_buffers_warn_once_with_the_remedy() -> None:
     other = aggregate.uniform()
     with pytest.warns(UserWarning, match="buffer values"):
         other.apply(model, bare, other.init(layout))
+
+
+def test_the_example_moves_running_statistics() -> None:
+    path = Path(__file__).parents[2] / "examples" / "aggregate.py"
+    module = runpy.run_path(str(path))["train_network"](aggregate.fedavg(), rounds=1)
+    assert bool((module[1].running_mean != 0).all())
+    assert int(module[1].num_batches_tracked) == 5
+
+
+@pytest.mark.slow
+def test_a_new_process_restores_a_state(tmp_path: Path) -> None:
+    """Only what `fedheal.aggregate` imports knows the kinds of states there."""
+    layout, aggregator = Layout.of(make_module()), aggregate.fedheal()
+    updates = Updates.from_modules(make_module(), train_copies(make_module()))
+    state = aggregator.apply(layout.pack(make_module().state_dict()), updates, aggregator.init(layout)).state
+    state.save(tmp_path / "one")
+    code = (
+        "import sys; from fedheal.aggregate import AggregatorState;AggregatorState.load(sys.argv[1]).save(sys.argv[2])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "one"), str(tmp_path / "two")], check=True)
+    assert aggregate.AggregatorState.load(tmp_path / "two") == state
