@@ -19,10 +19,7 @@ from fedheal import Experiment
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import RoundRecord
 from tiny_data import quick
-
-
-def bits(module: nn.Module) -> dict[str, bytes]:
-    return {name: value.numpy().tobytes() for name, value in module.state_dict().items()}
+from tiny_runs import bits
 
 
 def run(out: Path | None = None, resume: bool = False, callbacks: Any = (), **keys: Any) -> fedheal.Result:
