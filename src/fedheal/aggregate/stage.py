@@ -41,11 +41,10 @@ class Stage:
         """Apply the stage and check what it returns. Raise `CustomPartError` if a user's own stage fails."""
         returned = call_custom("stage", self.name, self.apply, draft, state)
         draft, after = check_returned("stage", returned, Draft, State)
-        columns = {key: getattr(draft, key) for key in ("weights", "unnormalised_weights")}
-        lists = {key: value for key, value in columns.items() if not isinstance(value, np.ndarray | None)}
-        return replace(
-            draft, **{key: _to_column(key, value) for key, value in lists.items()}
-        ) if lists else draft, after
+        for key in ("weights", "unnormalised_weights"):
+            if not isinstance(value := getattr(draft, key), np.ndarray | None):
+                draft = replace(draft, **{key: _to_column(key, value)})
+        return draft, after
 
 
 def _to_column(key: str, value: Any) -> Any:

@@ -1,7 +1,5 @@
 """Comparisons and reports in Python: `fedheal.compare` and `fedheal.make_report`."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass

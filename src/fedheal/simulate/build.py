@@ -1,7 +1,5 @@
 """Build a federation from an experiment: its data, clients, model and method on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any

@@ -4,8 +4,6 @@ The file of an experiment cannot hold an object. It has a description, "name@fin
 a run is resumed with the same object only.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import inspect

@@ -3,8 +3,6 @@
 sample a cohort -> train each client from the global model -> server step -> evaluate -> record.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 

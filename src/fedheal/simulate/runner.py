@@ -129,10 +129,10 @@ def run(
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         saver = _Saver(folder, experiment, used, state)
         state = _train_to_end(federation, state, history, saver, watchers)
+        facts = _describe_run(experiment, state, federation, domains, used)
         model = select_evaluated_model(federation, state.model, state.terms, sorted(federation.client_domains))
         federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
-        summary = summarise_run(history, **_describe_run(experiment, state, federation, domains, used))
-        result = _make_result(summary, history, federation.local_training.module, folder)
+        result = _make_result(summarise_run(history, **facts), history, federation.local_training.module, folder)
         if folder is not None:
             files.save_tensors(folder / "model.safetensors", result.model.state_dict())
             files.write_result(folder, result.summary)
