@@ -48,6 +48,7 @@ def test_it_is_shown_as_a_table_and_sentences(compared: tuple[fedheal.Report, Pa
 def test_repeating_it_runs_nothing_again(compared: tuple[fedheal.Report, Path], monkeypatch: Any) -> None:
     report, folder = compared
     monkeypatch.setattr("fedheal.campaign.pool.run_job", None)
+    assert [row.seed for row in fedheal.compare("fedavg", tiny_data.load(), "0-1", folder, **FIELDS).rows] == [0, 1]
     again = fedheal.compare(["fedavg", "fedavg+uniform"], tiny_data.load(), [0, 1], folder, **FIELDS)
     assert [row.domains for row in again.rows] == [row.domains for row in report.rows[:4]]
 

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "unpack": (lambda: LAYOUT.unpack(MODULE.state_dict()), r"packed is an OrderedDict: give what `pack`"),
     "of": (lambda: Layout.of(MODULE.state_dict()), r"module is an OrderedDict: give the module itself"),
     "from_modules": (lambda: Updates.from_modules(MODULE.state_dict(), {}), r"module is an OrderedDict"),
+    "clients": (lambda: Updates.from_modules(MODULE, [MODULE]), r"clients is a list: give \{client: \(module, num_"),
     "get": (lambda: methods.get(None), r"name is a NoneType: give a method's name"),
 }
 

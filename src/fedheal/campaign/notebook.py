@@ -55,7 +55,7 @@ class Report:
 
 
 def compare(
-    methods: Sequence[str | Method],
+    methods: str | Sequence[str | Method],
     data: Any = "embedded",
     seeds: int | str | Sequence[int] = 5,
     out: str | Path | None = None,
@@ -86,6 +86,7 @@ def compare(
     values = fields | {"data": data}
     objects = wrap_objects(values)  # once, not for every run
     values |= objects
+    methods = [methods] if isinstance(methods, str) else methods
     own = [method for method in methods if isinstance(method, Method)]
     if jobs != 1 and (objects or own):
         raise ValueError(f"jobs = {jobs}: data, models and methods given as objects stay in this process; use jobs=1")

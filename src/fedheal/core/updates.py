@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedheal.core.arrays import Array, as_tensor
+from fedheal.core.checks import check_type
 from fedheal.core.layout import ALIGNED, Layout, Packed
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -114,6 +115,7 @@ class Updates:
         >>> Updates.from_modules(received, {"a": (trained, 2)}).buffers
         tensor([[0.2000, 1.1000]])
         """
+        check_type("clients", clients, Mapping, "give {client: (module, num_examples)}")
         layout = Layout.of(received)
         before = layout.pack(received.state_dict())
         trained = [_pack_client(layout, client, given) for client, given in clients.items()]
