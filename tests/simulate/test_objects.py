@@ -178,6 +178,16 @@ def test_a_module_that_refuses_to_be_copied_is_a_sentence() -> None:
         quick(model=Stuck(2, 3))
 
 
+def test_an_address_in_a_module_s_text_does_not_change_its_description() -> None:
+    class Telling(nn.Sequential):
+        def extra_repr(self) -> str:
+            return f"made by {object()}"
+
+    assert quick(model=Telling(*tiny_data.linear(3))).model != quick(model=Telling(*tiny_data.linear(3))).model
+    layers = tiny_data.linear(3)
+    assert quick(model=Telling(*layers)).model == quick(model=Telling(*layers)).model
+
+
 def test_a_model_that_does_not_cross_processes_is_refused_with_the_remedy() -> None:
     class Local(nn.Sequential):
         pass
