@@ -75,6 +75,9 @@ def test_what_cannot_be_is_a_sentence(tmp_path: Path) -> None:
         fedheal.compare(["fedavg"], tiny_data.load, jobs=2, out=tmp_path)
     with pytest.raises(ValueError, match="name at least one method"):
         fedheal.compare([], tiny_data.load, out=tmp_path)
+    unnamed = [Method((), aggregate.fedavg()), Method((), aggregate.uniform())]
+    with pytest.raises(ValueError, match="two of the methods have the same name"):
+        fedheal.compare(unnamed, tiny_data.load, out=tmp_path)
     with pytest.raises(ValueError, match="there is no finished run"):
         fedheal.make_report(tmp_path)
     with pytest.raises(ValueError, match="does not exist"):

@@ -98,6 +98,8 @@ def compare(
     for method in own:
         experiments = [Experiment.of(values | {"method": method, "seed": seed}) for seed in numbers]
         planned += [Job(experiment, folder / experiment.folder_name) for experiment in experiments]
+    if len({job.folder for job in planned}) < len(planned):
+        raise ValueError("two of the methods have the same name: give each Method a name of its own")
     for _ in run_all(planned, jobs):
         pass
     return _build_report([load_summary(job.folder) for job in planned], reference)
