@@ -20,8 +20,10 @@ FIELDS = {
     "name": "the run folder's name; made of method, data and seed if empty",
     "method": "a method's name, your own as `package.module:function`, or in Python a `Method`; its parameters may stand "
     "beside the fields",
-    "data": "a data set's name (`fedheal data list`), or your own as `package.module:function`",
-    "model": "a model's name, or your own as `package.module:factory`",
+    "data": "a data set's name (`fedheal data list`), your own as `package.module:function`, or in Python a `Domains` or a "
+    "function that returns one",
+    "model": "a model's name, your own as `package.module:factory`, or in Python a module, whose values every run starts from, "
+    "or a function `(num_classes[, input_shape])`",
     "width": "the model's width, where it has one; its own default if not given",
     "rounds": "communication rounds",
     "seed": "of the split, the cohorts, the batches and the initial model",

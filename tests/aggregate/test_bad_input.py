@@ -649,7 +649,8 @@ def test_models_that_do_not_fit(make):
 @everyone
 def test_without_buffers_in_the_updates_those_of_the_model_stay(make):
     aggregator, start = make(), model()
-    out = aggregator.apply(start, replace_(updates(), buffers=None, counters=None), aggregator.init(LAYOUT))
+    with pytest.warns(UserWarning, match="running statistics"):
+        out = aggregator.apply(start, replace_(updates(), buffers=None, counters=None), aggregator.init(LAYOUT))
     assert bits(out.model)[1:] == bits(start)[1:]
     assert bits(out.model)[0] != bits(start)[0]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,3 +135,42 @@ def test_a_run_comes_back() -> None:
     assert after.terms[0].slots[ODD]["c"].tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="'run' is expected"):
         RunState.from_arrays(*stored(inner()))
+
+
+def test_states_compare_by_value() -> None:
+    one, two = outer(), outer()
+    assert (one == two) is True
+    assert (one != two) is False
+    assert replace(two, by_name={"x.y": torch.zeros(2)}) != one
+    assert replace(two, by_name={"x.y": torch.ones(2, dtype=torch.float64)}) != one
+    assert replace(two, by_name={}) != one
+    assert replace(two, number=4) != one
+    assert replace(two, inner=inner(1)) != one
+    assert one != inner()
+    assert one != "another thing"
+    with pytest.raises(TypeError, match="unhashable type: 'Outer'"):
+        hash(one)
+
+
+def test_a_state_goes_to_a_file_and_back(tmp_path: Path) -> None:
+    shared = torch.ones(2)
+    state = replace(outer(), by_name={"a": shared, "b": shared})  # safetensors refuses shared memory
+    state.save(tmp_path / "state.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+    assert State.load(tmp_path / "state.safetensors") == state
+    assert Outer.load(str(tmp_path / "state.safetensors")) == state
+
+
+def test_a_file_that_holds_no_such_state_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    outer().save(path)
+    with pytest.raises(ValueError, match=r"state\.safetensors: .*'test-inner' is expected"):
+        Inner.load(path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"state\.safetensors is damaged"):
+        State.load(path)
+    path.write_bytes(save({"x": torch.ones(1)}))
+    with pytest.raises(ValueError, match="state of kind None is unknown"):
+        State.load(path)
+    with pytest.raises(FileNotFoundError):
+        State.load(tmp_path / "absent")

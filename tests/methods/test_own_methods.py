@@ -14,17 +14,21 @@ import fedheal
 from fedheal import methods
 from fedheal.aggregate.registry import STAGES
 from fedheal.cli import app
+from fedheal.core.errors import CustomPartError
 from fedheal.local.fedprox import FedProx
 from fedheal.runs.folder import read_rounds
 from tiny_data import quick, words
 
 MINE = """
+from dataclasses import replace
+import torch
 from fedheal.aggregate import Aggregator, chain
 from fedheal.aggregate.presets import get_reducer
-from fedheal.aggregate.stage import Stage
+from fedheal.aggregate.stage import Stage, stateless
 from fedheal.aggregate.registry import STAGES
 from fedheal.core.state import Nothing
 from fedheal.local.fedprox import FedProx
+from fedheal.local.term import Term
 from fedheal.methods import Local, get
 
 NUMBER = 3
@@ -75,6 +79,31 @@ def returning(what: str = "word"):
 
 def lost():
     return Stage(lambda layout: Nothing(), lambda draft, state: draft)
+
+def weighing(how: str = "list"):
+    made = {
+        "list": lambda draft: [2] * len(draft.rows),
+        "tensor": lambda draft: torch.ones(len(draft.rows)),
+        "words": lambda draft: ["much"] * len(draft.rows),
+    }
+    return stateless(lambda draft: replace(draft, weights=made[how](draft)))
+
+def root(first: int = 1):
+    def apply(draft, state):
+        if len(draft.updates.clients) < first:
+            raise ValueError(f"too few of {first}")
+        return draft, state
+    return Stage(lambda layout: Nothing() if first else {}[0], apply)
+
+def reducing():
+    return Aggregator(chain(), lambda draft, weights: 1 / 0)
+
+class Failing(Term):
+    def loss(self, batch, ctx):
+        return None if ctx.round < 2 else batch.nothing
+
+def failing():
+    return Failing()
 """
 
 
@@ -109,6 +138,8 @@ def trained(name: str, **keys: Any) -> bytes:
         ("mine:average:fair=true", "uniform"),
         ("mine:whole:mu=0.2,times=3", "fedprox:mu=0.6+fedheal"),
         ("mine:plain", "fedavg"),
+        ("mine:weighing", "uniform"),
+        ("mine:weighing:how=tensor", "uniform"),
     ],
 )
 def test_a_part_of_ones_own_does_what_the_table_s_does_to_the_bit(name: str, same: str) -> None:
@@ -189,6 +220,32 @@ def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
     fedheal.run(quick(), tmp_path / "one", progress=False)  # another experiment: the first has left nothing
     assert fedheal.Experiment.read(tmp_path / "one" / "experiment.toml").identity == quick().identity
     assert [record.round for record in read_rounds(tmp_path / "one")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "why"),
+    [
+        ("mine:root:first=9", ValueError, r"round 1: your stage `mine:root` raised ValueError: too few of 9 \(mine_"),
+        ("mine:root:first=0", KeyError, r"your stage `mine:root` raised KeyError: 0 \("),
+        ("fphl+mine:root:first=9", ValueError, r"round 1: your stage `mine:root` raised ValueError"),
+        (
+            "mine:reducing",
+            ZeroDivisionError,
+            r"your reducer `mine:reducing.<locals>.<lambda>` raised ZeroDivisionError",
+        ),
+        ("mine:failing", AttributeError, r"round 2: your term `mine:Failing` raised AttributeError: .*'nothing'"),
+    ],
+)
+def test_what_a_part_of_ones_own_raises_is_named_and_is_the_cause(name: str, cause: type, why: str) -> None:
+    with pytest.raises(CustomPartError, match=own(why)) as error:
+        fedheal.run(quick(method=own(name)), progress=False)
+    assert "\n" not in str(error.value)
+    assert type(error.value.__cause__) is cause
+
+
+def test_weights_that_are_no_numbers_are_a_sentence() -> None:
+    with pytest.raises(ValueError, match="a stage gave weights as a list: give a numpy array of floats"):
+        trained("mine:weighing:how=words")
 
 
 def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:

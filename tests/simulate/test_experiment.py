@@ -15,10 +15,7 @@ from fedheal import methods
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment, parse_override
 from tiny_data import QUICK, quick
-
-
-def bits(module: Any) -> dict[str, bytes]:
-    return {name: value.numpy().tobytes() for name, value in module.state_dict().items()}
+from tiny_runs import bits
 
 
 def again(experiment: Experiment) -> Experiment:

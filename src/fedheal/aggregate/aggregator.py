@@ -1,7 +1,8 @@
 """An aggregator: stages that fill in a draft and a reducer that makes the new model, as one pure function of arrays."""
 
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from fedheal.aggregate import kernels, reduce
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.stage import Stage, check_returned
+from fedheal.aggregate.stage import Stage, call_custom, check_returned
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite, find_bad_updates
 from fedheal.core.arrays import Floats, Integers, as_tensor, normalise_weights
+from fedheal.core.checks import check_type
+from fedheal.core.errors import name_if_custom
 from fedheal.core.layout import Layout, Packed, Sizes
 from fedheal.core.state import State, expect
 from fedheal.core.updates import Updates
@@ -54,6 +57,7 @@ class Aggregator:
     reduce: Reducer = reduce.mean
     on_bad_update: str = "raise"
     kernel: str = "auto"
+    _warned: set[Sizes] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.on_bad_update not in ("raise", "skip"):
@@ -61,8 +65,9 @@ class Aggregator:
         kernels.check_kernel(self.kernel)
 
     def init(self, layout: Layout) -> AggregatorState:
-        """Return the state before the first round."""
-        return AggregatorState(layout.sizes(), self.stage.init(layout))
+        """Return the state before the first round. Raise TypeError if `layout` is no `Layout`."""
+        check_type("layout", layout, Layout, "give the layout of the model, Layout.of(module)")
+        return AggregatorState(layout.sizes(), self.stage.start(layout))
 
     def apply(self, model: Any, updates: Updates, state: State, donate: bool = False) -> Aggregated:
         """Make the new global model of one round from the old one and a cohort's updates.
@@ -75,10 +80,16 @@ class Aggregator:
 
         Raises:
             BadUpdate: A client's update cannot be used, and `on_bad_update` is `"raise"`.
-            ValueError: Model, updates or state do not fit this aggregator, or the new model would not be finite.
+            ValueError: Model, updates or state do not fit this aggregator, or the new model would not be finite; a user's
+                own stage or reducer failed (`CustomPartError`).
+            TypeError: Model or updates are of another type.
         """
+        check_type(
+            "updates", updates, Updates, "give Updates(clients, deltas, num_examples) or Updates.from_modules(...)"
+        )
         state = expect(state, AggregatorState)
         packed = _pack_model(model, updates, state.sizes)
+        self._warn_of_missing_buffers(updates, state.sizes)
         bad = find_bad_updates(updates, state.sizes, self.stage.needs)
         while True:
             if bad and self.on_bad_update == "raise":
@@ -100,6 +111,18 @@ class Aggregator:
             model=new_model, weights=weights[0], unnormalised_weights=weights[1], state=state, report=report
         )
 
+    def _warn_of_missing_buffers(self, updates: Updates, sizes: Sizes) -> None:
+        """Warn, once for each layout, if running statistics stay as they are because no update carries them."""
+        if sizes.buffers and updates.clients and updates.buffers is None and sizes not in self._warned:
+            self._warned.add(sizes)
+            warnings.warn(
+                f"the model has {sizes.buffers} buffer values, such as BatchNorm's running statistics, and the updates carry "
+                "none: they stay as they were in every round. Use Updates.from_modules, or give buffers= and counters= of "
+                "each client's packed model",
+                UserWarning,
+                stacklevel=3,
+            )
+
     def _aggregate(
         self, model: Packed, updates: Updates, rows: Integers, state: AggregatorState, donate: bool
     ) -> tuple[Any, Floats, Floats, AggregatorState, dict[str, Any]]:
@@ -108,12 +131,13 @@ class Aggregator:
             return _copy_model(model), np.zeros(0), np.zeros(0), state, {}
         kernel = kernels.choose_kernel(self.kernel, updates.deltas)
         draft = Draft(sizes=state.sizes, model=model, updates=updates, rows=rows, kernel=kernel, donate=donate)
-        draft, after = check_returned("stage", self.stage.apply(draft, state.stage), Draft, State)
+        draft, after = self.stage.run(draft, state.stage)
         state = replace(state, stage=after)
         weights, unnormalised_weights = _final_weights(draft)
         if not weights.any():
             return _copy_model(model), weights, np.zeros_like(weights), state, {}
-        new_model, report = check_returned("reducer", self.reduce(draft, weights), Packed, Mapping)
+        returned = call_custom("reducer", name_if_custom(self.reduce), self.reduce, draft, weights)
+        new_model, report = check_returned("reducer", returned, Packed, Mapping)
         _check_overflow(new_model, model, updates, rows)
         return new_model, weights, unnormalised_weights, state, {**draft.report, **report}
 

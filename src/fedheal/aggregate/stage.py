@@ -7,10 +7,14 @@ weights whatever the order they are named in, since weights may depend on what i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from fedheal.aggregate.draft import Draft
+from fedheal.aggregate.validate import NonFinite
+from fedheal.core.errors import CustomPartError, frame_error, name_if_custom
 from fedheal.core.layout import Layout
 from fedheal.core.state import Nothing, State, expect
 
@@ -24,11 +28,52 @@ class Stage:
     needs: frozenset[str] = frozenset()  # client metrics it must be given; "domain" stands for the clients' domains
     gives: frozenset[str] = frozenset({"weights"})  # "weights", "mask", both, or nothing if the stage only reports
     parts: tuple[Stage, ...] | None = None  # the stages of a chain in the order they run; None if this is no chain
+    name: str = ""  # of a user's own stage, for error messages; by default that of `apply`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or name_if_custom(self.apply))
+
+    def start(self, layout: Layout) -> State:
+        """Return the state before the first round. Raise `CustomPartError` if a user's own stage fails."""
+        return call_custom("stage", self.name, self.init, layout)  # type: ignore[no-any-return]
+
+    def run(self, draft: Draft, state: State) -> tuple[Draft, State]:
+        """Apply the stage and check what it returns. Raise `CustomPartError` if a user's own stage fails."""
+        returned = call_custom("stage", self.name, self.apply, draft, state)
+        draft, after = check_returned("stage", returned, Draft, State)
+        for key in ("weights", "unnormalised_weights"):
+            if not isinstance(value := getattr(draft, key), np.ndarray | None):
+                draft = replace(draft, **{key: _to_column(key, value)})
+        return draft, after
+
+
+def _to_column(key: str, value: Any) -> Any:
+    """Return weights that a stage gave as a list or a tensor as a numpy column."""
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"a stage gave {key} as a {type(value).__name__}: give a numpy array of floats") from None
+
+
+def call_custom(what: str, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a part of an aggregator. If it is a user's own, with a name, raise `CustomPartError` for what it raises."""
+    try:
+        return function(*args)
+    except (NonFinite, CustomPartError):  # the first is for the aggregator, which then leaves clients out
+        raise
+    except Exception as error:
+        if not name:
+            raise
+        raise frame_error(what, name, error) from error
 
 
 def stateless(apply: Callable[[Draft], Draft], needs: frozenset[str] = frozenset()) -> Stage:
     """Return a stage that gives weights and remembers nothing."""
-    return Stage(lambda layout: Nothing(), lambda draft, state: (apply(draft), expect(state, Nothing)), needs)
+
+    def apply_to_draft(draft: Draft, state: State) -> tuple[Draft, State]:
+        return apply(draft), expect(state, Nothing)
+
+    return Stage(lambda layout: Nothing(), apply_to_draft, needs, name=name_if_custom(apply))
 
 
 @dataclass(frozen=True)
@@ -58,13 +103,13 @@ def chain(*stages: Stage) -> Stage:
             )
         after = []
         for stage, before in zip(parts, states, strict=True):
-            draft, new = check_returned("stage", stage.apply(draft, before), Draft, State)
+            draft, new = stage.run(draft, before)
             after.append(new)
         return draft, ChainState(tuple(after))
 
     needs = frozenset[str]().union(*(stage.needs for stage in parts))
     gives = frozenset[str]().union(*(stage.gives for stage in parts))
-    return Stage(lambda layout: ChainState(tuple(stage.init(layout) for stage in parts)), apply, needs, gives, parts)
+    return Stage(lambda layout: ChainState(tuple(stage.start(layout) for stage in parts)), apply, needs, gives, parts)
 
 
 def check_returned(what: str, value: object, *types: type) -> Any:

@@ -1,6 +1,7 @@
 """Array types, and small functions on arrays that every package shares."""
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,15 @@ def as_tensor(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
         values = values.astype(values.dtype.newbyteorder("="))
     regular = all(s >= 0 and s % values.itemsize == 0 for s in values.strides)
     return torch.from_numpy(values if regular else values.copy())
+
+
+def make_frame(records: Iterable[Mapping[str, Any]]) -> Any:
+    """Return records as a pandas data frame. Raise ValueError if pandas is not installed."""
+    try:
+        pandas = importlib.import_module("pandas")  # optional
+    except ImportError:
+        raise ValueError("a data frame needs pandas: pip install pandas") from None
+    return pandas.DataFrame.from_records(list(records))
 
 
 def normalise_weights(values: Floats) -> Floats:

@@ -1,6 +1,18 @@
-"""Check settings that are no parameters of a method; a ValueError names the setting, its value and what is allowed."""
+"""Check arguments that are no parameters of a method; the error names the argument, its value and what is allowed."""
 
 from fedheal.core.parameter import Parameter
+
+
+def check_type(name: str, value: object, wanted: type | tuple[type, ...], remedy: str) -> None:
+    """Raise TypeError with a remedy unless the value is of a wanted type.
+
+    >>> check_type("layout", 5, str, "give a name")
+    Traceback (most recent call last):
+    TypeError: layout is an int: give a name
+    """
+    if not isinstance(value, wanted):
+        kind = type(value).__name__
+        raise TypeError(f"{name} is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}: {remedy}")
 
 
 def check_share(name: str, value: float) -> None:

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fedheal.core.checks import check_type
+
 Kind = Literal["param", "buffer", "counter"]
 ALIGNED = 16  # entries: rows that start at such a multiple are read fastest on a GPU
 
@@ -71,6 +73,8 @@ class Layout:
     @staticmethod
     def of(module: nn.Module) -> Layout:
         """Return the layout of `module.state_dict()`. Raise TypeError if the state holds something that is no tensor."""
+        remedy = "give the module itself; its state_dict does not say which tensors are parameters"
+        check_type("module", module, nn.Module, remedy)
         parameters = {id(p) for p in module.parameters()}
         entries: list[Entry] = []
         seen: dict[int, Entry] = {}
@@ -104,6 +108,7 @@ class Layout:
 
     def pack(self, state_dict: Mapping[str, Tensor]) -> Packed:
         """Return a `state_dict` as new vectors on the device of its first tensor. Raise ValueError if it does not fit."""
+        check_type("state_dict", state_dict, Mapping, "give module.state_dict()")
         self._check(state_dict)
         device = next((t.device for t in state_dict.values()), torch.device("cpu"))
 
@@ -116,6 +121,7 @@ class Layout:
 
     def unpack(self, packed: Packed) -> dict[str, Tensor]:
         """Return the `state_dict` of these vectors, in new memory. Raise ValueError if one has not the layout's length."""
+        check_type("packed", packed, Packed, "give what `pack` or an aggregator's `apply` returned for a packed model")
         given: dict[Kind, Tensor] = {"param": packed.params, "buffer": packed.buffers, "counter": packed.counters}
         vectors = {kind: vector.detach().clone() for kind, vector in given.items()}
         for kind, vector in vectors.items():

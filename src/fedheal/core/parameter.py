@@ -49,6 +49,8 @@ class Parameter:
 
         >>> Parameter("tau", default=0.3, ge=0, le=1).allowed, Parameter("alpha", default=0.1, gt=0).allowed
         ('a number from 0 to 1', 'a finite number above 0')
+        >>> Parameter("share", default=0.5, gt=0, le=1).allowed
+        'a number above 0 and at most 1'
         """
         if self.choices:
             return f"one of {', '.join(map(repr, self.choices))}"
@@ -61,12 +63,11 @@ class Parameter:
             return f"{number} from {self.ge} to {self.le}"
         if self.ge is not None and self.lt is not None:
             return f"{number} from {self.ge} to {self.lt}, but less than {self.lt}"
-        number = number.replace("a number", "a finite number")
-        if self.gt is not None:
-            return f"{number} above {self.gt}"
-        if self.ge is None:
-            return number
-        return f"{number} that is not negative" if self.ge == 0 else f"{number} of at least {self.ge}"
+        words = {"above": self.gt, "of at least": self.ge, "at most": self.le, "below": self.lt}
+        bounds = " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
+        if self.le is None and self.lt is None:
+            number = number.replace("a number", "a finite number")
+        return f"{number} {bounds}".strip() if self.ge != 0 else f"{number} that is not negative"
 
     def check(self, value: Any) -> None:
         """Raise ValueError if `value` is not allowed.

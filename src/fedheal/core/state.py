@@ -13,15 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import repeat
+from json import dumps, loads
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from fedheal.core.layout import Packed
 
+METADATA = "fedheal-state"  # where a state's file holds its JSON
 ARRAY = "array"  # stands in the JSON for a value that is among the arrays
 
 
@@ -36,6 +41,51 @@ class State:
         cls.kind = kind
         if kind:
             State.kinds[kind] = cls
+        # In the class itself, so that `dataclass` does not make its own, which cannot compare tensors.
+        cls.__eq__, cls.__hash__ = State.__eq__, State.__hash__  # type: ignore[method-assign]
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other state is of the same type and holds the same values, on whatever devices."""
+        if not isinstance(other, State):
+            return NotImplemented
+        (mine, described), (theirs, other_described) = self.to_arrays(), other.to_arrays()
+        return (
+            described == other_described  # the kinds are in it
+            and mine.keys() == theirs.keys()
+            and all(a.dtype == theirs[k].dtype and torch.equal(a.cpu(), theirs[k].cpu()) for k, a in mine.items())
+        )
+
+    def __hash__(self) -> int:
+        """Raise TypeError: equal states may hold different tensors, whose hashes differ."""
+        raise TypeError(f"unhashable type: {type(self).__name__!r}")
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a safetensors file, whole or not at all."""
+        arrays, described = self.to_arrays()
+        # safetensors refuses tensors that share memory: each gets its own.
+        copies = {name: array.detach().cpu().contiguous().clone() for name, array in arrays.items()}
+        temporary = Path(f"{path}.tmp")
+        temporary.write_bytes(save(copies, {METADATA: dumps(described)}))
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the state in a file that `save` wrote, on the CPU.
+
+        Raises:
+            ValueError: The file is damaged, or does not hold a state of this type.
+            FileNotFoundError: There is no such file.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                described = loads((file.metadata() or {}).get(METADATA, "null"))
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{path} is damaged ({error})") from error
+        try:
+            return _restore_state(cls, "", arrays, described)  # type: ignore[no-any-return]
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def to_arrays(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state's tensors by name, and the rest of it, with its kind, as a JSON-ready dictionary."""

@@ -14,10 +14,11 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedheal.core.arrays import Array, as_tensor
-from fedheal.core.layout import ALIGNED, Layout
+from fedheal.core.checks import check_type
+from fedheal.core.layout import ALIGNED, Layout, Packed
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -89,6 +90,47 @@ class Updates:
         )
 
     @staticmethod
+    def from_modules(
+        received: nn.Module,
+        clients: Mapping[str | int, tuple[nn.Module, float]],
+        metrics: Mapping[str, Sequence[float]] | None = None,
+        domains: Sequence[str] | None = None,
+    ) -> Updates:
+        """Make updates from the modules that clients have trained, with their buffers and counters.
+
+        Args:
+            received: The global module that every client started from.
+            clients: Each client's trained module and its number of examples, `{client: (module, num_examples)}`.
+            metrics: Name -> a number a client, in the order of `clients`.
+            domains: The domain of each client, in the order of `clients`.
+
+        Returns:
+            The updates, on the device of `received`; pack that for `Aggregator.apply`.
+
+        Raises:
+            ValueError: A client's module has other names, shapes or dtypes than `received`.
+
+        >>> received, trained = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+        >>> _ = trained(torch.tensor([[1.0], [3.0]]))  # moves the running mean by 0.1 * 2
+        >>> Updates.from_modules(received, {"a": (trained, 2)}).buffers
+        tensor([[0.2000, 1.1000]])
+        """
+        check_type("clients", clients, Mapping, "give {client: (module, num_examples)}")
+        layout = Layout.of(received)
+        before = layout.pack(received.state_dict())
+        trained = [_pack_client(layout, client, given) for client, given in clients.items()]
+        sizes, device = layout.sizes(), before.params.device
+        return Updates(
+            clients,
+            [packed.params.to(device) - before.params for packed in trained],
+            [num_examples for _, num_examples in clients.values()],
+            buffers=[packed.buffers.to(device) for packed in trained] if sizes.buffers and trained else None,
+            counters=[packed.counters.to(device) for packed in trained] if sizes.counters and trained else None,
+            metrics=metrics,
+            domains=domains,
+        )
+
+    @staticmethod
     def collect(
         replies: Iterable[Reply | tuple[Any, ...]],
         budget: int | None = None,
@@ -117,6 +159,16 @@ class Updates:
         for reply in replies:
             collector.add(reply)
         return collector.finish()
+
+
+def _pack_client(layout: Layout, client: object, given: Any) -> Packed:
+    """Return a client's trained module as vectors; name the client in errors."""
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module)):
+        raise TypeError(f"client '{client}' comes with a {type(given).__name__}: give (module, num_examples)")
+    try:
+        return layout.pack(given[0].state_dict())
+    except ValueError as error:
+        raise ValueError(f"client '{client}': {error}") from None
 
 
 def client_id(client: object) -> str:

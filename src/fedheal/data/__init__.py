@@ -70,7 +70,11 @@ def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
             f"or use your own image folders as '{FOLDER_PREFIX}PATH', or your own function by its import path "
             '"package.module:function"'
         )
-    loader = import_function("data set", name)
+    return check_loaded(name, import_function("data set", name))
+
+
+def check_loaded(name: str, loader: Callable[[], Any]) -> Domains:
+    """Return what a user's function loads. Raise ValueError if it fails, or returns no consistent `Domains`."""
     try:
         data = loader()
     except Exception as error:  # a user's function may raise anything

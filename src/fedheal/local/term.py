@@ -7,13 +7,16 @@ passed in and out: a term itself has no state.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedheal.core.errors import CustomPartError, frame_error, name_if_custom
 from fedheal.core.layout import Layout, Packed, restore_dtype
 from fedheal.core.updates import Updates
 
@@ -92,6 +95,24 @@ class ServerContext:
     slots: Mapping[str, Arrays]  # of all clients seen so far, after this round; empty if they stay on clients (Flower)
 
 
+def _frame_hook(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the hook of a user's own term; what it raises is framed by the term's name."""
+
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except (torch.OutOfMemoryError, CustomPartError):
+            raise
+        except Exception as error:
+            # The engine runs a step without a graph if capturing it fails.
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise
+            raise frame_error("term", name, error) from error
+
+    return call
+
+
 class Term:
     """Base class of local terms. Every hook does nothing by default; override those the method needs."""
 
@@ -100,6 +121,13 @@ class Term:
     personalised: bool = False  # whether clients evaluate models of their own
     validates: bool = False  # whether clients hold examples out of their training data
     sends: tuple[str, ...] = ()  # the shared values that the server sends to every client
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if name := name_if_custom(cls):
+            for hook, own in list(vars(cls).items()):
+                if isinstance(own, FunctionType) and isinstance(vars(Term).get(hook), FunctionType):
+                    setattr(cls, hook, _frame_hook(name, own))
 
     def init(self, layout: Layout) -> Arrays:
         """Return the shared values before the first round."""

@@ -7,7 +7,7 @@ A stage alone is short for `fedavg+` it. Either part may be a function of your o
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedheal.aggregate import Aggregator, Stage, chain
@@ -17,6 +17,7 @@ from fedheal.aggregate.whole.fedce import fedce_stage
 from fedheal.aggregate.whole.fedfv import fedfv_stage
 from fedheal.aggregate.whole.fedga import fedga_stage
 from fedheal.aggregate.whole.fedpw import fedpw_stage
+from fedheal.core.checks import check_type
 from fedheal.core.errors import suggest
 from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.local.client_weights import FAIR_CONTROLS
@@ -181,6 +182,7 @@ def get(name: str, **keys: Any) -> Method:
         keys: parameters, each for the part that has it.
 
     Raises:
+        TypeError: if the name is no string.
         ValueError: if there is no such method or parameter, or if parts or values contradict each other.
 
     >>> get("fedheal", tau=0.4).name
@@ -188,12 +190,13 @@ def get(name: str, **keys: Any) -> Method:
     >>> get("fael+fphl").name
     'fedavg+fedheal'
     """
+    check_type("name", name, str, "give a method's name, such as 'fedheal' or 'fedprox:mu=0.1+fedheal'")
     if not keys and name in _CACHE:
         return _CACHE[name]
     parts = _merge_fedheal(parse(name), name)
     for key, value in keys.items():
         parts = _set_key(parts, key, value, name)
-    built = [part.build() for part in parts]
+    built = [_name_stage(part, part.build()) for part in parts]
     if isinstance(built[0], Stage) and parts[0].name not in WHOLE:
         parts, built = [Part("fedavg", _make_fedavg), *parts], [Local(), *built]
     local, stages = _to_local(parts[0], built[0]), built[1:]
@@ -232,6 +235,13 @@ def names() -> list[str]:
     """Return every local method, alone and with every stage that changes it, and then the whole methods."""
     stages = [stage for stage in STAGES if stage not in REPORTING]
     return [*(name for local in LOCAL for name in (local, *(f"{local}+{stage}" for stage in stages))), *WHOLE]
+
+
+def _name_stage(part: Part, built: Any) -> Any:
+    """Return what a part makes; a user's own stage is called by its import path in errors."""
+    if isinstance(built, Aggregator) and part.is_custom:
+        return replace(built, stage=_name_stage(part, built.stage))
+    return replace(built, name=part.name) if isinstance(built, Stage) and part.is_custom else built
 
 
 def _to_local(part: Part, built: Any) -> Local:

@@ -1,7 +1,5 @@
 """Build a federation from an experiment: its data, clients, model and method on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -24,6 +22,7 @@ from fedheal.engine.serial import LocalTraining, Training, find_smallest_batch_s
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
+from fedheal.simulate.objects import check_is_name
 
 
 def make_data_request(experiment: Experiment) -> datasets.DataRequest:
@@ -33,7 +32,14 @@ def make_data_request(experiment: Experiment) -> datasets.DataRequest:
 
 
 def load_domains(experiment: Experiment) -> Domains:
-    """Load the experiment's data set."""
+    """Load the experiment's data set, unless it was given as an object."""
+    given = experiment.data_object
+    if given is not None:
+        if experiment.image_size is not None:
+            size = f"image_size = {experiment.image_size}"
+            raise ValueError(f"{size}: the images of '{experiment.data}' are not resized; leave it out")
+        return given.domains
+    check_is_name("data", experiment.data)
     return datasets.load_dataset(experiment.data, make_data_request(experiment))
 
 
@@ -46,7 +52,8 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
             )
     check_method(experiment)
     clients = partition_clients(experiment, domains)
-    module = build_module(experiment, len(domains.classes)).to(device)
+    shape = tuple(domains.domains[0].test.images.shape[1:])
+    module = build_module(experiment, len(domains.classes), shape).to(device)
     if device.type == "cuda":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     method = experiment.resolved_method
@@ -89,10 +96,14 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
     )
 
 
-def build_module(experiment: Experiment, classes: int) -> nn.Module:
-    """Build the experiment's model with its initial values."""
+def build_module(experiment: Experiment, classes: int, shape: tuple[int, ...] | None = None) -> nn.Module:
+    """Build the experiment's model with its initial values; `shape` is that of an image."""
     keys = {} if experiment.width is None else {"width": experiment.width}
+    given = experiment.model_object
     with use_seed(derive(experiment.seed, "model"), torch.device("cpu")):
+        if given is not None:
+            return given.build(classes, shape, **keys)
+        check_is_name("model", experiment.model)
         return models.build(experiment.model, classes, **keys)
 
 

@@ -1,7 +1,5 @@
 """What a run calls as it goes: the base class of loggers and progress displays."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 

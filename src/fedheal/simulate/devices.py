@@ -1,7 +1,5 @@
 """Devices by name."""
 
-from __future__ import annotations
-
 import os
 import platform
 

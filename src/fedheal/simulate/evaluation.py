@@ -1,7 +1,5 @@
 """Evaluate the global model on every domain's test examples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

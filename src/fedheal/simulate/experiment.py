@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from fedheal import data as datasets
 from fedheal import methods
@@ -20,6 +20,7 @@ from fedheal.core.errors import suggest
 from fedheal.methods import Method
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import FREE
+from fedheal.simulate.objects import DataObject, ModelObject, wrap_objects
 
 # Fields that may have one value for each domain.
 PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
@@ -27,6 +28,10 @@ PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": 
 
 class Experiment(BaseModel):
     """A complete description of a run. Keys that are not fields are parameters of the method: `Experiment(tau=0.4)`.
+
+    `data` and `model` are names, or objects: a `Domains` or a function that returns one; a module, whose values every run
+    starts from whatever the seed, or a function `(num_classes[, input_shape])` that builds one, seeded. The fields `data` and
+    `model` then hold descriptions, "name@fingerprint".
 
     >>> Experiment(method="fedheal", tau=0.4, rounds=3).method_name
     'fedavg+fedheal:tau=0.4'
@@ -77,12 +82,16 @@ class Experiment(BaseModel):
     workers: int = Field(1, ge=1)
     save_seconds: float = Field(60.0, ge=0)
 
+    _objects: dict[str, DataObject | ModelObject] = PrivateAttr(default_factory=dict)
+
     def __init__(self, **values: Any) -> None:
         """Validate; raise ValueError with one sentence about the first problem."""
+        objects = wrap_objects(values)
         try:
-            super().__init__(**values)
+            super().__init__(**values | {key: given.description for key, given in objects.items()})
         except ValidationError as error:
             raise ValueError(_describe_error(error)) from None
+        self._objects = objects
 
     @model_validator(mode="before")
     @classmethod
@@ -118,6 +127,16 @@ class Experiment(BaseModel):
         server = SERVER_DEFAULTS.get(str(fields.get("server_optimizer", "sgd")), {})
         defaults = {f"server_{name}": value for name, value in server.items()}
         return defaults | {key: value for key, value in protocol.items() if key in cls.model_fields} | fields
+
+    @property
+    def data_object(self) -> DataObject | None:
+        """The data, if they were given as an object."""
+        return self._objects.get("data")  # type: ignore[return-value]
+
+    @property
+    def model_object(self) -> ModelObject | None:
+        """The model, if it was given as an object."""
+        return self._objects.get("model")  # type: ignore[return-value]
 
     @property
     def method_name(self) -> str:

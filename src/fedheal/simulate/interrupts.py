@@ -5,8 +5,6 @@ whole state to save, so a first Ctrl-C waits; a second one does not. `stop_on_te
 send, act like Ctrl-C; the command line and its processes call it.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from types import FrameType

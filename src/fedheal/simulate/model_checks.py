@@ -1,7 +1,5 @@
 """Check that a model can be evaluated and trained on a data set, before anything is written or trained."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

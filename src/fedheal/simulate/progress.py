@@ -1,7 +1,5 @@
 """Show a run while it runs: a live display on a terminal or in a notebook, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Self

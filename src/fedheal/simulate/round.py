@@ -3,14 +3,13 @@
 sample a cohort -> train each client from the global model -> server step -> evaluate -> record.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from fedheal.core.clock import Clock
+from fedheal.core.errors import CustomPartError
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
 from fedheal.core.updates import Collector
@@ -98,7 +97,10 @@ def run_rounds(
     while state.round < last:
         number = state.round + 1
         evaluate = number % eval_every == 0 or number == last
-        state, record = run_round(federation, state, engine, evaluate, before_server_step)
+        try:
+            state, record = run_round(federation, state, engine, evaluate, before_server_step)
+        except CustomPartError as error:
+            raise CustomPartError(f"round {number}: {error}") from error.__cause__
         yield state, record
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from torch import nn
 
 from fedheal import methods
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
+from fedheal.core.arrays import make_frame
+from fedheal.core.checks import check_type
 from fedheal.core.state import RunState
 from fedheal.data.domains import Domains, fingerprint, fingerprint_used
 from fedheal.engine import check_engine, open_engine
@@ -34,6 +36,7 @@ from fedheal.simulate.evaluation import select_evaluated_model
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.interrupts import Interrupts
+from fedheal.simulate.objects import DESCRIPTION, fingerprint_module
 from fedheal.simulate.progress import Progress, is_interactive
 from fedheal.simulate.round import initial_state, run_rounds
 from fedheal.version import __version__
@@ -43,7 +46,7 @@ log = logging.getLogger("fedheal")
 REQUIRED_FIELDS = ("method", "domains", "averaged", "classes", "avg", "std", "worst")  # to read a result back
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The result of a run. Accuracies are in percent, means of the last five evaluated rounds."""
 
@@ -54,6 +57,26 @@ class Result:
     history: tuple[RoundRecord, ...]  # the record of every round
     model: nn.Module  # the final model
     summary: Mapping[str, Any]  # the contents of `result.json`
+    folder: Path | None = None  # the run folder, if there is one
+
+    def __repr__(self) -> str:
+        """Return one line: method, AVG, STD, worst, rounds and folder."""
+        numbers = f"AVG {self.avg:.2f}, STD {self.std:.2f}, worst {self.worst:.2f}"
+        where = "" if self.folder is None else f", {self.folder}"
+        return f"<Result {self.summary['method']}: {numbers}, {self.summary['rounds']} rounds{where}>"
+
+    def to_pandas(self) -> Any:
+        """Return a data frame with a row for each evaluated round: accuracy per domain, AVG, STD and worst.
+
+        Raises:
+            ValueError: pandas is not installed.
+        """
+        rounds = [record for record in self.history if record.domains is not None]
+        fairness = ("avg", "std", "worst")
+        return make_frame(
+            {"round": r.round, **(r.domains or {}), **{key: (r.fairness or {})[key] for key in fairness}}
+            for r in rounds
+        )
 
 
 def run(
@@ -78,6 +101,7 @@ def run(
     Raises:
         ValueError: The experiment cannot be run, or the folder holds something else.
     """
+    check_type("experiment", experiment, Experiment, "give an Experiment, such as Experiment(method='fedheal')")
     device = resolve_device(experiment.device)
     domains = load_domains(experiment)
     folder = None if out is None else Path(out)
@@ -87,28 +111,28 @@ def run(
         precision = resolve_precision(experiment.precision, device)
         stack.enter_context(use_precision(precision, experiment.deterministic, device))
         federation = build_federation(experiment, domains, device)  # before the folder: a failure leaves no trace
-        used = fingerprint_used(federation.local_training.examples, federation.tests)
-        data_identity = {"fingerprint": used, "classes": list(domains.classes)}
+        used = _identify_used(experiment, federation, domains)
         checkpoint, history = None, list[RoundRecord]()
         if folder is not None:
             _prepare_folder(folder, experiment)
             if not _is_finished(folder):
                 stack.enter_context(hold_lock(folder))
-            checkpoint, history = _open_folder(folder, experiment, resume, data_identity)
+            checkpoint, history = _open_folder(folder, experiment, resume, used)
             if _is_finished(folder):
-                return _make_result(files.read_result(folder, REQUIRED_FIELDS), history, load(folder))
+                module = federation.local_training.module if experiment.model_object else None
+                return _make_result(files.read_result(folder, REQUIRED_FIELDS), history, load(folder, module), folder)
         state = initial_state(federation) if checkpoint is None else RunState.from_arrays(*checkpoint, device)
         show_progress = is_interactive() if progress is None else progress
         watchers = [*callbacks, *([Progress()] if show_progress else [])]
         for callback in watchers:
             stack.enter_context(callback)
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
-        saver = _Saver(folder, experiment, data_identity, state)
+        saver = _Saver(folder, experiment, used, state)
         state = _train_to_end(federation, state, history, saver, watchers)
+        facts = _describe_run(experiment, state, federation, domains, used)
         model = select_evaluated_model(federation, state.model, state.terms, sorted(federation.client_domains))
         federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
-        summary = summarise_run(history, **_describe_run(experiment, state, federation, domains), used_fingerprint=used)
-        result = _make_result(summary, history, federation.local_training.module)
+        result = _make_result(summarise_run(history, **facts), history, federation.local_training.module, folder)
         if folder is not None:
             files.save_tensors(folder / "model.safetensors", result.model.state_dict())
             files.write_result(folder, result.summary)
@@ -117,8 +141,12 @@ def run(
     return result
 
 
-def load(folder: str | Path) -> nn.Module:
+def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
     """Return the final model of a run, in evaluation mode.
+
+    Args:
+        folder: The run folder.
+        module: The module to load the values into; needed only if the run's model was given as a Python object.
 
     Raises:
         ValueError: The folder holds no finished run, or the model's class has changed since.
@@ -129,7 +157,10 @@ def load(folder: str | Path) -> nn.Module:
             raise ValueError(f"{path} holds no finished run: there is no {name}")
     # The method does not matter here, and the folder has only the name of a user's own.
     experiment = Experiment.of(files.read_toml(path / "experiment.toml") | {"method": "fedavg"})
-    module = build_module(experiment, len(files.read_result(path, ["classes"])["classes"]))
+    if module is None:
+        if DESCRIPTION.fullmatch(experiment.model):
+            raise ValueError(f"the model of {path} was a Python object, {experiment.model}: give load(folder, module)")
+        module = build_module(experiment, len(files.read_result(path, ["classes"])["classes"]))
     values = files.load_tensors(path / "model.safetensors")
     try:
         module.load_state_dict(values)
@@ -183,10 +214,8 @@ def _train_to_end(
 class _Saver:
     """Save checkpoints every `save_seconds`, at the end of a run, and when asked."""
 
-    def __init__(
-        self, folder: Path | None, experiment: Experiment, data_identity: Mapping[str, Any], state: RunState
-    ) -> None:
-        self.folder, self.experiment, self.data_identity = folder, experiment, data_identity
+    def __init__(self, folder: Path | None, experiment: Experiment, used: Mapping[str, Any], state: RunState) -> None:
+        self.folder, self.experiment, self.used = folder, experiment, used
         self.saved_round, self.saved_at = state.round, time.monotonic()
 
     def save_if_due(self, state: RunState) -> None:
@@ -197,7 +226,7 @@ class _Saver:
     def save(self, state: RunState) -> None:
         if self.folder is not None and state.round > self.saved_round:
             arrays, described = state.to_arrays()
-            described = {**described, "used": self.data_identity}
+            described = {**described, "used": self.used}
             files.save_checkpoint(self.folder, state.round, arrays, described, self.experiment.identity)
             self.saved_round, self.saved_at = state.round, time.monotonic()
 
@@ -213,7 +242,7 @@ def _prepare_folder(folder: Path, experiment: Experiment) -> None:
 
 
 def _open_folder(
-    folder: Path, experiment: Experiment, resume: bool, data_identity: Mapping[str, Any]
+    folder: Path, experiment: Experiment, resume: bool, used: Mapping[str, Any]
 ) -> tuple[Checkpoint | None, list[RoundRecord]]:
     """Make the folder this experiment's, or resume in it; return the newest checkpoint, if any, and its rounds."""
     check_folder_owner(folder, experiment)  # again: another run may have held the folder until now
@@ -223,14 +252,22 @@ def _open_folder(
         return None, []
     if not resume:
         raise ValueError(f"{folder} holds this experiment already: give --resume to resume it")
-    if _is_finished(folder):
-        return None, files.read_rounds(folder)
 
-    def check_data(described: Mapping[str, Any]) -> None:
-        if described["used"] != data_identity:
+    def check_used(before: Mapping[str, Any], keys: Iterable[str]) -> None:
+        changed = {key for key in keys if before.get(key) != used.get(key)}
+        if changed == {"model"}:
+            raise ValueError(
+                f"the model of {folder} has changed since it was begun: remove the folder, or give the same"
+            )
+        if changed:
             raise ValueError(f"the data of {folder} have changed since it was begun: remove it, or restore them")
 
-    checkpoint = load_newest_checkpoint(folder, experiment.identity, log, check_data)
+    if _is_finished(folder):
+        check_used({"model": files.read_result(folder).get("model_fingerprint")}, ["model"])
+        return None, files.read_rounds(folder)
+    checkpoint = load_newest_checkpoint(
+        folder, experiment.identity, log, lambda described: check_used(described["used"], [*described["used"], *used])
+    )
     return checkpoint, files.read_rounds(folder) if checkpoint else []
 
 
@@ -243,12 +280,25 @@ def _has_rounds(folder: Path) -> bool:
     return _is_finished(folder) or bool(files.list_checkpoints(folder)) or bool(files.read_rounds(folder))
 
 
-def _make_result(summary: Mapping[str, Any], history: list[RoundRecord], model: nn.Module) -> Result:
+def _make_result(
+    summary: Mapping[str, Any], history: list[RoundRecord], model: nn.Module, folder: Path | None
+) -> Result:
     accuracies = {key: summary[key] for key in ("domains", "avg", "std", "worst")}
-    return Result(**accuracies, history=tuple(history), model=model, summary=summary)
+    return Result(**accuracies, history=tuple(history), model=model, summary=summary, folder=folder)
 
 
-def _describe_run(experiment: Experiment, state: RunState, federation: Federation, domains: Domains) -> dict[str, Any]:
+def _identify_used(experiment: Experiment, federation: Federation, domains: Domains) -> dict[str, Any]:
+    """Return fingerprints of what a resumed run must find again: the examples and, if it is an object, the model."""
+    examples = fingerprint_used(federation.local_training.examples, federation.tests)
+    used = {"fingerprint": examples, "classes": list(domains.classes)}
+    if experiment.model_object is None:
+        return used
+    return used | {"model": fingerprint_module(federation.local_training.module)}
+
+
+def _describe_run(
+    experiment: Experiment, state: RunState, federation: Federation, domains: Domains, used: Mapping[str, Any]
+) -> dict[str, Any]:
     device, settings = state.model.params.device, experiment.to_dict()
     libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
     return {
@@ -266,6 +316,8 @@ def _describe_run(experiment: Experiment, state: RunState, federation: Federatio
         "bytes_received": state.received,
         "consistency": bin_consistency(state.aggregator),
         "versions": {"fedheal": __version__, "python": platform.python_version(), **libraries},
+        "used_fingerprint": used["fingerprint"],
+        **({"model_fingerprint": used["model"]} if "model" in used else {}),
     }
 
 

@@ -1,0 +1,127 @@
+"""Comparisons and reports in Python: `fedheal.compare` and `fedheal.make_report`."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedheal.campaign.compare import parse_seeds, plan
+from fedheal.campaign.jobs import Job
+from fedheal.campaign.pool import run_all
+from fedheal.core.arrays import make_frame
+from fedheal.methods import Method
+from fedheal.report.comparability import check_reference, list_cautions
+from fedheal.report.conclusions import conclude
+from fedheal.report.html_page import render_page
+from fedheal.report.rows import Row, build_rows, find_results, group_by_data, load_summary
+from fedheal.report.tables import build_tables, flatten_rows, format_text
+from fedheal.runs.folder import check_folder, make_folder, write_text
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.objects import wrap_objects
+
+
+@dataclass(frozen=True)
+class Report:
+    """Finished runs as tables and conclusions. A notebook shows it; `print` gives the same text."""
+
+    rows: tuple[Row, ...]
+    reference: str | None = None  # the method that the others are compared with; FedAvg or the first if None
+
+    def __str__(self) -> str:
+        """Return a table for each data set, and what may be concluded from it."""
+        groups, parts = group_by_data(self.rows), []
+        for table in build_tables(self.rows):
+            group = groups[table.data]
+            sentences = list_cautions(group, self.reference) + conclude(group, self.reference)
+            parts += [f"{table.data}: {table.about}", format_text(table), "\n".join(sentences)]
+        return "\n\n".join(part for part in parts if part)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def to_pandas(self) -> Any:
+        """Return a data frame with a row for each method and seed. Raise ValueError if pandas is not installed."""
+        return make_frame(flatten_rows(self.rows))
+
+    def write_html(self, path: str | Path, title: str = "") -> Path:
+        """Write the HTML page with all tables and figures; return its path."""
+        make_folder(Path(path).parent)
+        write_text(Path(path), render_page(self.rows, title, self.reference))
+        return Path(path)
+
+
+def compare(
+    methods: str | Sequence[str | Method],
+    data: Any = "embedded",
+    seeds: int | str | Sequence[int] = 5,
+    out: str | Path | None = None,
+    jobs: int = 1,
+    reference: str | None = None,
+    **fields: Any,
+) -> Report:
+    """Compare methods over seeds, paired: for one seed all have the same split, cohorts, batches and initial model.
+
+    Finished runs are not run again and stopped ones are resumed, so the call may be repeated.
+
+    Args:
+        methods: Names of methods or bounds, or `Method` values.
+        data: A data set's name, a `Domains`, or a function that returns one.
+        seeds: How many, from 0 on; a list; or a text such as "3-7".
+        out: The folder of the runs; `runs/compare-DATA` by default.
+        jobs: How many runs at a time, in processes of their own; 0 for as many as fit. Objects stay in this process: with
+            data, a model or a method given as one, runs go one after another.
+        reference: The method that the others are compared with; FedAvg or the first by default.
+        **fields: Fields that all experiments share, such as `rounds=10` or `model=my_module`.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: A run is not possible, or `jobs` asks for processes that objects cannot be sent to.
+    """
+    values = fields | {"data": data}
+    objects = wrap_objects(values)  # once, not for every run
+    values |= objects
+    methods = [methods] if isinstance(methods, str) else methods
+    own = [method for method in methods if isinstance(method, Method)]
+    if jobs != 1 and (objects or own):
+        raise ValueError(f"jobs = {jobs}: data, models and methods given as objects stay in this process; use jobs=1")
+    name = objects["data"].description if "data" in objects else str(data)
+    folder = check_folder(Path(out) if out is not None else Path("runs") / f"compare-{name.replace(':', '.')}")
+    numbers = parse_seeds(str(seeds)) if isinstance(seeds, int | str) else list(seeds)
+    names = [method for method in methods if not isinstance(method, Method)]
+    planned = plan(names, numbers, values, folder) if names or not own else []
+    for method in own:
+        experiments = [Experiment.of(values | {"method": method, "seed": seed}) for seed in numbers]
+        planned += [Job(experiment, folder / experiment.folder_name) for experiment in experiments]
+    if len({job.folder for job in planned}) < len(planned):
+        raise ValueError("two of the methods have the same name: give each Method a name of its own")
+    for _ in run_all(planned, jobs):
+        pass
+    return _build_report([load_summary(job.folder) for job in planned], reference)
+
+
+def make_report(*folders: str | Path, reference: str | None = None) -> Report:
+    """Read finished runs.
+
+    Args:
+        folders: Run folders, or folders of them.
+        reference: The method that the others are compared with; FedAvg or the first by default.
+
+    Raises:
+        ValueError: There is no finished run, a result is damaged, or no run is of the reference.
+    """
+    summaries = find_results([Path(folder) for folder in folders])
+    if not summaries:
+        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}")
+    return _build_report(summaries, reference)
+
+
+def _build_report(summaries: list[dict[str, Any]], reference: str | None) -> Report:
+    rows = build_rows(summaries)
+    check_reference(rows, reference)
+    return Report(tuple(rows), reference)

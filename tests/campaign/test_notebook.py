@@ -1,0 +1,84 @@
+"""Comparisons and reports in Python."""
+
+from __future__ import annotations
+
+import html
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import fedheal
+import tiny_data
+from fedheal import Method, aggregate
+from fedheal.report.rows import find_results
+
+FIELDS: dict[str, Any] = {key: value for key, value in tiny_data.QUICK.items() if key != "data"} | {"rounds": 1}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[fedheal.Report, Path]:
+    """Two methods by name and one of one's own, on data given as an object, with two seeds."""
+    folder = tmp_path_factory.mktemp("compared")
+    own = Method(local=(), aggregator=aggregate.fedheal(tau=0.5), name="mine")
+    methods = ["fedavg", "fedavg+uniform", own]
+    return fedheal.compare(methods, data=tiny_data.load, seeds=2, out=folder, **FIELDS), folder
+
+
+def test_a_comparison_has_a_row_for_each_method_and_seed(compared: tuple[fedheal.Report, Path]) -> None:
+    report, folder = compared
+    rows = [(row.method, row.seed) for row in report.rows]
+    assert rows == [(m, s) for s in (0, 1) for m in ("fedavg", "fedavg+uniform")] + [("mine", 0), ("mine", 1)]
+    assert len(find_results([folder])) == 6
+    alone = fedheal.run(tiny_data.quick(method="fedavg", rounds=1, seed=1), progress=False)
+    assert report.rows[2].domains == alone.domains
+
+
+def test_it_is_shown_as_a_table_and_sentences(compared: tuple[fedheal.Report, Path]) -> None:
+    report, _ = compared
+    text = repr(report)
+    assert text.startswith("tiny@")
+    for word in ("fedavg+uniform", "mine", "plain", "AVG", "seeds"):
+        assert word in text
+    assert report._repr_html_() == f"<pre>{html.escape(text)}</pre>"
+
+
+def test_repeating_it_runs_nothing_again(compared: tuple[fedheal.Report, Path], monkeypatch: Any) -> None:
+    report, folder = compared
+    monkeypatch.setattr("fedheal.campaign.pool.run_job", None)
+    assert [row.seed for row in fedheal.compare("fedavg", tiny_data.load(), "0-1", folder, **FIELDS).rows] == [0, 1]
+    again = fedheal.compare(["fedavg", "fedavg+uniform"], tiny_data.load(), [0, 1], folder, **FIELDS)
+    assert [row.domains for row in again.rows] == [row.domains for row in report.rows[:4]]
+
+
+def test_a_report_reads_folders_and_writes_a_page(compared: tuple[fedheal.Report, Path], tmp_path: Path) -> None:
+    report, folder = compared
+    read = fedheal.make_report(str(folder), reference="fedavg+uniform")
+    assert {(row.method, row.seed) for row in read.rows} == {(row.method, row.seed) for row in report.rows}
+    assert "fedavg+uniform" in str(read)
+    page = read.write_html(tmp_path / "new" / "page.html", "Mine")
+    assert "<title>Mine" in page.read_text("utf-8")
+
+
+def test_a_data_frame_has_a_record_a_row(compared: tuple[fedheal.Report, Path], monkeypatch: Any) -> None:
+    records: list[Any] = []
+    frame = SimpleNamespace(from_records=records.append)
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=frame))
+    compared[0].to_pandas()
+    assert [(record["method"], record["seed"]) for record in records[0]][:2] == [("fedavg", 0), ("fedavg+uniform", 0)]
+
+
+def test_what_cannot_be_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="jobs = 2: data, models and methods given as objects stay in this process"):
+        fedheal.compare(["fedavg"], tiny_data.load, jobs=2, out=tmp_path)
+    with pytest.raises(ValueError, match="name at least one method"):
+        fedheal.compare([], tiny_data.load, out=tmp_path)
+    unnamed = [Method((), aggregate.fedavg()), Method((), aggregate.uniform())]
+    with pytest.raises(ValueError, match="two of the methods have the same name"):
+        fedheal.compare(unnamed, tiny_data.load, out=tmp_path)
+    with pytest.raises(ValueError, match="there is no finished run"):
+        fedheal.make_report(tmp_path)
+    with pytest.raises(ValueError, match="does not exist"):
+        fedheal.make_report(tmp_path / "absent")
