@@ -1,7 +1,7 @@
 """Search over any fields, judged on validation data: examples held out of the clients' training data, never the test set.
 
-Grid and random search are built in; Optuna's TPE sampler is an extra. Results on the test set are shown for information and
-have no part in the choice.
+Grid and random search are built in; Optuna's TPE sampler is an extra. Results on the test set are neither read nor shown: a
+comparison of the choice on other seeds gives them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 
 from fedheal.campaign.jobs import Job
 from fedheal.report.rows import load_summary
-from fedheal.simulate.experiment import PER_DOMAIN, Experiment, parse_override
+from fedheal.simulate.experiment import PER_DOMAIN, Experiment, format_value, parse_override
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
 MAX_POINTS = 10_000  # values of a field, points of a grid, and trials
@@ -31,11 +32,10 @@ Runner = Callable[[Sequence[Job]], object]
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of the search space, and its numbers over seeds on validation data and on the test set."""
+    """One point of the search space, and its numbers over seeds on validation data."""
 
     point: Point
     validation: Mapping[str, tuple[float, ...]]
-    test: Mapping[str, tuple[float, ...]]
 
     def score(self, metric: str) -> float:
         """Return the metric's mean over seeds on validation data, with the sign that makes higher better."""
@@ -62,7 +62,10 @@ class Search:
                 raise ValueError(f"{field} cannot be searched{': use --seeds' if field == 'seed' else ''}")
         for field in ("seed", "name"):
             if field in self.fixed:
-                raise ValueError(f"{field}={self.fixed[field]} cannot be set in a sweep, which sets {field} itself")
+                remedy = f": use --seeds {self.fixed[field]}-{self.fixed[field]}" if field == "seed" else ""
+                raise ValueError(
+                    f"{field}={self.fixed[field]} cannot be set in a sweep, which sets {field} itself{remedy}"
+                )
         share = self.fixed.get("validation", VALIDATION)
         if not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"validation = {share}: a sweep needs a share between 0 and 1")
@@ -92,6 +95,21 @@ class Search:
         jobs = [self.jobs(point) for point in points]
         run([job for group in jobs for job in group])
         return [_read_trial(point, group) for point, group in zip(points, jobs, strict=True)]
+
+    def format_next_command(self, best: Trial) -> str:
+        """Return the command that compares the chosen values with FedAvg, on as many seeds as a comparison has by default."""
+        values = {**self.fixed, **best.point}
+        experiment = Experiment.of(values)
+        methods = dict.fromkeys(["fedavg", experiment.method_name])
+        words = [
+            f"{k}={format_value(v)}"
+            for k, v in values.items()
+            if k in Experiment.model_fields.keys() - {"method", "data"}
+        ]
+        first = max(self.seeds) + 1
+        return shlex.join(
+            ["fedheal", "compare", *methods, "--data", experiment.data, "--seeds", f"{first}-{first + 4}", *words]
+        )
 
 
 def search_grid(search: Search, run: Runner) -> list[Trial]:
@@ -139,16 +157,24 @@ def _check_trials(trials: int) -> None:
 def _read_trial(point: Point, jobs: Sequence[Job]) -> Trial:
     results = []
     for job in jobs:
-        results.append(load_summary(job.folder, [*METRICS, "validation", *(f"validation.{name}" for name in METRICS)]))
-        if results[-1]["validation"] is None:
+        results.append(
+            load_summary(job.folder, ["validation", *(f"validation.{name}" for name in METRICS)])["validation"]
+        )
+        if results[-1] is None:
             raise ValueError(f"{job.folder / 'result.json'}: there is no accuracy on validation data")
-    validation = {name: tuple(float(result["validation"][name]) for result in results) for name in METRICS}
-    return Trial(point, validation, {name: tuple(float(result[name]) for result in results) for name in METRICS})
+    return Trial(point, {name: tuple(float(result[name]) for result in results) for name in METRICS})
 
 
 def choose_best(trials: Sequence[Trial], metric: str) -> Trial:
     """Return the trial with the best mean on validation data; the first one of equals."""
     return max(trials, key=lambda trial: trial.score(metric))
+
+
+def count_equals(trials: Sequence[Trial], best: Trial, metric: str) -> int:
+    """Return how many others the seeds do not tell from the best: behind it by one standard error or less, paired by seed."""
+    differences = [np.subtract(t.validation[metric], best.validation[metric]) for t in trials if t is not best]
+    errors = [np.std(d, ddof=1) / math.sqrt(len(d)) if len(d) > 1 else 0.0 for d in differences]
+    return sum(bool(abs(np.mean(d)) <= error) for d, error in zip(differences, errors, strict=True))
 
 
 def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,12 @@ from fedheal import data as datasets
 from fedheal import methods
 from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
 from fedheal.core.errors import suggest
+from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.methods import Method
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import FREE
 
+RUN_NAME_LENGTH = 120
 # Fields that may have one value for each domain.
 PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
 
@@ -105,6 +108,7 @@ class Experiment(BaseModel):
             if fields.get(first) and fields.get(second):
                 both = f"{first} = {fields[first]} and {second} = {fields[second]}"
                 raise ValueError(f"{both} exclude each other: give one of them")
+        fields |= _make_paths_absolute(fields)
         protocol = datasets.get_protocol(str(fields.get("data", "embedded")))
         method = fields.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
@@ -131,8 +135,24 @@ class Experiment(BaseModel):
 
     @property
     def folder_name(self) -> str:
-        text = self.name or f"{self.method_name}-{Path(self.data).name}-seed{self.seed}"
-        return re.sub(r"[^A-Za-z0-9.+=_-]+", "_", text).lstrip(".") or "run"
+        """The name of the run's folder among runs of the same settings: method, data and seed."""
+        return make_folder_name(self.name or f"{self.method_name}-{Path(self.data).name}-seed{self.seed}")
+
+    @property
+    def run_name(self) -> str:
+        """The name of the run's folder among any runs: `folder_name`, then what differs from the data set's protocol.
+
+        >>> Experiment(method="fedavg", lr=0.02).run_name, Experiment(method="fedavg").run_name
+        ('fedavg-embedded-seed0_lr=0.02', 'fedavg-embedded-seed0')
+        """
+        if self.name:
+            return self.folder_name
+        usual = Experiment(method=self.method, data=self.data, seed=self.seed)
+        fields = [key for key, value in self if key not in FREE and value != getattr(usual, key)]
+        words = [f"{key}={format_value(getattr(self, key))}" for key in fields]
+        if str(self.data).startswith(FOLDER_PREFIX):  # other folders may have the same last name
+            words.insert(0, f"folder={hashlib.sha256(self.data.encode()).hexdigest()[:6]}")
+        return make_folder_name("_".join([self.folder_name, *words]), RUN_NAME_LENGTH)
 
     @property
     def identity(self) -> str:
@@ -165,6 +185,25 @@ class Experiment(BaseModel):
     def of(values: Mapping[str, Any]) -> Experiment:
         """Make an experiment from a dictionary."""
         return Experiment(**values)
+
+
+def make_folder_name(text: str, length: int = 250) -> str:
+    """Return a text as the name of a folder; of one that is too long, the beginning and a hash."""
+    name = re.sub(r"[^A-Za-z0-9.+=_-]+", "_", text).lstrip(".") or "run"
+    return name if len(name) <= length else f"{name[: length - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def format_value(value: Any) -> str:
+    """Return a field's value as it is written on a command line.
+
+    >>> format_value(True), format_value(("plain", "noisy")), format_value({"mnist": 5, "usps": 3}), format_value(0.02)
+    ('true', 'plain,noisy', 'mnist=5,usps=3', '0.02')
+    """
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={number}" for key, number in value.items())
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -209,6 +248,16 @@ def parse_per_domain(field: str, value: Any, kind: type) -> Any:
             wanted = "a number of 1 or more" if kind is int else "a fraction of at most 1"
             raise ValueError(f"{field} = {value!r}: use {wanted}, or one per domain, as in 'mnist=5 usps=3'")
     return value
+
+
+def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields that name folders with absolute paths, so that a run's description works from anywhere."""
+    found = {}
+    for key, prefix in (("data", FOLDER_PREFIX), ("data_root", "")):
+        path = str(fields.get(key) or "")
+        if path.startswith(prefix) and path != prefix:
+            found[key] = prefix + os.path.abspath(os.path.expanduser(path.removeprefix(prefix)))
+    return found
 
 
 def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

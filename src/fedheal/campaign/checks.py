@@ -1,0 +1,61 @@
+"""Check that every run of a campaign can start before the first one does. No data are loaded, and nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fedheal.campaign.jobs import Job
+from fedheal.data import SPECS
+from fedheal.data.embedded.scenes import SIZE as EMBEDDED_SIZE
+from fedheal.engine import check_engine
+from fedheal.engine.precision import resolve_precision
+from fedheal.simulate.build import build_module, check_features
+from fedheal.simulate.devices import resolve_device
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
+
+CLASSES = 10  # of the embedded data, and of a model on data whose classes are not known before they are loaded
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Raise ValueError if a device, a model or a method's need of one would stop a run at its start.
+
+    Runs that differ only in what cannot matter here are checked once.
+    """
+    checked = set()
+    for job in jobs:
+        e = job.experiment
+        features = any(term.features for term in e.resolved_method.local)
+        kind = (e.data, e.image_size, e.model, e.width, e.device, e.precision, e.engine, e.workers, features)
+        if kind not in checked:
+            checked.add(kind)
+            _check_start(e, features)
+
+
+def _check_start(experiment: Experiment, features: bool) -> None:
+    device = resolve_device(experiment.device)
+    check_engine(device, experiment.engine, experiment.workers)
+    resolve_precision(experiment.precision, device)
+    classes, size = _find_shape(experiment)
+    try:
+        module = build_module(experiment, classes or CLASSES)
+    except ValueError:
+        if classes:
+            raise
+        return  # the model may need the data's own number of classes: its run will report it
+    check_features(experiment, module)
+    check_model(module, experiment.model)
+    if classes:
+        image = torch.zeros(1, 3, size, size)
+        check_evaluates(module, experiment.model, image, classes)
+        check_trains(module, experiment.model, image, classes, features=features)
+
+
+def _find_shape(experiment: Experiment) -> tuple[int, int]:
+    """Return the number of classes and the size of images; no classes if only the data themselves tell."""
+    if experiment.data == "embedded":
+        return CLASSES, EMBEDDED_SIZE
+    spec = SPECS.get(experiment.data)
+    return (len(spec.classes), experiment.image_size or spec.size) if spec else (0, 0)
