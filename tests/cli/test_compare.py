@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,7 @@ def test_folders_of_one_name_are_compared_in_folders_of_their_own(call, monkeypa
         wanted.append(folder)
         raise ValueError("this is as far as it goes")
 
-    monkeypatch.setattr(sys.modules["fedheal.cli.app"], "plan", plan)
+    monkeypatch.setattr("fedheal.campaign.compare.plan", plan)
     for data in ("folder:a/photos", "folder:b/photos"):
         assert call("compare", "fedavg", "--data", data).code == 2
     assert [str(folder) for folder in wanted] == ["runs/compare-folder.a_photos", "runs/compare-folder.b_photos"]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from fedheal.campaign.jobs import Job
+from fedheal.campaign.placement import count_gpus
 from fedheal.data import SPECS
 from fedheal.data.embedded.scenes import SIZE as EMBEDDED_SIZE
 from fedheal.engine import check_engine
 from fedheal.engine.precision import resolve_precision
 from fedheal.simulate.build import build_module, check_features
-from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
 
@@ -20,7 +20,7 @@ CLASSES = 10  # of the embedded data, and of a model on data whose classes are n
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
-    """Raise ValueError if a device, a model or a method's need of one would stop a run at its start.
+    """Raise ValueError if the engine, the precision, the model or what the method needs of it would stop a run at its start.
 
     Runs that differ only in what cannot matter here are checked once.
     """
@@ -35,7 +35,8 @@ def check_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _check_start(experiment: Experiment, features: bool) -> None:
-    device = resolve_device(experiment.device)
+    on_gpu = experiment.device.partition(":")[0] in ("auto", "cuda") and count_gpus() > 0
+    device = torch.device("cuda" if on_gpu else "cpu")  # by name only: CUDA need not start in this process
     check_engine(device, experiment.engine, experiment.workers)
     resolve_precision(experiment.precision, device)
     classes, size = _find_shape(experiment)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from itertools import chain
 from multiprocessing import get_context
 
 from fedheal.campaign import placement
@@ -33,12 +32,18 @@ def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> 
     """
     unfinished = [job for job in jobs if not job.is_finished]
     if ray is None:  # a cluster has devices of its own
+        describe_schedule(unfinished, processes)  # raises if a device cannot be used
         check_jobs(unfinished)
     folders = {job.folder for job in unfinished}
-    finished = [job for job in jobs if job.folder not in folders]
-    if not unfinished:
-        return iter(finished)
-    return chain(finished, _run_here(unfinished, processes) if ray is None else run_on_ray(unfinished, ray))
+    return _run_unfinished([job for job in jobs if job.folder not in folders], unfinished, processes, ray)
+
+
+def _run_unfinished(
+    finished: Sequence[Job], unfinished: Sequence[Job], processes: int, ray: str | None
+) -> Iterator[Job]:
+    yield from finished
+    if unfinished:
+        yield from _run_here(unfinished, processes) if ray is None else run_on_ray(unfinished, ray)
 
 
 def describe_schedule(jobs: Sequence[Job], processes: int, ray: str | None = None) -> str:

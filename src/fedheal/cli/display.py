@@ -24,12 +24,14 @@ from fedheal.aggregate.registry import STAGES
 from fedheal.campaign import sweep
 from fedheal.campaign.jobs import Job
 from fedheal.core.metrics import fairness
+from fedheal.core.parameter import get_parameters
 from fedheal.report import conclusions, rows, tables
 from fedheal.report.comparability import check_reference, list_cautions
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
 from fedheal.report.figures import save_figure
 from fedheal.report.html_page import Section, render_page
 from fedheal.runs import folder as records
+from fedheal.simulate.experiment import format_value
 
 PROSE_WIDTH = 30  # columns more than the longest words, for a table of prose to be readable
 
@@ -47,16 +49,18 @@ def make_console() -> Console:
 def print_table(head: Sequence[str], body: Iterable[Sequence[str]], title: str = "", prose: bool = False) -> None:
     """Print a table of numbers or of prose; on a terminal that is too narrow, a block of lines for each row instead."""
     console, lines = make_console(), list(body)
-    table = Table(title=title or None, title_justify="left")
+    table = Table()
     for i, word in enumerate(head):
         table.add_column(word, justify="right" if i and not prose else "left")
     for line in lines:
         table.add_row(*line)
-    needed = Measurement.get(console, console.options, table).minimum + (PROSE_WIDTH if prose else 0)
-    if needed <= console.width:
+    if title:
+        typer.echo(title)
+    longest_words = Measurement.get(console, console.options.update(max_width=10_000), table).minimum
+    if longest_words + (PROSE_WIDTH if prose else 0) <= console.width:
         console.print(table)
     else:
-        typer.echo("\n".join([*([title] if title else []), format_blocks(head, lines, console.width, prose)]))
+        typer.echo(format_blocks(head, lines, console.width, prose))
 
 
 def format_blocks(head: Sequence[str], body: Iterable[Sequence[str]], width: int, prose: bool = False) -> str:
@@ -67,7 +71,7 @@ def format_blocks(head: Sequence[str], body: Iterable[Sequence[str]], width: int
         # Numbers share lines, but none is parted from its heading: textwrap does not break at \xa0.
         texts = pairs if prose else ["  ".join(pair.replace(" ", "\xa0") for pair in pairs)]
         wrapped = [
-            textwrap.fill(t, width, initial_indent="  ", subsequent_indent="    " if prose else "  ") for t in texts
+            textwrap.fill(t, width, initial_indent="  ", subsequent_indent="    " if prose else "  ", break_on_hyphens=False) for t in texts
         ]
         blocks.append("\n".join([name, *wrapped]).replace("\xa0", " "))
     return "\n".join(blocks)
@@ -201,7 +205,7 @@ def show_parts() -> None:
     body = []
     for kind, parts in (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE)):
         for name, part in parts.items():
-            keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
+            keys = ", ".join(f"{key}={format_value(p.default)}" for key, p in get_parameters(part).items())
             body.append([f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys])
     body += [[f"{bound} (bound)", about, ""] for bound, about in rows.BOUNDS.items()]
     body.append(["package.module:function", "your own function that returns a Stage, a Term or an Aggregator", ""])
@@ -214,12 +218,11 @@ def show_parameters(name: str) -> None:
     method, body = method_table.get(name), []
     for part in method.parts:
         for key, parameter in part.parameters.items():
-            value, default = part.values[key], parameter.default
-            text = str(default).lower() if isinstance(default, bool) else str(default)
-            cell = text if value == default else f"{text} (here {value})"
-            body.append([part.name, key, cell, parameter.description, parameter.source])
-    head = ["part", "parameter", "default", "what it is", "source of the default"]
-    print_table(head, body or [[name, "no parameters", "", "", ""]], method.name, prose=True)
+            value, cell = part.values[key], format_value(parameter.default)
+            cell += "" if value == parameter.default else f" (here {format_value(value)})"
+            body.append([key, part.name, cell, parameter.description, parameter.source])
+    head = ["parameter", "part", "default", "what it is", "source of the default"]
+    print_table(head, body or [["no parameters", name, "", "", ""]], method.name, prose=True)
 
 
 class LiveTable:
