@@ -81,9 +81,16 @@ def test_a_run_leaves_a_folder_and_prints_plain_lines(call, tmp_path: Path) -> N
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
 
 
-def test_without_a_name_the_folder_says_method_data_and_seed(call, tmp_path: Path) -> None:
-    call("run", *WORDS, "method=fedheal", "tau=0.4", "seed=5", "--quiet")
-    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["fedavg+fedheal_tau=0.4-tiny_data_load-seed5"]
+def test_without_a_name_the_folder_says_method_data_seed_and_what_is_not_the_default(call, tmp_path: Path) -> None:
+    few = ["data=tiny_data:load", "model=tiny_data:linear", "rounds=1", "epochs=1"]
+    for more in (["tau=0.4", "seed=5"], [], ["lr=0.02"]):
+        assert call("run", *few, *more, "--quiet").code == 0
+    end = "_model=tiny_data_linear_rounds=1_epochs=1"
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {
+        f"fedavg+fedheal_tau=0.4-tiny_data_load-seed5{end}",
+        f"fedavg+fedheal-tiny_data_load-seed0{end}",
+        f"fedavg+fedheal-tiny_data_load-seed0{end}_lr=0.02",
+    }
 
 
 def test_json_is_alone_on_stdout_and_the_same_as_the_file(call, tmp_path: Path) -> None:

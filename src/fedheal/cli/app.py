@@ -82,7 +82,7 @@ def main() -> None:
     stop_on_terminate()
     with _report_errors():
         try:
-            code = app(standalone_mode=False)
+            code = app(prog_name="fedheal", standalone_mode=False)
         except click.exceptions.Abort:
             raise KeyboardInterrupt from None
         except click.exceptions.NoArgsIsHelpError:  # which has printed it
@@ -472,8 +472,11 @@ def _is_override(word: str) -> bool:
 
 def _describe_usage_error(error: click.ClickException) -> str:
     """Return what is wrong with the words of a command, and where to look them up."""
-    context = getattr(error, "ctx", None)
-    return f"{error.format_message().rstrip('.')} (see {context.command_path if context else 'fedheal'} --help)"
+    context, message = getattr(error, "ctx", None), error.format_message().rstrip(".")
+    command = context.command_path if context else "fedheal"
+    if isinstance(error, click.NoSuchOption) and command != "fedheal":
+        message += f"; a field is written {error.option_name.strip('-').replace('-', '_')}=VALUE"
+    return f"{message} (see {command} --help)"
 
 
 @contextmanager

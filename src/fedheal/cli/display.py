@@ -71,7 +71,10 @@ def format_blocks(head: Sequence[str], body: Iterable[Sequence[str]], width: int
         # Numbers share lines, but none is parted from its heading: textwrap does not break at \xa0.
         texts = pairs if prose else ["  ".join(pair.replace(" ", "\xa0") for pair in pairs)]
         wrapped = [
-            textwrap.fill(t, width, initial_indent="  ", subsequent_indent="    " if prose else "  ", break_on_hyphens=False) for t in texts
+            textwrap.fill(
+                t, width, initial_indent="  ", subsequent_indent="    " if prose else "  ", break_on_hyphens=False
+            )
+            for t in texts
         ]
         blocks.append("\n".join([name, *wrapped]).replace("\xa0", " "))
     return "\n".join(blocks)
