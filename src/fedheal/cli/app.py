@@ -473,10 +473,10 @@ def _is_override(word: str) -> bool:
 def _describe_usage_error(error: click.ClickException) -> str:
     """Return what is wrong with the words of a command, and where to look them up."""
     context, message = getattr(error, "ctx", None), error.format_message().rstrip(".")
-    command = context.command_path if context else "fedheal"
+    command, hint = context.command_path if context else "fedheal", ""
     if isinstance(error, click.NoSuchOption) and command != "fedheal":
-        message += f"; a field is written {error.option_name.strip('-').replace('-', '_')}=VALUE"
-    return f"{message} (see {command} --help)"
+        hint = f"a field is written {error.option_name.strip('-').replace('-', '_')}=VALUE; "
+    return f"{message} ({hint}see {command} --help)"
 
 
 @contextmanager
