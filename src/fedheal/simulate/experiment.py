@@ -279,8 +279,8 @@ def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping
     for key in parameters:
         if key not in known:
             close = suggest(key, [*Experiment.model_fields, *known])
-            takes = ", ".join(known) or "none"
-            raise ValueError(f"unknown field '{key}'{close}; the parameters of method '{name}' are: {takes}")
+            takes = f"the parameters {', '.join(known)}" if known else "no parameters"
+            raise ValueError(f"unknown field '{key}'{close}; method '{name}' has {takes}, and docs/reference.md lists fields")
     explicit = {key for part in method.parts for key in part.explicit}
     # Other methods' parameters may share a name: FedFV's tau is a number of rounds.
     missing = {k: v for k, v in defaults.items() if isinstance(known.get(k), float) and k not in explicit}
@@ -292,5 +292,9 @@ def _describe_error(error: ValidationError) -> str:
     first = error.errors()[0]
     if not first["loc"]:
         return str(first["msg"]).removeprefix("Value error, ")
-    field = first["loc"][0]
-    return f"{field} = {first['input']!r}: {str(first['msg'])[0].lower()}{str(first['msg'])[1:]}"
+    field, kind, problem = first["loc"][0], str(first["type"]), str(first["msg"])
+    for words, wanted in (("int_", "a whole number"), ("float_", "a number"), ("bool_", "true or false")):
+        if kind.startswith(words):
+            problem = f"must be {wanted}"
+    problem = problem.replace("Input should be", "must be", 1)
+    return f"{field} = {first['input']!r}: {problem[0].lower()}{problem[1:]}"
