@@ -199,6 +199,8 @@ def test_numbers_of_clients_can_be_searched():
         (["tau=0.3,0.30"], "has a value twice"),
         (["tau=0:1:1e-12"], "has 1,000,000,000,001 values: use at most 10,000"),
         (["tau=1e:2:3"], "should be first:last:step, three numbers"),
+        (["tau=0:1"], "should be first:last:step, three numbers"),
+        (["tau=0:1:0.1:2"], "should be first:last:step, three numbers"),
         (["tau=0,1", "tau=0.5"], "given twice"),
         (["tau"], "should be key=value"),
     ],

@@ -94,9 +94,10 @@ def test_a_shell_can_complete_commands(shell: str) -> None:
     ("words", "messages"),
     [
         (["rnu"], ["fedheal: No such command 'rnu'. Did you mean 'run'? (see fedheal --help)"]),
+        (["compare", "fedavg", "--sedes", "3"], ["'--sedes'. Did you mean '--seeds'? (see fedheal compare --help)"]),
         (
-            ["run", "--rounds", "3"],
-            ["No such option '--rounds'", "(a field is written rounds=VALUE; see fedheal run --help)"],
+            ["run", "--seed", "3"],
+            ["No such option '--seed' (a field is written seed=VALUE; see fedheal run --help)"],
         ),
         (["demo", "--seed", "x"], ["'x' is not a valid integer (see fedheal demo --help)"]),
         (["compare"], ["(see fedheal compare --help)"]),

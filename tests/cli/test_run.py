@@ -64,6 +64,8 @@ WRONG = [
     (["device=cuda:x"], ["device = 'cuda:x' cannot be used here (Invalid device string: 'cuda:x'): use auto"]),
     (["tau=0.3", "tau=0.4"], ["'tau' is given twice", "tau=0.3", "tau=0.4"]),
     (["missing.toml"], ["missing.toml", "No such file"]),
+    (["fedheal"], ["'fedheal' is neither a field (key=value, such as method=fedheal) nor a file (FILE.toml)"]),
+    (["tau", "=", "0.3"], ["has spaces around '=': write key=value without them"]),
     (["one.toml", "two.toml"], ["one.toml", "two.toml"]),
     (["."], [".", "directory"]),
 ]
@@ -199,7 +201,7 @@ def test_wrong_input_is_a_sentence_and_nothing_is_written(
     [
         (b"rounds = \n", "not TOML"),
         (b"rounds = 3\nrounds = 4\n", "not TOML"),
-        (b'name = "\xe9t\xe9"\n', "not TOML"),
+        (b'name = "\xe9t\xe9"\n', "not TOML: byte 8 is not UTF-8; save it as UTF-8"),
         (b"\x00\x01\x02", "not TOML"),
         (b"\xff\xfer\x00o\x00", "not TOML"),
         (b"[rounds]\nx = 1\n", "rounds"),

@@ -192,7 +192,7 @@ def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, A
         text = word.partition("=")[2]
         if key in space or key in fixed:
             raise ValueError(f"'{key}' is given twice")
-        if re.fullmatch(r"[-+.\deE]+:[-+.\deE]+:[-+.\deE]+", text):
+        if re.fullmatch(r"[-+.\deE]+(:[-+.\deE]+)+", text):
             space[key] = _parse_range(word, text)
         elif "," in text and value == text and not _is_single_value(key, text):
             space[key] = [parse_override(f"{key}={part.strip()}")[1] for part in text.split(",")]
@@ -212,7 +212,7 @@ def _parse_range(word: str, text: str) -> list[float]:
     """Return the values of first:last:step, both ends included. Decimals are added as decimals: 3 x 0.1 is 0.3."""
     try:
         first, last, step = (Decimal(part) for part in text.split(":"))
-    except InvalidOperation:
+    except (InvalidOperation, ValueError):
         raise ValueError(f"'{word}' should be first:last:step, three numbers") from None
     if step <= 0 or last < first:
         raise ValueError(f"'{word}' should be first:last:step with a step above 0 and the last not below the first")

@@ -130,13 +130,14 @@ def run_command(
     from fedheal.simulate.runner import run
 
     files = [word for word in words or () if _is_file(word)]
-    if len(files) > 1:
-        raise ValueError(f"one experiment file at most can be run, but there are {len(files)}: {', '.join(files)}")
+    _check_files(files, words or [])
     overrides = [word for word in words or () if word not in files]
     if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
         files = [str(out / "experiment.toml")]
         if not (out / "experiment.toml").exists():
-            raise ValueError(f"{out} holds no run to resume: there is no experiment.toml")
+            raise ValueError(
+                f"{out} holds no run to resume: there is no experiment.toml; leave out --resume to start one"
+            )
     experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.run_name
     callbacks: list[Callback] = [Progress(Console(quiet=quiet or as_json))]
@@ -464,6 +465,17 @@ def _is_file(word: str) -> bool:
     return not equals or (word.endswith(".toml") and not key.isidentifier())
 
 
+def _check_files(files: Sequence[str], words: Sequence[str]) -> None:
+    """Raise ValueError if the words are no experiment file and fields."""
+    if "=" in words:
+        raise ValueError(f"'{' '.join(words)}' has spaces around '=': write key=value without them")
+    for file in files:
+        if not file.endswith(".toml") and not Path(file).exists():
+            raise ValueError(f"'{file}' is neither a field (key=value, such as method={file}) nor a file (FILE.toml)")
+    if len(files) > 1:
+        raise ValueError(f"one experiment file at most can be run, but there are {len(files)}: {', '.join(files)}")
+
+
 def _is_override(word: str) -> bool:
     """Return whether a word is a field, with = and no earlier `:`; `fedprox:mu=0.1` is a method."""
     before, equals, _ = word.partition("=")
@@ -474,7 +486,7 @@ def _describe_usage_error(error: click.ClickException) -> str:
     """Return what is wrong with the words of a command, and where to look them up."""
     context, message = getattr(error, "ctx", None), error.format_message().rstrip(".")
     command, hint = context.command_path if context else "fedheal", ""
-    if isinstance(error, click.NoSuchOption) and command != "fedheal":
+    if isinstance(error, click.NoSuchOption) and not error.possibilities and command != "fedheal":
         hint = f"a field is written {error.option_name.strip('-').replace('-', '_')}=VALUE; "
     return f"{message} ({hint}see {command} --help)"
 

@@ -280,7 +280,9 @@ def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping
         if key not in known:
             close = suggest(key, [*Experiment.model_fields, *known])
             takes = f"the parameters {', '.join(known)}" if known else "no parameters"
-            raise ValueError(f"unknown field '{key}'{close}; method '{name}' has {takes}, and docs/reference.md lists fields")
+            raise ValueError(
+                f"unknown field '{key}'{close}; method '{name}' has {takes}, and docs/reference.md lists fields"
+            )
     explicit = {key for part in method.parts for key in part.explicit}
     # Other methods' parameters may share a name: FedFV's tau is a number of rounds.
     missing = {k: v for k, v in defaults.items() if isinstance(known.get(k), float) and k not in explicit}
