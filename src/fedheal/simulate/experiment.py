@@ -295,7 +295,7 @@ def _describe_error(error: ValidationError) -> str:
     if not first["loc"]:
         return str(first["msg"]).removeprefix("Value error, ")
     field, kind, problem = first["loc"][0], str(first["type"]), str(first["msg"])
-    for words, wanted in (("int_", "a whole number"), ("float_", "a number"), ("bool_", "true or false")):
+    for words, wanted in (("int_", "an integer"), ("float_", "a number"), ("bool_", "true or false")):
         if kind.startswith(words):
             problem = f"must be {wanted}"
     problem = problem.replace("Input should be", "must be", 1)
