@@ -11,7 +11,7 @@ import random
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -112,8 +112,8 @@ class Search:
         )
 
 
-def search_grid(search: Search, run: Runner) -> list[Trial]:
-    """Try every point."""
+def search_grid(search: Search, run: Runner, trials: int = 0) -> list[Trial]:
+    """Try every point, however many `trials` are asked for."""
     if search.size > MAX_POINTS:
         raise ValueError(
             f"the grid has {search.size:,} points, more than {MAX_POINTS:,}: use --search random or optuna"
@@ -147,6 +147,13 @@ def search_with_optuna(search: Search, run: Runner, trials: int, seed: int = 0) 
         (trial,) = search.evaluate([point], run)
         study.tell(proposal, trial.score(search.metric))
         yield trial
+
+
+SEARCHES: dict[str, Callable[[Search, Runner, int], Iterable[Trial]]] = {
+    "grid": search_grid,
+    "random": search_randomly,
+    "optuna": search_with_optuna,
+}
 
 
 def _check_trials(trials: int) -> None:

@@ -11,8 +11,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,8 @@ import click
 import typer
 from typer.core import TyperGroup
 
+from fedheal.cli.errors import INTERRUPTED, describe_usage_error, report_errors
+from fedheal.cli.words import check_files, is_file, is_override
 from fedheal.simulate.interrupts import stop_on_terminate
 from fedheal.version import __version__
 
@@ -52,7 +54,6 @@ app = typer.Typer(
 DATA_HELP = "List, check, show, fetch, prepare and export data sets."
 app.add_typer(typer.Typer(cls=DataGroup, help=DATA_HELP, no_args_is_help=True), name="data")
 
-INTERRUPTED = 130
 DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
 REPORT_FORMATS = ("text", "markdown", "latex", "csv", "parquet")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
@@ -80,7 +81,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ± must not fail
     stop_on_terminate()
-    with _report_errors():
+    with report_errors():
         try:
             code = app(prog_name="fedheal", standalone_mode=False)
         except click.exceptions.Abort:
@@ -88,7 +89,7 @@ def main() -> None:
         except click.exceptions.NoArgsIsHelpError:  # which has printed it
             sys.exit(2)
         except click.exceptions.ClickException as error:
-            raise ValueError(_describe_usage_error(error)) from None
+            raise ValueError(describe_usage_error(error)) from None
         if code == INTERRUPTED:  # typer's exit code for Ctrl-C
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
@@ -129,8 +130,8 @@ def run_command(
     from fedheal.simulate.progress import Progress
     from fedheal.simulate.runner import run
 
-    files = [word for word in words or () if _is_file(word)]
-    _check_files(files, words or [])
+    files = [word for word in words or () if is_file(word)]
+    check_files(files, words or [])
     overrides = [word for word in words or () if word not in files]
     if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
         files = [str(out / "experiment.toml")]
@@ -216,11 +217,11 @@ def compare(
     from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import make_folder_name, parse_overrides
 
-    overrides = [word for word in words if _is_override(word)]
+    overrides = [word for word in words if is_override(word)]
     values = parse_overrides(overrides)
     if "data" in values:
         raise ValueError(f"the data set is set by --data: use --data {values['data']}")
-    methods = [word for word in words if not _is_override(word)]
+    methods = [word for word in words if not is_override(word)]
     name = ["compare", data.replace(":", "."), *sorted(overrides)]
     folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
     planned = comparison.plan(methods, comparison.parse_seeds(seeds), values | {"data": data}, folder, track)
@@ -269,14 +270,9 @@ def sweep_command(
     folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
     wanted = sweep.Search(space, fixed, parse_seeds(seeds), folder, metric)
     run_jobs = functools.partial(_run_jobs, quiet=quiet or as_json, title="", jobs=jobs, ray=ray, is_search=True)
-    if search == "grid":
-        found = sweep.search_grid(wanted, run_jobs)
-    elif search == "random":
-        found = sweep.search_randomly(wanted, run_jobs, trials)
-    elif search == "optuna":
-        found = list(sweep.search_with_optuna(wanted, run_jobs, trials))
-    else:
-        raise ValueError(f"search = {search}: use grid, random or optuna")
+    if search not in sweep.SEARCHES:
+        raise ValueError(f"search = {search}: use {', '.join(sweep.SEARCHES)}")
+    found = list(sweep.SEARCHES[search](wanted, run_jobs, trials))
     best = sweep.choose_best(found, metric)
     summary = {
         "metric": metric,
@@ -457,59 +453,3 @@ def _find_command() -> str:
     if shutil.which("fedheal") or not program.exists():
         return "fedheal"
     return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
-
-
-def _is_file(word: str) -> bool:
-    """Return whether a word is a file: `name=x.toml` is a field, `runs/compare-embedded-lr=0.1/experiment.toml` a file."""
-    key, equals, _ = word.partition("=")
-    return not equals or (word.endswith(".toml") and not key.isidentifier())
-
-
-def _check_files(files: Sequence[str], words: Sequence[str]) -> None:
-    """Raise ValueError if the words are no experiment file and fields."""
-    if "=" in words:
-        raise ValueError(f"'{' '.join(words)}' has spaces around '=': write key=value without them")
-    for file in files:
-        if not file.endswith(".toml") and not Path(file).exists():
-            raise ValueError(f"'{file}' is neither a field (key=value, such as method={file}) nor a file (FILE.toml)")
-    if len(files) > 1:
-        raise ValueError(f"one experiment file at most can be run, but there are {len(files)}: {', '.join(files)}")
-
-
-def _is_override(word: str) -> bool:
-    """Return whether a word is a field, with = and no earlier `:`; `fedprox:mu=0.1` is a method."""
-    before, equals, _ = word.partition("=")
-    return bool(equals) and ":" not in before
-
-
-def _describe_usage_error(error: click.ClickException) -> str:
-    """Return what is wrong with the words of a command, and where to look them up."""
-    context, message = getattr(error, "ctx", None), error.format_message().rstrip(".")
-    command, hint = context.command_path if context else "fedheal", ""
-    if isinstance(error, click.NoSuchOption) and not error.possibilities and command != "fedheal":
-        hint = f"a field is written {error.option_name.strip('-').replace('-', '_')}=VALUE; "
-    return f"{message} ({hint}see {command} --help)"
-
-
-@contextmanager
-def _report_errors() -> Iterator[None]:
-    """Print an error that a user can fix as one sentence, and exit."""
-    try:
-        yield
-    except ValueError as error:
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        typer.echo(f"fedheal: {error}{notes}", err=True)
-    except OSError as error:
-        typer.echo(f"fedheal: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", err=True)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's
-            raise
-        reason = str(error).partition(". GPU")[0]
-        remedy = "use fewer runs at a time (--jobs), a smaller batch_size or a smaller model"
-        typer.echo(f"fedheal: a GPU has too little memory ({reason}); {remedy}", err=True)
-    except KeyboardInterrupt:
-        typer.echo("fedheal: stopped; rerun the command to resume (fedheal run needs --resume)", err=True)
-        sys.exit(INTERRUPTED)
-    else:
-        return
-    sys.exit(2)
