@@ -42,10 +42,10 @@ def _check_start(experiment: Experiment, features: bool) -> None:
     classes, size = _find_shape(experiment)
     try:
         module = build_module(experiment, classes or CLASSES)
-    except ValueError:
+    except Exception:  # a user's model may raise anything where it needs the data's own number of classes
         if classes:
             raise
-        return  # the model may need the data's own number of classes: its run will report it
+        return
     check_features(experiment, module)
     check_model(module, experiment.model)
     if classes:
