@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fedheal.campaign import placement
 from fedheal.campaign.jobs import Job
-from fedheal.campaign.placement import count_gpus
 from fedheal.data import SPECS
 from fedheal.data.embedded.scenes import SIZE as EMBEDDED_SIZE
 from fedheal.engine import check_engine
@@ -35,7 +35,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _check_start(experiment: Experiment, features: bool) -> None:
-    on_gpu = experiment.device.partition(":")[0] in ("auto", "cuda") and count_gpus() > 0
+    on_gpu = experiment.device.partition(":")[0] in ("auto", "cuda") and placement.count_gpus() > 0
     device = torch.device("cuda" if on_gpu else "cpu")  # by name only: CUDA need not start in this process
     check_engine(device, experiment.engine, experiment.workers)
     resolve_precision(experiment.precision, device)
