@@ -42,10 +42,10 @@ def _check_start(experiment: Experiment, features: bool) -> None:
     classes, size = _find_shape(experiment)
     try:
         module = build_module(experiment, classes or CLASSES)
-    except Exception:  # a user's model may raise anything where it needs the data's own number of classes
-        if classes:
-            raise
-        return
+    except Exception:  # a user's own model may need the data's number of classes or shape: its run will report it
+        if any(mark in experiment.model for mark in ":@"):
+            return
+        raise
     check_features(experiment, module)
     check_model(module, experiment.model)
     if classes:

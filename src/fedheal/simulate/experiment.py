@@ -297,6 +297,5 @@ def _describe_error(error: ValidationError) -> str:
     field, kind, problem = first["loc"][0], str(first["type"]), str(first["msg"])
     for words, wanted in (("int_", "an integer"), ("float_", "a number"), ("bool_", "true or false")):
         if kind.startswith(words):
-            problem = f"must be {wanted}"
-    problem = problem.replace("Input should be", "must be", 1)
+            problem = f"input should be {wanted}"
     return f"{field} = {first['input']!r}: {problem[0].lower()}{problem[1:]}"
