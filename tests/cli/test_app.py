@@ -90,6 +90,10 @@ def test_a_shell_can_complete_commands(shell: str) -> None:
     assert "compare" not in done.stdout
 
 
+def test_completion_can_be_installed(call) -> None:
+    assert "--install-completion" in call("--help").out
+
+
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
