@@ -17,7 +17,7 @@ from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment
 
 FIELDS = {
-    "name": "the run folder's name; made of method, data and seed if empty",
+    "name": "the run folder's name; made of method, data, seed and the fields that differ from the protocol if empty",
     "method": "a method's name, your own as `package.module:function`, or in Python a `Method`; its parameters may stand "
     "beside the fields",
     "data": "a data set's name (`fedheal data list`), your own as `package.module:function`, or in Python a `Domains` or a "

@@ -148,7 +148,7 @@ def test_pooled_training_is_one_client_with_everything(tmp_path):
         (["fedavg"], [], {}, "at least one seed"),
         (["fedavg", "fedavg"], [0], {}, "the same"),
         (["fedavg", "fedheal", "fedavg+fedheal"], [0], {}, "the same"),
-        (["fedavg"], [0], {"seed": 3}, "seed=3 cannot be set in a comparison"),
+        (["fedavg"], [0], {"seed": 3}, "seed=3 cannot be set in a comparison, which sets seed itself: use --seeds 3-3"),
         (["fedavgg"], [0], {}, "did you mean 'fedavg'"),
         (["centralized"], [0], {}, "did you mean 'centralised'"),
         (["fedavg"], [0], {"rounds": -1}, "rounds = -1"),
@@ -167,6 +167,12 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, metho
 def test_seeds_that_make_no_sense_are_refused(text):
     with pytest.raises(ValueError, match="seeds = "):
         parse_seeds(text)
+
+
+def test_who_asks_for_no_seeds_learns_how_to_ask_for_seed_0():
+    with pytest.raises(ValueError, match=r"seeds = 0: this is a number of seeds; use 1 \(or 0-0\) for seed 0 alone"):
+        parse_seeds("0")
+    assert parse_seeds("1") == parse_seeds("0-0") == [0]
 
 
 @pytest.mark.parametrize("text", ["10000000000", "3-9999999999999999999999", ",".join(map(str, range(10_001)))])

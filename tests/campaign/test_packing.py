@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+import threading
+import time
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import tiny_data
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import packing
+
+    return packing
 
 
 @pytest.mark.parametrize(
@@ -20,10 +32,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         (["--at-a-time", "1,x"], "at-a-time = 1,x"),
     ],
 )
-def test_what_cannot_be_measured_is_a_sentence(arguments, message, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import packing
-
+def test_what_cannot_be_measured_is_a_sentence(packing, arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["packing.py", *arguments])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as end:
@@ -35,14 +44,51 @@ def test_what_cannot_be_measured_is_a_sentence(arguments, message, monkeypatch, 
     assert output.out == ""
 
 
-@pytest.mark.slow
-def test_processes_are_timed_together():
-    words = ["--device", "cpu", "--models", "small_cnn", "--at-a-time", "2", "--rounds", "1"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / "packing.py"), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith(("| 1 ", "| 2 "))]
-    assert [int(number) for number, *_ in lines] == [2]
+class SharedEnd:
+    """One end of a pipe for a thread; a process would have its own copy, which its parent's `close` leaves open."""
+
+    def __init__(self, end):
+        self.send, self.recv, self.close = end.send, end.recv, lambda: None
+
+
+def make_pipe():
+    here, there = Pipe()
+    return here, SharedEnd(there)
+
+
+def test_runs_are_timed_together(packing, monkeypatch, capsys):
+    """Threads stand in for processes, and a nap for a round."""
+
+    def work(model, device, parent):
+        parent.send(packing.Warm(0.1, 0))
+        while rounds := parent.recv():
+            time.sleep(0.02 * rounds)
+            parent.send(rounds)
+
+    context = SimpleNamespace(Pipe=make_pipe, Process=threading.Thread)
+    monkeypatch.setattr(packing, "get_context", lambda _: context)
+    monkeypatch.setattr(packing, "worker", work)
+    packing.measured("small_cnn", "cpu", [1, 4], 2)
+    lines = [
+        line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith(("| 1 ", "| 4 "))
+    ]
+    assert [int(number) for number, *_ in lines] == [1, 4]
     for _, seconds, rate, _ in lines:
-        assert float(rate) == pytest.approx(1 / float(seconds), abs=0.06)
+        assert float(rate) == pytest.approx(1 / float(seconds), rel=0.02)
+    alone, together = (float(seconds) for _, seconds, *_ in lines)
+    assert together < alone / 2  # they nap at the same time
+
+
+def test_a_run_trains_when_it_is_told_to(packing, monkeypatch):
+    monkeypatch.setattr(packing, "described", lambda model, device: tiny_data.quick(device=device))
+    monkeypatch.setattr(packing, "load_domains", lambda protocol: tiny_data.load())
+    trained = []
+    run_round = packing.run_round
+    monkeypatch.setattr(packing, "run_round", lambda *words: trained.append(words) or run_round(*words))
+    here, there = Pipe()
+    for rounds in (3, 0):
+        here.send(rounds)
+    packing.worker("small_cnn", "cpu", there)
+    assert here.recv().taken == 0
+    assert here.recv() == 3
+    assert len(trained) == 2 + 3  # two to warm up

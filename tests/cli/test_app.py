@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,10 @@ import pytest
 
 import fedheal
 from command_line import assert_sentence, read_files
+from fedheal.campaign.sweep import METRICS
+from fedheal.cli.data import data_app
+from fedheal.report import tables
+from fedheal.reproduce import RECIPES
 from tiny_data import WORDS
 
 INTO = {
@@ -19,6 +25,102 @@ INTO = {
     "demo": ["demo"],
     "data show": ["data", "show", "tiny_data:load"],
 }
+
+
+# Prints which slow libraries are loaded when `fedheal` ends, after whatever it prints itself.
+LOADED = """
+import sys
+import fedheal.cli
+try:
+    fedheal.cli.main()
+except SystemExit as end:
+    slow = {"numba", "numpy", "pydantic", "scipy", "sklearn", "torch"}
+    print(end.code, *sorted(slow & {name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--version"], 0), (["--help"], 0), (["-h"], 0), (["compare", "-h"], 0), ([], 2),
+        (["rnu"], 2), (["run", "--rounds"], 2),
+    ],
+)  # fmt: skip
+def test_help_the_version_and_mistakes_import_nothing_slow(tmp_path: Path, words: list[str], code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == str(code), done.stdout
+
+
+def test_public_names_can_be_listed_and_imported() -> None:
+    names: dict[str, object] = {}
+    exec("from fedheal import *", names)
+    assert names.keys() >= set(fedheal.__all__)
+    assert set(dir(fedheal)) >= set(fedheal.__all__)
+    with pytest.raises(AttributeError, match="module 'fedheal' has no attribute 'bogus'"):
+        fedheal.bogus  # noqa: B018
+
+
+def test_every_public_name_is_known_to_type_checkers_and_found_at_run_time() -> None:
+    (block,) = (
+        node
+        for node in ast.parse(Path(fedheal.__file__).read_text()).body
+        if isinstance(node, ast.If) and not node.orelse and isinstance(node.test, ast.Name)
+    )
+    typed = {
+        alias.name: node.module for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    packages = {name for name, module in typed.items() if module == "fedheal"}
+    assert typed.keys() | {"__version__"} == set(fedheal.__all__)
+    assert {name: f"fedheal.{module}" for name, module in fedheal._MODULES.items()} == {
+        name: module for name, module in typed.items() if name not in packages
+    }
+    assert packages <= fedheal._PACKAGES
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_can_complete_commands(shell: str) -> None:
+    words = {"bash": {"COMP_WORDS": "fedheal re", "COMP_CWORD": "1"}}.get(shell, {"_TYPER_COMPLETE_ARGS": "fedheal re"})
+    environment = {"_FEDHEAL_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args", **words}
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'fedheal'; from fedheal.cli import main; main()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "report" in done.stdout
+    assert "reproduce" in done.stdout
+    assert "compare" not in done.stdout
+
+
+def test_completion_can_be_installed(call) -> None:
+    assert "--install-completion" in call("--help").out
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (["rnu"], ["fedheal: No such command 'rnu'. Did you mean 'run'? (see fedheal --help)"]),
+        (["compare", "fedavg", "--sedes", "3"], ["'--sedes'. Did you mean '--seeds'? (see fedheal compare --help)"]),
+        (
+            ["run", "--seed", "3"],
+            ["No such option '--seed' (a field is written seed=VALUE; see fedheal run --help)"],
+        ),
+        (["demo", "--seed", "x"], ["'x' is not a valid integer (see fedheal demo --help)"]),
+        (["compare"], ["(see fedheal compare --help)"]),
+        (["data", "lst"], ["fedheal: No such command 'lst'"]),
+    ],
+)
+def test_words_that_are_no_command_are_a_sentence(call, words: list[str], messages: list[str]) -> None:
+    assert_sentence(call(*words), *messages)
+
+
+def test_the_options_name_what_the_library_has(call) -> None:
+    """The command line does without the modules that have these names."""
+    app = sys.modules["fedheal.cli.app"]
+    assert set(app.REPORT_FORMATS) == {*tables.FORMATS, "csv", "parquet"}
+    assert ", ".join(RECIPES) == app.RESULTS
+    assert f"{', '.join(list(METRICS)[:-1])} or {list(METRICS)[-1]}" in " ".join(
+        call("sweep", "--help").out.replace("│", "").split()
+    )
+    assert data_app.info.help == app.DATA_HELP
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["run", "--help"], ["demo", "--help"]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,32 @@ def test_a_comparison_that_cannot_be_finished_is_not_begun(call, tmp_path: Path)
     given = [word for word in WORDS if not word.startswith("data=")]
     command = ["compare", "fedavg", "fedce", "--data", "tiny_data:load", "--seeds", "1", *given]
     assert_sentence(call(*command), "method 'fedce' needs examples held out", "validation=0.2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_any_run_needs_is_checked_before_the_first_one_starts(call, tmp_path: Path) -> None:
+    """MOON, the last of three methods, needs features that this model does not have."""
+    given = [word for word in WORDS if not word.startswith("data=")]
+    command = [
+        "compare",
+        "fedavg",
+        "fedheal",
+        "moon",
+        "--data",
+        "tiny_data:load",
+        "--seeds",
+        "2",
+        "--jobs",
+        "1",
+        *given,
+    ]
+    assert_sentence(
+        call(*command), "method 'moon' needs a model with `features` and `head`; 'tiny_data:linear' has none"
+    )
+    small = ["compare", "fedavg", "--seeds", "1", "model=tiny_data:linear"]
+    assert_sentence(call(*small), "model 'tiny_data:linear' does not fit images of shape (3, 32, 32)")
+    assert_sentence(call("sweep", *WORDS, "method=fedavg,moon"), "method 'moon' needs a model with `features`")
+    assert_sentence(call("reproduce", "table1", "--smoke", *given), "does not fit images of shape (3, 32, 32)")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,6 +91,16 @@ def test_a_comparison_says_which_finished_run_was_on_other_data(call, tmp_path: 
     assert message in json.loads(call(*command, "--out", "here", "--json").out)["conclusions"][0]
 
 
+def test_a_comparison_with_many_fields_has_a_folder_that_can_be_made(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+    monkeypatch.setattr("fedheal.campaign.compare.plan", lambda *words: folders.append(words[3]) or [])
+    for number in (1, 2):
+        names = ",".join(f"a-long-name-of-a-client-{i}" for i in range(20))
+        call("compare", "fedavg", f"only={names}", f"without=client-{number}", "--quiet")
+    assert len(set(folders)) == 2
+    assert all(len(folder.name) <= 250 for folder in folders)
+
+
 def test_folders_of_one_name_are_compared_in_folders_of_their_own(call, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = []
 
@@ -73,7 +108,7 @@ def test_folders_of_one_name_are_compared_in_folders_of_their_own(call, monkeypa
         wanted.append(folder)
         raise ValueError("this is as far as it goes")
 
-    monkeypatch.setattr(sys.modules["fedheal.cli.app"], "plan", plan)
+    monkeypatch.setattr("fedheal.campaign.compare.plan", plan)
     for data in ("folder:a/photos", "folder:b/photos"):
         assert call("compare", "fedavg", "--data", data).code == 2
     assert [str(folder) for folder in wanted] == ["runs/compare-folder.a_photos", "runs/compare-folder.b_photos"]

@@ -64,6 +64,8 @@ WRONG = [
     (["device=cuda:x"], ["device = 'cuda:x' cannot be used here (Invalid device string: 'cuda:x'): use auto"]),
     (["tau=0.3", "tau=0.4"], ["'tau' is given twice", "tau=0.3", "tau=0.4"]),
     (["missing.toml"], ["missing.toml", "No such file"]),
+    (["fedheal"], ["'fedheal' is neither a field (key=value, such as method=fedheal) nor a file (FILE.toml)"]),
+    (["tau", "=", "0.3"], ["has spaces around '=': write key=value without them"]),
     (["one.toml", "two.toml"], ["one.toml", "two.toml"]),
     (["."], [".", "directory"]),
 ]
@@ -81,9 +83,16 @@ def test_a_run_leaves_a_folder_and_prints_plain_lines(call, tmp_path: Path) -> N
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
 
 
-def test_without_a_name_the_folder_says_method_data_and_seed(call, tmp_path: Path) -> None:
-    call("run", *WORDS, "method=fedheal", "tau=0.4", "seed=5", "--quiet")
-    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["fedavg+fedheal_tau=0.4-tiny_data_load-seed5"]
+def test_without_a_name_the_folder_says_method_data_seed_and_what_is_not_the_default(call, tmp_path: Path) -> None:
+    few = ["data=tiny_data:load", "model=tiny_data:linear", "rounds=1", "epochs=1"]
+    for more in (["tau=0.4", "seed=5"], [], ["lr=0.02"]):
+        assert call("run", *few, *more, "--quiet").code == 0
+    end = "_model=tiny_data_linear_rounds=1_epochs=1"
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {
+        f"fedavg+fedheal_tau=0.4-tiny_data_load-seed5{end}",
+        f"fedavg+fedheal-tiny_data_load-seed0{end}",
+        f"fedavg+fedheal-tiny_data_load-seed0{end}_lr=0.02",
+    }
 
 
 def test_json_is_alone_on_stdout_and_the_same_as_the_file(call, tmp_path: Path) -> None:
@@ -192,7 +201,7 @@ def test_wrong_input_is_a_sentence_and_nothing_is_written(
     [
         (b"rounds = \n", "not TOML"),
         (b"rounds = 3\nrounds = 4\n", "not TOML"),
-        (b'name = "\xe9t\xe9"\n', "not TOML"),
+        (b'name = "\xe9t\xe9"\n', "not TOML: byte 8 is not UTF-8; save it as UTF-8"),
         (b"\x00\x01\x02", "not TOML"),
         (b"\xff\xfer\x00o\x00", "not TOML"),
         (b"[rounds]\nx = 1\n", "rounds"),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
+from pathlib import Path
+
 from tiny_data import WORDS
 
 
@@ -9,4 +14,26 @@ def test_a_sweep_says_where_equals_were_chosen_from_and_where_its_runs_are(call)
     done = call("sweep", *WORDS, "method=fedheal", "rounds=1", "tau=0,0.1", "lr=1e-9", "--jobs", "1", "--out", "found")
     assert done.code == 0, done
     assert "2 points are equally good: this is the first of them, and no better than the others." in done.out
-    assert done.out.splitlines()[-1] == "The runs are in found."
+    assert "One seed shows no spread" in done.out
+    assert "The runs are in found." in done.out
+
+
+def test_a_sweep_shows_validation_scores_with_their_spread_and_nothing_of_the_test_set(call, tmp_path: Path) -> None:
+    command = ["sweep", *WORDS, "method=fedheal", "rounds=1", "lr=0.05,0.001", "--jobs", "1", "--out", "found"]
+    done = call(*command, "--seeds", "2")
+    assert done.code == 0, done
+    results = [json.loads(path.read_text()) for path in sorted((tmp_path / "found").glob("*/result.json"))]
+    assert len(results) == 4
+    shown = set(re.findall(r"\d+\.\d\d", done.out))
+    for result in results:  # a line for each run, then a table of means
+        line = next(line for line in done.out.splitlines() if f"-seed{result['seed']}: validation AVG" in line)
+        assert f"AVG {result['validation']['avg']:.2f}" in done.out, line
+        assert f"{result['avg']:.2f}" not in shown
+    assert "mean ± standard deviation over 2 seeds" in done.out
+    assert re.search(r"lr=0.05.* \d+\.\d\d ± \d+\.\d\d", done.out)
+    table = json.loads((tmp_path / "found" / "sweep.json").read_text())
+    assert all(trial.keys() == {"point", "validation"} for trial in table["trials"])
+    *words, last = shlex.split(done.out.splitlines()[-1])
+    assert [*words[:4], last] == ["fedheal", "compare", "fedavg", "fedavg+fedheal", "lr=0.05"]
+    assert words[words.index("--seeds") + 1] == "2-6"
+    assert table["next_command"] == done.out.splitlines()[-1].strip()

@@ -25,6 +25,7 @@ from fedheal.local.fedprox import FedProx
 from fedheal.local.fpl import FPL
 from fedheal.local.moon import Moon
 from fedheal.local.scaffold import Scaffold
+from fedheal.methods import registry
 from tiny_data import quick
 
 
@@ -322,3 +323,11 @@ def test_every_stage_has_a_docstring_and_defaults_that_it_accepts() -> None:
     for name, stage in STAGES.items():
         assert stage.__doc__, name
         assert stage() is not None
+
+
+def test_no_more_methods_are_kept_than_a_long_search_needs() -> None:
+    for number in range(registry.CACHED_METHODS + 10):
+        methods.get("fedheal", tau=number / 1000)
+    assert len(registry._CACHE) == registry.CACHED_METHODS
+    newest = methods.get("fedheal", tau=(registry.CACHED_METHODS + 9) / 1000)
+    assert methods.get(newest.full_name) is registry._CACHE[newest.full_name]

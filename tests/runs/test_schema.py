@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedheal.runs.schema import RoundRecord, RunResult, check_result, parse_round
+from fedheal.runs.schema import Fairness, RoundRecord, RunResult, check_result, parse_round
 from fedheal.runs.summary import summarise_run
 
 
@@ -59,3 +59,12 @@ def test_the_domains_of_a_federations_clients_keep_their_name_in_the_file() -> N
     assert '"homes": {"a": "x"}' in record.to_json()
     assert "client_domains" not in record.to_json()
     assert RoundRecord.model_validate_json(record.to_json()).client_domains == {"a": "x"}
+
+
+def test_a_result_has_the_fields_of_fairness_behind_its_domains() -> None:
+    """The order of `result.json`; the fields themselves are declared once."""
+    names = list(RunResult.model_fields)
+    start = names.index("domains") + 1
+    assert names[:2] == ["method", "algorithm"]
+    assert names[start : start + len(Fairness.model_fields)] == list(Fairness.model_fields)
+    assert not RunResult.__annotations__.keys() & Fairness.model_fields.keys()

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 import fedheal
 from fedheal import methods
 from fedheal.runs.schema import FREE
-from fedheal.simulate.experiment import Experiment, parse_override
+from fedheal.simulate.experiment import RUN_NAME_LENGTH, Experiment, parse_override
 from tiny_data import QUICK, quick
 from tiny_runs import bits
 
@@ -353,3 +353,54 @@ def test_a_folder_name_is_one_name(name: str) -> None:
 def test_names_of_folders_tell_experiments_apart() -> None:
     keys = [{"tau": 0.4}, {"tau": 0.5}, {"seed": 1}, {"method": "fedavg"}, {"method": "fedavg+uniform"}, {}]
     assert len({quick(**k).folder_name for k in keys}) == len(keys)
+
+
+def test_a_run_is_named_by_what_differs_from_the_protocol() -> None:
+    names = {
+        "fedavg+fedheal-embedded-seed0": {},
+        "fedavg+fedheal-embedded-seed0_lr=0.02": {"lr": 0.02},
+        "fedavg+fedheal_tau=0.4-embedded-seed1": {"tau": 0.4, "seed": 1},
+        "fedavg-digits-seed0_clients_per_domain=mnist=5_usps=3_deterministic=true": {
+            "method": "fedavg", "data": "digits", "clients_per_domain": {"mnist": 5, "usps": 3}, "deterministic": True,
+        },
+        "mine": {"name": "mine", "lr": 0.02},
+    }  # fmt: skip
+    assert {Experiment(**fields).run_name: fields for fields in names.values()} == names
+    assert Experiment(workers=2, save_seconds=5, data_root="there").run_name == Experiment().run_name  # no other result
+    assert Experiment(data="folder:a/photos").run_name != Experiment(data="folder:b/photos").run_name
+
+
+def test_a_long_name_is_cut_and_told_apart_by_a_hash() -> None:
+    names = [
+        Experiment(only=[f"client-{i}" for i in range(30)], seed=s, lr=lr).run_name for s in (0, 1) for lr in (1, 2)
+    ]
+    assert len(set(names)) == 4
+    assert all(len(name) == RUN_NAME_LENGTH for name in names)
+    assert names[0].startswith("fedavg+fedheal-embedded-seed0_only=client-0_client-1_")
+
+
+def test_names_among_runs_of_the_same_settings_stay_as_they_were() -> None:
+    """Folders of comparisons, of `fedheal reproduce` and of results/ have them."""
+    assert Experiment(lr=0.02, rounds=5).folder_name == "fedavg+fedheal-embedded-seed0"
+    for path in (Path(__file__).parents[2] / "results").glob("*/*/experiment.toml"):
+        assert Experiment.read(path).folder_name == path.parent.name
+
+
+@pytest.mark.parametrize(("field", "prefix"), [("data", "folder:"), ("data_root", "")])
+def test_paths_of_a_description_work_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, prefix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    experiment = Experiment(**{field: f"{prefix}some/../photos"})
+    assert getattr(experiment, field) == f"{prefix}{tmp_path}/photos"
+    assert getattr(Experiment(**{field: f"{prefix}~/photos"}), field) == f"{prefix}/home/somebody/photos"
+    (tmp_path / "experiment.toml").write_text(experiment.to_toml())
+    monkeypatch.chdir("/")
+    again = Experiment.read(tmp_path / "experiment.toml")
+    assert (again.identity, again.to_toml()) == (experiment.identity, experiment.to_toml())
+
+
+def test_other_data_are_no_paths() -> None:
+    assert Experiment(data="tiny_data:load").data == "tiny_data:load"
+    assert Experiment(data="folder:").data == "folder:"

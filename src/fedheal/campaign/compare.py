@@ -37,7 +37,10 @@ def plan(
         raise ValueError("a comparison needs at least one seed")
     for field in ("seed", "method", "name"):
         if field in values:
-            raise ValueError(f"{field}={values[field]} cannot be set in a comparison, which sets {field} itself")
+            remedy = f": use --seeds {values[field]}-{values[field]}" if field == "seed" else ""
+            raise ValueError(
+                f"{field}={values[field]} cannot be set in a comparison, which sets {field} itself{remedy}"
+            )
     _check_parameters(methods, values)
     domains = _load_bound_domains(methods, values)
     jobs = []
@@ -115,6 +118,10 @@ def parse_seeds(text: str) -> list[int]:
         seeds = []
     if seeds[MAX_SEEDS:]:
         raise ValueError(f"seeds = {text}: use at most {MAX_SEEDS:,} seeds")
+    if text.strip() == "0":
+        raise ValueError(
+            "seeds = 0: this is a number of seeds; use 1 (or 0-0) for seed 0 alone, 5 for the seeds 0 to 4"
+        )
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
         raise ValueError(f"seeds = {text}: use a number of seeds such as 5, a range such as 3-7, or a list such as 1,4")
     return list(seeds)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 
 from fedheal.campaign import placement
+from fedheal.campaign.checks import check_jobs
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.placement import VISIBLE_DEVICES, DeviceSlots, least_loaded, plan_slots
 from fedheal.campaign.ray import run_on_ray
@@ -24,13 +25,23 @@ from fedheal.simulate.interrupts import stop_on_terminate
 
 
 def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> Iterator[Job]:
-    """Run the unfinished jobs, and yield each job when it is finished.
+    """Check that all unfinished jobs can start, then run them; return an iterator over the jobs as they finish.
 
     `processes` is how many at a time; 0 means one per core, or as many as the GPUs take. One at a time runs in this process.
     `ray` is the address of a cluster to run on instead. An error in one job stops the rest; finished runs stay.
     """
     unfinished = [job for job in jobs if not job.is_finished]
-    yield from (job for job in jobs if job.is_finished)
+    if ray is None:  # a cluster has devices of its own
+        describe_schedule(unfinished, processes)  # raises if a device cannot be used
+        check_jobs(unfinished)
+    folders = {job.folder for job in unfinished}
+    return _run_unfinished([job for job in jobs if job.folder not in folders], unfinished, processes, ray)
+
+
+def _run_unfinished(
+    finished: Sequence[Job], unfinished: Sequence[Job], processes: int, ray: str | None
+) -> Iterator[Job]:
+    yield from finished
     if unfinished:
         yield from _run_here(unfinished, processes) if ray is None else run_on_ray(unfinished, ray)
 

@@ -1,7 +1,7 @@
 """Search over any fields, judged on validation data: examples held out of the clients' training data, never the test set.
 
-Grid and random search are built in; Optuna's TPE sampler is an extra. Results on the test set are shown for information and
-have no part in the choice.
+Grid and random search are built in; Optuna's TPE sampler is an extra. Results on the test set are neither read nor shown: a
+comparison of the choice on other seeds gives them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import random
 import re
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 
 from fedheal.campaign.jobs import Job
 from fedheal.report.rows import load_summary
-from fedheal.simulate.experiment import PER_DOMAIN, Experiment, parse_override
+from fedheal.simulate.experiment import PER_DOMAIN, Experiment, format_value, parse_override
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
 MAX_POINTS = 10_000  # values of a field, points of a grid, and trials
@@ -31,11 +32,10 @@ Runner = Callable[[Sequence[Job]], object]
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of the search space, and its numbers over seeds on validation data and on the test set."""
+    """One point of the search space, and its numbers over seeds on validation data."""
 
     point: Point
     validation: Mapping[str, tuple[float, ...]]
-    test: Mapping[str, tuple[float, ...]]
 
     def score(self, metric: str) -> float:
         """Return the metric's mean over seeds on validation data, with the sign that makes higher better."""
@@ -62,7 +62,10 @@ class Search:
                 raise ValueError(f"{field} cannot be searched{': use --seeds' if field == 'seed' else ''}")
         for field in ("seed", "name"):
             if field in self.fixed:
-                raise ValueError(f"{field}={self.fixed[field]} cannot be set in a sweep, which sets {field} itself")
+                remedy = f": use --seeds {self.fixed[field]}-{self.fixed[field]}" if field == "seed" else ""
+                raise ValueError(
+                    f"{field}={self.fixed[field]} cannot be set in a sweep, which sets {field} itself{remedy}"
+                )
         share = self.fixed.get("validation", VALIDATION)
         if not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"validation = {share}: a sweep needs a share between 0 and 1")
@@ -93,9 +96,24 @@ class Search:
         run([job for group in jobs for job in group])
         return [_read_trial(point, group) for point, group in zip(points, jobs, strict=True)]
 
+    def format_next_command(self, best: Trial) -> str:
+        """Return the command that compares the chosen values with FedAvg, on as many seeds as a comparison has by default."""
+        values = {**self.fixed, **best.point}
+        experiment = Experiment.of(values)
+        methods = dict.fromkeys(["fedavg", experiment.method_name])
+        words = [
+            f"{k}={format_value(v)}"
+            for k, v in values.items()
+            if k in Experiment.model_fields.keys() - {"method", "data"}
+        ]
+        first = max(self.seeds) + 1
+        return shlex.join(
+            ["fedheal", "compare", *methods, "--data", experiment.data, "--seeds", f"{first}-{first + 4}", *words]
+        )
 
-def search_grid(search: Search, run: Runner) -> list[Trial]:
-    """Try every point."""
+
+def search_grid(search: Search, run: Runner, trials: int = 0) -> list[Trial]:
+    """Try every point, however many `trials` are asked for."""
     if search.size > MAX_POINTS:
         raise ValueError(
             f"the grid has {search.size:,} points, more than {MAX_POINTS:,}: use --search random or optuna"
@@ -131,6 +149,13 @@ def search_with_optuna(search: Search, run: Runner, trials: int, seed: int = 0) 
         yield trial
 
 
+SEARCHES: dict[str, Callable[[Search, Runner, int], Iterable[Trial]]] = {
+    "grid": search_grid,
+    "random": search_randomly,
+    "optuna": search_with_optuna,
+}
+
+
 def _check_trials(trials: int) -> None:
     if not 1 <= trials <= MAX_POINTS:
         raise ValueError(f"trials = {trials}: use 1 to {MAX_POINTS:,}")
@@ -139,16 +164,24 @@ def _check_trials(trials: int) -> None:
 def _read_trial(point: Point, jobs: Sequence[Job]) -> Trial:
     results = []
     for job in jobs:
-        results.append(load_summary(job.folder, [*METRICS, "validation", *(f"validation.{name}" for name in METRICS)]))
-        if results[-1]["validation"] is None:
+        results.append(
+            load_summary(job.folder, ["validation", *(f"validation.{name}" for name in METRICS)])["validation"]
+        )
+        if results[-1] is None:
             raise ValueError(f"{job.folder / 'result.json'}: there is no accuracy on validation data")
-    validation = {name: tuple(float(result["validation"][name]) for result in results) for name in METRICS}
-    return Trial(point, validation, {name: tuple(float(result[name]) for result in results) for name in METRICS})
+    return Trial(point, {name: tuple(float(result[name]) for result in results) for name in METRICS})
 
 
 def choose_best(trials: Sequence[Trial], metric: str) -> Trial:
     """Return the trial with the best mean on validation data; the first one of equals."""
     return max(trials, key=lambda trial: trial.score(metric))
+
+
+def count_equals(trials: Sequence[Trial], best: Trial, metric: str) -> int:
+    """Return how many others the seeds do not tell from the best: behind it by one standard error or less, paired by seed."""
+    differences = [np.subtract(t.validation[metric], best.validation[metric]) for t in trials if t is not best]
+    errors = [np.std(d, ddof=1) / math.sqrt(len(d)) if len(d) > 1 else 0.0 for d in differences]
+    return sum(bool(abs(np.mean(d)) <= error) for d, error in zip(differences, errors, strict=True))
 
 
 def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
@@ -166,7 +199,7 @@ def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, A
         text = word.partition("=")[2]
         if key in space or key in fixed:
             raise ValueError(f"'{key}' is given twice")
-        if re.fullmatch(r"[-+.\deE]+:[-+.\deE]+:[-+.\deE]+", text):
+        if re.fullmatch(r"[-+.\deE]+(:[-+.\deE]+)+", text):
             space[key] = _parse_range(word, text)
         elif "," in text and value == text and not _is_single_value(key, text):
             space[key] = [parse_override(f"{key}={part.strip()}")[1] for part in text.split(",")]
@@ -186,7 +219,7 @@ def _parse_range(word: str, text: str) -> list[float]:
     """Return the values of first:last:step, both ends included. Decimals are added as decimals: 3 x 0.1 is 0.3."""
     try:
         first, last, step = (Decimal(part) for part in text.split(":"))
-    except InvalidOperation:
+    except (InvalidOperation, ValueError):
         raise ValueError(f"'{word}' should be first:last:step, three numbers") from None
     if step <= 0 or last < first:
         raise ValueError(f"'{word}' should be first:last:step with a step above 0 and the last not below the first")

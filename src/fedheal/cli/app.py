@@ -1,55 +1,61 @@
-"""The command line: parse options, call the library, show the result. Bad input gets one sentence and exit code 2."""
+"""The command line: parse options, call the library, show the result. Bad input gets one sentence and exit code 2.
+
+Commands import what they need themselves: PyTorch takes seconds, and `fedheal --help` does without it.
+"""
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
-import torch
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
 
-import fedheal
-from fedheal import methods as method_table
-from fedheal.campaign import sweep
-from fedheal.campaign.compare import parse_seeds, plan
-from fedheal.campaign.jobs import Job
-from fedheal.campaign.pool import describe_schedule, run_all
-from fedheal.cli import display
-from fedheal.cli.data import data_app
-from fedheal.report import conclusions, rows, tables
-from fedheal.report import figures as drawing
-from fedheal.report.comparability import list_cautions
-from fedheal.reproduce import RECIPES, Options, make_suffix, plan_recipe
-from fedheal.reproduce.outputs import write_outputs
-from fedheal.runs import folder as records
-from fedheal.runs.schema import FREE
-from fedheal.simulate.experiment import Experiment, parse_overrides
+from fedheal.cli.errors import INTERRUPTED, describe_usage_error, report_errors
+from fedheal.cli.words import check_files, is_file, is_override
 from fedheal.simulate.interrupts import stop_on_terminate
-from fedheal.simulate.progress import Progress
-from fedheal.simulate.runner import run
+from fedheal.version import __version__
+
+if TYPE_CHECKING:
+    from fedheal.campaign.jobs import Job
+
+
+class DataGroup(TyperGroup):
+    """`fedheal data`: its module is imported when its commands are asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        del self.commands
+
+    @functools.cached_property
+    def commands(self) -> Any:  # type: ignore[override]
+        from fedheal.cli.data import data_app
+
+        return typer.main.get_group(data_app).commands
+
 
 app = typer.Typer(
     name="fedheal",
     help="Fair federated learning under domain skew: FedHEAL and the methods it is compared with.",
     no_args_is_help=True,
-    add_completion=False,
+    suggest_commands=False,  # click does
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
-app.add_typer(data_app, name="data")
+DATA_HELP = "List, check, show, fetch, prepare and export data sets."
+app.add_typer(typer.Typer(cls=DataGroup, help=DATA_HELP, no_args_is_help=True), name="data")
 
-INTERRUPTED = 130
 DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
-REPORT_FORMATS = [*tables.FORMATS, "csv", "parquet"]
+REPORT_FORMATS = ("text", "markdown", "latex", "csv", "parquet")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 Jobs = Annotated[int, typer.Option(help="Runs at a time; 0: one per core, or as many as the GPUs take.")]
@@ -63,6 +69,7 @@ Fields = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", h
 FigureFolder = Annotated[Path | None, typer.Option(help="A folder for figures as SVG, PDF and PNG, fit for a paper.")]
 HTML_HELP = "One page with tables and figures: --out, or report.html in the first folder."
 DIAGNOSE_HELP = "Who is under-served in one run, since when, its weight and what was kept."
+RESULTS = "headline, table1, table2, ablation, beta, tau, consistency, convergence"
 SMOKE_HELP = "A few rounds, on the embedded data unless --data names others: minutes on a CPU, numbers without meaning."
 
 
@@ -74,14 +81,15 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ± must not fail
     stop_on_terminate()
-    with _report_errors():
+    with report_errors():
         try:
-            code = app(standalone_mode=False)
+            code = app(prog_name="fedheal", standalone_mode=False)
         except click.exceptions.Abort:
             raise KeyboardInterrupt from None
-        except click.exceptions.ClickException as error:
-            error.show()
+        except click.exceptions.NoArgsIsHelpError:  # which has printed it
             sys.exit(2)
+        except click.exceptions.ClickException as error:
+            raise ValueError(describe_usage_error(error)) from None
         if code == INTERRUPTED:  # typer's exit code for Ctrl-C
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
@@ -90,7 +98,7 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def _show_version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        typer.echo(f"fedheal {fedheal.__version__}")
+        typer.echo(f"fedheal {__version__}")
         raise typer.Exit
 
 
@@ -106,24 +114,34 @@ def run_command(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run one experiment into runs/<name>/.
+    """Run one experiment into runs/<name>/, where the name holds method, data, seed and every field that is not the default.
 
     Fields: method, data, model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (docs/reference.md has all
     of them). The method's own parameters, such as tau and beta, are set the same way; fedheal methods NAME lists them.
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
-    files = [word for word in words or () if _is_file(word)]
-    if len(files) > 1:
-        raise ValueError(f"one experiment file at most can be run, but there are {len(files)}: {', '.join(files)}")
+    from rich.console import Console
+
+    from fedheal.cli import display
+    from fedheal.runs.schema import FREE
+    from fedheal.simulate.callbacks import Callback
+    from fedheal.simulate.experiment import Experiment, parse_overrides
+    from fedheal.simulate.progress import Progress
+    from fedheal.simulate.runner import run
+
+    files = [word for word in words or () if is_file(word)]
+    check_files(files, words or [])
     overrides = [word for word in words or () if word not in files]
     if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
         files = [str(out / "experiment.toml")]
         if not (out / "experiment.toml").exists():
-            raise ValueError(f"{out} holds no run to resume: there is no experiment.toml")
+            raise ValueError(
+                f"{out} holds no run to resume: there is no experiment.toml; leave out --resume to start one"
+            )
     experiment = Experiment.read(files[0] if files else None, overrides)
-    folder = out or Path("runs") / experiment.folder_name
-    callbacks: list[fedheal.Callback] = [Progress(Console(quiet=quiet or as_json))]
+    folder = out or Path("runs") / experiment.run_name
+    callbacks: list[Callback] = [Progress(Console(quiet=quiet or as_json))]
     if track is not None:
         from fedheal.tracking import tracker  # imported late: its libraries are optional
 
@@ -148,9 +166,13 @@ def demo(
 
     Finished runs are not run again; stopped ones are resumed.
     """
-    planned = plan(DEMO_METHODS, [seed], {} if rounds is None else {"rounds": rounds}, records.check_folder(out))
-    title = f"Four methods on ten digits in four domains, seed {seed}"
-    _run_jobs(planned, Console(quiet=quiet or as_json), title, jobs)
+    from fedheal.campaign.compare import plan
+    from fedheal.cli import display
+    from fedheal.report import rows, tables
+    from fedheal.runs.folder import check_folder
+
+    planned = plan(DEMO_METHODS, [seed], {} if rounds is None else {"rounds": rounds}, check_folder(out))
+    _run_jobs(planned, quiet or as_json, f"Four methods on ten digits in four domains, seed {seed}", jobs)
     summaries = [rows.load_summary(job.folder) for job in planned]
     runs = rows.build_rows(summaries)
     page = display.write_page(runs, out / "report.html", "FedHEAL on four domains of digits")
@@ -188,22 +210,29 @@ def compare(
 
     Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 5 rounds=10
     """
-    overrides = [word for word in words if _is_override(word)]
+    from fedheal.campaign import compare as comparison
+    from fedheal.cli import display
+    from fedheal.report import conclusions, rows, tables
+    from fedheal.report.comparability import list_cautions
+    from fedheal.runs.folder import check_folder
+    from fedheal.simulate.experiment import make_folder_name, parse_overrides
+
+    overrides = [word for word in words if is_override(word)]
     values = parse_overrides(overrides)
     if "data" in values:
         raise ValueError(f"the data set is set by --data: use --data {values['data']}")
-    methods = [word for word in words if not _is_override(word)]
+    methods = [word for word in words if not is_override(word)]
     name = ["compare", data.replace(":", "."), *sorted(overrides)]
-    folder = out or Path("runs") / "-".join(name).replace("/", "_")
-    planned = plan(methods, parse_seeds(seeds), values | {"data": data}, records.check_folder(folder), track)
-    _run_jobs(planned, Console(quiet=quiet or as_json), _count_runs(planned, folder), jobs, ray)
+    folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
+    planned = comparison.plan(methods, comparison.parse_seeds(seeds), values | {"data": data}, folder, track)
+    _run_jobs(planned, quiet or as_json, _count_runs(planned, folder), jobs, ray)
     runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
     if as_json:
         groups = rows.group_by_data(runs).values()
         sentences = [text for group in groups for text in list_cautions(group) + conclusions.conclude(group)]
         typer.echo(json.dumps({"rows": tables.flatten_rows(runs), "conclusions": sentences}, indent=2))
     elif not quiet:
-        typer.echo(display.format_report(runs, "text"))
+        typer.echo(display.format_report(runs, "text", width=display.find_width()))
 
 
 @app.command(name="sweep")
@@ -213,7 +242,7 @@ def sweep_command(
         typer.Argument(metavar="key=values ...", help="Several values: 0:0.9:0.1 or 0,0.4,1. One value: fixed."),
     ],
     seeds: Seeds = "1",
-    metric: Annotated[str, typer.Option(help=f"The metric to choose by: {', '.join(sweep.METRICS)}.")] = "avg",
+    metric: Annotated[str, typer.Option(help="The metric to choose by: avg, worst, std, gap or jain.")] = "avg",
     search: Annotated[str, typer.Option(help="grid, random or optuna.")] = "grid",
     trials: Annotated[int, typer.Option(help="How many points random and optuna try.")] = 20,
     out: RunsFolder = None,
@@ -222,34 +251,37 @@ def sweep_command(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Search over any fields, judged on examples held out of the clients' training data (validation=0.2).
+    """Search over any fields, and choose on examples held out of the clients' training data (validation=0.2).
 
-    Results on the test set are shown for information; they have no part in the choice. A value that contains commas itself is
-    one value, as for a run: only=plain,noisy, clients_per_domain=plain=5,noisy=3, and a method with parameters.
+    Results on the test set are not shown: the command that is printed last gives them for the choice, on other seeds. A value
+    that contains commas itself is one value, as for a run: only=plain,noisy, clients_per_domain=plain=5,noisy=3, and a method
+    with parameters.
 
     Example: fedheal sweep method=fedheal tau=0:0.9:0.1 beta=0,0.4,1 rounds=10
     """
+    from fedheal.campaign import sweep
+    from fedheal.campaign.compare import parse_seeds
+    from fedheal.cli import display
+    from fedheal.runs.folder import check_folder, write_text
+    from fedheal.simulate.experiment import make_folder_name
+
     space, fixed = sweep.parse_space(words)
-    name = ["sweep", *(word.replace("/", "_").replace(":", "..") for word in sorted(words))]
-    folder = out or Path("runs") / "-".join(name)
-    wanted = sweep.Search(space, fixed, parse_seeds(seeds), records.check_folder(folder), metric)
-    run_jobs = partial(_run_jobs, console=Console(quiet=quiet or as_json), title="", jobs=jobs, ray=ray)
-    if search == "grid":
-        found = sweep.search_grid(wanted, run_jobs)
-    elif search == "random":
-        found = sweep.search_randomly(wanted, run_jobs, trials)
-    elif search == "optuna":
-        found = list(sweep.search_with_optuna(wanted, run_jobs, trials))
-    else:
-        raise ValueError(f"search = {search}: use grid, random or optuna")
+    name = ["sweep", *(word.replace(":", "..") for word in sorted(words))]
+    folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
+    wanted = sweep.Search(space, fixed, parse_seeds(seeds), folder, metric)
+    run_jobs = functools.partial(_run_jobs, quiet=quiet or as_json, title="", jobs=jobs, ray=ray, is_search=True)
+    if search not in sweep.SEARCHES:
+        raise ValueError(f"search = {search}: use {', '.join(sweep.SEARCHES)}")
+    found = list(sweep.SEARCHES[search](wanted, run_jobs, trials))
     best = sweep.choose_best(found, metric)
     summary = {
         "metric": metric,
         "judged_on": "validation data held out of the clients' training data",
         "chosen": best.point,
-        "trials": [{"point": t.point, "validation": t.validation, "test": t.test} for t in found],
+        "trials": [{"point": trial.point, "validation": trial.validation} for trial in found],
+        "next_command": wanted.format_next_command(best),
     }
-    records.write_text(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
+    write_text(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     elif not quiet:
@@ -274,8 +306,14 @@ def report(
     Example: fedheal report runs/compare-embedded --html
     """
     _check_report_options(form, out, reference, html, figures, diagnose)
+    from fedheal import methods as method_table
+    from fedheal.cli import display
+    from fedheal.report import figures as drawing
+    from fedheal.report import rows
+    from fedheal.runs.folder import check_folder
+
     if figures is not None:
-        records.check_folder(figures)  # before a page is written
+        check_folder(figures)  # before a page is written
     if diagnose:
         display.show_diagnosis(folders, by, figures)
         return
@@ -322,7 +360,7 @@ def _check_report_options(
 
 @app.command()
 def reproduce(
-    result: Annotated[str, typer.Argument(metavar="RESULT", help=f"One of {', '.join(RECIPES)}.")],
+    result: Annotated[str, typer.Argument(metavar="RESULT", help=f"One of {RESULTS}.")],
     words: Fields = None,
     seeds: Seeds = "1",
     row_names: Annotated[str, typer.Option("--rows", help="Only these rows, such as 'fedavg*,moon+fedheal'.")] = "",
@@ -336,21 +374,28 @@ def reproduce(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a result of the paper with ours: headline, table1, table2, ablation, beta, tau, consistency or convergence.
+    """Show a result of the paper with ours.
 
     Finished runs are not run again (results share them) and stopped ones are resumed, so the command may be repeated.
 
     Example: fedheal reproduce table1 --smoke
     """
+    from fedheal.campaign.compare import parse_seeds
+    from fedheal.cli import display
+    from fedheal.reproduce import RECIPES, Options, make_suffix, plan_recipe
+    from fedheal.reproduce.outputs import write_outputs
+    from fedheal.runs.folder import check_folder
+    from fedheal.simulate.experiment import parse_overrides
+
     if result not in RECIPES:
-        raise ValueError(f"there is no result '{result}'; choose one of {', '.join(RECIPES)}")
+        raise ValueError(f"there is no result '{result}'; choose one of {RESULTS}")
     options_as_words = [f"{k}={v}" for k, v in {"rounds": rounds, "device": device}.items() if v is not None]
     values = parse_overrides([*options_as_words, *(words or [])])  # which refuses a field that is set in both forms
     row_list, data_list = ([w.strip() for w in text.split(",") if w.strip()] for text in (row_names, data))
     options = Options(parse_seeds(seeds), row_list, data_list, values, smoke)
-    parts = plan_recipe(RECIPES[result], options, records.check_folder(out))
+    parts = plan_recipe(RECIPES[result], options, check_folder(out))
     planned = list({job.folder: job for part in parts for job in part.jobs}.values())
-    _run_jobs(planned, Console(quiet=quiet or as_json), _count_runs(planned, out), jobs, ray)
+    _run_jobs(planned, quiet or as_json, _count_runs(planned, out), jobs, ray)
     made = write_outputs(result, RECIPES[result], parts, out / f"{result}{make_suffix(options)}")
     title = f"{RECIPES[result].title}{' (a smoke run)' if smoke else ''}"
     page = display.write_page(made.rows, out / f"{result}{make_suffix(options)}.html", title, sections=made.sections)
@@ -369,22 +414,32 @@ def methods(
 
     Example: fedheal methods fedprox+fedheal
     """
+    from fedheal.cli import display
+
     if name is not None:
-        display.make_console().print(display.make_parameter_table(name))
+        display.show_parameters(name)
         return
-    display.make_console().print(display.make_parts_table())
+    display.show_parts()
     typer.echo("fedheal methods NAME explains the parameters and where their defaults come from.")
 
 
-def _run_jobs(planned: Sequence[Job], console: Console, title: str, jobs: int, ray: str | None = None) -> None:
+def _run_jobs(
+    planned: Sequence[Job], quiet: bool, title: str, jobs: int, ray: str | None = None, is_search: bool = False
+) -> None:
     """Run the jobs with a live table, after a line with the title and how they are run."""
+    from rich.console import Console
+
+    from fedheal.campaign.pool import describe_schedule, run_all
+    from fedheal.cli import display
+
     if jobs < 0:
         raise ValueError(f"jobs = {jobs}: use 0 for as many as this machine takes, or a number of runs at a time")
-    schedule = describe_schedule(planned, jobs, ray)
+    console, schedule = Console(quiet=quiet), describe_schedule(planned, jobs, ray)
+    finished = run_all(planned, jobs, ray)  # checks all of them before anything is printed
     if title:
         console.print(f"{title}, {schedule}:", highlight=False, markup=False, soft_wrap=True)
-    with display.LiveTable(console, planned) as table:
-        for job in run_all(planned, jobs, ray):
+    with display.LiveTable(console, planned, is_search) as table:
+        for job in finished:
             table.report_finished(job)
 
 
@@ -398,37 +453,3 @@ def _find_command() -> str:
     if shutil.which("fedheal") or not program.exists():
         return "fedheal"
     return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
-
-
-def _is_file(word: str) -> bool:
-    """Return whether a word is a file: `name=x.toml` is a field, `runs/compare-embedded-lr=0.1/experiment.toml` a file."""
-    key, equals, _ = word.partition("=")
-    return not equals or (word.endswith(".toml") and not key.isidentifier())
-
-
-def _is_override(word: str) -> bool:
-    """Return whether a word is a field, with = and no earlier `:`; `fedprox:mu=0.1` is a method."""
-    before, equals, _ = word.partition("=")
-    return bool(equals) and ":" not in before
-
-
-@contextmanager
-def _report_errors() -> Iterator[None]:
-    """Print an error that a user can fix as one sentence, and exit."""
-    try:
-        yield
-    except ValueError as error:
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        typer.echo(f"fedheal: {error}{notes}", err=True)
-    except OSError as error:
-        typer.echo(f"fedheal: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", err=True)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". GPU")[0]
-        remedy = "use fewer runs at a time (--jobs), a smaller batch_size or a smaller model"
-        typer.echo(f"fedheal: a GPU has too little memory ({reason}); {remedy}", err=True)
-    except KeyboardInterrupt:
-        typer.echo("fedheal: stopped; rerun the command to resume (fedheal run needs --resume)", err=True)
-        sys.exit(INTERRUPTED)
-    else:
-        return
-    sys.exit(2)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any, Self
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -19,17 +23,61 @@ from fedheal import methods as method_table
 from fedheal.aggregate.registry import STAGES
 from fedheal.campaign import sweep
 from fedheal.campaign.jobs import Job
+from fedheal.core.metrics import fairness
+from fedheal.core.parameter import get_parameters
 from fedheal.report import conclusions, rows, tables
 from fedheal.report.comparability import check_reference, list_cautions
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
 from fedheal.report.figures import save_figure
 from fedheal.report.html_page import Section, render_page
 from fedheal.runs import folder as records
+from fedheal.simulate.experiment import format_value
+
+PROSE_WIDTH = 30  # columns more than the longest words, for a table of prose to be readable
+
+
+def find_width() -> int | None:
+    """Return the columns of the terminal, or of COLUMNS if that is set; None if the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else None
 
 
 def make_console() -> Console:
     """Return a console for tables: 200 columns if not on a terminal. Markup is off, since a domain may be called [old]."""
-    return Console(width=None if sys.stdout.isatty() else 200, markup=False)
+    return Console(width=find_width() or 200, markup=False)
+
+
+def print_table(head: Sequence[str], body: Iterable[Sequence[str]], title: str = "", prose: bool = False) -> None:
+    """Print a table of numbers or of prose; on a terminal that is too narrow, a block of lines for each row instead."""
+    console, lines = make_console(), list(body)
+    table = Table()
+    for i, word in enumerate(head):
+        table.add_column(word, justify="right" if i and not prose else "left")
+    for line in lines:
+        table.add_row(*line)
+    if title:
+        typer.echo(title)
+    longest_words = Measurement.get(console, console.options.update(max_width=10_000), table).minimum
+    if longest_words + (PROSE_WIDTH if prose else 0) <= console.width:
+        console.print(table)
+    else:
+        typer.echo(format_blocks(head, lines, console.width, prose))
+
+
+def format_blocks(head: Sequence[str], body: Iterable[Sequence[str]], width: int, prose: bool = False) -> str:
+    """Return a block of lines for each row: its name, then every other column with its heading, wrapped to the width."""
+    blocks = []
+    for name, *cells in body:
+        pairs = [f"{word}{':' if prose else ''} {cell}" for word, cell in zip(head[1:], cells, strict=True) if cell]
+        # Numbers share lines, but none is parted from its heading: textwrap does not break at \xa0.
+        texts = pairs if prose else ["  ".join(pair.replace(" ", "\xa0") for pair in pairs)]
+        wrapped = [
+            textwrap.fill(
+                t, width, initial_indent="  ", subsequent_indent="    " if prose else "  ", break_on_hyphens=False
+            )
+            for t in texts
+        ]
+        blocks.append("\n".join([name, *wrapped]).replace("\xa0", " "))
+    return "\n".join(blocks)
 
 
 def show_run(summary: Mapping[str, Any], folder: Path) -> None:
@@ -40,19 +88,16 @@ def show_run(summary: Mapping[str, Any], folder: Path) -> None:
 
 
 def show_comparison(summaries: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of methods against domains, AVG, STD and worst, the best of each column in bold."""
+    """Print a table of methods against domains, AVG, STD and worst; of several methods, the best of each column is marked."""
     domains = list(summaries[0]["domains"])
-    table = Table()
-    table.add_column("method", no_wrap=True)
-    for name in (*domains, "AVG", "STD", "worst"):
-        table.add_column(name, justify="right")
     values = [[s["domains"][d] for d in domains] + [s["avg"], s["std"], s["worst"]] for s in summaries]
     best = [min(column) if i == len(domains) + 1 else max(column) for i, column in enumerate(zip(*values, strict=True))]
-    for summary, row in zip(summaries, values, strict=True):
-        is_best = [len(values) > 1 and x == b for x, b in zip(row, best, strict=True)]
-        cells = [Text(f"{x:.1f}", style="bold" if bold else "") for x, bold in zip(row, is_best, strict=True)]
-        table.add_row(summary["method"], *cells)
-    make_console().print(table)
+    marks = [["*" if len(values) > 1 and x == b else "" for x, b in zip(row, best, strict=True)] for row in values]
+    body = [[f"{x:.1f}{mark}" for x, mark in zip(*pair, strict=True)] for pair in zip(values, marks, strict=True)]
+    names = [summary["method"] for summary in summaries]
+    print_table(["method", *domains, *rows.FAIRNESS_COLUMNS], [[n, *row] for n, row in zip(names, body, strict=True)])
+    if len(values) > 1:
+        typer.echo(tables.LEGEND)
 
 
 def format_data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -61,31 +106,37 @@ def format_data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep.Trial) -> None:
-    """Print what a search tried and what it chose."""
-    make_console().print(_make_trial_table(trials, best))
-    point = " ".join(f"{key}={value}" for key, value in best.point.items())
-    about = f"Chosen by {search.metric} on validation data, {len(search.seeds)} seed(s)"
-    typer.echo(f"{about}: {point}. The test set had no part in the choice.")
-    equals = sum(trial.score(search.metric) == best.score(search.metric) for trial in trials)
-    if equals > 1:
-        typer.echo(f"{equals} points are equally good: this is the first of them, and no better than the others.")
-    typer.echo(f"The runs are in {search.out}.")
-
-
-def _make_trial_table(trials: Sequence[sweep.Trial], best: sweep.Trial) -> Table:
-    table = Table(title="mean over seeds; chosen on validation, the test set for information", title_justify="left")
-    metrics = ("avg", "std", "worst")
-    for column in (*best.point, *(f"{split} {name}" for split in ("validation", "test") for name in metrics), ""):
-        table.add_column(column, justify="right" if column else "left")
+    """Print what a search tried, how sure its scores are, what it chose, and the command that tests the choice."""
+    columns = dict.fromkeys([search.metric, *rows.FAIRNESS_COLUMNS.values()])
+    body = []
     for trial in trials:
-        means = [sum(part[name]) / len(part[name]) for part in (trial.validation, trial.test) for name in metrics]
-        mark = "chosen" if trial is best else ""
-        table.add_row(*map(str, trial.point.values()), *(f"{x:.2f}" for x in means), mark)
-    return table
+        cells = [tables.summarise_seeds(trial.validation[name]).format() for name in columns]
+        point = " ".join(f"{key}={value}" for key, value in trial.point.items())
+        body.append([point, *cells, "chosen" if trial is best else ""])
+    number = len(search.seeds)
+    spread = f"mean ± standard deviation over {number} seeds" if number > 1 else f"seed {search.seeds[0]}"
+    print_table(["point", *columns, ""], body, f"Accuracy on validation data in percent, {spread}")
+    point = " ".join(f"{key}={value}" for key, value in best.point.items())
+    typer.echo(f"Chosen by {search.metric} on validation data: {point}. The test set had no part in the choice.")
+    equals = sweep.count_equals(trials, best, search.metric)
+    if equals and number > 1:
+        typer.echo(
+            f"{_count(equals, 'other point')} within one standard error of it: these seeds do not tell them apart."
+        )
+    elif equals:
+        typer.echo(f"{equals + 1} points are equally good: this is the first of them, and no better than the others.")
+    if number == 1:
+        typer.echo("One seed shows no spread: a small lead may be chance. Use --seeds 3 or more to see it.")
+    typer.echo(f"The runs are in {search.out}. Test the choice on seeds that had no part in it:")
+    typer.echo(f"  {search.format_next_command(best)}")
 
 
-def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = None) -> str:
-    """Return a table for each data set, what may be concluded from it, and notes on the data."""
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun} is" if number == 1 else f"{number} {noun}s are"
+
+
+def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = None, width: int | None = None) -> str:
+    """Return a table for each data set, what may be concluded from it, and notes on the data; text fits into the width."""
     check_reference(runs, reference)
     bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
     parts, groups = [], rows.group_by_data(runs)
@@ -94,10 +145,19 @@ def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = N
         sentences = list_cautions(group, reference) + conclusions.conclude(group, reference)
         sentences += format_data_notes(summary for row in group for summary in row.summaries)
         notes = "\n".join(f"{bullet}{sentence}" for sentence in sentences)
-        parts += [f"{table.data}: {table.about}", tables.FORMATS[form](table), notes]
+        parts += [f"{table.data}: {table.about}", _format_table(table, form, width), notes]
     if form == "latex":
         parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
     return "\n\n".join(part for part in parts if part)
+
+
+def _format_table(table: tables.ResultTable, form: str, width: int | None) -> str:
+    text = tables.FORMATS[form](table)
+    if form != "text" or width is None or max(map(len, text.splitlines())) <= width:
+        return text
+    head, *body = tables.format_lines(table, "{}*")
+    legend = [tables.LEGEND] if "*" in text else []
+    return "\n".join([format_blocks(head, body, width), *legend])
 
 
 def write_report(runs: Sequence[rows.Row], form: str, out: Path | None, reference: str | None) -> None:
@@ -108,7 +168,8 @@ def write_report(runs: Sequence[rows.Row], form: str, out: Path | None, referenc
         assert out is not None
         tables.write_parquet(runs, out)
         return
-    text = tables.format_csv(runs) if form == "csv" else format_report(runs, form, reference)
+    width = find_width() if out is None else None
+    text = tables.format_csv(runs) if form == "csv" else format_report(runs, form, reference, width)
     if out is None:
         typer.echo(text)
     else:
@@ -135,53 +196,46 @@ def show_diagnosis(folders: Sequence[Path], by: str | None, figures: Path | None
         raise ValueError(f"--diagnose takes one run, but there are {len(folders)} folders: name one")
     result = diagnose_run(folders[0], by)
     head, *body = format_diagnosis(result)
-    table = Table()
-    for i, word in enumerate(head):
-        table.add_column(word, justify="right" if i else "left")
-    for line in body:
-        table.add_row(*line)
-    make_console().print(table)
+    print_table(head, body)
     typer.echo("\n".join(explain_diagnosis(result)))
     written = save_figure((figures or folders[0]) / f"diagnosis-{result.kind}", partial(draw_diagnosis, result))
     if written:
         typer.echo(str(written[-1]))
 
 
-def make_parts_table() -> Table:
-    """Return a table of the parts that methods are made of."""
-    title = "<local>[:key=value,...]{+<stage>[:key=value,...]}"
-    table = Table("part", "what it does", "parameters", title=title, title_justify="left")
+def show_parts() -> None:
+    """Print the parts that methods are made of."""
+    body = []
     for kind, parts in (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE)):
         for name, part in parts.items():
-            keys = ", ".join(f"{k}={p.default}" for k, p in inspect.signature(part).parameters.items())
-            table.add_row(f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys)
-    for bound, about in rows.BOUNDS.items():
-        table.add_row(f"{bound} (bound)", about, "")
-    table.add_row("package.module:function", "your own function that returns a Stage, a Term or an Aggregator", "")
-    return table
+            keys = ", ".join(f"{key}={format_value(p.default)}" for key, p in get_parameters(part).items())
+            body.append([f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys])
+    body += [[f"{bound} (bound)", about, ""] for bound, about in rows.BOUNDS.items()]
+    body.append(["package.module:function", "your own function that returns a Stage, a Term or an Aggregator", ""])
+    title = "<local>[:key=value,...]{+<stage>[:key=value,...]}"
+    print_table(["part", "what it does", "parameters"], body, title, prose=True)
 
 
-def make_parameter_table(name: str) -> Table:
-    """Return a table of a method's parameters and the source of each default."""
-    table = Table("part", "parameter", "default", "what it is", "source of the default", title_justify="left")
-    method = method_table.get(name)
-    table.title = method.name
+def show_parameters(name: str) -> None:
+    """Print a method's parameters and the source of each default."""
+    method, body = method_table.get(name), []
     for part in method.parts:
         for key, parameter in part.parameters.items():
-            value, default = part.values[key], parameter.default
-            text = str(default).lower() if isinstance(default, bool) else str(default)
-            cell = text if value == default else f"{text} (here {value})"
-            table.add_row(part.name, key, cell, parameter.description, parameter.source)
-    if not table.rows:
-        table.add_row(name, "no parameters", "", "", "")
-    return table
+            value, cell = part.values[key], format_value(parameter.default)
+            cell += "" if value == parameter.default else f" (here {format_value(value)})"
+            body.append([key, part.name, cell, parameter.description, parameter.source])
+    head = ["parameter", "part", "default", "what it is", "source of the default"]
+    print_table(head, body or [["no parameters", name, "", "", ""]], method.name, prose=True)
 
 
 class LiveTable:
-    """A live table of runs on a terminal; elsewhere one line for each finished run."""
+    """A live table of runs on a terminal; elsewhere one line for each finished run.
 
-    def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
-        self.console, self.jobs = console, jobs
+    A search shows its runs' accuracy on validation data, and nothing of the test set.
+    """
+
+    def __init__(self, console: Console, jobs: Sequence[Job], is_search: bool = False) -> None:
+        self.console, self.jobs, self.is_search = console, jobs, is_search
         self.live = Live(get_renderable=self.make_table, console=console, refresh_per_second=1, transient=True)
 
     def __enter__(self) -> Self:
@@ -197,16 +251,21 @@ class LiveTable:
         """Print a line about a finished run, unless the live table shows it."""
         if not self.console.is_terminal:
             result = rows.load_summary(job.folder, ("avg", "std", "worst", "seconds"))
-            metrics = f"AVG {result['avg']:.2f} STD {result['std']:.2f} worst {result['worst']:.2f}"
-            line = f"{job.folder.name}: {metrics} ({sum(result['seconds'].values()):.0f} s)"
+            shown = (result["validation"] or {}) if self.is_search else result
+            numbers = " ".join(
+                f"{word} {shown[key]:.2f}" for word, key in rows.FAIRNESS_COLUMNS.items() if key in shown
+            )
+            seconds = sum(result["seconds"].values())
+            line = f"{job.folder.name}: {'validation ' if self.is_search else ''}{numbers} ({seconds:.0f} s)"
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def make_table(self) -> Table:
         """Return the rounds done by each run, and the numbers of its last evaluation."""
-        table = Table("run", "rounds", "AVG", "STD", "worst")
+        table = Table("run", "rounds", *rows.FAIRNESS_COLUMNS, title="validation data" if self.is_search else None)
         for job in self.jobs:
             done = records.read_rounds(job.folder)
-            evaluated = [record.fairness for record in done if record.fairness]
-            metrics = [f"{evaluated[-1][name]:.1f}" if evaluated else "" for name in ("avg", "std", "worst")]
-            table.add_row(Text(job.folder.name), f"{len(done)}/{job.experiment.rounds}", *metrics)
+            accuracies = [record.validation if self.is_search else record.domains for record in done]
+            last = next((fairness(domains) for domains in reversed(accuracies) if domains), None)
+            numbers = [f"{last[key]:.1f}" if last else "" for key in rows.FAIRNESS_COLUMNS.values()]
+            table.add_row(Text(job.folder.name), f"{len(done)}/{job.experiment.rounds}", *numbers)
         return table

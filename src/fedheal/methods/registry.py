@@ -35,6 +35,7 @@ from fedheal.local.scaffold import SCAFFOLD_CLIP, SCAFFOLD_ETA_G, SCAFFOLD_OPTIO
 from fedheal.local.term import Term
 from fedheal.methods.grammar import Part, parse_parts
 
+CACHED_METHODS = 256
 PRESETS = ("ours", "group")
 GROUP = "ours, or group: what the code of the FedHEAL paper's group amounts to"
 PRESET = Parameter("preset", "ours", GROUP, "ours: the method as published", choices=PRESETS)
@@ -211,6 +212,8 @@ def get(name: str, **keys: Any) -> Method:
     object.__setattr__(method, "parts", tuple(parts))
     if not method.is_custom:  # a user's module may change
         _CACHE[method.full_name] = method
+        if len(_CACHE) > CACHED_METHODS:
+            del _CACHE[next(iter(_CACHE))]
     return method
 
 

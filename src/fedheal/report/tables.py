@@ -18,6 +18,7 @@ from fedheal.runs.folder import write_bytes
 from fedheal.runs.schema import FREE
 
 LOWER_IS_BETTER = frozenset({"STD"})
+LEGEND = "* best of its column (STD: the lowest)"
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,11 @@ def _check_duplicates(rows: Sequence[Row]) -> None:
 
 def format_markdown(table: ResultTable) -> str:
     """Return a Markdown table."""
-    return join_markdown(_format_lines(table, "**{}**"))
+    return join_markdown(format_lines(table, "**{}**"))
 
 
-def _format_lines(table: ResultTable, bold: str) -> list[list[str]]:
+def format_lines(table: ResultTable, bold: str) -> list[list[str]]:
+    """Return the table as lines of words, the head first; `bold` is a template for the best of a column."""
     cells = {method: [cell.format(bold) for cell in row.values()] for method, row in table.cells.items()}
     body = [[method, *words, str(len(table.seeds[method]))] for method, words in cells.items()]
     return [["method", *table.columns, "seeds"], *body]
@@ -147,9 +149,9 @@ def _escape_latex(words: str) -> str:
 
 def format_text(table: ResultTable) -> str:
     """Return a plain table in columns of equal width; with a legend if a number is marked."""
-    lines = align_columns(_format_lines(table, "{}*"))
+    lines = align_columns(format_lines(table, "{}*"))
     is_marked = any(cell.best for cells in table.cells.values() for cell in cells.values())
-    legend = ["* best of its column (STD: the lowest)"] if is_marked else []
+    legend = [LEGEND] if is_marked else []
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *legend])
 
 

@@ -46,8 +46,11 @@ def check_folder(folder: Path) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it. Raise ValueError if a file is in the way."""
-    check_folder(folder).mkdir(parents=True, exist_ok=True)
+    """Make a folder and those above it. Raise ValueError if that cannot be done."""
+    try:
+        check_folder(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made ({error.strerror}): name another folder") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -86,7 +89,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not TOML: byte {error.start} is not UTF-8; save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
 
 

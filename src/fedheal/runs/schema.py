@@ -74,11 +74,8 @@ class ValidationResult(Fairness):
     domains: dict[str, float]
 
 
-class RunResult(_Record):
-    """A finished run: `result.json`. Accuracies are in percent and means over the last evaluated rounds.
-
-    These are the fields that this version writes, in their order. Files of earlier versions lack some (see `check_result`).
-    """
+class _RunHead(_Record):
+    """The first fields of a result; those of `Fairness` follow them, since pydantic goes through bases from last to first."""
 
     method: str
     algorithm: str = ""  # of a federation
@@ -87,15 +84,14 @@ class RunResult(_Record):
     rounds: int
     averaged: int  # evaluated rounds that the accuracies are means of
     domains: dict[str, float] = Field(min_length=1)
-    avg: float
-    std: float
-    worst: float
-    best: float
-    gap: float
-    cov: float
-    gini: float
-    jain: float
-    entropy: float
+
+
+class RunResult(Fairness, _RunHead):
+    """A finished run: `result.json`. Accuracies are in percent and means over the last evaluated rounds.
+
+    These are the fields that this version writes, in their order. Files of earlier versions lack some (see `check_result`).
+    """
+
     clients: dict[str, float]
     client_fairness: dict[str, float]
     validation: ValidationResult | None

@@ -56,11 +56,8 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
     module = build_module(experiment, len(domains.classes), shape).to(device)
     if device.type == "cuda":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    check_features(experiment, module)
     method = experiment.resolved_method
-    if any(term.features for term in method.local) and not (hasattr(module, "features") and hasattr(module, "head")):
-        raise ValueError(
-            f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none"
-        )
     settings = vars(experiment) | dict(method.training)  # a method may ask for its own momentum and weight decay
     training = Training(**{field.name: settings[field.name] for field in fields(Training)})
     train, held_out = _split_examples(experiment, domains, clients, device)
@@ -123,6 +120,16 @@ def check_method(experiment: Experiment) -> None:
     if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
         raise ValueError(
             f"method '{method.name}' needs examples held out of each client's training data: give validation=0.2"
+        )
+
+
+def check_features(experiment: Experiment, module: nn.Module) -> None:
+    """Raise ValueError if the method uses representations, and the model does not give them."""
+    method = experiment.resolved_method
+    if any(term.features for term in method.local) and not (hasattr(module, "features") and hasattr(module, "head")):
+        raise ValueError(
+            f"method '{method.name}' needs a model with `features` and `head`; '{experiment.model}' has none: "
+            "give them to the model, or use another (resnet10, small_cnn)"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,13 @@ from fedheal import data as datasets
 from fedheal import methods
 from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
 from fedheal.core.errors import suggest
+from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.methods import Method
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import FREE
 from fedheal.simulate.objects import DataObject, ModelObject, wrap_objects
 
+RUN_NAME_LENGTH = 120
 # Fields that may have one value for each domain.
 PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
 
@@ -114,6 +117,7 @@ class Experiment(BaseModel):
             if fields.get(first) and fields.get(second):
                 both = f"{first} = {fields[first]} and {second} = {fields[second]}"
                 raise ValueError(f"{both} exclude each other: give one of them")
+        fields |= _make_paths_absolute(fields)
         protocol = datasets.get_protocol(str(fields.get("data", "embedded")))
         method = fields.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
@@ -150,8 +154,24 @@ class Experiment(BaseModel):
 
     @property
     def folder_name(self) -> str:
-        text = self.name or f"{self.method_name}-{Path(self.data).name}-seed{self.seed}"
-        return re.sub(r"[^A-Za-z0-9.+=_-]+", "_", text).lstrip(".") or "run"
+        """The name of the run's folder among runs of the same settings: method, data and seed."""
+        return make_folder_name(self.name or f"{self.method_name}-{Path(self.data).name}-seed{self.seed}")
+
+    @property
+    def run_name(self) -> str:
+        """The name of the run's folder among any runs: `folder_name`, then what differs from the data set's protocol.
+
+        >>> Experiment(method="fedavg", lr=0.02).run_name, Experiment(method="fedavg").run_name
+        ('fedavg-embedded-seed0_lr=0.02', 'fedavg-embedded-seed0')
+        """
+        if self.name:
+            return self.folder_name
+        usual = Experiment(method=self.method, data=self.data, seed=self.seed)
+        fields = [key for key, value in self if key not in FREE and value != getattr(usual, key)]
+        words = [f"{key}={format_value(getattr(self, key))}" for key in fields]
+        if str(self.data).startswith(FOLDER_PREFIX):  # other folders may have the same last name
+            words.insert(0, f"folder={hashlib.sha256(self.data.encode()).hexdigest()[:6]}")
+        return make_folder_name("_".join([self.folder_name, *words]), RUN_NAME_LENGTH)
 
     @property
     def identity(self) -> str:
@@ -184,6 +204,25 @@ class Experiment(BaseModel):
     def of(values: Mapping[str, Any]) -> Experiment:
         """Make an experiment from a dictionary."""
         return Experiment(**values)
+
+
+def make_folder_name(text: str, length: int = 250) -> str:
+    """Return a text as the name of a folder; of one that is too long, the beginning and a hash."""
+    name = re.sub(r"[^A-Za-z0-9.+=_-]+", "_", text).lstrip(".") or "run"
+    return name if len(name) <= length else f"{name[: length - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def format_value(value: Any) -> str:
+    """Return a field's value as it is written on a command line.
+
+    >>> format_value(True), format_value(("plain", "noisy")), format_value({"mnist": 5, "usps": 3}), format_value(0.02)
+    ('true', 'plain,noisy', 'mnist=5,usps=3', '0.02')
+    """
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={number}" for key, number in value.items())
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -230,6 +269,16 @@ def parse_per_domain(field: str, value: Any, kind: type) -> Any:
     return value
 
 
+def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields that name folders with absolute paths, so that a run's description works from anywhere."""
+    found = {}
+    for key, prefix in (("data", FOLDER_PREFIX), ("data_root", "")):
+        path = str(fields.get(key) or "")
+        if path.startswith(prefix) and path != prefix:
+            found[key] = prefix + os.path.abspath(os.path.expanduser(path.removeprefix(prefix)))
+    return found
+
+
 def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the method's parameters that are overridden: a file may have them in the method's name, and so may an override."""
     method, new_method = values.get("method"), changes.get("method")
@@ -249,8 +298,10 @@ def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping
     for key in parameters:
         if key not in known:
             close = suggest(key, [*Experiment.model_fields, *known])
-            takes = ", ".join(known) or "none"
-            raise ValueError(f"unknown field '{key}'{close}; the parameters of method '{name}' are: {takes}")
+            takes = f"the parameters {', '.join(known)}" if known else "no parameters"
+            raise ValueError(
+                f"unknown field '{key}'{close}; method '{name}' has {takes}, and docs/reference.md lists fields"
+            )
     explicit = {key for part in method.parts for key in part.explicit}
     # Other methods' parameters may share a name: FedFV's tau is a number of rounds.
     missing = {k: v for k, v in defaults.items() if isinstance(known.get(k), float) and k not in explicit}
@@ -262,5 +313,8 @@ def _describe_error(error: ValidationError) -> str:
     first = error.errors()[0]
     if not first["loc"]:
         return str(first["msg"]).removeprefix("Value error, ")
-    field = first["loc"][0]
-    return f"{field} = {first['input']!r}: {str(first['msg'])[0].lower()}{str(first['msg'])[1:]}"
+    field, kind, problem = first["loc"][0], str(first["type"]), str(first["msg"])
+    for words, wanted in (("int_", "an integer"), ("float_", "a number"), ("bool_", "true or false")):
+        if kind.startswith(words):
+            problem = f"input should be {wanted}"
+    return f"{field} = {first['input']!r}: {problem[0].lower()}{problem[1:]}"

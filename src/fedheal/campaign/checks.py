@@ -1,0 +1,62 @@
+"""Check that every run of a campaign can start before the first one does. No data are loaded, and nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fedheal.campaign import placement
+from fedheal.campaign.jobs import Job
+from fedheal.data import SPECS
+from fedheal.data.embedded.scenes import SIZE as EMBEDDED_SIZE
+from fedheal.engine import check_engine
+from fedheal.engine.precision import resolve_precision
+from fedheal.simulate.build import build_module, check_features
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
+
+CLASSES = 10  # of the embedded data, and of a model on data whose classes are not known before they are loaded
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Raise ValueError if the engine, the precision, the model or what the method needs of it would stop a run at its start.
+
+    Runs that differ only in what cannot matter here are checked once.
+    """
+    checked = set()
+    for job in jobs:
+        e = job.experiment
+        features = any(term.features for term in e.resolved_method.local)
+        kind = (e.data, e.image_size, e.model, e.width, e.device, e.precision, e.engine, e.workers, features)
+        if kind not in checked:
+            checked.add(kind)
+            _check_start(e, features)
+
+
+def _check_start(experiment: Experiment, features: bool) -> None:
+    on_gpu = experiment.device.partition(":")[0] in ("auto", "cuda") and placement.count_gpus() > 0
+    device = torch.device("cuda" if on_gpu else "cpu")  # by name only: CUDA need not start in this process
+    check_engine(device, experiment.engine, experiment.workers)
+    resolve_precision(experiment.precision, device)
+    classes, size = _find_shape(experiment)
+    try:
+        module = build_module(experiment, classes or CLASSES)
+    except Exception:  # a user's own model may need the data's number of classes or shape: its run will report it
+        if any(mark in experiment.model for mark in ":@"):
+            return
+        raise
+    check_features(experiment, module)
+    check_model(module, experiment.model)
+    if classes:
+        image = torch.zeros(1, 3, size, size)
+        check_evaluates(module, experiment.model, image, classes)
+        check_trains(module, experiment.model, image, classes, features=features)
+
+
+def _find_shape(experiment: Experiment) -> tuple[int, int]:
+    """Return the number of classes and the size of images; no classes if only the data themselves tell."""
+    if experiment.data == "embedded":
+        return CLASSES, EMBEDDED_SIZE
+    spec = SPECS.get(experiment.data)
+    return (len(spec.classes), experiment.image_size or spec.size) if spec else (0, 0)

@@ -1,0 +1,29 @@
+"""Words of a command: which are files, which are fields, and which are neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def is_file(word: str) -> bool:
+    """Return whether a word is a file: `name=x.toml` is a field, `runs/compare-embedded-lr=0.1/experiment.toml` a file."""
+    key, equals, _ = word.partition("=")
+    return not equals or (word.endswith(".toml") and not key.isidentifier())
+
+
+def check_files(files: Sequence[str], words: Sequence[str]) -> None:
+    """Raise ValueError if the words are no experiment file and fields."""
+    if "=" in words:
+        raise ValueError(f"'{' '.join(words)}' has spaces around '=': write key=value without them")
+    for file in files:
+        if not file.endswith(".toml") and not Path(file).exists():
+            raise ValueError(f"'{file}' is neither a field (key=value, such as method={file}) nor a file (FILE.toml)")
+    if len(files) > 1:
+        raise ValueError(f"one experiment file at most can be run, but there are {len(files)}: {', '.join(files)}")
+
+
+def is_override(word: str) -> bool:
+    """Return whether a word is a field, with = and no earlier `:`; `fedprox:mu=0.1` is a method."""
+    before, equals, _ = word.partition("=")
+    return bool(equals) and ":" not in before
