@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedheal.core.deprecated_paths import warn_of_renames
-from fedheal.core.metrics import LAST
+from fedheal.core.metrics import count_averaged
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, label_rounds
 from fedheal.report.series import Floats, mean_ignoring_nan, read_complete_rounds
@@ -154,8 +154,8 @@ def _build_unit(name: str, clients: Sequence[str], records: Sequence[RoundRecord
 
 def _average_last(values: Floats) -> float:
     """Return the mean over the last rounds that have a number; NaN if none has."""
-    last = values[np.isfinite(values)][-LAST:]
-    return float(last.mean()) if len(last) else float("nan")
+    numbers = values[np.isfinite(values)]
+    return float(numbers[-count_averaged(len(numbers)) :].mean()) if len(numbers) else float("nan")
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> list[list[str]]:
@@ -187,15 +187,14 @@ def _format_last(values: Floats, form: str) -> str:
 def explain_diagnosis(diagnosis: Diagnosis) -> list[str]:
     """Return one sentence per under-served unit, or one that says why there is none."""
     kind = diagnosis.kind
-    evaluated = min(LAST, int(np.isfinite(diagnosis.gaps).any(axis=0).sum()))
-    if not evaluated:
+    if not np.isfinite(diagnosis.gaps).any():
         return [f"No accuracy by {kind} was recorded, so no {kind} can be called under-served; weights are as shown."]
     if not diagnosis.under_served:
         return [f"No {kind} lies more than {GAP:g} points below the mean of all {kind}s."]
-    return [_explain_unit(diagnosis, number, evaluated) for number in diagnosis.under_served]
+    return [_explain_unit(diagnosis, number) for number in diagnosis.under_served]
 
 
-def _explain_unit(diagnosis: Diagnosis, number: int, evaluated: int) -> str:
+def _explain_unit(diagnosis: Diagnosis, number: int) -> str:
     unit, start = diagnosis.units[number], diagnosis.find_start(number)
     weight, kept = _average_last(unit.weight), _average_last(unit.kept)
     ratio = _average_last(unit.weight / unit.equal_share)
@@ -204,9 +203,8 @@ def _explain_unit(diagnosis: Diagnosis, number: int, evaluated: int) -> str:
     if start is not None:
         sentence += f"more than {GAP:g} since round {start}"
     else:
-        sentence += (
-            f"on average over the last {evaluated} evaluated rounds, though not more than {GAP:g} in the last of them"
-        )
+        averaged = count_averaged(int(np.isfinite(unit.accuracy).sum()))
+        sentence += f"on average over the last {averaged} rounds, though not more than {GAP:g} in the last of them"
     if not unit.rounds_present:
         # It may have dropped out or been left out; with pooled data, one machine trained for all.
         sentence += f"; {subject} had no weight in any round"

@@ -45,7 +45,7 @@ REQUIRED_FIELDS = ("method", "domains", "averaged", "classes", "avg", "std", "wo
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run. Accuracies are in percent, means of the last five evaluated rounds."""
+    """The result of a run. Accuracies are in percent, means over the last rounds (`summary["averaged"]`)."""
 
     domains: Mapping[str, float]  # the accuracy of each domain
     avg: float
