@@ -23,6 +23,12 @@ def test_a_line_has_every_field_in_order_and_a_federation_one_more() -> None:
     assert list(json.loads(RoundRecord(round=1, client_domains={"a": None}).to_json())) == [*fields[:-1], "homes"]
 
 
+def test_the_deviation_is_that_of_the_means_and_not_the_mean_of_the_rounds_deviations() -> None:
+    uneven = [{"a": 0.0, "b": 10.0}, {"a": 10.0, "b": 0.0}]
+    rounds = [RoundRecord(round=i, domains=uneven[i % 2], seconds=history()[0].seconds) for i in range(1, 9)]
+    assert summarise_run(rounds)["std"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
