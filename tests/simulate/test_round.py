@@ -274,6 +274,16 @@ def test_a_client_without_a_test_example_is_not_judged() -> None:
     assert "dark-7" not in result.history[-1].clients
 
 
+def test_the_result_counts_correct_examples_by_class() -> None:
+    result = run(rounds=2)
+    counts = result.summary["by_class"]
+    for domain, accuracy in result.history[-1].domains.items():
+        correct, every = (sum(column) for column in zip(*counts[domain], strict=True))
+        assert every == TEST[domain]
+        assert 100 * correct / every == pytest.approx(accuracy)
+        assert all(0 <= right <= total for right, total in counts[domain])
+
+
 def test_results_are_means_of_the_last_quarter_of_the_evaluated_rounds() -> None:
     result = run(rounds=23, eval_every=2, lr=0.0006)
     judged = [record for record in result.history if record.domains is not None]

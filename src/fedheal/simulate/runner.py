@@ -30,7 +30,7 @@ from fedheal.runs.summary import summarise_run
 from fedheal.simulate.build import build_federation, build_module, load_domains
 from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.devices import describe_hardware, resolve_device
-from fedheal.simulate.evaluation import select_evaluated_model
+from fedheal.simulate.evaluation import count_by_class, select_evaluated_model
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.interrupts import Interrupts
@@ -105,9 +105,10 @@ def run(
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         saver = _Saver(folder, experiment, data_identity, state)
         state = _train_to_end(federation, state, history, saver, watchers)
+        facts = _describe_run(experiment, state, federation, domains)
         model = select_evaluated_model(federation, state.model, state.terms, sorted(federation.client_domains))
         federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
-        summary = summarise_run(history, **_describe_run(experiment, state, federation, domains), used_fingerprint=used)
+        summary = summarise_run(history, **facts, used_fingerprint=used)
         result = _make_result(summary, history, federation.local_training.module)
         if folder is not None:
             files.save_tensors(folder / "model.safetensors", result.model.state_dict())
@@ -265,6 +266,7 @@ def _describe_run(experiment: Experiment, state: RunState, federation: Federatio
         "bytes_sent": state.sent,
         "bytes_received": state.received,
         "consistency": bin_consistency(state.aggregator),
+        "by_class": count_by_class(federation, state.model, state.terms),
         "versions": {"fedheal": __version__, "python": platform.python_version(), **libraries},
     }
 
