@@ -242,7 +242,9 @@ def tabulate_second_runs(
             cells = _format_cells(theirs, columns, 1)
             table.append([second.row, str(end), f"second version, seed {second.seed}", *cells])
             records = {run.experiment.seed: run.records[:end] for run in ours}
-            means = {seed: last_mean([r.domains for r in rounds if r.domains], LAST) for seed, rounds in records.items()}
+            means = {
+                seed: last_mean([r.domains for r in rounds if r.domains], LAST) for seed, rounds in records.items()
+            }
             table += [["", "", f"ours, seed {seed}", *_format_cells(mean, columns, 1)] for seed, mean in means.items()]
             if means:
                 mean = {c: float(np.mean([values[c] for values in means.values()])) for c in columns}

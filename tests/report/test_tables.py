@@ -116,7 +116,9 @@ def test_gains_are_stated_where_seeds_and_test_images_support_them():
     assert said.startswith("fedheal against fedavg: line_art gains 12.4 points (+")
     assert said.endswith("No change can be concluded in photo.")
     headline = conclusions.write_headline(conclusions.analyse_rows(many))
-    assert headline.startswith("fedheal is better than fedavg in AVG by 4.7 points; fedheal is better than fedavg in STD")
+    assert headline.startswith(
+        "fedheal is better than fedavg in AVG by 4.7 points; fedheal is better than fedavg in STD"
+    )
 
 
 def test_no_interval_stands_without_a_row():

@@ -149,7 +149,9 @@ def describe_gains(found: Findings) -> list[str]:
             tail = f" No change can be concluded in {', '.join(rest)}." if rest else ""
             sentences.append(f"{start}: {'; '.join(words)}.{tail}")
         else:
-            largest = [f"{c.metric} {c.mean:+.1f}{_format_interval(c)}" for c in dict.fromkeys((changes[0], changes[-1]))]
+            largest = [
+                f"{c.metric} {c.mean:+.1f}{_format_interval(c)}" for c in dict.fromkeys((changes[0], changes[-1]))
+            ]
             sentences.append(f"{start}: no gain or loss can be concluded. Observed: {'; '.join(largest)}.")
     return sentences
 

@@ -45,7 +45,9 @@ def evaluate_domains(federation: Federation, model: Packed, terms: Sequence[Term
     }
 
 
-def count_by_class(federation: Federation, model: Packed, terms: Sequence[TermState] = ()) -> dict[str, list[list[int]]]:
+def count_by_class(
+    federation: Federation, model: Packed, terms: Sequence[TermState] = ()
+) -> dict[str, list[list[int]]]:
     """Return, per domain and for each class, how many test examples the model classifies correctly, and of how many."""
     counts = {}
     for domain, split in federation.tests.items():
@@ -58,9 +60,7 @@ def count_by_class(federation: Federation, model: Packed, terms: Sequence[TermSt
     return counts
 
 
-def _load_evaluated_model(
-    federation: Federation, model: Packed, terms: Sequence[TermState], domain: str
-) -> list[str]:
+def _load_evaluated_model(federation: Federation, model: Packed, terms: Sequence[TermState], domain: str) -> list[str]:
     """Load the model that a domain is evaluated with into the module; return the domain's clients."""
     members = sorted(client for client, home in federation.client_domains.items() if home == domain)
     local_training = federation.local_training
