@@ -79,4 +79,4 @@ def _result(method, data, seed, rounds, records, client_domains, masks, rng) -> 
 
 def load_rows(folder: Path) -> list[rows.Row]:
     """Return the rows of all runs in a folder, in the order of the report command."""
-    return sorted(rows.build_rows(rows.find_results([folder])), key=lambda row: (row.method, row.seed))
+    return rows.find_rows([folder])

@@ -51,6 +51,8 @@ def test_since_when(tmp_path):
     assert dict(zip(head, first, strict=True)) == {
         "client": "small-0",
         "accuracy": "50.0",
+        "test images": "-",
+        "standard error": "-",
         "to the mean": "-19.3",
         "under-served since": "round 3",
         "weight": "10.0%",
@@ -59,7 +61,7 @@ def test_since_when(tmp_path):
         "distance": "-",
         "rounds present": "4/4",
     }
-    assert [line[3] for line in rest] == ["-", "-"]
+    assert [line[5] for line in rest] == ["-", "-"]
     assert explain_diagnosis(found) == [
         "small-0 is 19.3 points below the mean, more than 5 since round 3; it holds 10.0% of the weight, less than an equal "
         "share (0.30 of it)."
@@ -75,7 +77,7 @@ def test_behind_on_average_but_not_in_the_last_round(tmp_path):
     # Gaps of -40, and 0 in the last round: -20 over the last two of eight, and no round from which it was always behind.
     assert i in found.under_served
     assert found.find_start(i) is None
-    assert format_diagnosis(found)[1][:4] == ["small-0", "50.0", "-20.0", "on average"]
+    assert format_diagnosis(found)[1][:6] == ["small-0", "50.0", "-", "-", "-20.0", "on average"]
     assert explain_diagnosis(found)[0].startswith(
         "small-0 is 20.0 points below the mean, on average over the last 2 rounds, though not more than 5 in the last"
     )
@@ -220,6 +222,20 @@ def test_domains_are_taken_from_the_result_or_the_rounds(tmp_path):
     assert diagnose_run(run_folder(tmp_path / "open", rounds=3, finished=False)).kind == "domain"
 
 
+def test_test_images_and_their_errors(tmp_path):
+    run = run_folder(tmp_path / "made", "fedavg+fedheal", rounds=6)
+    found = diagnose_run(run)
+    first = dict(zip(*format_diagnosis(found)[:2], strict=True))
+    p = float(first["accuracy"]) / 100
+    assert first["test images"] == "500"
+    assert float(first["standard error"]) == pytest.approx(100 * (p * (1 - p) / 500) ** 0.5, abs=0.06)
+    assert f"(standard error {first['standard error']} from 500 test images)" in explain_diagnosis(found)[0]
+    # A simulation deals a domain's images out to its clients; of a federation's clients nothing is known.
+    assert {unit.test_images for unit in diagnose_run(run, "client").units} == {100}
+    (run / "experiment.toml").rename(run / "federation.toml")
+    assert {unit.test_images for unit in diagnose_run(run, "client").units} == {0}
+
+
 def test_without_accuracy_the_weights_are_shown_and_nobody_is_judged(tmp_path):
     found = diagnose_run(federation(tmp_path / "run", clients=lambda t: None))
     assert explain_diagnosis(found)[0].startswith("No accuracy by client was recorded")
@@ -250,6 +266,8 @@ def test_what_cannot_be_diagnosed(tmp_path):
     with pytest.raises(ValueError, match="holds no rounds"):
         diagnose_run(tmp_path)
     run = federation(tmp_path / "run")
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no rounds: name one of its runs: {run}$"):
+        diagnose_run(tmp_path)  # a comparison's folder
     with pytest.raises(ValueError, match="by = continent: use domain or client"):
         diagnose_run(run, "continent")
     with pytest.raises(ValueError, match="does not say which domain"):

@@ -90,9 +90,9 @@ def write_headline(found: Findings) -> str:
         more = f", and {len(claims) - MAX_CLAIMS} more differences" if len(claims) > MAX_CLAIMS else ""
         rest = "" if len(claims) == len(found.metrics) else " No other difference in AVG or STD can be concluded."
         return f"{'; '.join(words)}{more}.{rest}"
-    seeds = min(c.n for c in found.metrics)
+    seeds = " to ".join(map(str, sorted({f(c.n for c in found.metrics) for f in (min, max)})))
     if all(c.smallest_p_adjusted > ALPHA for c in found.metrics):
-        start = f"{seeds} {'seed' if seeds == 1 else 'seeds'} cannot show a difference between methods."
+        start = f"{seeds} {'seed' if seeds == '1' else 'seeds'} cannot show a difference between methods."
     else:
         start = f"No difference to {found.reference} can be concluded from {seeds} seeds."
     leaders = {x.column: x for x in find_leaders(found)}

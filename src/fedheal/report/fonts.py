@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 
@@ -21,33 +22,33 @@ def find_families(figure: Figure) -> list[str]:
 def escape_missing(figure: Figure, families: list[str]) -> None:
     r"""Replace every letter that no family has, such as by `\u6f22`."""
     from matplotlib.text import Text
-    from matplotlib.ticker import FixedFormatter
+    from matplotlib.ticker import FuncFormatter
 
-    known = frozenset[str]().union(*(_read_letters(_find_file(name)) for name in families))
+    known = frozenset("\n").union(*(_read_letters(_find_file(name)) for name in families))
     if not _collect_letters(figure) - known:
         return
 
     def escape(text: str) -> str:
-        return "".join(c if c in known or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+        return "".join(c if c in known else c.encode("unicode_escape").decode() for c in text)
 
+    for axis in _list_axes(figure):
+        if frozenset("".join(label.get_text() for label in axis.get_majorticklabels())) - known:
+            write = axis.get_major_formatter()  # it would write the labels again
+            axis.set_major_formatter(FuncFormatter(lambda x, place, write=write: escape(write(x, place))))
     for text in figure.findobj(Text):
         text.set_text(escape(text.get_text()))
-    for formatter in _list_formatters(figure):
-        if isinstance(formatter, FixedFormatter):
-            formatter.seq = [escape(label) for label in formatter.seq]
 
 
 def _collect_letters(figure: Figure) -> frozenset[str]:
     from matplotlib.text import Text
-    from matplotlib.ticker import FixedFormatter
 
-    words = [text.get_text() for text in figure.findobj(Text)]
-    words += [label for f in _list_formatters(figure) if isinstance(f, FixedFormatter) for label in f.seq]
-    return frozenset("".join(words)) - {"\n"}
+    for axis in _list_axes(figure):
+        axis.get_majorticklabels()  # which are not written before
+    return frozenset("".join(text.get_text() for text in figure.findobj(Text))) - {"\n"}
 
 
-def _list_formatters(figure: Figure) -> list[object]:
-    return [axis.get_major_formatter() for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+def _list_axes(figure: Figure) -> list[Axis]:
+    return [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
 
 
 @cache

@@ -74,9 +74,8 @@ function layout(extra) {
   };
 }
 const below = (y) => ({ orientation: "h", y: -y, yanchor: "top", x: 0, font: { size: 12 } });
-// Above a figure of rows. Plotly lets a legend be as wide as the figure, and not only as its axis, if it begins left of that; it
-// is moved inside then.
-const above = () => ({ orientation: "h", y: 1, yanchor: "bottom", x: narrow() ? -1 : 0, xanchor: "left", traceorder: "normal" });
+// Above a figure of rows, as wide as the figure and not only as its axis.
+const above = () => ({ orientation: "h", xref: "container", x: 0, xanchor: "left", yref: "container", y: 1, yanchor: "top", traceorder: "normal" });
 function linesAbove(names) {
   const each = 46 + 7.5 * Math.max(...names.map((name) => name.length));
   return Math.ceil(names.length / Math.max(1, Math.floor(Math.min(innerWidth - 40, 1000) / each)));
@@ -116,7 +115,7 @@ const method = (set, pick) => set.methods.find((m) => m.name === pick.method);
 const several = (values) => Object.values(values).some((list) => list.some((x) => x !== null));
 
 // With many methods, those to be seen at once: the reference, the best, and the first.
-const few = (set) => new Set(set.rows.length <= 10 ? set.rows.map((r) => r.method) : [set.reference, ...set.front, ...set.rows.slice(0, 8).map((r) => r.method)]);
+const few = (set) => new Set(set.rows.length <= 12 ? set.rows.map((r) => r.method) : [set.reference, ...set.front, ...set.rows.slice(0, 8).map((r) => r.method)]);
 
 // Rows of dots with whiskers, one colour per method: `points` are {method, row, x, low, high, open}.
 function dots(set, rows, points, axis, shapes = []) {
