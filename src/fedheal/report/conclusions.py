@@ -18,6 +18,7 @@ Accuracies = dict[int, dict[str, float]]  # by seed and domain
 METRICS = ("avg", "std")  # that are tested
 ALPHA = 0.05
 UNITS = {"AVG": " %", "STD": " points", "worst": " %"}
+LEADERS = {"STD": "the lowest STD", "AVG": "the highest AVG"}
 MAX_CLAIMS = 3  # that the headline lists
 
 
@@ -96,13 +97,14 @@ def write_headline(found: Findings) -> str:
     else:
         start = f"No difference to {found.reference} can be concluded from {seeds} seeds."
     leaders = {x.column: x for x in find_leaders(found)}
-    words = [f"{x.method} has the {title} ({x.mean:.1f}{UNITS[x.column]}{_quote_reference(x)})"
-             for title, x in (("lowest STD", leaders["STD"]), ("highest AVG", leaders["AVG"]))]  # fmt: skip
-    return f"{start} In these runs {' and '.join(words)}."
+    even, accurate = (_describe_leader(leaders[column], title) for column, title in LEADERS.items())
+    verb = "" if leaders["STD"].method == leaders["AVG"].method else f"{leaders['AVG'].method} has "
+    return f"{start} In these runs {leaders['STD'].method} has {even} and {verb}{accurate}."
 
 
-def _quote_reference(leader: Leader) -> str:
-    return "" if leader.method == leader.reference else f"; {leader.reference}: {leader.reference_mean:.1f}"
+def _describe_leader(leader: Leader, title: str) -> str:
+    other = "" if leader.method == leader.reference else f"; {leader.reference}: {leader.reference_mean:.1f}"
+    return f"{title} ({leader.mean:.1f}{UNITS[leader.column]}{other})"
 
 
 def _describe_claim(c: Comparison) -> str:
