@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedheal.core.metrics import fairness, last_mean
+from fedheal.core.metrics import count_averaged, fairness, last_mean
 from fedheal.report import rows
 
 DOMAINS = {"digits": ("mnist", "usps", "svhn", "syn"), "office-caltech": ("amazon", "dslr", "caltech", "webcam")}
@@ -66,7 +66,7 @@ def run_folder(
 def _result(method, data, seed, rounds, records, client_domains, masks, rng) -> dict[str, Any]:
     accuracy = last_mean([record["domains"] for record in records])
     return {
-        "method": method, "data": data, "seed": seed, "rounds": rounds, "averaged": min(5, rounds), "domains": accuracy,
+        "method": method, "data": data, "seed": seed, "rounds": rounds, "averaged": count_averaged(rounds), "domains": accuracy,
         **fairness(accuracy), "clients": last_mean([record["clients"] for record in records]), "validation": None,
         "trained": client_domains, "only": [], "without": [], "pool": False, "classes": list("0123456789"),
         "test_sizes": dict.fromkeys(accuracy, 500), "device": "cpu", "precision": "fp32", "threads": 1,
@@ -79,4 +79,4 @@ def _result(method, data, seed, rounds, records, client_domains, masks, rng) -> 
 
 def load_rows(folder: Path) -> list[rows.Row]:
     """Return the rows of all runs in a folder, in the order of the report command."""
-    return sorted(rows.build_rows(rows.find_results([folder])), key=lambda row: (row.method, row.seed))
+    return rows.find_rows([folder])

@@ -56,7 +56,7 @@ def photograph_page(rows: list[Row], scratch: Path, out: Path) -> None:
     browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        for theme, first in (("light", "h1"), ("dark", ".figures")):
+        for theme, first in (("light", "h1"), ("dark", "[data-plot=differences]")):
             tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme)
             tab.goto(file.resolve().as_uri())
             tab.wait_for_selector("html[data-ready]")

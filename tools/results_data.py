@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from fedheal.core.metrics import LAST, fairness, last_mean
+from fedheal.core.metrics import LAST, count_averaged, fairness, last_mean
 from fedheal.report.rows import FAIRNESS_COLUMNS, load_summary
 from fedheal.reproduce.plans import RecipeRow
 from fedheal.runs.folder import read_json, read_rounds
@@ -98,7 +98,7 @@ def read_run(folder: Path) -> tuple[Experiment, dict[str, Any], list[RoundRecord
             raise ValueError(f"{path}: {key} = {summary[key]}, but experiment.toml has {value}")
     records = _read_all_rounds(folder, experiment.rounds, set(summary["domains"]))
     accuracies = [record.domains for record in records if record.domains]
-    if summary["averaged"] != min(LAST, len(accuracies)):
+    if summary["averaged"] != count_averaged(len(accuracies)):
         averaged = summary["averaged"]
         raise ValueError(f"{path}: averaged = {averaged}, but rounds.jsonl has {len(accuracies)} evaluated rounds")
     accuracy = last_mean(accuracies)

@@ -166,7 +166,7 @@ def _measure_noise(runs: Sequence[Run], data: str) -> list[str]:
             lines.append([run.label, seed, *_format_cells(spread, columns), str(len(values))])
         tail = accuracies[-WINDOWS:]
         if len(tail) > LAST:
-            means = [_add_evenness(last_mean(tail[: i + LAST])) for i in range(len(tail) - LAST + 1)]
+            means = [_add_evenness(last_mean(tail[: i + LAST], LAST)) for i in range(len(tail) - LAST + 1)]
             reach = [f"{min(m[c] for m in means):.1f} to {max(m[c] for m in means):.1f}" for c in columns]
             ranges.append([run.label, seed, *reach, str(len(tail))])
             whole = _add_evenness(last_mean(tail, len(tail)))
@@ -238,11 +238,13 @@ def tabulate_second_runs(
     for second in second_runs:
         ours = [run for run in runs if run.entry.label == second.row and run.is_full]
         for end in sorted({*range(SECOND_EVERY, len(second.rounds) + 1, SECOND_EVERY), len(second.rounds)}):
-            theirs = last_mean(second.rounds[:end])
+            theirs = last_mean(second.rounds[:end], LAST)
             cells = _format_cells(theirs, columns, 1)
             table.append([second.row, str(end), f"second version, seed {second.seed}", *cells])
             records = {run.experiment.seed: run.records[:end] for run in ours}
-            means = {seed: last_mean([r.domains for r in rounds if r.domains]) for seed, rounds in records.items()}
+            means = {
+                seed: last_mean([r.domains for r in rounds if r.domains], LAST) for seed, rounds in records.items()
+            }
             table += [["", "", f"ours, seed {seed}", *_format_cells(mean, columns, 1)] for seed, mean in means.items()]
             if means:
                 mean = {c: float(np.mean([values[c] for values in means.values()])) for c in columns}

@@ -70,11 +70,19 @@ def test_a_finished_run_without_numbers_is_named_in_a_comparison(call, tmp_path:
 def test_a_comparison_says_how_many_runs_are_under_way(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedheal.campaign.placement.count_gpus", lambda: 2)
     given = [word for word in words("device=auto") if not word.startswith("data=")]
-    command = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]
+    command = ["compare", "fedheal", "fedavg", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]
     done = call(*command, "--out", "here")
     assert (done.code, done.err) == (0, "")
     assert "2 runs into here, 1 at a time on one GPU:" in done.out
-    assert "2 runs into here, all of them finished:" in call(*command, "--out", "here").out
+    again = call(*command, "--out", "here").out
+    assert "2 runs into here, all of them finished:" in again
+    # A report keeps the order of the comparison.
+    report = call("report", "here").out
+    assert [line.split()[0] for line in report.splitlines() if line.startswith("fedavg")][:2] == [
+        "fedavg+fedheal",
+        "fedavg",
+    ]
+    assert report.strip() in again
 
 
 def test_a_comparison_says_which_finished_run_was_on_other_data(call, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_options_without_effect_are_refused(call, tmp_path: Path) -> None:
 
 def test_the_text_report_says_what_its_marks_and_numbers_are(call, tmp_path: Path) -> None:
     for method in ("fedavg", "fedheal"):
-        run_folder(tmp_path / "runs" / method, methods.get(method).name, rounds=2)
+        run_folder(tmp_path / "runs" / method, methods.get(method).name, rounds=8)
     done = call("report", "runs", "--reference", "fedheal")
     assert "mean of the last 2 rounds" in done.out
     assert "* best of its column" in done.out

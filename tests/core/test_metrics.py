@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fedheal.core.metrics import fairness, last_mean
+from fedheal.core.metrics import count_averaged, fairness, last_mean
 
 
 def test_four_domains_by_hand() -> None:
@@ -66,12 +66,21 @@ def test_no_units_is_a_sentence() -> None:
 
 
 def test_the_mean_is_over_the_last_five() -> None:
-    rounds = [{"a": float(i), "b": -float(i)} for i in range(1, 9)]
-    assert last_mean(rounds) == {"a": 6.0, "b": -6.0}  # (4 + 5 + 6 + 7 + 8) / 5
+    rounds = [{"a": float(i), "b": -float(i)} for i in range(1, 21)]
+    assert last_mean(rounds) == {"a": 18.0, "b": -18.0}  # (16 + 17 + 18 + 19 + 20) / 5
+    assert last_mean(rounds[:8], 5) == {"a": 6.0, "b": -6.0}
+
+
+def test_the_mean_is_over_a_quarter_of_the_rounds_at_most() -> None:
+    assert all(count_averaged(rounds) <= max(1, rounds / 4) for rounds in range(1, 100))
+    assert last_mean([{"a": 1.0}, {"a": 2.0}, {"a": 3.0}, {"a": 4.0}, {"a": 6.0}]) == {"a": 6.0}
+    # A unit that came late counts its own rounds: its first evaluation is no part of its result.
+    late = [{"a": 1.0}] * 16 + [{"a": 1.0, "b": 0.0}] + [{"a": 1.0, "b": 9.0}] * 3
+    assert last_mean(late) == {"a": 1.0, "b": 9.0}
 
 
 def test_fewer_rounds_than_wanted_and_none() -> None:
-    assert last_mean([{"a": 1.0}, {"a": 2.0}]) == {"a": 1.5}
+    assert last_mean([{"a": 1.0}, {"a": 2.0}], 5) == {"a": 1.5}
     assert last_mean([]) == {}
 
 

@@ -467,7 +467,7 @@ def make_run(folder, data, method, domains, rounds, seconds=()):
     records = [record | {"round": i, "seconds": {"train": s - 0.5, "evaluate": 0.5}} for i, s in enumerate(seconds, 1)]
     (path / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     summary = {
-        "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": min(5, rounds),
+        "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": max(1, min(5, rounds // 4)),
         "domains": domains, "clients": {}, "trained": {}, "test_sizes": dict.fromkeys(domains, 100),
         **fairness(domains), "pool": False, "only": [], "without": [], "precision": "bf16", "hardware": "a GPU",
         "data_fingerprint": "x", "versions": {"fedheal": "1"}, "data_notes": [],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedheal.report.comparability import compare_settings, list_cautions
-from fedheal.report.conclusions import conclude, describe_gains, describe_leaders
+from fedheal.report.conclusions import analyse_rows, conclude, describe_gains, find_leaders
 from fedheal.report.html_page import render_page
 from fedheal.report.rows import build_rows, find_results
 from fedheal.report.series import build_series
@@ -56,11 +56,13 @@ def test_runs_on_other_data_are_named_and_not_subtracted(runs):
     assert before[0].startswith("2 seeds cannot")
     assert after[0].startswith("1 seed cannot")
     alone = [row for row in changed if row.seed == 0]
-    assert describe_gains(changed) == describe_gains(alone)
+    assert describe_gains(analyse_rows(changed)) == describe_gains(analyse_rows(alone))
     # Where no seed is left, nothing is said of the method at all.
     edited(runs / "fedavg+fedheal-0", used_fingerprint="other")
-    assert describe_gains(load_rows(runs)) == []
-    assert not any("fedavg+fedheal" in s for s in conclude(load_rows(runs)) + describe_leaders(load_rows(runs)))
+    found = analyse_rows(load_rows(runs))
+    assert describe_gains(found) == []
+    assert {leader.method for leader in find_leaders(found)} == {"fedavg"}
+    assert not any("fedavg+fedheal" in s for s in conclude(load_rows(runs)))
 
 
 def test_what_a_run_does_not_say_of_its_data_is_no_difference(runs):

@@ -17,12 +17,12 @@ ACCURACY = {"big-0": [80, 80, 80, 80], "small-0": [70, 78, 60, 58], "small-1": [
 WEIGHTS = {"big-0": 0.8, "small-0": 0.1, "small-1": 0.1}
 
 
-def federation(folder, **extra):
+def federation(folder, rounds=4, **extra):
     """What a federation without test sets, domains or a result leaves behind."""
     folder.mkdir(parents=True)
     with (folder / "rounds.jsonl").open("w") as file:
-        for t in range(4):
-            record = {"round": t + 1, "weights": WEIGHTS, "clients": {c: a[t] for c, a in ACCURACY.items()}}
+        for t in range(rounds):
+            record = {"round": t + 1, "weights": WEIGHTS, "clients": {c: a[t % 4] for c, a in ACCURACY.items()}}
             file.write(json.dumps(record | {key: value(t) for key, value in extra.items()}) + "\n")
     return folder
 
@@ -31,11 +31,11 @@ def test_clients_of_a_federation_that_recorded_little(tmp_path):
     found = diagnose_run(federation(tmp_path / "run"))
     assert found.kind == "client"
     by_name = {unit.name: i for i, unit in enumerate(found.units)}
-    # Means of the four rounds: 73.33, 78.67, 67.33, 66. small-0 is 3.33, 0.67, 7.33 and 8 below: under-served since round 3,
-    # though over all four rounds it is 4.83 below; the rule looks at the mean of the last five.
+    # Means of the four rounds: 73.33, 78.67, 67.33, 66. small-0 is 3.33, 0.67, 7.33 and 8 below: under-served since round 3.
+    # Of four rounds the last alone counts, as in a result: over all of them it is 4.83 below.
     assert np.round(found.gaps[by_name["small-0"]], 2).tolist() == [-3.33, -0.67, -7.33, -8.0]
-    assert found.find_start(by_name["small-0"]) is None
-    assert found.get_gap(by_name["small-0"]) == pytest.approx(-4.833, abs=1e-3)
+    assert found.find_start(by_name["small-0"]) == 3
+    assert found.get_gap(by_name["small-0"]) == pytest.approx(-8.0)
 
 
 def test_since_when(tmp_path):
@@ -44,14 +44,16 @@ def test_since_when(tmp_path):
 
     found = diagnose_run(federation(tmp_path / "run", clients=falling))
     i = [unit.name for unit in found.units].index("small-0")
-    # Means 66, 79, 72.67, 69.33; gaps -26, 0, -12.67, -19.33: mean -14.5. Round 2 was fine, so since round 3.
-    assert found.get_gap(i) == pytest.approx(-14.5)
+    # Means 66, 79, 72.67, 69.33; gaps -26, 0, -12.67, -19.33, the last of which counts. Round 2 was fine: since round 3.
+    assert found.get_gap(i) == pytest.approx(-19.333, abs=1e-3)
     assert found.find_start(i) == 3
     head, first, *rest = format_diagnosis(found)
     assert dict(zip(head, first, strict=True)) == {
         "client": "small-0",
-        "accuracy": "57.2",
-        "to the mean": "-14.5",
+        "accuracy": "50.0",
+        "test images": "-",
+        "standard error": "-",
+        "to the mean": "-19.3",
         "under-served since": "round 3",
         "weight": "10.0%",
         "x equal share": "0.30",
@@ -59,25 +61,25 @@ def test_since_when(tmp_path):
         "distance": "-",
         "rounds present": "4/4",
     }
-    assert [line[3] for line in rest] == ["-", "-"]
+    assert [line[5] for line in rest] == ["-", "-"]
     assert explain_diagnosis(found) == [
-        "small-0 is 14.5 points below the mean, more than 5 since round 3; it holds 10.0% of the weight, less than an equal "
+        "small-0 is 19.3 points below the mean, more than 5 since round 3; it holds 10.0% of the weight, less than an equal "
         "share (0.30 of it)."
     ]
 
 
 def test_behind_on_average_but_not_in_the_last_round(tmp_path):
     def recovering(t):
-        return {"big-0": 80.0, "small-0": [20.0, 20.0, 20.0, 80.0][t], "small-1": 80.0}
+        return {"big-0": 80.0, "small-0": 80.0 if t == 7 else 20.0, "small-1": 80.0}
 
-    found = diagnose_run(federation(tmp_path / "run", clients=recovering))
+    found = diagnose_run(federation(tmp_path / "run", rounds=8, clients=recovering))
     i = [unit.name for unit in found.units].index("small-0")
-    # Gaps of -40, -40, -40 and 0: 30 on average, and no round from which it has always been behind.
+    # Gaps of -40, and 0 in the last round: -20 over the last two of eight, and no round from which it was always behind.
     assert i in found.under_served
     assert found.find_start(i) is None
-    assert format_diagnosis(found)[1][:4] == ["small-0", "35.0", "-30.0", "on average"]
+    assert format_diagnosis(found)[1][:6] == ["small-0", "50.0", "-", "-", "-20.0", "on average"]
     assert explain_diagnosis(found)[0].startswith(
-        "small-0 is 30.0 points below the mean, on average over the last 4 evaluated rounds, though not more than 5 in the last"
+        "small-0 is 20.0 points below the mean, on average over the last 2 rounds, though not more than 5 in the last"
     )
     assert draw_diagnosis(found) is not None
 
@@ -220,6 +222,20 @@ def test_domains_are_taken_from_the_result_or_the_rounds(tmp_path):
     assert diagnose_run(run_folder(tmp_path / "open", rounds=3, finished=False)).kind == "domain"
 
 
+def test_test_images_and_their_errors(tmp_path):
+    run = run_folder(tmp_path / "made", "fedavg+fedheal", rounds=6)
+    found = diagnose_run(run)
+    first = dict(zip(*format_diagnosis(found)[:2], strict=True))
+    p = float(first["accuracy"]) / 100
+    assert first["test images"] == "500"
+    assert float(first["standard error"]) == pytest.approx(100 * (p * (1 - p) / 500) ** 0.5, abs=0.06)
+    assert f"(standard error {first['standard error']} from 500 test images)" in explain_diagnosis(found)[0]
+    # A simulation deals a domain's images out to its clients; of a federation's clients nothing is known.
+    assert {unit.test_images for unit in diagnose_run(run, "client").units} == {100}
+    (run / "experiment.toml").rename(run / "federation.toml")
+    assert {unit.test_images for unit in diagnose_run(run, "client").units} == {0}
+
+
 def test_without_accuracy_the_weights_are_shown_and_nobody_is_judged(tmp_path):
     found = diagnose_run(federation(tmp_path / "run", clients=lambda t: None))
     assert explain_diagnosis(found)[0].startswith("No accuracy by client was recorded")
@@ -250,6 +266,8 @@ def test_what_cannot_be_diagnosed(tmp_path):
     with pytest.raises(ValueError, match="holds no rounds"):
         diagnose_run(tmp_path)
     run = federation(tmp_path / "run")
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no rounds: name one of its runs: {run}$"):
+        diagnose_run(tmp_path)  # a comparison's folder
     with pytest.raises(ValueError, match="by = continent: use domain or client"):
         diagnose_run(run, "continent")
     with pytest.raises(ValueError, match="does not say which domain"):

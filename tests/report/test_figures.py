@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedheal.report import figures
+from fedheal.report import figures, fonts
 from fedheal.report.series import find_pareto_front, pick_evenly
-from made_up import load_rows, run_folder
+from made_up import DOMAINS, load_rows, run_folder
 
 EVERY = {"domains", "spread", "rounds", "curves", "weights", "kept", "consistency", "time"}
 
@@ -58,6 +58,24 @@ def test_what_was_not_recorded_is_not_drawn(tmp_path, one_format):
     run_folder(tmp_path / "run", "fedavg")
     written = figures.write_figures(load_rows(tmp_path / "run"), tmp_path / "figures")
     assert {path.stem for path in written} == EVERY - {"spread", "kept", "consistency"}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_names_in_any_script_are_letters_or_escaped_and_never_boxes(tmp_path, one_format, monkeypatch, installed):
+    """Warnings, such as of a letter that the font lacks, are errors here."""
+    monkeypatch.setitem(DOMAINS, "drawn", ("写真", "sketch"))
+    monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in ("domains", "time")})
+    if not installed:
+        monkeypatch.setattr(fonts, "_find_family", lambda letters: [])
+    run_folder(tmp_path / "runs", "fedavg", "drawn", rounds=3)
+    domains, _ = figures.write_figures(load_rows(tmp_path / "runs"), tmp_path / "figures")
+    text = "".join(ElementTree.parse(domains).getroot().itertext())
+    assert "sketch" in text
+    assert r"\u5199\u771f" in text or (installed and "写真" in text)
+
+
+def test_the_font_of_boxes_is_no_font():
+    assert not any("Last Resort" in family for family in fonts._find_family(frozenset("写真")))
 
 
 @pytest.mark.slow

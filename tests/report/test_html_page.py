@@ -32,7 +32,7 @@ def test_words_tables_and_settings_are_there(few):
     text = render_page(load_rows(few), "Three methods")
     for words in (
         "<h1>Three methods</h1>",
-        "Gains and losses by domain",
+        "Who gains, who pays",
         "<h3>Conclusions</h3>",
         "2 seeds cannot show a difference",
         r"\begin{tabular}",
@@ -44,12 +44,63 @@ def test_words_tables_and_settings_are_there(few):
         assert words in text, words
 
 
+def test_the_page_opens_with_the_answer(few):
+    text = render_page(load_rows(few))
+    order = ['class="verdict"', 'class="tiles"', 'data-plot="domains"', '<table class="numbers sortable"',
+             'data-plot="differences"', "Who gains, who pays", "<h3>Conclusions</h3>", 'data-plot="scatter"']  # fmt: skip
+    assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
+    assert re.search(r'class="verdict">2 seeds cannot show a difference between methods\.', text)
+    assert "Observed against" not in text  # the figure shows it
+    heads = re.findall(r"<th><button[^>]*>([^<]*)<", text)
+    assert heads[:4] == ["method", "AVG", "STD", "worst"]
+    assert text.count('class="tile"') == 3
+
+
+def test_differences_have_intervals_and_nothing_is_marked_that_no_test_supports(few):
+    (drawn,) = numbers(render_page(load_rows(few)))["sets"]
+    assert {d["row"] for d in drawn["differences"]} == {"AVG", "STD", "mnist", "usps", "svhn", "syn"}
+    assert all(d["low"] <= d["mean"] <= d["high"] for d in drawn["differences"])
+    assert not any(d["supported"] for d in drawn["differences"])
+
+
+def test_captions_are_only_of_what_is_drawn(tmp_path):
+    run_folder(tmp_path / "a", "fedavg", rounds=3)
+    text = render_page(load_rows(tmp_path))
+    plots = re.findall(r'data-plot="(\w+)"', text)
+    assert plots == ["domains", "measure", "curves", "weights", "seconds"]
+    assert len(plots) == text.count("<figcaption>")
+    assert "spread over seeds" not in text  # one seed
+    for words in ("Click a name", "Click a heading", "One method in detail", "Differences to", "in these runs"):
+        assert words not in text, words
+
+
+def test_results_by_class_are_summed_over_seeds(tmp_path):
+    for seed, correct in ((0, [8, 2]), (1, [9, 1])):
+        path = run_folder(tmp_path / str(seed), "fedavg", seed=seed, rounds=3) / "result.json"
+        counts = {"mnist": [[x, 10] for x in correct]}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"by_class": counts}))
+    text = render_page(load_rows(tmp_path))
+    (drawn,) = numbers(text)["sets"]
+    assert drawn["methods"][0]["classes"] == {"mnist": [[17, 20], [3, 20]]}
+    assert drawn["classes"][:2] == ["0", "1"]
+    assert 'data-plot="classes"' in text
+
+
+def test_a_method_looks_the_same_on_every_page(few, tmp_path):
+    run_folder(tmp_path / "a", "fedavg+fedheal", rounds=3)
+    run_folder(tmp_path / "b", "moon+fedheal", rounds=3)
+    (here,), (there,) = (numbers(render_page(load_rows(folder)))["sets"] for folder in (few, tmp_path))
+    assert here["looks"]["fedavg+fedheal"] == there["looks"]["fedavg+fedheal"]
+    looks = [tuple(look.values()) for look in (*here["looks"].values(), there["looks"]["moon+fedheal"])]
+    assert len(set(looks)) == 4
+
+
 def test_what_is_special_about_the_data_stands_below_the_table(tmp_path):
     folder = run_folder(tmp_path / "a", "fedavg")
     summary = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(summary | {"data_notes": ["syn_standin stands in for syn"]}))
     text = render_page(load_rows(tmp_path))
-    below = text.partition("</table>")[2].partition('<div class="figures"')[0]
+    below = text.partition("</table>")[2].partition('<div class="words"')[0]
     assert below.count("Note: syn_standin stands in for syn.") == 1
 
 
@@ -61,7 +112,8 @@ def test_curves_are_means_over_seeds(few):
     for t in (0, 7, 19):
         both = [run[t].domains["mnist"] for run in records]
         assert abs(one["curves"]["mnist"][0][t] - sum(both) / 2) < 0.006
-        assert abs(one["curves"]["mnist"][1][t] - abs(both[0] - both[1]) / 2**0.5) < 0.006
+        seeds, mean = abs(both[0] - both[1]) / 2, sum(both) / 2  # the seeds' standard error: sd / sqrt 2
+        assert one["curves"]["mnist"][1][t] ** 2 >= seeds**2 + mean * (100 - mean) / 500 - 0.02  # and the 500 images'
         weights = [sum(w for c, w in run[t].weights.items() if c.startswith("syn-")) for run in records]
         assert abs(one["weights"]["syn"][t] - sum(weights) / 2) < 6e-5
     assert one["layers"]["names"] == []  # FedAvg masks nothing
@@ -118,7 +170,7 @@ def test_bounds_are_rows_and_bars_but_have_no_curves(tmp_path):
     text = render_page(load_rows(tmp_path))
     (both,) = numbers(text)["sets"]
     assert [one["name"] for one in both["methods"]] == ["fedavg"]
-    assert [bar["method"] for bar in both["bars"]] == ["fedavg", "centralised"]
+    assert [row["method"] for row in both["rows"]] == ["fedavg", "centralised"]
     assert 'title="one model trained on the pooled data' in text
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fedheal.report.rows import build_rows
+from fedheal.report.rows import build_rows, find_rows, write_method_order
 from fedheal.report.tables import build_tables
 from made_up import load_rows, run_folder
 
@@ -85,3 +85,14 @@ def test_runs_without_everyone_are_shown_under_names_of_their_own():
         assert [row.method for row in build_rows([summary])] == [name]
     everyone = [*own.values(), run(), run(pool=True)]
     assert {row.method for row in build_rows(everyone)} == {*own, "fedavg", "centralised"}
+
+
+def test_rows_keep_the_order_of_their_comparison(tmp_path):
+    for method in ("fedavg", "scaffold", "fedavg+uniform", "moon"):
+        run_folder(tmp_path / "runs" / method, method, rounds=2)
+    folder = tmp_path / "runs"
+    assert [row.method for row in find_rows([folder])] == ["fedavg", "fedavg+uniform", "moon", "scaffold"]
+    compared = {row.method: row for row in find_rows([folder])}
+    write_method_order(folder, [compared[name] for name in ("scaffold", "fedavg", "fedavg+uniform")])
+    for paths in ([tmp_path], [folder], sorted(folder.glob("*/"))):
+        assert [row.method for row in find_rows(paths)] == ["scaffold", "fedavg", "fedavg+uniform", "moon"]

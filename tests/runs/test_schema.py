@@ -23,6 +23,12 @@ def test_a_line_has_every_field_in_order_and_a_federation_one_more() -> None:
     assert list(json.loads(RoundRecord(round=1, client_domains={"a": None}).to_json())) == [*fields[:-1], "homes"]
 
 
+def test_the_deviation_is_that_of_the_means_and_not_the_mean_of_the_rounds_deviations() -> None:
+    uneven = [{"a": 0.0, "b": 10.0}, {"a": 10.0, "b": 0.0}]
+    rounds = [RoundRecord(round=i, domains=uneven[i % 2], seconds=history()[0].seconds) for i in range(1, 9)]
+    assert summarise_run(rounds)["std"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -44,10 +50,10 @@ def test_a_report_of_the_wrong_type_is_refused_when_written() -> None:
 
 def test_a_summary_has_the_last_accuracies_of_each_unit_in_the_order_of_the_schema() -> None:
     summary = summarise_run(history(), method="fedavg", data="digits", bytes_sent=3)
-    assert summary["domains"] == {"b": 60.0, "a": 40.0}
+    assert summary["domains"] == {"b": 70.0, "a": 40.0}  # of two rounds, the last
     assert list(summary["domains"]) == ["b", "a"]
     assert list(summarise_run(history(), sort_names=True)["domains"]) == ["a", "b"]
-    assert (summary["averaged"], summary["validation"], summary["seconds"]["train"]) == (2, None, 2.0)
+    assert (summary["averaged"], summary["validation"], summary["seconds"]["train"]) == (1, None, 2.0)
     assert list(summary) == [name for name in RunResult.model_fields if name in summary]
     with pytest.raises(ValueError, match="there is no seed"):
         check_result(summary)

@@ -57,19 +57,29 @@ def test_a_client_without_a_test_example_is_not_judged() -> None:
     assert "dark-7" not in result.history[-1].clients
 
 
-def test_results_are_means_of_the_last_five_evaluated_rounds() -> None:
-    result = run(rounds=15, eval_every=2, lr=0.001)
+def test_the_result_counts_correct_examples_by_class() -> None:
+    result = run(rounds=2)
+    counts = result.summary["by_class"]
+    for domain, accuracy in result.history[-1].domains.items():
+        correct, every = (sum(column) for column in zip(*counts[domain], strict=True))
+        assert every == TEST[domain]
+        assert 100 * correct / every == pytest.approx(accuracy)
+        assert all(0 <= right <= total for right, total in counts[domain])
+
+
+def test_results_are_means_of_the_last_quarter_of_the_evaluated_rounds() -> None:
+    result = run(rounds=23, eval_every=2, lr=0.0006)
     judged = [record for record in result.history if record.domains is not None]
-    assert [record.round for record in judged[-5:]] == [8, 10, 12, 14, 15]
-    means = {d: sum(record.domains[d] for record in judged[-5:]) / 5 for d in TEST}
+    assert [record.round for record in judged[-4:]] == [18, 20, 22, 23]
+    assert result.summary["averaged"] == 3
+    means = {d: sum(record.domains[d] for record in judged[-3:]) / 3 for d in TEST}
     assert dict(result.domains) == pytest.approx(means)
     average = sum(means.values()) / 3
     assert result.avg == pytest.approx(average)
     assert result.worst == pytest.approx(min(means.values()))
-    # The deviation of the means, over domains, with 3 - 1 below: not the mean of the rounds' deviations.
+    # The deviation of the means, over domains, with 3 - 1 below.
     deviation = (sum((m - average) ** 2 for m in means.values()) / 2) ** 0.5
     assert result.std == pytest.approx(deviation)
-    assert deviation != pytest.approx(sum(record.fairness["std"] for record in judged[-5:]) / 5)
 
 
 def test_fewer_than_five_evaluated_rounds_will_do() -> None:

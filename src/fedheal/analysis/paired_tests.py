@@ -224,7 +224,7 @@ def compare_all(results: Mapping[str, Mapping[Seed, float]], reference: str, met
             raise ValueError(f"{method!r} and {reference!r} have no seed in common: there is nothing to pair")
         pair = compare_pair([a[seed] for seed in both], [b[seed] for seed in both], (method, reference))
         comparisons.append(replace(pair, unpaired=len(a) + len(b) - 2 * len(both), metric=metric))
-    return _correct(comparisons)
+    return correct_family(comparisons)
 
 
 def compare_metrics(
@@ -249,11 +249,12 @@ def compare_metrics(
     for metric in dict.fromkeys(metrics):
         by_method = {m: {seed: x[metric] for seed, x in seeds.items()} for m, seeds in values.items()}
         comparisons[metric] = compare_all(by_method, reference, metric)
-    corrected = iter(_correct([c for family in comparisons.values() for c in family]))
+    corrected = iter(correct_family([c for family in comparisons.values() for c in family]))
     return {metric: [next(corrected) for _ in family] for metric, family in comparisons.items()}
 
 
-def _correct(family: list[Comparison]) -> list[Comparison]:
+def correct_family(family: list[Comparison]) -> list[Comparison]:
+    """Return the comparisons with p-values corrected for all of them, by Holm's method."""
     adjusted, floors = holm([c.p_value for c in family]), holm([smallest_p(c.n) for c in family])
     return [
         replace(c, p_adjusted=p, smallest_p_adjusted=floor, comparisons=len(family))

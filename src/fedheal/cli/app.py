@@ -227,6 +227,7 @@ def compare(
     planned = comparison.plan(methods, comparison.parse_seeds(seeds), values | {"data": data}, folder, track)
     _run_jobs(planned, quiet or as_json, _count_runs(planned, folder), jobs, ray)
     runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
+    rows.write_method_order(folder, runs)
     if as_json:
         groups = rows.group_by_data(runs).values()
         sentences = [text for group in groups for text in list_cautions(group) + conclusions.conclude(group)]
@@ -319,7 +320,7 @@ def report(
         return
     if by is not None:
         raise ValueError(f"by = {by}: --by needs --diagnose; add --diagnose or leave out --by")
-    runs = sorted(rows.build_rows(rows.find_results(folders)), key=lambda row: (row.method, row.seed))
+    runs = rows.find_rows(folders)
     if not runs:
         raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}")
     with suppress(ValueError):  # the report refuses unknown names

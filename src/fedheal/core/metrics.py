@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-LAST = 5  # a result is the mean over this many last evaluated rounds
+LAST = 5  # a result is the mean over at most so many last evaluated rounds
 
 
 def fairness(accuracy: Mapping[str, float]) -> dict[str, float]:
@@ -43,8 +43,19 @@ def fairness(accuracy: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def last_mean(rounds: Sequence[Mapping[str, float]], last: int = LAST) -> dict[str, float]:
-    """Return, by unit, the mean over the last rounds in which it was evaluated.
+def count_averaged(evaluated: int) -> int:
+    """Return how many last rounds a result is the mean of: five, but at most a quarter of the evaluated rounds.
+
+    The first rounds of a short run are no part of its result.
+
+    >>> [count_averaged(evaluated) for evaluated in (1, 5, 8, 20, 200)]
+    [1, 1, 2, 5, 5]
+    """
+    return max(1, min(LAST, evaluated // 4))
+
+
+def last_mean(rounds: Sequence[Mapping[str, float]], last: int | None = None) -> dict[str, float]:
+    """Return, by unit, the mean over the last rounds in which it was evaluated; by default `count_averaged` of them.
 
     >>> last_mean([{"a": 0.0}, {"a": 1.0, "b": 7.0}, {"a": 2.0}], last=2)
     {'a': 1.5, 'b': 7.0}
@@ -53,4 +64,4 @@ def last_mean(rounds: Sequence[Mapping[str, float]], last: int = LAST) -> dict[s
     for accuracy in rounds:
         for unit, value in accuracy.items():
             by_unit.setdefault(unit, []).append(value)
-    return {unit: float(np.mean(values[-last:])) for unit, values in by_unit.items()}
+    return {unit: float(np.mean(x[-(last or count_averaged(len(x))) :])) for unit, x in by_unit.items()}

@@ -3,126 +3,198 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fedheal.analysis.paired_tests import Comparison, compare_metrics, seeds_needed, verdict
+from fedheal.analysis.domain_changes import compare_domains, is_supported
+from fedheal.analysis.paired_tests import HIGHER_IS_BETTER, Comparison, compare_metrics, seeds_needed, verdict
 from fedheal.analysis.standard_error import note_on_test_sets
 from fedheal.report.comparability import choose_reference, select_comparable
-from fedheal.report.rows import BOUNDS, Row
+from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row
 
 Accuracies = dict[int, dict[str, float]]  # by seed and domain
-METRICS = ("avg", "std")
+METRICS = ("avg", "std")  # that are tested
 ALPHA = 0.05
-LEADERS: tuple[tuple[str, str, Any, str], ...] = (
-    ("highest AVG", "avg", max, " %"), ("lowest STD", "std", min, " points"), ("best worst domain", "worst", max, " %")
-)  # fmt: skip
+UNITS = {"AVG": " %", "STD": " points", "worst": " %"}
+LEADERS = {"STD": "the lowest STD", "AVG": "the highest AVG"}
+MAX_CLAIMS = 3  # that the headline lists
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The method with the best mean in AVG, STD or worst, its mean, the reference's, and whether a test supports it."""
+
+    column: str
+    method: str
+    mean: float
+    reference: str
+    reference_mean: float
+    supported: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The comparable methods on one data set, and their paired comparisons with the reference."""
+
+    reference: str
+    rows: Sequence[Row]  # those that are comparable, without bounds
+    methods: dict[str, Accuracies]
+    unpaired: list[str]  # methods that share no seed with the reference
+    metrics: list[Comparison]  # in AVG and STD
+    domains: list[Comparison]  # in the accuracy of each domain
+
+
+def analyse_rows(rows: Sequence[Row], reference: str | None = None) -> Findings:
+    """Compare every method with the reference (by default FedAvg or the first) in AVG, STD and every domain."""
+    reference = choose_reference(rows, reference)
+    rows = [row for row in select_comparable(rows, reference) if row.method not in BOUNDS]
+    methods: dict[str, Accuracies] = {}
+    for row in rows:
+        methods.setdefault(row.method, {})[row.seed] = dict(row.domains)
+    unpaired = [name for name, seeds in methods.items() if not seeds.keys() & methods[reference].keys()]
+    paired = {name: seeds for name, seeds in methods.items() if name not in unpaired}
+    if len(paired) < 2:
+        return Findings(reference, rows, methods, unpaired, [], [])
+    metrics = [c for group in compare_metrics(paired, reference, METRICS).values() for c in group]
+    domains = compare_domains(paired, reference, rows[0].summaries[0]["test_sizes"])
+    return Findings(reference, rows, methods, unpaired, metrics, domains)
 
 
 def conclude(rows: Sequence[Row], reference: str | None = None) -> list[str]:
-    """Compare every method with the reference (by default FedAvg or the first), and name small test sets."""
-    reference = choose_reference(rows, reference)
-    methods = _group_by_method(select_comparable(rows, reference))
-    unpaired = [name for name, seeds in methods.items() if not seeds.keys() & methods[reference].keys()]
-    sentences = [_describe_unpaired(name, reference) for name in unpaired]
-    methods = {name: seeds for name, seeds in methods.items() if name not in unpaired}
-    if len(methods) > 1:
-        comparisons = [c for group in compare_metrics(methods, reference, METRICS).values() for c in group]
-        hopeless = [c for c in comparisons if c.smallest_p_adjusted > ALPHA]
-        sentences += _describe_too_few_seeds(hopeless) + [verdict(c, ALPHA) for c in comparisons if c not in hopeless]
-    return [*sentences, *_describe_test_sets(rows)]
+    """Say what may be concluded of every method in AVG and STD, and name small test sets."""
+    return conclude_findings(analyse_rows(rows, reference), rows, list_observed=True)
 
 
-def describe_leaders(rows: Sequence[Row], reference: str | None = None) -> list[str]:
-    """Name the reference's worst domain, and the method with the best mean in each metric; no claim beyond these runs."""
-    reference = choose_reference(rows, reference)
-    comparable = select_comparable(rows, reference)
-    methods = _group_by_method(comparable)
-    if not methods:
-        return []
-    seeds = list(methods[reference].values())
+def conclude_findings(found: Findings, rows: Sequence[Row], list_observed: bool = False) -> list[str]:
+    """Do the same from findings; `list_observed` differences that no test could decide, where no figure shows them."""
+    hopeless = [c for c in found.metrics if c.smallest_p_adjusted > ALPHA]
+    sentences = [f"{name} and {found.reference} share no seed: they are not compared." for name in found.unpaired]
+    sentences += _explain_too_few_seeds(hopeless)
+    if hopeless and list_observed:
+        observed = "; ".join(f"{c.a} {c.mean:+.2f} in {c.metric.upper()}" for c in hopeless)
+        sentences.append(f"Observed against {found.reference}, in points: {observed}.")
+    verdicts = [verdict(c, ALPHA) for c in found.metrics if c not in hopeless]
+    return sentences + verdicts + _describe_test_sets(rows)
+
+
+def write_headline(found: Findings) -> str:
+    """Return the answer in one or two sentences that claim no more than the tests support."""
+    if not found.methods:
+        return ""
+    if not found.metrics:
+        return describe_worst(found)
+    claims = [c for c in found.metrics if is_supported(c, ALPHA)]
+    if claims:
+        words = [_describe_claim(c) for c in claims[:MAX_CLAIMS]]
+        more = f", and {len(claims) - MAX_CLAIMS} more differences" if len(claims) > MAX_CLAIMS else ""
+        rest = "" if len(claims) == len(found.metrics) else " No other difference in AVG or STD can be concluded."
+        return f"{'; '.join(words)}{more}.{rest}"
+    seeds = " to ".join(map(str, sorted({f(c.n for c in found.metrics) for f in (min, max)})))
+    if all(c.smallest_p_adjusted > ALPHA for c in found.metrics):
+        start = f"{seeds} {'seed' if seeds == '1' else 'seeds'} cannot show a difference between methods."
+    else:
+        start = f"No difference to {found.reference} can be concluded from {seeds} seeds."
+    leaders = {x.column: x for x in find_leaders(found)}
+    even, accurate = (_describe_leader(leaders[column], title) for column, title in LEADERS.items())
+    verb = "" if leaders["STD"].method == leaders["AVG"].method else f"{leaders['AVG'].method} has "
+    return f"{start} In these runs {leaders['STD'].method} has {even} and {verb}{accurate}."
+
+
+def _describe_leader(leader: Leader, title: str) -> str:
+    other = "" if leader.method == leader.reference else f"; {leader.reference}: {leader.reference_mean:.1f}"
+    return f"{title} ({leader.mean:.1f}{UNITS[leader.column]}{other})"
+
+
+def _describe_claim(c: Comparison) -> str:
+    word = "better" if (c.mean > 0) == HIGHER_IS_BETTER[c.metric] else "worse"
+    return f"{c.a} is {word} than {c.b} in {c.metric.upper()} by {abs(c.mean):.1f} points"
+
+
+def describe_worst(found: Findings) -> str:
+    """Name the domain that the reference serves worst."""
+    seeds = list(found.methods[found.reference].values())
     by_domain = {domain: float(np.mean([accuracy[domain] for accuracy in seeds])) for domain in seeds[0]}
     worst = min(by_domain, key=by_domain.__getitem__)
-    average = float(np.mean(list(by_domain.values())))
-    sentences = [
-        f"With {reference}, {worst} has the lowest accuracy: {by_domain[worst]:.1f} %, "
-        f"{average - by_domain[worst]:.1f} points below the mean over domains."
-    ]
-    if len(methods) > 1:
+    below = float(np.mean(list(by_domain.values()))) - by_domain[worst]
+    return (
+        f"With {found.reference}, {worst} has the lowest accuracy: {by_domain[worst]:.1f} %, "
+        f"{below:.1f} points below the mean over domains."
+    )
+
+
+def find_leaders(found: Findings) -> list[Leader]:
+    """Return the method with the best mean over seeds in AVG, STD and worst, which need not differ beyond noise."""
+    leaders = []
+    for column, key in FAIRNESS_COLUMNS.items() if found.methods else ():
         # Means over seeds, as in the table: the STD of mean accuracies is another number, and a smaller one.
-        leaders = []
-        for title, key, pick, unit in LEADERS:
-            means = {m: float(np.mean([row.fairness[key] for row in comparable if row.method == m])) for m in methods}
-            name = pick(means, key=means.__getitem__)
-            leaders.append(f"{title} {name} ({means[name]:.1f}{unit})")
-        sentences.append(f"Best in these runs: {', '.join(leaders)}.")
-    return sentences
+        means = {m: float(np.mean([r.fairness[key] for r in found.rows if r.method == m])) for m in found.methods}
+        pick: Any = max if HIGHER_IS_BETTER[key] else min
+        name = pick(means, key=means.__getitem__)
+        supported = any(c.a == name and c.metric == key and is_supported(c, ALPHA) for c in found.metrics)
+        leaders.append(Leader(column, name, means[name], found.reference, means[found.reference], supported))
+    return leaders
 
 
-def describe_gains(rows: Sequence[Row], reference: str | None = None) -> list[str]:
-    """Say for every method but the reference which domain gains and which loses most, and whether it is within noise."""
-    reference = choose_reference(rows, reference)
-    methods = _group_by_method(select_comparable(rows, reference))
-    test_sizes = rows[0].summaries[0]["test_sizes"] if rows else {}
+def describe_gains(found: Findings) -> list[str]:
+    """Say for every method which domains gain or lose against the reference, as far as the tests support it."""
     sentences = []
-    for name in [name for name in methods if name != reference]:
-        seeds, base = methods[name], methods[reference]
-        paired = sorted(set(seeds) & set(base))
-        if not paired:
-            sentences.append(_describe_unpaired(name, reference))
-            continue
-        changes = {d: np.array([seeds[s][d] - base[s][d] for s in paired]) for d in seeds[paired[0]]}
-        extremes = [pick(changes, key=lambda d: float(changes[d].mean())) for pick in (max, min)]
-        parts = []
-        for domain in dict.fromkeys(extremes):
-            if len(paired) > 1:
-                error = float(changes[domain].std(ddof=1)) / len(paired) ** 0.5
-            else:  # one seed: the error from sampling the test images alone
-                shares = [accuracy[paired[0]][domain] / 100 for accuracy in (seeds, base)]
-                error = 100 * float(sum(p * (1 - p) / max(test_sizes.get(domain, 0), 1) for p in shares)) ** 0.5
-            parts.append(_describe_change(domain, float(changes[domain].mean()), error))
-        sentences.append(f"{name} against {reference}: {'; '.join(parts)}.")
+    for name in dict.fromkeys(c.a for c in found.domains):
+        changes = sorted((c for c in found.domains if c.a == name), key=lambda c: -c.mean)
+        supported = [c for c in changes if is_supported(c, ALPHA)]
+        start = f"{name} against {found.reference}"
+        if supported:
+            verbs = [f"{c.metric} {'gains' if c.mean > 0 else 'loses'} {abs(c.mean):.1f} points" for c in supported]
+            words = [verb + _format_interval(c) for verb, c in zip(verbs, supported, strict=True)]
+            rest = [c.metric for c in changes if c not in supported]
+            tail = f" No change can be concluded in {', '.join(rest)}." if rest else ""
+            sentences.append(f"{start}: {'; '.join(words)}.{tail}")
+        else:
+            largest = [
+                f"{c.metric} {c.mean:+.1f}{_format_interval(c)}" for c in dict.fromkeys((changes[0], changes[-1]))
+            ]
+            sentences.append(f"{start}: no gain or loss can be concluded. Observed: {'; '.join(largest)}.")
     return sentences
 
 
-def _describe_change(domain: str, change: float, error: float) -> str:
-    verb = "gains" if change > 0 else "loses" if change < 0 else "changes by"
-    noise = "" if abs(change) > 2 * error else ", which is within noise"
-    return f"{domain} {verb} {abs(change):.1f} points (standard error {error:.1f}{noise})"
+def explain_gains(found: Findings) -> str:
+    """Say what the intervals of the domains' differences are."""
+    if not found.domains:
+        return ""
+    count = len(found.domains)
+    several = max(c.n for c in found.domains) > 1
+    errors = "the spread over seeds and the drawing of the test images" if several else "the drawing of the test images"
+    held = "" if count == 1 else f" and hold for all {count} differences together"
+    sentence = f"Intervals (95 %) are from {errors}{held}. A gain or loss is stated where the paired test agrees"
+    if min(c.smallest_p_adjusted for c in found.domains) > ALPHA:
+        sentence += f", for which {seeds_needed(ALPHA, count)} or more seeds are needed"
+    return f"{sentence}."
 
 
-def _describe_unpaired(name: str, reference: str) -> str:
-    return f"{name} and {reference} share no seed: they are not compared."
+def _format_interval(c: Comparison) -> str:
+    return "" if c.low is None or c.high is None else f" ({c.low:+.1f} to {c.high:+.1f})"
 
 
-def _group_by_method(rows: Sequence[Row]) -> dict[str, Accuracies]:
-    methods: dict[str, Accuracies] = {}
-    for row in rows:
-        if row.method not in BOUNDS:
-            methods.setdefault(row.method, {})[row.seed] = dict(row.domains)
-    return methods
-
-
-def _describe_too_few_seeds(comparisons: Sequence[Comparison]) -> list[str]:
-    """Describe in one sentence all comparisons that no data could decide, then list what was observed."""
+def _explain_too_few_seeds(comparisons: Sequence[Comparison]) -> list[str]:
+    """Describe in one sentence all comparisons that no data could decide."""
     if not comparisons:
         return []
     seeds, smallest_p = min(c.n for c in comparisons), max(c.smallest_p_adjusted for c in comparisons)
     family_size = max(c.comparisons for c in comparisons)
-    observed = "; ".join(f"{c.a} {c.mean:+.2f} in {(c.metric or '').upper()}" for c in comparisons)
     return [
         f"{seeds} {'seed' if seeds == 1 else 'seeds'} cannot show a difference at {ALPHA} with a two-sided paired test "
         f"corrected for {family_size} comparisons, whatever the data (smallest possible p = {smallest_p:.2g}); "
-        f"{seeds_needed(ALPHA, family_size)} or more can.",
-        f"Observed against {comparisons[0].b}, in points: {observed}.",
+        f"{seeds_needed(ALPHA, family_size)} or more can."
     ]
 
 
 def _describe_test_sets(rows: Sequence[Row]) -> list[str]:
-    if not rows:
+    """Name small test sets, with the largest error that a row of the table has: that of the accuracy nearest 50 %."""
+    sizes = {d: size for d, size in rows[0].summaries[0]["test_sizes"].items() if size >= 1} if rows else {}
+    if not sizes:
         return []
-    sizes = rows[0].summaries[0]["test_sizes"]
     rows = [row for row in rows if row.method not in BOUNDS] or rows
-    accuracy = {domain: float(np.mean([row.domains[domain] for row in rows])) for domain in sizes}
-    return [note_on_test_sets(accuracy, sizes)]
+    methods = dict.fromkeys(row.method for row in rows)
+    means = {d: [float(np.mean([r.domains[d] for r in rows if r.method == m])) for m in methods] for d in sizes}
+    return [note_on_test_sets({d: min(x, key=lambda mean: abs(mean - 50)) for d, x in means.items()}, sizes)]

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedheal.analysis.standard_error import sampling_error
 from fedheal.core.deprecated_paths import warn_of_renames
-from fedheal.core.metrics import LAST
+from fedheal.core.metrics import count_averaged
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, label_rounds
 from fedheal.report.series import Floats, mean_ignoring_nan, read_complete_rounds
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 GAP = 5.0  # points below the mean
 COLUMNS = (
-    "accuracy", "to the mean", "under-served since", "weight", "x equal share", "kept", "distance", "rounds present"
+    "accuracy", "test images", "standard error", "to the mean", "under-served since", "weight", "x equal share", "kept",
+    "distance", "rounds present",
 )  # fmt: skip
 
 __getattr__ = warn_of_renames(
@@ -49,6 +51,13 @@ class Unit:
     kept: Floats
     distance: Floats
     rounds_present: int  # rounds in which any of its clients took part
+    test_images: int = 0  # 0: not known
+
+    @property
+    def standard_error(self) -> float:
+        """The error of the accuracy that comes from the number of test images; NaN if that is not known."""
+        accuracy = _average_last(self.accuracy)
+        return float(sampling_error(accuracy, self.test_images)) if self.test_images else float("nan")
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,9 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     """
     records = read_complete_rounds(folder)
     if not records:
-        raise ValueError(f"{folder} holds no rounds: name a run folder with a rounds.jsonl")
+        runs = ", ".join(str(file.parent) for file in sorted(folder.glob("*/rounds.jsonl")))
+        advice = f"name one of its runs: {runs}" if runs else "name a run folder with a rounds.jsonl"
+        raise ValueError(f"{folder} holds no rounds: {advice}")
     summary = read_result(folder) if (folder / "result.json").is_file() else {}
     client_domains = _find_client_domains(records, summary)
     by = by or ("domain" if len(set(client_domains.values())) > 1 else "client")
@@ -105,8 +116,20 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     groups: dict[str, list[str]] = {name: [] for record in reversed(records) for name in getattr(record, key) or {}}
     for client in sorted(_list_clients(records) | client_domains.keys()):
         groups.setdefault(client_domains.get(client, "?") if by == "domain" else client, []).append(client)
-    units = tuple(_build_unit(name, clients, records, key) for name, clients in groups.items())
+    sizes = {domain: int(size) for domain, size in summary.get("test_sizes", {}).items()}
+    if by == "client":
+        sizes = _divide_test_sets(sizes, client_domains) if (folder / "experiment.toml").is_file() else {}
+    units = tuple(_build_unit(name, clients, records, key, sizes.get(name, 0)) for name, clients in groups.items())
     return Diagnosis(by, np.array([record.round for record in records], np.float64), units)
+
+
+def _divide_test_sets(sizes: Mapping[str, int], client_domains: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of each client's test images: a simulation deals out those of a domain to its clients in turn."""
+    shares: dict[str, int] = {}
+    for domain, size in sizes.items():
+        members = sorted(client for client, home in client_domains.items() if home == domain)
+        shares |= {client: len(range(i, size, len(members))) for i, client in enumerate(members)}
+    return shares
 
 
 def _list_clients(records: Sequence[RoundRecord]) -> set[str]:
@@ -127,7 +150,7 @@ def _find_client_domains(records: Sequence[RoundRecord], summary: Mapping[str, A
     return client_domains | from_names if len(from_names) == len(others) else client_domains
 
 
-def _build_unit(name: str, clients: Sequence[str], records: Sequence[RoundRecord], key: str) -> Unit:
+def _build_unit(name: str, clients: Sequence[str], records: Sequence[RoundRecord], key: str, test_images: int) -> Unit:
     weights = [record.weights for record in records]
     present = np.array([sum(client in by_client for client in clients) for by_client in weights])
     everyone = np.array([max(len(by_client), 1) for by_client in weights])
@@ -149,13 +172,14 @@ def _build_unit(name: str, clients: Sequence[str], records: Sequence[RoundRecord
         kept=combine([record.report.get("kept") or {} for record in records], np.mean),
         distance=combine([record.report.get("distance") or {} for record in records], np.mean),
         rounds_present=int((present > 0).sum()),
+        test_images=test_images,
     )
 
 
 def _average_last(values: Floats) -> float:
     """Return the mean over the last rounds that have a number; NaN if none has."""
-    last = values[np.isfinite(values)][-LAST:]
-    return float(last.mean()) if len(last) else float("nan")
+    numbers = values[np.isfinite(values)]
+    return float(numbers[-count_averaged(len(numbers)) :].mean()) if len(numbers) else float("nan")
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> list[list[str]]:
@@ -170,6 +194,8 @@ def format_diagnosis(diagnosis: Diagnosis) -> list[list[str]]:
         words = [
             unit.name + (clients if diagnosis.kind == "domain" else ""),
             _format_last(unit.accuracy, ".1f"),
+            str(unit.test_images or "-"),
+            _format_last(np.array([unit.standard_error]), ".1f"),
             _format_last(diagnosis.gaps[i], "+.1f"),
             since if i in diagnosis.under_served else "-",
             *map(_format_last, (unit.weight, share, unit.kept, unit.distance), (".1%", ".2f", ".1%", ".3g")),
@@ -187,26 +213,26 @@ def _format_last(values: Floats, form: str) -> str:
 def explain_diagnosis(diagnosis: Diagnosis) -> list[str]:
     """Return one sentence per under-served unit, or one that says why there is none."""
     kind = diagnosis.kind
-    evaluated = min(LAST, int(np.isfinite(diagnosis.gaps).any(axis=0).sum()))
-    if not evaluated:
+    if not np.isfinite(diagnosis.gaps).any():
         return [f"No accuracy by {kind} was recorded, so no {kind} can be called under-served; weights are as shown."]
     if not diagnosis.under_served:
         return [f"No {kind} lies more than {GAP:g} points below the mean of all {kind}s."]
-    return [_explain_unit(diagnosis, number, evaluated) for number in diagnosis.under_served]
+    return [_explain_unit(diagnosis, number) for number in diagnosis.under_served]
 
 
-def _explain_unit(diagnosis: Diagnosis, number: int, evaluated: int) -> str:
+def _explain_unit(diagnosis: Diagnosis, number: int) -> str:
     unit, start = diagnosis.units[number], diagnosis.find_start(number)
     weight, kept = _average_last(unit.weight), _average_last(unit.kept)
     ratio = _average_last(unit.weight / unit.equal_share)
     subject, verb, their = ("its clients", "hold", "their") if diagnosis.kind == "domain" else ("it", "holds", "its")
-    sentence = f"{unit.name} is {-diagnosis.get_gap(number):.1f} points below the mean, "
+    gap, error = -diagnosis.get_gap(number), unit.standard_error
+    images = f" (standard error {error:.1f} from {unit.test_images} test images)" if np.isfinite(error) else ""
+    sentence = f"{unit.name} is {gap:.1f} points below the mean{images}, "
     if start is not None:
         sentence += f"more than {GAP:g} since round {start}"
     else:
-        sentence += (
-            f"on average over the last {evaluated} evaluated rounds, though not more than {GAP:g} in the last of them"
-        )
+        averaged = count_averaged(int(np.isfinite(unit.accuracy).sum()))
+        sentence += f"on average over the last {averaged} rounds, though not more than {GAP:g} in the last of them"
     if not unit.rounds_present:
         # It may have dropped out or been left out; with pooled data, one machine trained for all.
         sentence += f"; {subject} had no weight in any round"

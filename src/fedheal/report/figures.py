@@ -13,6 +13,7 @@ import numpy as np
 
 from fedheal.report import palette
 from fedheal.report.comparability import check_reference, choose_reference
+from fedheal.report.fonts import escape_missing, find_families
 from fedheal.report.rows import BOUNDS, Row, group_by_data
 from fedheal.report.series import PHASES, Series, build_series, find_pareto_front
 from fedheal.report.tables import ResultTable, build_tables
@@ -57,7 +58,7 @@ def write_figures(rows: Sequence[Row], folder: Path, reference: str | None = Non
     files = []
     for table, group in zip(build_tables(rows), groups.values(), strict=True):
         data = FigureData(table, tuple(group[0].domains), build_series(group), choose_reference(group, reference))
-        prefix = re.sub(r"[^A-Za-z0-9-]+", "_", table.data) + "-" if len(groups) > 1 else ""
+        prefix = re.sub(r"[^\w-]+", "_", table.data) + "-" if len(groups) > 1 else ""
         for name, draw in FIGURES.items():
             files += save_figure(folder / f"{prefix}{name}", partial(draw, data))
     return files
@@ -71,6 +72,11 @@ def save_figure(path: Path, draw: Callable[[], Figure | None]) -> list[Path]:
         figure = draw()
         if figure is None:
             return []
+        families = find_families(figure)
+        if len(families) > 1:
+            matplotlib.rcParams["font.family"] = families
+            figure = draw() or figure
+        escape_missing(figure, families)
         make_folder(path.parent)
         files = {form: path.with_name(f"{path.name}.{form}") for form in FORMATS}
         for form, file in files.items():
@@ -79,29 +85,23 @@ def save_figure(path: Path, draw: Callable[[], Figure | None]) -> list[Path]:
 
 
 def draw_domains(data: FigureData) -> Figure | None:
-    """Draw accuracy by domain: bars in groups by method, or with many methods dots on a line from worst to best."""
-    methods = list(data.table.cells)
-    use_dots = len(methods) > 6
-    size = (PAGE, 0.7 + 0.17 * len(methods)) if use_dots else (COLUMN, 0.7 + 0.34 * len(methods))
-    figure, (axes,) = make_panels(1, 1, *size)
-    at = np.arange(len(methods))
-    for i, domain in enumerate(data.domains):
-        cells = [data.table.cells[method][domain] for method in methods]
-        mean, sd, colour = [cell.mean for cell in cells], [cell.sd or 0.0 for cell in cells], palette.domain_colour(i)
-        if use_dots:
-            axes.errorbar(mean, at, xerr=sd, fmt="o", ms=4, color=colour, lw=0.7, capsize=0, label=domain)
-        else:
-            height = 0.8 / len(data.domains)
-            place = at - 0.4 + (i + 0.5) * height
-            error = {"lw": 0.6, "ecolor": "#444444"}
-            axes.barh(place, mean, height * 0.94, xerr=sd, color=colour, label=domain, error_kw=error)
-    if use_dots:
-        ends = np.array([[data.table.cells[m][d].mean for d in data.domains] for m in methods])
-        axes.hlines(at, ends.min(axis=1), ends.max(axis=1), color="#CCCCCC", lw=2, zorder=0)
-    axes.set_yticks(at, methods)
+    """Draw accuracy by domain, one row of dots per domain and one colour per method, with one standard error."""
+    methods, table = list(data.table.cells), data.table
+    step = 0.8 / len(methods)
+    figure, (axes,) = make_panels(1, 1, COLUMN, 0.75 + len(data.domains) * max(0.3, 0.1 * len(methods)))
+    at = np.arange(len(data.domains))
+    for k, method in enumerate(methods):
+        look, place = palette.method_look(method), at - 0.4 + (k + 0.5) * step
+        mean = [table.cells[method][domain].mean for domain in data.domains]
+        error = [table.get_error(method, domain) for domain in data.domains]
+        style: dict[str, Any] = {"fmt": look.marker, "ms": 3.5, "color": look.colour, "lw": 0.7, "capsize": 0}
+        axes.errorbar(mean, place, xerr=error, label=method, **style)
+    axes.hlines(at[:-1] + 0.5, 0, 1, transform=axes.get_yaxis_transform(), color="#E6E6E6", lw=0.5)
+    axes.set_yticks(at, data.domains)
+    axes.set_ylim(-0.5, len(at) - 0.5)
     axes.set_xlabel("accuracy, %")
     _format_rows(axes)
-    figure.legend(loc="outside upper center", ncols=len(data.domains))
+    _add_method_legend(figure, axes)
     return figure
 
 
@@ -113,12 +113,11 @@ def draw_spread(data: FigureData) -> Figure | None:
     front = find_pareto_front(points)
     figure, (axes,) = make_panels(1, 1, COLUMN, 2.4)
     axes.plot([points[m][1] for m in front], [points[m][0] for m in front], ":", color="#999999", zorder=0)
-    for i, method in enumerate(points):
-        cells, colour = data.table.cells[method], palette.method_colour(i)
-        x, y = cells["STD"], cells["AVG"]
-        marker, fill = "o" if i < len(palette.METHODS) else "s", colour if method in front else "white"
-        look: dict[str, Any] = {"fmt": marker, "ms": 5, "mfc": fill, "color": colour, "lw": 0.7, "label": method}
-        axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, **look)
+    for method in points:
+        cells, look = data.table.cells[method], palette.method_look(method)
+        x, y, fill = cells["STD"], cells["AVG"], look.colour if method in front else "white"
+        style: dict[str, Any] = {"fmt": look.marker, "ms": 5, "mfc": fill, "color": look.colour, "lw": 0.7}
+        axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, label=method, **style)
     axes.set_xlabel("STD over domains, points")
     axes.set_ylabel("AVG, %")
     _add_method_legend(figure, axes)
@@ -132,9 +131,10 @@ def draw_rounds(data: FigureData) -> Figure | None:
         return None
     figure, panels = make_panels(2, 2, PAGE, 2.3)
     for axes, measure in zip(panels, ("AVG", "STD"), strict=True):
-        for i, series in enumerate(drawable):
-            dash = "--" if series.method == data.reference else "-"
-            plot_band(axes, series, measure, palette.method_colour(i), series.method, dash)
+        for series in drawable:
+            look = palette.method_look(series.method)
+            dash = look.dash if look.dash in ("solid", "dashdot") else {"dot": ":"}.get(look.dash, "--")
+            plot_band(axes, series, measure, look.colour, series.method, dash)
         label_rounds(axes)
         axes.set_ylabel(f"{measure}, {'%' if measure == 'AVG' else 'points'}")
     _add_method_legend(figure, axes)
@@ -214,10 +214,11 @@ def draw_time(data: FigureData) -> Figure | None:
     figure, (axes,) = make_panels(1, 1, COLUMN, 0.8 + 0.17 * len(drawable))
     methods = [series.method for series in drawable]
     left = np.zeros(len(drawable))
-    for phase, colour in zip(PHASES, (palette.METHODS[i] for i in (3, 1, 5)), strict=True):
+    for phase, colour in zip(PHASES, palette.PHASES, strict=True):
         seconds = np.array([series.seconds.get(phase, 0.0) for series in drawable])
-        axes.barh(methods, seconds, 0.65, left=left, color=colour, label=phase)
+        axes.barh(range(len(methods)), seconds, 0.65, left=left, color=colour, label=phase)
         left += seconds
+    axes.set_yticks(range(len(methods)), methods)
     axes.set_xlabel("seconds")
     _format_rows(axes)
     figure.legend(loc="outside upper center", ncols=len(PHASES))
@@ -266,11 +267,10 @@ def label_rounds(axes: Axes) -> None:
 
 
 def plot_band(axes: Axes, series: Series, name: str, colour: str, label: str, dash: str = "-") -> None:
-    """Draw a line by round, and one standard deviation around it if there are several seeds."""
+    """Draw a line by round, and one standard error around it (seeds and test images)."""
     band = series.curves[name]
-    axes.plot(series.rounds, band.mean, dash, color=colour, label=label)
-    if band.sd.any():
-        axes.fill_between(series.rounds, band.mean - band.sd, band.mean + band.sd, color=colour, alpha=0.15, lw=0)
+    axes.plot(series.rounds, band.mean, linestyle=dash, color=colour, label=label)
+    axes.fill_between(series.rounds, band.mean - band.error, band.mean + band.error, color=colour, alpha=0.15, lw=0)
 
 
 def _format_rows(axes: Axes) -> None:

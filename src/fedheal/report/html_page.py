@@ -19,15 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from fedheal.analysis.domain_changes import is_supported
 from fedheal.report import conclusions, palette, tables
-from fedheal.report.comparability import (
-    check_reference,
-    choose_reference,
-    compare_settings,
-    format_setting,
-    list_cautions,
-)
-from fedheal.report.rows import BOUNDS, Row, collect_data_notes, group_by_data
+from fedheal.report.comparability import check_reference, compare_settings, format_setting, list_cautions
+from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, collect_data_notes, group_by_data
 from fedheal.report.series import Floats, Series, build_series, find_pareto_front, pick_evenly
 from fedheal.version import __version__
 
@@ -58,7 +53,9 @@ def render_page(
     options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FunctionLoader(_read_asset), undefined=StrictUndefined, **options)
     environment.filters["breakable"] = _make_breakable
-    numbers = {"sets": [data_set["figures"] for data_set in sets], "palette": palette.BY_USE}
+    colours: dict[str, tuple[str, ...]] = {"domains": palette.DOMAINS, "domainsDark": palette.DOMAINS_DARK}
+    colours |= {"phases": palette.PHASES, "phasesDark": palette.PHASES_DARK}
+    numbers = {"sets": [data_set["figures"] for data_set in sets], "palette": colours}
     return environment.get_template("page.html").render(
         title=title or "How evenly are the domains served?",
         runs=sum(len(row.summaries) for row in rows),
@@ -94,23 +91,47 @@ def _compress_plotly() -> str:
 
 
 def _describe_data_set(table: tables.ResultTable, rows: Sequence[Row], reference: str | None) -> dict[str, Any]:
+    found = conclusions.analyse_rows(rows, reference)
+    columns = (*FAIRNESS_COLUMNS, *rows[0].domains)  # a phone shows the first
+    figures = _collect_figures(table, rows, found)
     return {
         "data": table.data,
         "about": table.about,
         "cautions": list_cautions(rows, reference),
-        "leaders": conclusions.describe_leaders(rows, reference),
-        "gains": _fold(conclusions.describe_gains(rows, reference)),
-        "conclusions": _fold(conclusions.conclude(rows, reference)),
-        "columns": table.columns,
-        "rows": [(method, BOUNDS.get(method), cells.values()) for method, cells in table.cells.items()],
+        "headline": conclusions.write_headline(found),
+        "leaders": [(leader, conclusions.UNITS[leader.column]) for leader in conclusions.find_leaders(found)],
+        "worst": conclusions.describe_worst(found) if found.metrics else "",
+        "gains": _fold(conclusions.describe_gains(found)),
+        "intervals": conclusions.explain_gains(found),
+        "conclusions": _fold(conclusions.conclude_findings(found, rows)),
+        "columns": columns,
+        "rows": [(m, BOUNDS.get(m), [cells[column] for column in columns]) for m, cells in table.cells.items()],
         "seeds": {method: len(seeds) for method, seeds in table.seeds.items()},
+        "several_seeds": any(len(seeds) > 1 for seeds in table.seeds.values()),
         "notes": collect_data_notes(summary for row in rows for summary in row.summaries),
         "copies": {"Markdown": tables.format_markdown(table), "LaTeX": tables.format_latex(table)}
         | {"CSV": tables.format_csv(rows)},
         "settings": compare_settings(rows),
         "facts": _list_facts(rows),
-        "figures": _collect_figures(table, rows, choose_reference(rows, reference)),
+        "figures": figures,
+        "drawn": _list_drawn(figures),
     }
+
+
+def _list_drawn(figures: dict[str, Any]) -> set[str]:
+    """Return the names of the figures that the runs have numbers for: the others are no part of the page."""
+    methods = figures["methods"]
+    has_numbers = {
+        "scatter": len(methods) > 1,
+        "differences": figures["differences"],
+        "measure": any(m["rounds"] for m in methods),
+        "weights": any(m["weights"] for m in methods),
+        "layers": any(m["layers"]["names"] for m in methods),
+        "consistency": any(m["consistency"] for m in methods),
+        "classes": any(m["classes"] for m in methods),
+        "seconds": any(any(m["seconds"].values()) for m in methods),
+    }
+    return {"domains", *(name for name, has_any in has_numbers.items() if has_any)}
 
 
 def _fold(sentences: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -119,17 +140,30 @@ def _fold(sentences: Sequence[str]) -> tuple[list[str], list[str]]:
     return visible, [sentence for sentence in sentences if sentence not in visible]
 
 
-def _collect_figures(table: tables.ResultTable, rows: Sequence[Row], reference: str) -> dict[str, Any]:
-    # Bounds are groups of runs: they have bars, but no rounds.
+def _collect_figures(table: tables.ResultTable, rows: Sequence[Row], found: conclusions.Findings) -> dict[str, Any]:
+    # Bounds are groups of runs: they have dots, but no rounds.
     points = {m: (cells["AVG"].mean, cells["STD"].mean) for m, cells in table.cells.items() if m not in BOUNDS}
+    domains = list(rows[0].domains)
+    differences = [(c.metric.upper(), c) for c in found.metrics] + [(c.metric, c) for c in found.domains]
     return {
-        "domains": list(rows[0].domains),
-        "reference": reference,
-        "bars": [
-            {"method": m, "mean": [_round(c.mean) for c in x.values()], "sd": [_round(c.sd or 0.0) for c in x.values()]}
-            for m, x in table.cells.items()
+        "domains": domains,
+        "reference": found.reference,
+        "looks": {m: palette.method_look(m)._asdict() for m in table.cells},
+        "rows": [
+            {
+                "method": m,
+                "mean": {column: _round(cell.mean) for column, cell in cells.items()},
+                "sd": {column: _round(cells[column].sd or 0.0) for column in FAIRNESS_COLUMNS},
+                "error": {domain: _round(table.get_error(m, domain)) for domain in domains},
+            }
+            for m, cells in table.cells.items()
         ],
-        "columns": list(table.columns),
+        "differences": [
+            {"method": c.a, "row": row, "mean": _round(c.mean), "supported": is_supported(c, conclusions.ALPHA)}
+            | ({} if c.low is None or c.high is None else {"low": _round(c.low), "high": _round(c.high)})
+            for row, c in differences
+        ],
+        "classes": [format_setting(name) for name in rows[0].summaries[0].get("classes", [])],
         "front": find_pareto_front(points),
         "methods": [_collect_curves(series) for series in build_series(rows)],
     }
@@ -143,7 +177,7 @@ def _collect_curves(series: Series) -> dict[str, Any]:
         "name": series.method,
         "rounds": _round_all(series.rounds[at], 0),
         "curves": {
-            name: [_round_all(band.mean[at]), _round_all(band.sd[at]) if band.sd.any() else []]
+            name: [_round_all(band.mean[at]), _round_all(band.error[at]) if band.error.any() else []]
             for name, band in series.curves.items()
         },
         "every": _round_all(series.all_rounds[every], 0),
@@ -154,6 +188,7 @@ def _collect_curves(series: Series) -> dict[str, Any]:
             "kept": [_round_all(values[columns], 3) for values in series.kept_by_tensor.values()],
         },
         "consistency": {domain: _round_all(shares, 4) for domain, shares in series.consistency.items()},
+        "classes": {domain: counts.astype(int).tolist() for domain, counts in series.by_class.items()},
         "seconds": {phase: _round(seconds, 3) for phase, seconds in series.seconds.items()},
     }
 

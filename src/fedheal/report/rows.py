@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.core.metrics import fairness
-from fedheal.runs.folder import read_result, read_toml
+from fedheal.runs.folder import read_json, read_result, read_toml, write_text
 from fedheal.runs.schema import FREE
 
 BOUNDS = {
@@ -23,6 +23,7 @@ BOUNDS = {
 }
 BOUND_METHOD = "fedavg"  # the method of every bound
 BOUND_SETTINGS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
+ORDER_FILE = "comparison.json"  # beside the runs of a comparison
 FAIRNESS_COLUMNS = {"AVG": "avg", "STD": "std", "worst": "worst"}  # columns after the domains -> keys of `fairness`
 
 
@@ -67,6 +68,23 @@ def find_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
             raise ValueError(f"{path} does not exist{f'; there is {similar[0]}' if similar else ''}")
         folders |= dict.fromkeys(sorted(file.parent for file in path.rglob("result.json")))
     return [load_summary(folder) for folder in folders]
+
+
+def find_rows(paths: Sequence[Path]) -> list[Row]:
+    """Return the rows of all finished runs, methods in the order that a comparison was given them in, else by name."""
+    rows = build_rows(find_results(paths))
+    order: dict[str, int] = {}
+    for folder in dict.fromkeys(Path(row.folder).parent for row in rows):
+        if (folder / ORDER_FILE).is_file():
+            for method in read_json(folder / ORDER_FILE).get("methods", []):
+                order.setdefault(str(method), len(order))
+    return sorted(rows, key=lambda row: (order.get(row.method, len(order)), row.method, row.seed))
+
+
+def write_method_order(folder: Path, rows: Sequence[Row]) -> None:
+    """Record the order of a comparison's methods beside its runs, for later reports."""
+    methods = list(dict.fromkeys(row.method for row in rows))
+    write_text(folder / ORDER_FILE, json.dumps({"methods": methods}, indent=2) + "\n")
 
 
 def load_summary(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedheal.analysis.standard_error import fairness_errors, mean_error, sampling_error
 from fedheal.core.metrics import fairness
 from fedheal.report.comparability import list_methods
 from fedheal.report.rows import FAIRNESS_COLUMNS, Row
@@ -23,10 +24,10 @@ PHASES = ("train", "aggregate", "evaluate")
 
 @dataclass(frozen=True)
 class Band:
-    """A mean over seeds by round, and the standard deviation (ddof=1; zeros for one seed)."""
+    """A mean over seeds by round, and its standard error: the spread over seeds and the drawing of the test images."""
 
     mean: Floats
-    sd: Floats
+    error: Floats
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Series:
     kept_by_tensor: Mapping[str, Floats]  # mean kept fraction of the clients' updates, by round
     consistency: Mapping[str, Floats] = field(default_factory=dict)  # by domain: fractions of entries, in equal bins
     seconds: Mapping[str, float] = field(default_factory=dict)  # per run, by phase
+    by_class: Mapping[str, Floats] = field(default_factory=dict)  # by domain: correct and all test examples, per class
 
 
 def read_complete_rounds(folder: Path) -> list[RoundRecord]:
@@ -70,11 +72,12 @@ def _build_method_series(method: str, rows: Sequence[Row]) -> Series:
     return Series(
         method=method,
         rounds=np.array([record.round for record in evaluated[0]], np.float64),
-        curves=_build_curves(evaluated, domains) if evaluated[0] else {},
+        curves=_build_curves(evaluated, summaries[0]["test_sizes"], domains) if evaluated[0] else {},
         all_rounds=np.array([record.round for record in all_rounds[0]], np.float64),
         weights=_sum_weights(all_rounds, client_domains, domains),
         kept_by_tensor=_collect_kept_by_tensor(all_rounds),
         consistency=_average_consistency(summaries, client_domains, domains),
+        by_class=_sum_by_class(summaries, domains),
         seconds={phase: float(np.mean([by_phase.get(phase, 0.0) for by_phase in seconds])) for phase in PHASES},
     )
 
@@ -85,18 +88,32 @@ def _select_common_rounds(runs: Sequence[Rounds]) -> list[Rounds]:
     return [[record for record in run if record.round in common] for run in runs]
 
 
-def _build_curves(runs: Sequence[Rounds], domains: Sequence[str]) -> dict[str, Band]:
+def _build_curves(runs: Sequence[Rounds], sizes: Mapping[str, float], domains: Sequence[str]) -> dict[str, Band]:
     # In a federation not every domain is evaluated in every round.
     accuracy = np.array([[[(record.domains or {}).get(d, np.nan) for d in domains] for record in run] for run in runs])
-    curves = {domain: _build_band(accuracy[:, :, i]) for i, domain in enumerate(domains)}
+    mean = accuracy.mean(axis=0).T  # by domain and round
+    sampling = np.array([sampling_error(x, sizes.get(d, 0)) for d, x in zip(domains, mean, strict=True)])
+    curves = {
+        d: Band(mean[i], mean_error(accuracy[:, :, i], np.nan_to_num(sampling[i]))) for i, d in enumerate(domains)
+    }
     metrics = [[fairness(record.domains or {}) for record in run] for run in runs]
+    present = np.where(np.isfinite(mean), mean, mean_ignoring_nan(mean))
+    errors = fairness_errors(present, np.nan_to_num(sampling))
     for column, key in FAIRNESS_COLUMNS.items():
-        curves[column] = _build_band(np.array([[values[key] for values in run] for run in metrics]))
+        values = np.array([[x[key] for x in run] for run in metrics])
+        curves[column] = Band(values.mean(axis=0), mean_error(values, errors[key]))
     return curves
 
 
-def _build_band(values: Floats) -> Band:
-    return Band(values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1]))
+def _sum_by_class(summaries: Sequence[Mapping[str, Any]], domains: Sequence[str]) -> dict[str, Floats]:
+    """Return, by domain, the correct and all test examples of each class over the seeds that counted them."""
+    sums = {}
+    for domain in domains:
+        counts = [np.array(s["by_class"][domain], np.float64) for s in summaries if s.get("by_class", {}).get(domain)]
+        if counts:
+            padded = [np.pad(x, ((0, max(map(len, counts)) - len(x)), (0, 0))) for x in counts]
+            sums[domain] = np.sum(padded, axis=0)
+    return sums
 
 
 def _sum_weights(

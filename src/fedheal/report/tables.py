@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedheal.analysis.standard_error import sampling_error
 from fedheal.core.metrics import LAST
 from fedheal.report.comparability import annotate_rows, choose_reference
 from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, group_by_data, read_settings
@@ -50,6 +51,13 @@ class ResultTable:
     cells: Mapping[str, Mapping[str, Cell]]
     seeds: Mapping[str, tuple[int, ...]]
     averaged: frozenset[int] = frozenset({LAST})  # how many last rounds the numbers are means of
+    sizes: Mapping[str, float] = field(default_factory=dict)  # test images by domain
+
+    def get_error(self, method: str, domain: str) -> float:
+        """Return the standard error of a domain's mean: the spread over seeds and the drawing of the test images."""
+        cell = self.cells[method][domain]
+        images = float(sampling_error(cell.mean, self.sizes.get(domain, 0)))
+        return float(np.hypot(images, (cell.sd or 0.0) / len(self.seeds[method]) ** 0.5))
 
     @property
     def about(self) -> str:
@@ -92,7 +100,7 @@ def _build_table(data: str, rows: Sequence[Row]) -> ResultTable:
     seeds = {m: tuple(sorted(row.seed for row in rows if row.method == m)) for m in methods}
     summaries = [s for row in rows for s in row.summaries]  # those of earlier versions lack `averaged`
     averaged = frozenset(int(s.get("averaged", min(LAST, int(s["rounds"])))) for s in summaries)
-    return ResultTable(data, columns, cells, seeds, averaged)
+    return ResultTable(data, columns, cells, seeds, averaged, rows[0].summaries[0]["test_sizes"])
 
 
 def _check_duplicates(rows: Sequence[Row]) -> None:

@@ -54,9 +54,9 @@ def draw_convergence(plan: RecipePlan) -> Figure | None:
         return None
     figure, panels = make_panels(len(names), 4, PAGE if len(names) > 1 else COLUMN, 1.5, 0.4)
     lines = (
-        ("", palette.METHODS[0], "alone"),
-        ("fedheal", palette.METHODS[1], "with FedHEAL"),
-        ("uniform", palette.METHODS[9], "with uniform weights"),
+        ("", palette.method_look("fedavg").colour, "alone"),
+        ("fedheal", palette.method_look("fedheal").colour, "with FedHEAL"),
+        ("uniform", palette.method_look("uniform").colour, "with uniform weights"),
     )
     for axes, name in zip(panels, names, strict=True):
         for stage, colour, label in lines:

@@ -115,6 +115,7 @@ class RunResult(Fairness, _RunHead):
     consistency: dict[str, list[float]] | None
     seconds: dict[str, float]
     versions: dict[str, str]
+    by_class: dict[str, list[list[int]]] = Field(default_factory=dict)  # correct and all test examples, at the end
     own: list[Any] = Field(default_factory=list)  # what can be seen of a method that is not in the registry
 
     @field_validator("test_sizes")

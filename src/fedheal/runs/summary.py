@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedheal.core.metrics import LAST, fairness, last_mean
+from fedheal.core.metrics import count_averaged, fairness, last_mean
 from fedheal.runs.schema import RoundRecord, RunResult
 
 PHASES = ("train", "aggregate", "evaluate")
@@ -26,7 +26,7 @@ def summarise_run(history: Sequence[RoundRecord], *, sort_names: bool = False, *
     if sort_names:
         domains, clients = dict(sorted(domains.items())), dict(sorted(clients.items()))
     summary = facts | {
-        "averaged": min(LAST, len(evaluated)),
+        "averaged": count_averaged(len(evaluated)),
         "domains": domains,
         **fairness(domains),
         "clients": clients,

@@ -18,15 +18,12 @@ def evaluate_domains(federation: Federation, model: Packed, terms: Sequence[Term
 
     A client's accuracy is that on its share of its domain's test examples, which are dealt out in turn.
     """
-    local_training = federation.local_training
-    module, precision = local_training.module, local_training.precision
+    module, precision = federation.local_training.module, federation.local_training.precision
     domains: dict[str, float] = {}
     clients: dict[str, float] = {}
     validation: dict[str, float] = {}
     for domain, split in federation.tests.items():
-        members = sorted(client for client, home in federation.client_domains.items() if home == domain)
-        evaluated = select_evaluated_model(federation, model, terms, members)
-        module.load_state_dict(local_training.layout.unpack(evaluated))
+        members = _load_evaluated_model(federation, model, terms, domain)
         is_correct = find_correct(module, split, precision).cpu().numpy()
         domains[domain] = 100.0 * float(is_correct.mean())
         for i, client in enumerate(members):
@@ -44,6 +41,30 @@ def evaluate_domains(federation: Federation, model: Packed, terms: Sequence[Term
         "client_fairness": fairness(clients) if clients else None,
         "validation": validation or None,
     }
+
+
+def count_by_class(
+    federation: Federation, model: Packed, terms: Sequence[TermState] = ()
+) -> dict[str, list[list[int]]]:
+    """Return, per domain and for each class, how many test examples the model classifies correctly, and of how many."""
+    counts = {}
+    for domain, split in federation.tests.items():
+        _load_evaluated_model(federation, model, terms, domain)
+        is_correct = find_correct(federation.local_training.module, split, federation.local_training.precision).cpu()
+        labels = split.labels.cpu()
+        every = torch.bincount(labels)
+        correct = torch.bincount(labels[is_correct], minlength=len(every))
+        counts[domain] = torch.stack([correct, every], dim=1).tolist()
+    return counts
+
+
+def _load_evaluated_model(federation: Federation, model: Packed, terms: Sequence[TermState], domain: str) -> list[str]:
+    """Load the model that a domain is evaluated with into the module; return the domain's clients."""
+    members = sorted(client for client, home in federation.client_domains.items() if home == domain)
+    local_training = federation.local_training
+    evaluated = select_evaluated_model(federation, model, terms, members)
+    local_training.module.load_state_dict(local_training.layout.unpack(evaluated))
+    return members
 
 
 def select_evaluated_model(

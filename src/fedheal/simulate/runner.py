@@ -32,7 +32,7 @@ from fedheal.runs.summary import summarise_run
 from fedheal.simulate.build import build_federation, build_module, load_domains
 from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.devices import describe_hardware, resolve_device
-from fedheal.simulate.evaluation import select_evaluated_model
+from fedheal.simulate.evaluation import count_by_class, select_evaluated_model
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.interrupts import Interrupts
@@ -48,7 +48,7 @@ REQUIRED_FIELDS = ("method", "domains", "averaged", "classes", "avg", "std", "wo
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The result of a run. Accuracies are in percent, means of the last five evaluated rounds."""
+    """The result of a run. Accuracies are in percent, means over the last rounds (`summary["averaged"]`)."""
 
     domains: Mapping[str, float]  # the accuracy of each domain
     avg: float
@@ -315,6 +315,7 @@ def _describe_run(
         "bytes_sent": state.sent,
         "bytes_received": state.received,
         "consistency": bin_consistency(state.aggregator),
+        "by_class": count_by_class(federation, state.model, state.terms),
         "versions": {"fedheal": __version__, "python": platform.python_version(), **libraries},
         "used_fingerprint": used["fingerprint"],
         **({"model_fingerprint": used["model"]} if "model" in used else {}),

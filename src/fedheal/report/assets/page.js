@@ -3,7 +3,6 @@
 const { sets, palette } = JSON.parse(document.getElementById("numbers").textContent);
 const root = document.documentElement;
 const chosen = sets.map((set) => ({
-  shape: set.bars.length > 6 ? "dots" : "bars",
   measure: "AVG",
   method: (set.methods.find((m) => m.name.includes("fedheal")) || set.methods[0] || {}).name,
 }));
@@ -15,7 +14,7 @@ let printing = false;
 const dark = () => !printing && (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
 const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 const domainColour = (i) => { const p = dark() ? palette.domainsDark : palette.domains; return p[i % p.length]; };
-const methodColour = (i) => { const p = dark() ? palette.methodsDark : palette.methods; return p[i % p.length]; };
+const methodColour = (set, name) => (dark() ? set.looks[name].dark : set.looks[name].colour);
 const veil = (hex, share) => `rgba(${[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)).join(",")},${share})`;
 document.getElementById("theme").addEventListener("click", () => {
   root.dataset.theme = dark() ? "light" : "dark";
@@ -75,12 +74,11 @@ function layout(extra) {
   };
 }
 const below = (y) => ({ orientation: "h", y: -y, yanchor: "top", x: 0, font: { size: 12 } });
-// Above a figure of rows. Plotly lets a legend be as wide as the figure, and not only as its axis, if it begins left of that; it
-// is moved inside then.
-const above = () => ({ orientation: "h", y: 1, yanchor: "bottom", x: narrow() ? -1 : 0, xanchor: "left", traceorder: "normal" });
+// Above a figure of rows, as wide as the figure and not only as its axis.
+const above = () => ({ orientation: "h", xref: "container", x: 0, xanchor: "left", yref: "container", y: 1, yanchor: "top", traceorder: "normal" });
 function linesAbove(names) {
   const each = 46 + 7.5 * Math.max(...names.map((name) => name.length));
-  return narrow() ? Math.ceil(names.length / Math.max(1, Math.floor((innerWidth - 40) / each))) : 1;
+  return Math.ceil(names.length / Math.max(1, Math.floor(Math.min(innerWidth - 40, 1000) / each)));
 }
 // A name that goes on in the next line before one of its parts where there is little room.
 function folded(name) {
@@ -116,48 +114,61 @@ const rounds = { title: "round" };
 const method = (set, pick) => set.methods.find((m) => m.name === pick.method);
 const several = (values) => Object.values(values).some((list) => list.some((x) => x !== null));
 
+// With many methods, those to be seen at once: the reference, the best, and the first.
+const few = (set) => new Set(set.rows.length <= 12 ? set.rows.map((r) => r.method) : [set.reference, ...set.front, ...set.rows.slice(0, 8).map((r) => r.method)]);
+
+// Rows of dots with whiskers, one colour per method: `points` are {method, row, x, low, high, open}.
+function dots(set, rows, points, axis, shapes = []) {
+  const listed = [...new Set(points.map((p) => p.method))], shown = listed.filter((name) => few(set).has(name));
+  const step = 0.8 / shown.length, place = (name) => (shown.includes(name) ? (shown.indexOf(name) + 0.5) * step - 0.4 : 0);
+  const traces = listed.map((name) => {
+    const own = points.filter((p) => p.method === name), shade = methodColour(set, name), symbol = set.looks[name].symbol;
+    return {
+      type: "scatter", mode: "markers", name, x: own.map((p) => p.x), y: own.map((p) => rows.indexOf(p.row) + place(name)),
+      visible: shown.includes(name) ? true : "legendonly", customdata: own.map((p) => p.hover),
+      marker: { color: shade, size: 9, symbol: own.map((p) => symbol + (p.open ? "-open" : "")), line: { width: 1.5, color: shade } },
+      error_x: { type: "data", symmetric: false, array: own.map((p) => p.high - p.x || 0), arrayminus: own.map((p) => p.x - p.low || 0), thickness: 1.2, width: 0, color: shade },
+      hovertemplate: "%{customdata}<extra>" + name + "</extra>",
+    };
+  });
+  const top = 14 + 20 * linesAbove(listed), height = top + 50 + rows.length * Math.max(30, 12 * shown.length);
+  const between = rows.slice(1).map((_, i) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: i + 0.5, y1: i + 0.5, line: { width: 1, color: colour("--grid") } }));
+  const yaxis = { tickvals: [...rows.keys()], ticktext: rows.map(folded), range: [rows.length - 0.5, -0.5], showgrid: false };
+  return [traces, layout({ height, legend: above(), margin: { l: 8, r: 12, t: top, b: 40 }, xaxis: { title: axis }, yaxis, shapes: [...between, ...shapes], hovermode: "closest" })];
+}
+
 const draw = {
-  domains(set, pick) {
-    const names = set.bars.map((row) => folded(row.method));
-    const each = Math.max(170 / names.length, pick.shape === "bars" ? 16 + 13 * set.domains.length : 24);
-    const traces = set.domains.map((domain, i) => ({
-      type: pick.shape === "bars" ? "bar" : "scatter", mode: "markers", orientation: "h", name: domain, y: names,
-      x: set.bars.map((row) => row.mean[i]), marker: { color: domainColour(i), size: 10 },
-      error_x: { type: "data", array: set.bars.map((row) => row.sd[i]), thickness: 1, width: pick.shape === "bars" ? 2 : 0, color: pick.shape === "bars" ? colour("--soft") : domainColour(i) },
-      hovertemplate: "%{x:.2f}<extra>" + domain + "</extra>",
-    }));
-    if (pick.shape === "dots") {
-      const x = [], y = [];
-      set.bars.forEach((row, i) => {
-        const own = row.mean.slice(0, set.domains.length);
-        x.push(Math.min(...own), Math.max(...own), null);
-        y.push(names[i], names[i], null);
-      });
-      traces.unshift({ type: "scatter", mode: "lines", x, y, line: { color: colour("--line"), width: 4 }, hoverinfo: "skip", showlegend: false });
-    }
-    return [traces, rowsLayout(names, set.domains, each, { bargap: 0.28, bargroupgap: 0.05, xaxis: { title: "accuracy, %" } })];
+  domains(set) {
+    const points = set.rows.flatMap((row) => set.domains.map((d) => ({
+      method: row.method, row: d, x: row.mean[d], low: row.mean[d] - row.error[d], high: row.mean[d] + row.error[d],
+      hover: `${d}: ${row.mean[d].toFixed(1)} ± ${row.error[d].toFixed(1)}` })));
+    return dots(set, set.domains, points, "accuracy, %");
+  },
+  differences(set) {
+    const points = set.differences.map((d) => ({ ...d, x: d.mean, open: !d.supported,
+      hover: `${d.row}: ${d.mean.toFixed(1)}` + (d.low === undefined ? "" : ` (${d.low.toFixed(1)} to ${d.high.toFixed(1)})`) }));
+    const zero = { type: "line", yref: "paper", y0: 0, y1: 1, x0: 0, x1: 0, line: { width: 1, color: colour("--soft"), dash: "dot" } };
+    return dots(set, ["AVG", "STD", ...set.domains], points, `points${narrow() ? "" : ` above ${set.reference}`} (STD: below 0 is more even)`, [zero]);
   },
   scatter(set) {
-    const at = (name) => set.columns.indexOf(name), avg = at("AVG"), std = at("STD");
-    const rows = set.bars.filter((row) => set.methods.some((m) => m.name === row.method));
+    const rows = set.rows.filter((row) => set.methods.some((m) => m.name === row.method));
     const front = set.front.map((name) => rows.find((row) => row.method === name));
     const traces = [{
-      type: "scatter", mode: "lines", x: front.map((r) => r.mean[std]), y: front.map((r) => r.mean[avg]), hoverinfo: "skip",
+      type: "scatter", mode: "lines", x: front.map((r) => r.mean.STD), y: front.map((r) => r.mean.AVG), hoverinfo: "skip",
       line: { color: colour("--soft"), width: 1.5, dash: "dot" }, showlegend: false,
-    }].concat(rows.map((row, i) => ({
-      type: "scatter", mode: "markers", name: row.method, x: [row.mean[std]], y: [row.mean[avg]], cliponaxis: false,
-      error_x: { type: "data", array: [row.sd[std]], thickness: 1, width: 0, color: methodColour(i) },
-      error_y: { type: "data", array: [row.sd[avg]], thickness: 1, width: 0, color: methodColour(i) },
-      marker: { size: 11, color: methodColour(i), symbol: set.front.includes(row.method) ? "circle" : "circle-open", line: { width: 2, color: methodColour(i) } },
-      hovertemplate: "AVG %{y:.2f}, STD %{x:.2f}<extra>" + row.method + "</extra>",
-    })));
+    }].concat(rows.map((row) => {
+      const shade = methodColour(set, row.method), bar = (value) => ({ type: "data", array: [value], thickness: 1, width: 0, color: shade });
+      return {
+        type: "scatter", mode: "markers", name: row.method, x: [row.mean.STD], y: [row.mean.AVG], cliponaxis: false, error_x: bar(row.sd.STD), error_y: bar(row.sd.AVG),
+        marker: { size: 11, color: shade, symbol: set.looks[row.method].symbol + (set.front.includes(row.method) ? "" : "-open"), line: { width: 2, color: shade } },
+        hovertemplate: "AVG %{y:.2f}, STD %{x:.2f}<extra>" + row.method + "</extra>",
+      };
+    }));
     return [traces, layout({ xaxis: { title: "STD over domains (lower is more even)" }, yaxis: { title: "AVG, %" }, showlegend: rows.length <= 12, legend: below(0.24) })];
   },
   measure(set, pick) {
-    const few = new Set([set.reference, ...set.front, ...set.methods.slice(0, 8).map((m) => m.name)]);
-    const traces = set.methods.flatMap((m, i) => (m.curves[pick.measure] ? band(m.rounds, m.curves[pick.measure], m.name, methodColour(i), {
-      visible: set.methods.length <= 10 || few.has(m.name) ? true : "legendonly",
-      line: m.name === set.reference ? { dash: "dash" } : {},
+    const traces = set.methods.flatMap((m) => (m.curves[pick.measure] ? band(m.rounds, m.curves[pick.measure], m.name, methodColour(set, m.name), {
+      visible: few(set).has(m.name) ? true : "legendonly", line: { dash: set.looks[m.name].dash },
     }) : []));
     return traces.length ? [traces, layout({ xaxis: rounds, yaxis: { title: pick.measure + (pick.measure === "STD" ? ", points" : ", %") }, hovermode: "x", ...(set.methods.length > 10 ? { height: 440, legend: { ...below(0.15), maxheight: 0.4 } } : {}) })] : null;
   },
@@ -172,6 +183,18 @@ const draw = {
     const traces = set.domains.flatMap((d, i) => (m.weights[d] ? [{ type: "scatter", mode: "lines", x: m.every, y: m.weights[d], name: d, stackgroup: "one",
       line: { width: 0.8, color: domainColour(i) }, fillcolor: veil(domainColour(i), 0.55), hovertemplate: "%{y:.1%}<extra>" + d + "</extra>" }] : []));
     return [traces, layout({ xaxis: rounds, yaxis: { title: "share of weight", range: [0, 1], tickformat: ".0%" }, hovermode: "x", legend: { ...below(0.2), traceorder: "normal" } })];
+  },
+  classes(set, pick) {
+    const m = method(set, pick);
+    if (!m || !Object.keys(m.classes).length) return null;
+    const rows = set.domains.filter((d) => m.classes[d]), most = Math.max(...rows.map((d) => m.classes[d].length));
+    const cell = (d, c) => (m.classes[d][c] || [0, 0]), share = ([right, every]) => (every ? (100 * right) / every : null);
+    const names = [...Array(most).keys()].map((c) => set.classes[c] || String(c));
+    const z = rows.map((d) => names.map((_, c) => share(cell(d, c))));
+    return [[{ type: "heatmap", x: [...names.keys()], y: rows, z, zmin: Math.min(50, ...z.flat().filter((x) => x !== null)), zmax: 100, colorscale: "Cividis",
+      colorbar: { thickness: 10, outlinewidth: 0, len: 1 }, customdata: rows.map((d) => names.map((name, c) => `${name}: ${cell(d, c)[0]} of ${cell(d, c)[1]}`)),
+      ...(most <= 12 ? { texttemplate: "%{z:.0f}", textfont: { size: narrow() ? 10 : 12 } } : {}), hovertemplate: "%{y}, %{customdata} (%{z:.1f} %)<extra></extra>" }],
+    layout({ showlegend: false, xaxis: { title: "class", tickvals: [...names.keys()], ticktext: names, showgrid: false }, yaxis: { autorange: "reversed", showgrid: false } })];
   },
   layers(set, pick) {
     const m = method(set, pick);
@@ -195,7 +218,7 @@ const draw = {
   },
   seconds(set) {
     if (!set.methods.length) return null;
-    const shades = [methodColour(3), methodColour(1), methodColour(5)];
+    const shades = dark() ? palette.phasesDark : palette.phases;
     const names = set.methods.map((m) => folded(m.name)), phases = ["train", "aggregate", "evaluate"];
     const traces = phases.map((phase, i) => ({ type: "bar", orientation: "h", name: phase, y: names,
       x: set.methods.map((m) => m.seconds[phase]), marker: { color: shades[i] }, hovertemplate: "%{x:.1f} s<extra>" + phase + "</extra>" }));
@@ -203,13 +226,14 @@ const draw = {
   },
 };
 
-const NOTHING = { layers: "This method does not mask updates.", consistency: "This method does not record the consistency of directions." };
+const NOTHING = { layers: "This method does not mask updates.", consistency: "This method does not record the consistency of directions.", classes: "These runs do not count results by class." };
 const seen = new Set();
 const number = (node) => +node.closest(".figures").dataset.set;
 function show(node) {
   if (typeof Plotly === "undefined") return;
   const made = draw[node.dataset.plot](sets[number(node)], chosen[number(node)]);
   node.classList.toggle("none", !made);
+  node.nextElementSibling.hidden = !made;
   node.style.height = made ? `${made[1].height}px` : "";  // the page does not move while a figure is being drawn
   if (!made) {
     Plotly.purge(node);
@@ -236,13 +260,9 @@ for (const area of document.querySelectorAll(".figures")) {
     fill(select, measure ? ["AVG", "STD", "worst", ...set.domains] : set.methods.map((m) => m.name));
     select.addEventListener("change", () => {
       pick[select.dataset.choice] = select.value;
-      redraw({ set: s, plots: measure ? ["measure"] : ["curves", "weights", "layers", "consistency"] });
+      redraw({ set: s, plots: measure ? ["measure"] : ["curves", "classes", "weights", "layers", "consistency"] });
     });
   }
-  const buttons = [...area.querySelectorAll("[data-choice=shape] button")];
-  const press = () => buttons.forEach((b) => b.setAttribute("aria-pressed", b.value === pick.shape));
-  buttons.forEach((button) => button.addEventListener("click", () => { pick.shape = button.value; press(); redraw({ set: s, plots: ["domains"] }); }));
-  press();
 }
 
 async function unpackPlotly() {
