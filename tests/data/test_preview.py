@@ -17,6 +17,7 @@ from fedheal.campaign.sweep import Search, Trial
 from fedheal.cli import app
 from fedheal.cli import data as cli_data
 from fedheal.cli import display as cli_show
+from fedheal.core import fonts
 from fedheal.data import preview
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.data.partition import Client
@@ -99,21 +100,9 @@ def test_thousands_of_classes_and_clients_can_still_be_drawn(monkeypatch):
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == [f"c{i}" for i in range(0, 25, 3)]
 
 
-@pytest.fixture
-def own_fonts(monkeypatch):
-    """Let a test choose the fallback fonts."""
-
-    def choose(*families: str) -> None:
-        monkeypatch.setattr(preview, "FALLBACK_FONTS", families)
-        preview._list_fonts.cache_clear()
-
-    yield choose
-    preview._list_fonts.cache_clear()
-
-
 @pytest.mark.parametrize("number", [2, 30])
-def test_characters_that_no_font_has_are_escaped(number, own_fonts):
-    own_fonts()
+def test_characters_that_no_font_has_are_escaped(number, monkeypatch):
+    monkeypatch.setattr(fonts, "_find_fallback", lambda letters: [])
     data, clients = make_data("\u732b$x$", "\u72ac", *map(str, range(number - 2)), domain="\u7167\u7247")
     figure = preview.plot_clients(data, clients)
     figure.savefig(io.BytesIO())  # would warn of missing glyphs, or fail to read mathematics
@@ -125,12 +114,11 @@ def test_characters_that_no_font_has_are_escaped(number, own_fonts):
     assert cats.tobytes() != dogs.tobytes()  # not a box for either
 
 
-def test_a_font_that_has_the_characters_is_used(own_fonts):
-    own_fonts("no such font", "STIXGeneral")
-    default, fallback = preview._list_fonts().values()
-    rare = min(preview._list_characters(fallback) - preview._list_characters(default))
+def test_a_font_that_has_the_characters_is_used(monkeypatch):
+    monkeypatch.setattr(fonts, "_find_fallback", lambda letters: ["STIXGeneral"])
+    rare = min(fonts.read_letters("STIXGeneral") - fonts.read_letters(fonts.USUAL))
     text, font = preview._choose_font(f"a{rare}", 11)
-    assert (text, font.path) == (f"a{rare}", fallback)
+    assert (text, font.path) == (f"a{rare}", fonts.find_font_file("STIXGeneral"))
     figure = preview.plot_clients(*make_data(rare, "x"))
     figure.savefig(io.BytesIO())
     assert figure.axes[0].get_legend().get_texts()[0].get_text() == rare

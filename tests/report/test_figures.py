@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedheal.report import figures, fonts
+from fedheal.core import fonts
+from fedheal.report import figures
 from fedheal.report.series import find_pareto_front, pick_evenly
 from made_up import DOMAINS, load_rows, run_folder
 
@@ -66,16 +67,12 @@ def test_names_in_any_script_are_letters_or_escaped_and_never_boxes(tmp_path, on
     monkeypatch.setitem(DOMAINS, "drawn", ("写真", "sketch"))
     monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in ("domains", "time")})
     if not installed:
-        monkeypatch.setattr(fonts, "_find_family", lambda letters: [])
+        monkeypatch.setattr(fonts, "_find_fallback", lambda letters: [])
     run_folder(tmp_path / "runs", "fedavg", "drawn", rounds=3)
     domains, _ = figures.write_figures(load_rows(tmp_path / "runs"), tmp_path / "figures")
     text = "".join(ElementTree.parse(domains).getroot().itertext())
     assert "sketch" in text
     assert r"\u5199\u771f" in text or (installed and "写真" in text)
-
-
-def test_the_font_of_boxes_is_no_font():
-    assert not any("Last Resort" in family for family in fonts._find_family(frozenset("写真")))
 
 
 @pytest.mark.slow

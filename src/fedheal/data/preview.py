@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import colormaps, font_manager
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 
+from fedheal.core.fonts import escape_letters, find_families, find_font_file
 from fedheal.data.domains import Domain, Domains
 from fedheal.data.partition import Client
 
@@ -26,14 +26,6 @@ TILE = 96  # pixels; small images are enlarged by an integer factor, large ones 
 COLOURS = colormaps["tab20"].resampled(20)  # more classes cannot be told apart by colour
 MAX_LABELS = 400  # on an axis
 Counts = np.ndarray[tuple[int, int], np.dtype[np.int64]]
-
-# With Chinese, Japanese or Korean characters, on the usual systems; DejaVu Sans, which matplotlib brings, has none.
-FALLBACK_FONTS = (
-    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Noto Sans KR", "Source Han Sans SC",
-    "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback", "IPAGothic", "NanumGothic", "Unifont",
-    "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS", "Microsoft YaHei", "SimHei", "Yu Gothic",
-    "Malgun Gothic",
-)  # fmt: skip
 
 
 def draw_contact_sheet(domain: Domain, classes: Sequence[str]) -> Image.Image:
@@ -102,8 +94,9 @@ def _plot_bars(axes: Axes, counts: Counts, positions: Any, classes: Sequence[str
     axes.set_xlim(0, 1.07 * left.max())
     # Names are set afterwards: a legend leaves out those that begin with "_".
     legend = axes.legend(bars, ["?"] * len(bars), title="class", bbox_to_anchor=(1.0, 1.0), loc="upper left")
-    for text, name in zip(legend.get_texts(), classes, strict=True):
-        text.set(text=_escape_missing(name), **_style(8))
+    labels, style = _prepare_text(classes)
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        text.set(text=label, **style)
 
 
 def _plot_matrix(axes: Axes, counts: Counts, boundaries: Any, classes: Sequence[str]) -> None:
@@ -116,37 +109,20 @@ def _plot_matrix(axes: Axes, counts: Counts, boundaries: Any, classes: Sequence[
 
 def _label_axis(axes: Axes, axis: str, positions: Any, names: Sequence[str], **keys: Any) -> None:
     step = math.ceil(len(names) / MAX_LABELS)  # beyond that they would overlap
-    labels = [_escape_missing(name) for name in names[::step]]
     axes.set(**{f"{axis}ticks": positions[::step]})
-    getattr(axes, f"set_{axis}ticklabels")(labels, **_style(8), **keys)
+    labels, style = _prepare_text(names[::step])
+    getattr(axes, f"set_{axis}ticklabels")(labels, **style, **keys)
 
 
-def _style(size: int) -> dict[str, Any]:
-    """Return keywords for text that may be in any script and is not to be parsed as mathematics."""
-    return {"fontsize": size, "fontfamily": list(_list_fonts()), "parse_math": False}
-
-
-@cache
-def _list_fonts() -> dict[str, str]:
-    """Return the files of the installed fonts, by family, in order of preference."""
-    installed = set(font_manager.get_font_names())
-    families = ["DejaVu Sans", *(family for family in FALLBACK_FONTS if family in installed)]
-    return {family: font_manager.findfont(family) for family in families}
-
-
-@cache
-def _list_characters(path: str) -> frozenset[str]:
-    return frozenset(map(chr, font_manager.get_font(path).get_charmap()))
-
-
-def _escape_missing(text: str, *paths: str) -> str:
-    """Return the text with characters that none of the fonts has as `\\uXXXX`."""
-    known = frozenset[str]().union(*map(_list_characters, paths or _list_fonts().values()))
-    return "".join(c if c in known else c.encode("ascii", "backslashreplace").decode() for c in text)
+def _prepare_text(names: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return names with escapes, and keywords for text that may be in any script and is not to be parsed as mathematics."""
+    families = find_families("".join(names))
+    style = {"fontsize": 8, "fontfamily": families, "parse_math": False}
+    return [escape_letters(name, families) for name in names], style
 
 
 def _choose_font(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
-    """Return the first font that has all characters of a text, or the first of all and the text with escapes."""
-    paths = list(_list_fonts().values())
-    path = next((path for path in paths if set(text) <= _list_characters(path)), paths[0])
-    return _escape_missing(text, path), ImageFont.truetype(path, size)
+    """Return the first font that has all letters of a text, or the usual one and the text with escapes."""
+    families = find_families(text)
+    family = next((name for name in families if escape_letters(text, [name]) == text), families[0])
+    return escape_letters(text, [family]), ImageFont.truetype(find_font_file(family), size)

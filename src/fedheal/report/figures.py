@@ -13,7 +13,7 @@ import numpy as np
 
 from fedheal.report import palette
 from fedheal.report.comparability import check_reference, choose_reference
-from fedheal.report.fonts import escape_missing, find_families
+from fedheal.report.figure_text import escape_figure, find_figure_families
 from fedheal.report.rows import BOUNDS, Row, group_by_data
 from fedheal.report.series import PHASES, Series, build_series, find_pareto_front
 from fedheal.report.tables import ResultTable, build_tables
@@ -72,11 +72,11 @@ def save_figure(path: Path, draw: Callable[[], Figure | None]) -> list[Path]:
         figure = draw()
         if figure is None:
             return []
-        families = find_families(figure)
+        families = find_figure_families(figure)
         if len(families) > 1:
             matplotlib.rcParams["font.family"] = families
             figure = draw() or figure
-        escape_missing(figure, families)
+        escape_figure(figure, families)
         make_folder(path.parent)
         files = {form: path.with_name(f"{path.name}.{form}") for form in FORMATS}
         for form, file in files.items():
