@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,12 @@ def test_it_is_shown_as_a_table_and_sentences(compared: tuple[fedheal.Report, Pa
     for word in ("fedavg+uniform", "mine", "plain", "AVG", "seeds"):
         assert word in text
     assert report._repr_html_() == f"<pre>{html.escape(text)}</pre>"
+
+
+def test_notes_on_the_data_are_shown(compared: tuple[fedheal.Report, Path]) -> None:
+    first, *_ = compared[0].rows
+    noted = replace(first, summaries=({**first.summaries[0], "data_notes": ["plain stands in for another domain"]},))
+    assert "plain stands in for another domain" in str(replace(compared[0], rows=(noted,)))
 
 
 def test_repeating_it_runs_nothing_again(compared: tuple[fedheal.Report, Path], monkeypatch: Any) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fedheal.cli.display import format_report
 from fedheal.core.metrics import fairness
 from fedheal.report import conclusions, figures
 from fedheal.report.comparability import list_cautions
 from fedheal.report.html_page import render_page
 from fedheal.report.rows import Row
 from fedheal.report.tables import build_tables, format_csv, format_latex, format_markdown, format_text, write_parquet
+from fedheal.report.text_report import format_report
 
 
 def row(method, seed, a, b, folder="runs/x", data="toy"):

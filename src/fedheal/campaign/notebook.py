@@ -11,11 +11,11 @@ from fedheal.campaign.jobs import Job
 from fedheal.campaign.pool import run_all
 from fedheal.core.arrays import make_frame
 from fedheal.methods import Method
-from fedheal.report.comparability import check_reference, list_cautions
-from fedheal.report.conclusions import conclude
+from fedheal.report.comparability import check_reference
 from fedheal.report.html_page import render_page
-from fedheal.report.rows import Row, build_rows, find_results, group_by_data, load_summary
-from fedheal.report.tables import build_tables, flatten_rows, format_text
+from fedheal.report.rows import Row, build_rows, find_results, load_summary
+from fedheal.report.tables import flatten_rows
+from fedheal.report.text_report import format_report
 from fedheal.runs.folder import check_folder, make_folder, write_text
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.objects import wrap_objects
@@ -30,12 +30,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return a table for each data set, and what may be concluded from it."""
-        groups, parts = group_by_data(self.rows), []
-        for table in build_tables(self.rows):
-            group = groups[table.data]
-            sentences = list_cautions(group, self.reference) + conclude(group, self.reference)
-            parts += [f"{table.data}: {table.about}", format_text(table), "\n".join(sentences)]
-        return "\n\n".join(part for part in parts if part)
+        return format_report(self.rows, "text", self.reference)
 
     def __repr__(self) -> str:
         return str(self)

@@ -214,6 +214,7 @@ def compare(
     from fedheal.cli import display
     from fedheal.report import conclusions, rows, tables
     from fedheal.report.comparability import list_cautions
+    from fedheal.report.text_report import format_report
     from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import make_folder_name, parse_overrides
 
@@ -233,7 +234,7 @@ def compare(
         sentences = [text for group in groups for text in list_cautions(group) + conclusions.conclude(group)]
         typer.echo(json.dumps({"rows": tables.flatten_rows(runs), "conclusions": sentences}, indent=2))
     elif not quiet:
-        typer.echo(display.format_report(runs, "text", width=display.find_width()))
+        typer.echo(format_report(runs, "text", width=display.find_width()))
 
 
 @app.command(name="sweep")

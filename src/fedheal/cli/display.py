@@ -6,7 +6,6 @@ import inspect
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,11 @@ from fedheal.campaign import sweep
 from fedheal.campaign.jobs import Job
 from fedheal.core.metrics import fairness
 from fedheal.core.parameter import get_parameters
-from fedheal.report import conclusions, rows, tables
-from fedheal.report.comparability import check_reference, list_cautions
+from fedheal.report import rows, tables
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
 from fedheal.report.figures import save_figure
 from fedheal.report.html_page import Section, render_page
+from fedheal.report.text_report import format_blocks, format_data_notes, format_report
 from fedheal.runs import folder as records
 from fedheal.simulate.experiment import format_value
 
@@ -63,23 +62,6 @@ def print_table(head: Sequence[str], body: Iterable[Sequence[str]], title: str =
         typer.echo(format_blocks(head, lines, console.width, prose))
 
 
-def format_blocks(head: Sequence[str], body: Iterable[Sequence[str]], width: int, prose: bool = False) -> str:
-    """Return a block of lines for each row: its name, then every other column with its heading, wrapped to the width."""
-    blocks = []
-    for name, *cells in body:
-        pairs = [f"{word}{':' if prose else ''} {cell}" for word, cell in zip(head[1:], cells, strict=True) if cell]
-        # Numbers share lines, but none is parted from its heading: textwrap does not break at \xa0.
-        texts = pairs if prose else ["  ".join(pair.replace(" ", "\xa0") for pair in pairs)]
-        wrapped = [
-            textwrap.fill(
-                t, width, initial_indent="  ", subsequent_indent="    " if prose else "  ", break_on_hyphens=False
-            )
-            for t in texts
-        ]
-        blocks.append("\n".join([name, *wrapped]).replace("\xa0", " "))
-    return "\n".join(blocks)
-
-
 def show_run(summary: Mapping[str, Any], folder: Path) -> None:
     """Print one run: its numbers, what they mean, notes on the data, and the folder."""
     show_comparison([summary])
@@ -98,11 +80,6 @@ def show_comparison(summaries: Sequence[Mapping[str, Any]]) -> None:
     print_table(["method", *domains, *rows.FAIRNESS_COLUMNS], [[n, *row] for n, row in zip(names, body, strict=True)])
     if len(values) > 1:
         typer.echo(tables.LEGEND)
-
-
-def format_data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the notes on the runs' data, each once."""
-    return [f"Note: {note}." for note in rows.collect_data_notes(summaries)]
 
 
 def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep.Trial) -> None:
@@ -133,31 +110,6 @@ def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun} is" if number == 1 else f"{number} {noun}s are"
-
-
-def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = None, width: int | None = None) -> str:
-    """Return a table for each data set, what may be concluded from it, and notes on the data; text fits into the width."""
-    check_reference(runs, reference)
-    bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
-    parts, groups = [], rows.group_by_data(runs)
-    for table in tables.build_tables(runs):
-        group = groups[table.data]
-        sentences = list_cautions(group, reference) + conclusions.conclude(group, reference)
-        sentences += format_data_notes(summary for row in group for summary in row.summaries)
-        notes = "\n".join(f"{bullet}{sentence}" for sentence in sentences)
-        parts += [f"{table.data}: {table.about}", _format_table(table, form, width), notes]
-    if form == "latex":
-        parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _format_table(table: tables.ResultTable, form: str, width: int | None) -> str:
-    text = tables.FORMATS[form](table)
-    if form != "text" or width is None or max(map(len, text.splitlines())) <= width:
-        return text
-    head, *body = tables.format_lines(table, "{}*")
-    legend = [tables.LEGEND] if "*" in text else []
-    return "\n".join([format_blocks(head, body, width), *legend])
 
 
 def write_report(runs: Sequence[rows.Row], form: str, out: Path | None, reference: str | None) -> None:
