@@ -122,3 +122,11 @@ def test_a_new_process_restores_a_state(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "one"), str(tmp_path / "two")], check=True)
     assert aggregate.AggregatorState.load(tmp_path / "two") == state
+
+
+def test_each_client_trains_a_module_of_its_own() -> None:
+    module = nn.Linear(2, 1)
+    trained = copy.deepcopy(module)
+    for clients in ({"a": (module, 1)}, {"a": (trained, 1), "b": (trained, 1)}):
+        with pytest.raises(ValueError, match="train a copy for each client"):
+            Updates.from_modules(module, clients)

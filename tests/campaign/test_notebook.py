@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import fedheal
 import tiny_data
@@ -89,3 +90,24 @@ def test_what_cannot_be_is_a_sentence(tmp_path: Path) -> None:
         fedheal.make_report(tmp_path)
     with pytest.raises(ValueError, match="does not exist"):
         fedheal.make_report(tmp_path / "absent")
+
+
+def test_a_finished_run_of_a_model_that_has_changed_is_not_reused(tmp_path: Path) -> None:
+    sizes = {"middle": 16}
+
+    def grown(classes: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(192, sizes["middle"]), nn.Linear(sizes["middle"], classes))
+
+    fields = FIELDS | {"model": grown, "seeds": 1, "out": tmp_path / "runs", "data": tiny_data.load()}
+    first = fedheal.compare(["fedavg"], **fields)
+    assert fedheal.compare(["fedavg"], **fields).rows[0].domains == first.rows[0].domains
+    sizes["middle"] = 17
+    with pytest.raises(ValueError, match=r"the model of .* has changed since"):
+        fedheal.compare(["fedavg", "fedavg+uniform"], **fields)
+
+
+def test_other_fields_have_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for lr in (0.01, 0.02):
+        fedheal.compare(["fedavg"], data=tiny_data.load(), seeds=1, **FIELDS | {"lr": lr})
+    assert len(list((tmp_path / "runs").iterdir())) == 2

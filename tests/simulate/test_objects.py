@@ -18,6 +18,7 @@ import tiny_data
 from fedheal import Experiment
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import RoundRecord
+from fedheal.simulate.objects import fingerprint_module, wrap_objects
 from tiny_data import quick
 from tiny_runs import bits
 
@@ -210,3 +211,23 @@ def test_a_result_is_one_line_and_a_data_frame(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "pandas", None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a data frame needs pandas: pip install pandas"):
         result.to_pandas()
+
+
+def test_what_is_written_at_a_prompt_is_known_by_its_code() -> None:
+    """There is no source there; each of these has other code, and the first two the same structure and values."""
+    descriptions = set()
+    for body in (
+        "self.layer(x)",
+        "2 * self.layer(x)",
+        "self.layer(x) + (lambda: 1)()",
+        "self.layer(x) + (lambda: 2)()",
+    ):
+        names: dict[str, Any] = {"nn": nn}
+        code = "class Net(nn.Module):\n def __init__(self):\n  super().__init__()\n  self.layer = nn.Identity()\n"
+        exec(f"{code} def forward(self, x): return {body}\ndef build(classes): return {body!r}", names)
+        descriptions.add(wrap_objects({"model": names["build"]})["model"].description)
+        net = nn.Sequential(names["Net"](), nn.Linear(2, 2))
+        nn.init.zeros_(net[1].weight)
+        nn.init.zeros_(net[1].bias)
+        descriptions.add(fingerprint_module(net))
+    assert len(descriptions) == 8

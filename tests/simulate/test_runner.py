@@ -234,14 +234,16 @@ def test_a_folder_that_another_run_took_meanwhile_is_refused(tmp_path, monkeypat
         return alone(folder)
 
     monkeypatch.setattr(runner, "hold_lock", late)
-    with pytest.raises(ValueError, match="belongs to another experiment"):
+    with pytest.raises(
+        ValueError, match=r"another experiment \(seed is 0 there and 7 here; lr is 0.001 there and .* here\)"
+    ):
         fedheal.run(quick(seed=7), tmp_path / "run", resume=True)
 
 
 def test_the_folder_of_a_method_that_only_another_program_knows_is_refused(tmp_path):
     own = Method((FedProx(0.5),), get("fedavg").aggregator, "mine")
     fedheal.run(quick(method=own), tmp_path / "run")
-    with pytest.raises(ValueError, match="run belongs to another experiment: give another name"):
+    with pytest.raises(ValueError, match=r"run belongs to another experiment, of method .mine.*: give another name"):
         fedheal.run(quick(), tmp_path / "run", resume=True)
 
 

@@ -1,13 +1,13 @@
 """Comparisons and reports in Python: `fedheal.compare` and `fedheal.make_report`."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedheal.campaign.compare import parse_seeds, plan
-from fedheal.campaign.jobs import Job
+from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.pool import run_all
 from fedheal.core.arrays import make_frame
 from fedheal.methods import Method
@@ -17,7 +17,7 @@ from fedheal.report.rows import Row, build_rows, find_results, load_summary
 from fedheal.report.tables import flatten_rows
 from fedheal.report.text_report import format_report
 from fedheal.runs.folder import check_folder, make_folder, write_text
-from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.experiment import Experiment, format_value, make_folder_name
 from fedheal.simulate.objects import wrap_objects
 
 
@@ -66,7 +66,7 @@ def compare(
         methods: Names of methods or bounds, or `Method` values.
         data: A data set's name, a `Domains`, or a function that returns one.
         seeds: How many, from 0 on; a list; or a text such as "3-7".
-        out: The folder of the runs; `runs/compare-DATA` by default.
+        out: The folder of the runs; named after the data and the given fields by default.
         jobs: How many runs at a time, in processes of their own; 0 for as many as fit. Objects stay in this process: with
             data, a model or a method given as one, runs go one after another.
         reference: The method that the others are compared with; FedAvg or the first by default.
@@ -85,8 +85,7 @@ def compare(
     own = [method for method in methods if isinstance(method, Method)]
     if jobs != 1 and (objects or own):
         raise ValueError(f"jobs = {jobs}: data, models and methods given as objects stay in this process; use jobs=1")
-    name = objects["data"].description if "data" in objects else str(data)
-    folder = check_folder(Path(out) if out is not None else Path("runs") / f"compare-{name.replace(':', '.')}")
+    folder = check_folder(Path(out) if out is not None else Path("runs") / _name_comparison(values))
     numbers = parse_seeds(str(seeds)) if isinstance(seeds, int | str) else list(seeds)
     names = [method for method in methods if not isinstance(method, Method)]
     planned = plan(names, numbers, values, folder) if names or not own else []
@@ -95,9 +94,19 @@ def compare(
         planned += [Job(experiment, folder / experiment.folder_name) for experiment in experiments]
     if len({job.folder for job in planned}) < len(planned):
         raise ValueError("two of the methods have the same name: give each Method a name of its own")
+    for job in planned:
+        if job.experiment.model_object is not None and job.is_finished:
+            run_job(job)  # which refuses a run whose model was another one, although its function has the same name
     for _ in run_all(planned, jobs):
         pass
     return _build_report([load_summary(job.folder) for job in planned], reference)
+
+
+def _name_comparison(values: Mapping[str, Any]) -> str:
+    """Return a folder's name: the data and the fields that were given."""
+    words = {key: getattr(value, "description", format_value(value)) for key, value in values.items()}
+    data = words.pop("data").replace(":", ".")
+    return make_folder_name("-".join(["compare", data, *sorted(f"{key}={word}" for key, word in words.items())]))
 
 
 def make_report(*folders: str | Path, reference: str | None = None) -> Report:

@@ -108,7 +108,7 @@ class Updates:
             The updates, on the device of `received`; pack that for `Aggregator.apply`.
 
         Raises:
-            ValueError: A client's module has other names, shapes or dtypes than `received`.
+            ValueError: A client's module has other names, shapes or dtypes than `received`, or is not a copy of its own.
 
         >>> received, trained = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
         >>> _ = trained(torch.tensor([[1.0], [3.0]]))  # moves the running mean by 0.1 * 2
@@ -118,6 +118,11 @@ class Updates:
         check_type("clients", clients, Mapping, "give {client: (module, num_examples)}")
         layout = Layout.of(received)
         before = layout.pack(received.state_dict())
+        modules = [received, *(given[0] for given in clients.values() if isinstance(given, tuple) and len(given) == 2)]
+        if len({id(module) for module in modules}) < len(modules):
+            raise ValueError(
+                "two clients, or a client and the global model, are one module: train a copy for each client"
+            )
         trained = [_pack_client(layout, client, given) for client, given in clients.items()]
         sizes, device = layout.sizes(), before.params.device
         return Updates(

@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -88,11 +89,13 @@ def check_is_name(key: str, name: str) -> None:
 
 
 def fingerprint_module(module: nn.Module) -> str:
-    """Return the SHA-256 of a module's structure and values."""
+    """Return the SHA-256 of a module's structure, values and code, other than PyTorch's own."""
     layout = Layout.of(module)
     packed = layout.pack(module.state_dict())
     structure = re.sub(r"0x[0-9a-f]+", "", repr(module))  # without addresses, which no other process has
-    digest = hashlib.sha256(f"{structure} {layout.entries}".encode())
+    classes = {type(part) for part in module.modules() if not type(part).__module__.startswith("torch.")}
+    code = sorted(_read_code(kind) for kind in classes)
+    digest = hashlib.sha256(f"{structure} {layout.entries} {code}".encode())
     for vector in (packed.params, packed.buffers, packed.counters):
         digest.update(vector.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -116,11 +119,7 @@ def _wrap_model(given: Any) -> ModelObject:
         return given
     if not isinstance(given, nn.Module):
         name = _name_function(given)
-        try:
-            text = inspect.getsource(given)
-        except (OSError, TypeError):  # no source, or no function: its name has to do
-            text = repr(getattr(given, "keywords", ""))
-        return ModelObject(_describe(name, f"{name} {text}"), given)
+        return ModelObject(_describe(name, f"{name} {_read_code(given)}"), given)
     name = type(given).__name__
     check_model(given, name)
     try:
@@ -128,6 +127,21 @@ def _wrap_model(given: Any) -> ModelObject:
     except Exception as error:  # a module may refuse to be copied in any way
         raise ValueError(f"model '{name}' cannot be copied ({format_error(error)}): give a function instead") from error
     return ModelObject(_describe(name, fingerprint_module(kept)), kept)
+
+
+def _read_code(thing: Any) -> str:
+    """Return the source of a function or class, or its bytecode where there is no source, as at a prompt."""
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        parts = [getattr(thing, "func", thing), *(vars(thing).values() if isinstance(thing, type) else ())]
+        code = [_describe_code(part.__code__) for part in parts if inspect.isfunction(part)]
+        return f"{code} {getattr(thing, 'args', '')} {getattr(thing, 'keywords', '')}"  # the latter of a partial
+
+
+def _describe_code(code: CodeType) -> str:
+    constants = [_describe_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def _name_function(function: Any) -> str:

@@ -27,7 +27,7 @@ from fedheal.engine.precision import resolve_precision, use_precision
 from fedheal.runs import folder as files
 from fedheal.runs.lock import hold_lock
 from fedheal.runs.resume import Checkpoint, load_newest_checkpoint
-from fedheal.runs.schema import RoundRecord
+from fedheal.runs.schema import FREE, RoundRecord
 from fedheal.runs.summary import summarise_run
 from fedheal.simulate.build import build_federation, build_module, load_domains
 from fedheal.simulate.callbacks import Callback
@@ -181,8 +181,15 @@ def check_folder_owner(folder: Path, experiment: Experiment) -> None:
     is_same_name = method == experiment.to_dict()["method"]
     if is_same_name:  # a user's own method is known by its name alone
         written["method"] = experiment.method
-    if not (is_same_name or methods.is_known(str(method))) or Experiment.of(written).identity != experiment.identity:
-        raise ValueError(f"{folder} belongs to another experiment: give another name or --out, or remove it")
+    remedy = "give another name or folder (--out), or remove it"
+    if not (is_same_name or methods.is_known(str(method))):
+        raise ValueError(f"{folder} belongs to another experiment, of method '{method}': {remedy}")
+    there, here = Experiment.of(written).to_dict(), experiment.to_dict()
+    differing = [key for key in {**there, **here} if key not in FREE and there.get(key) != here.get(key)]
+    if differing:
+        listed = "; ".join(f"{key} is {there.get(key)} there and {here.get(key)} here" for key in differing[:3])
+        more = f"; {len(differing) - 3} more differ" if len(differing) > 3 else ""
+        raise ValueError(f"{folder} belongs to another experiment ({listed}{more}): {remedy}")
 
 
 def _train_to_end(
@@ -237,7 +244,7 @@ def _prepare_folder(folder: Path, experiment: Experiment) -> None:
     contents = list(files.check_folder(folder).iterdir()) if folder.exists() else []
     others = [path for path in contents if path.suffix != ".tmp"]
     if others and folder / "experiment.toml" not in others:
-        raise ValueError(f"{folder} is not empty and not a run folder: give another name or --out")
+        raise ValueError(f"{folder} is not empty and not a run folder: give another name or folder (--out)")
     files.make_folder(folder)
 
 
@@ -251,7 +258,7 @@ def _open_folder(
         files.write_text(folder / "experiment.toml", experiment.to_toml())
         return None, []
     if not resume:
-        raise ValueError(f"{folder} holds this experiment already: give --resume to resume it")
+        raise ValueError(f"{folder} holds this experiment already: resume it (--resume, or resume=True)")
 
     def check_used(before: Mapping[str, Any], keys: Iterable[str]) -> None:
         changed = {key for key in keys if before.get(key) != used.get(key)}
