@@ -58,7 +58,7 @@ def test_classes_that_not_every_domain_has_are_named(call, tmp_path: Path) -> No
     layouts.image_folders(tmp_path / "pets" / "sketches", {"cat": 10, "dog": 10, "horse": 10}, 3)
     note = (
         "3 class(es) left out because not every domain has them: 'horse' (in art, sketches), 'horze' (in photos; did you "
-        "mean 'horse'?), 'newt' (in photos); classes=union keeps them"
+        "mean 'horse'?), 'newt' (in photos); rename folders that are misspelt; classes=union keeps them"
     )
     checked = call("data", "check", "folder:pets")
     assert checked.code == 1, checked

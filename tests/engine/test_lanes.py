@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fedheal import methods
 from fedheal.engine import lanes
-from fedheal.engine.graph_inputs import NotCapturableError, make_shape_key
+from fedheal.engine.graph_inputs import make_shape_key
 from fedheal.engine.lane import Lane
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.serial import SerialEngine
-from fedheal.local.term import Batch, Context, Term
+from fedheal.local.term import Batch, Context, NotCapturableError, Term
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round

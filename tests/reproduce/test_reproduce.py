@@ -44,7 +44,7 @@ def test_ablation_from_plan_to_page(runs, tmp_path):
     (text,) = made.texts
     for label in ("neither (FedAvg)", "FPHL + FAEL (FedHEAL)", "uniform weights", "FPHL + uniform weights"):
         assert label in text
-    assert "mean of the last 3 rounds, 2 seeds" in text
+    assert "last round, 2 seeds" in text
     assert "The paper has no results on tiny_data:load" in text
     assert "FAEL against uniform weights, without and with FPHL: AVG higher in" in text
     (tidy,) = json.loads((tmp_path / "ablation.json").read_text())

@@ -89,7 +89,7 @@ def test_what_stopped_before_its_first_round_is_not_in_the_way(tmp_path):
     with pytest.raises(ValueError, match="does not answer"):
         fedheal.run(quick(), tmp_path / "run", callbacks=[Unable()])
     fedheal.run(quick(), tmp_path / "run")
-    with pytest.raises(ValueError, match="holds this experiment already"):
+    with pytest.raises(ValueError, match=r"is finished: `fedheal report .*run` shows it"):
         fedheal.run(quick(), tmp_path / "run")
 
 

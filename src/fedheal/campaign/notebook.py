@@ -52,7 +52,7 @@ class Report:
 def compare(
     methods: str | Sequence[str | Method],
     data: Any = "embedded",
-    seeds: int | str | Sequence[int] = 5,
+    seeds: int | str | Sequence[int] = 8,
     out: str | Path | None = None,
     jobs: int = 1,
     reference: str | None = None,

@@ -184,7 +184,7 @@ def demo(
         typer.echo(
             f"{about[0].upper()}{about[1:]}. One seed: differences of a point or two are noise.\n"
             f"Figures and all numbers: {page} (open it in a browser).\n"
-            f"The runs are in {out}/; try: {_find_command()} compare fedavg fedavg+uniform fedheal --seeds 5"
+            f"The runs are in {out}/; try: {_find_command()} compare fedavg fedavg+uniform fedheal"
         )
 
 
@@ -195,7 +195,7 @@ def compare(
         typer.Argument(metavar="METHOD... [key=value ...]", help="Methods or bounds, and fields of all runs."),
     ],
     data: Annotated[str, typer.Option(help="The data set.")] = "embedded",
-    seeds: Seeds = "5",
+    seeds: Seeds = "8",
     out: RunsFolder = None,
     jobs: Jobs = 0,
     ray: Ray = None,
@@ -208,7 +208,7 @@ def compare(
     Finished runs are not run again and stopped ones are resumed, so the command may be repeated. A word with = and no earlier :
     is a field. Bounds may be compared with methods: standalone, centralised, leave-one-domain-out.
 
-    Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 5 rounds=10
+    Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 8 rounds=10
     """
     from fedheal.campaign import compare as comparison
     from fedheal.cli import display

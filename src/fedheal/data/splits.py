@@ -107,7 +107,9 @@ def note_dropped_classes(owned: ClassesByDomain, classes: Collection[str] = (), 
     if not described:
         return ""
     names = shorten_list(described, ", ", limit)
-    return f"{len(described)} class(es) left out because not every domain has them: {names}; classes=union keeps them"
+    rename = "rename folders that are misspelt; " if any("did you mean" in text for text in described) else ""
+    remedy = f"{rename}classes=union keeps them"
+    return f"{len(described)} class(es) left out because not every domain has them: {names}; {remedy}"
 
 
 def explain_empty_split(domain: str, train: int, test: int) -> str:

@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedheal.local.term import Arrays, Context
-
-
-class NotCapturableError(Exception):
-    """The module or a term cannot be trained in lanes; the message says why."""
+from fedheal.local.term import Arrays, Context, NotCapturableError
 
 
 class FixedContext(Context):

@@ -12,9 +12,9 @@ from fedheal.core.layout import Packed
 from fedheal.core.rng import generator
 from fedheal.engine import graph_inputs, serial
 from fedheal.engine.device_data import DeviceData
-from fedheal.engine.graph_inputs import FixedContext, NotCapturableError
+from fedheal.engine.graph_inputs import FixedContext
 from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
-from fedheal.local.term import Context, Term
+from fedheal.local.term import Context, NotCapturableError, Term
 
 WARMUP_STEPS = 2  # of a kind, before it is captured
 MAX_STEP_SETS = 8

@@ -25,11 +25,11 @@ from fedheal.data.augment import normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.device_data import DeviceData
-from fedheal.engine.graph_inputs import NotCapturableError
 from fedheal.engine.lane import Lane
 from fedheal.engine.memory import release_gpu_memory
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
+from fedheal.local.term import NotCapturableError
 
 log = logging.getLogger("fedheal")
 

@@ -95,6 +95,10 @@ class ServerContext:
     slots: Mapping[str, Arrays]  # of all clients seen so far, after this round; empty if they stay on clients (Flower)
 
 
+class NotCapturableError(Exception):
+    """The module or a term cannot be trained in lanes; the message says why."""
+
+
 def _frame_hook(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return the hook of a user's own term; what it raises is framed by the term's name."""
 
@@ -102,7 +106,7 @@ def _frame_hook(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return hook(*args, **kwargs)
-        except (torch.OutOfMemoryError, CustomPartError):
+        except (torch.OutOfMemoryError, NotCapturableError, CustomPartError):  # for the engine
             raise
         except Exception as error:
             # The engine runs a step without a graph if capturing it fails.

@@ -102,8 +102,9 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     """
     records = read_complete_rounds(folder)
     if not records:
-        runs = ", ".join(str(file.parent) for file in sorted(folder.glob("*/rounds.jsonl")))
-        advice = f"name one of its runs: {runs}" if runs else "name a run folder with a rounds.jsonl"
+        runs = [str(file.parent) for file in sorted(folder.glob("*/rounds.jsonl"))]
+        more = f" or another of its {len(runs)} runs" if len(runs) > 2 else ""
+        advice = f"name {' or '.join(runs[:2])}{more}" if runs else "name a run folder with a rounds.jsonl"
         raise ValueError(f"{folder} holds no rounds: {advice}")
     summary = read_result(folder) if (folder / "result.json").is_file() else {}
     client_domains = _find_client_domains(records, summary)

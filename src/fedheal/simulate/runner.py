@@ -258,7 +258,9 @@ def _open_folder(
         files.write_text(folder / "experiment.toml", experiment.to_toml())
         return None, []
     if not resume:
-        raise ValueError(f"{folder} holds this experiment already: resume it (--resume, or resume=True)")
+        finished = f"is finished: `fedheal report {folder}` shows it, and --resume (resume=True) returns its result"
+        stopped = "holds this experiment already: resume it (--resume, or resume=True)"
+        raise ValueError(f"{folder} {finished if _is_finished(folder) else stopped}")
 
     def check_used(before: Mapping[str, Any], keys: Iterable[str]) -> None:
         changed = {key for key in keys if before.get(key) != used.get(key)}
