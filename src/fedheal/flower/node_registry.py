@@ -2,7 +2,8 @@
 
 A client's name is the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else
 `partition-<id>` if the reply holds a `partition-id`, else `node-<id>`. Only the last does not survive a node's restart. A
-reply that names less than an earlier one of its node (for example a stock evaluation) keeps the known name and domain.
+reply that names less than an earlier one of its node (for example a stock evaluation) keeps the known name and domain. A node
+keeps the first name it gives in a run: otherwise it could fill the state with a new client each round.
 """
 
 import logging
@@ -15,6 +16,7 @@ from typing import Any
 from flwr.app import Message, Metadata
 
 from fedheal.flower.messages import CLIENT_INFO
+from fedheal.flower.reply_limits import ReplyLimits, escape_text, find_bad_name
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -47,8 +49,9 @@ class OpenRequests:
 class NodeRegistry:
     """The clients' names by node. A name has one node: when it moves, the old node's entry goes."""
 
-    def __init__(self, names: Mapping[int, str] | None = None) -> None:
-        self.names = dict(names or {})
+    def __init__(self, names: Mapping[int, str] | None = None, limits: ReplyLimits | None = None) -> None:
+        self.names, self.limits = dict(names or {}), limits or ReplyLimits()
+        self._named_in_this_run: set[int] = set()  # a resume may correct a name
 
     def track_requests(self, messages: Sequence[Message]) -> OpenRequests:
         """Note which nodes these messages go to."""
@@ -106,28 +109,36 @@ class NodeRegistry:
             node = requests.node_by_message.get(message.metadata.reply_to_message_id, node)
             client = self.names.get(node, f"node-{node}")
             lines = str(message.error.reason or "").strip().splitlines()
-            problem = f"its node reports an error: {lines[-1][:300] if lines else f'code {message.error.code}'}"
-            return ReceivedReply(message, node, client, domain=client, is_named=True, problem=problem)
-        content = message.content
-        info: Mapping[str, Any] = content.config_records.get(CLIENT_INFO, {})
+            failure = f"its node reports an error: {escape_text(lines[-1]) if lines else f'code {message.error.code}'}"
+            return ReceivedReply(message, node, client, domain=client, is_named=True, problem=failure)
+        known = self.names.get(node)
+        if (excess := self.limits.find_excess(message.content)) is not None:  # not even its name is read
+            client = known or f"node-{node}"
+            return ReceivedReply(message, node, client, client_domains.get(client, client), False, excess)
+        info: Mapping[str, Any] = message.content.config_records.get(CLIENT_INFO, {})
+        client, is_named = self._find_name(message, info, node)
+        given_domain = info.get("domain")
+        domain = given_domain if isinstance(given_domain, str) and given_domain else client_domains.get(client, client)
+        bad_name = find_bad_name("name", client) or find_bad_name("domain", domain)
+        if bad_name is None and known not in (None, client) and node in self._named_in_this_run:
+            bad_name = f"its node is '{known}' and now calls itself '{client}': a node keeps its name during a run"
+        if bad_name is not None:
+            client, is_named = known or f"node-{node}", False
+            domain = client_domains.get(client, client)
+        problem = bad_name or _find_staleness(message, info.get("round", round_number), round_number, requests)
+        return ReceivedReply(message, node, client, domain=domain, is_named=is_named, problem=problem)
+
+    def _find_name(self, message: Message, info: Mapping[str, Any], node: int) -> tuple[str, bool]:
+        """Return the sender's name, and whether the reply gives it."""
+        content, known = message.content, self.names.get(node)
         records: list[Mapping[str, Any]] = [*content.config_records.values(), *content.metric_records.values()]
         partition = next((record["partition-id"] for record in reversed(records) if "partition-id" in record), None)
-        name, known_name, is_named = info.get("client"), self.names.get(node), True
+        name = info.get("client")
         if isinstance(name, str) and name:
-            client = name
-        elif isinstance(partition, (int, float, str)) and (known_name or "partition-").startswith("partition-"):
-            client = f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}"
-        else:
-            client, is_named = known_name or f"node-{node}", False
-        domain = info.get("domain")
-        if not (isinstance(domain, str) and domain):
-            domain = client_domains.get(client, client)
-        reply_round, stale = info.get("round", round_number), None
-        if requests.node_by_message and message.metadata.reply_to_message_id not in requests.node_by_message:
-            stale = "it answers a message that was not sent in this round"
-        elif reply_round != round_number:
-            stale = f"it answers round {reply_round}, this is round {round_number}"
-        return ReceivedReply(message, node, client, domain=domain, is_named=is_named, problem=stale)
+            return name, True
+        if isinstance(partition, (int, float, str)) and (known or "partition-").startswith("partition-"):
+            return f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}", True
+        return known or f"node-{node}", False
 
     def remember(self, replies: Iterable[ReceivedReply]) -> None:
         """Remember the names of valid replies."""
@@ -142,6 +153,17 @@ class NodeRegistry:
             if nodes.get(reply.client, reply.node) != reply.node:  # the name has moved
                 self.names.pop(nodes[reply.client], None)
             self.names[reply.node] = reply.client
+            if reply.is_named:
+                self._named_in_this_run.add(reply.node)
 
     def _nodes_by_client(self) -> dict[str, int]:
         return {client: node for node, client in self.names.items()}
+
+
+def _find_staleness(message: Message, reply_round: object, round_number: int, requests: OpenRequests) -> str | None:
+    """Return why a reply does not belong to this round, or None."""
+    if requests.node_by_message and message.metadata.reply_to_message_id not in requests.node_by_message:
+        return "it answers a message that was not sent in this round"
+    if reply_round != round_number:
+        return f"it answers round {escape_text(reply_round, 20)}, this is round {round_number}"
+    return None

@@ -55,11 +55,17 @@ class OpenRound:
         skipped = problems | cohort.skipped | {str(c): str(why) for c, why in aggregated.report["skipped"].items()}
         for client, reason in skipped.items():
             log.warning("round %d: '%s' is skipped: %s", self.number, client, reason)
+        for client, how_far in cohort.far_norms.items():
+            log.warning(
+                "round %d: the update of '%s' has %s; max_norm='auto' leaves such out", self.number, client, how_far
+            )
         replied = {reply.node for reply in received}
         missing = sorted(name for node, name in self.requests.nodes.items() if node not in replied)
         if missing:
             log.warning("round %d: no reply from %s", self.number, ", ".join(missing))
         self.report = dict(aggregated.report) | {"skipped": skipped, "missing": missing}
+        if cohort.far_norms:
+            self.report["far_norms"] = cohort.far_norms
         if outcome.is_refused:
             log.warning("round %d: the model stays as it was: %s", self.number, outcome.refusal)
             self.report["unmoved"] = outcome.refusal

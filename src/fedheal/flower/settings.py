@@ -59,6 +59,12 @@ class RoundSettings:
 
 def resolve_method(method: Aggregator | Method | str, name: str | None, clients_mask: bool, server: Server) -> Method:
     """Return the whole method. Raise ValueError if it does not work in a federation with these settings."""
+    given: object = method  # a caller may not check types
+    if not isinstance(given, Aggregator | Method | str):
+        remedy = (
+            'use a name such as "fedheal:tau=0.4", a Method or an Aggregator; FairStrategy(method, fraction_train=0.5)'
+        )
+        raise ValueError(f"method = {method!r}: {remedy}")
     resolved = methods.get(method) if isinstance(method, str) else method
     if isinstance(resolved, Aggregator):
         resolved = Method((), resolved, name or "custom")

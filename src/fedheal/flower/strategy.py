@@ -38,6 +38,7 @@ from fedheal.flower.replies import (
     average_metrics,
     read_evaluate_reply,
 )
+from fedheal.flower.reply_limits import ReplyLimits
 from fedheal.flower.round_log import FederationState, OpenRound, describe_round
 from fedheal.flower.run_folder import RunFolder
 from fedheal.flower.settings import RoundSettings, resolve_layout, resolve_method
@@ -71,7 +72,8 @@ class FairStrategy(Strategy):
         evaluate_every: Evaluate every so many rounds, and in the last.
         clients: How many clients there are (for SCAFFOLD, FedDyn); by default all that ever took part or are connected.
         max_examples: The largest number of examples that a reply may give.
-        max_norm: The largest norm of an update; None: any.
+        max_norm: The largest norm of an update; None: any; "auto": ten times the median of the round's.
+        max_reply_bytes: The most bytes of arrays in a reply; by default derived from the model's size.
         budget: Bytes of updates held in memory; more goes to a temporary file.
         server: The server optimiser.
         placement, tau: "client" if clients mask with threshold `tau` (see `FedHEAL`) and `method` only gives weights.
@@ -90,7 +92,8 @@ class FairStrategy(Strategy):
         min_train_nodes: int = 2, min_evaluate_nodes: int = 2, min_available_nodes: int = 2,
         wait_seconds: float = 600.0, min_replies: int = 1, roll_call: bool = False,
         evaluate_every: int = 1, clients: int | None = None,
-        max_examples: float = 1e9, max_norm: float | None = None, budget: int | None = None,
+        max_examples: float = 1e9, max_norm: float | str | None = None, max_reply_bytes: int | None = None,
+        budget: int | None = None,
         server: Server | None = None, placement: str = "server", tau: float = TAU.default,
         weighted_by_key: str = "num-examples", arrayrecord_key: str = "arrays", configrecord_key: str = "config",
         train_metrics_aggr_fn: MetricsAggregation | None = None,
@@ -108,6 +111,7 @@ class FairStrategy(Strategy):
             examples_key=weighted_by_key,
             max_examples=max_examples,
             max_norm=max_norm,
+            max_reply_bytes=max_reply_bytes,
             # Every client has a domain, if only its own name.
             needs=tuple(sorted(self.aggregator.stage.needs - {"domain"})),
             terms=tuple(wire.describe_terms(self.terms)),
@@ -188,8 +192,9 @@ class FairStrategy(Strategy):
         resumed = self.folder.open(self._describe_settings(), layout) if self.folder is not None else None
         if resumed is not None:
             self.state, self.federation, self.history = resumed
-            self.registry = NodeRegistry({int(node): client for node, client in self.federation.nodes.items()})
             log.info("resuming after round %d", self.state.round)
+        limits = ReplyLimits.from_layout(layout, len(self.terms), self.requirements.max_reply_bytes)
+        self.registry = NodeRegistry({int(node): client for node, client in self.federation.nodes.items()}, limits)
         self._sent = model_to_record(layout, self.state.model)
         return self._sent
 
