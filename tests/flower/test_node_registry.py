@@ -75,10 +75,34 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
     strategy.start(grid, sites.initial, num_rounds=4)
     third, fourth = strategy.history[2], strategy.history[3]
     assert third.weights[own] > 0  # node 204 speaks for it now
-    assert third.report["missing"] == [own]
-    assert "nodes 104 and 204 both use this name" in fourth.report["skipped"][own]  # both answer: nobody can tell
-    assert strategy.registry.names.get(204) == own
-    assert 104 not in strategy.registry.names  # the name has moved
+    assert (third.report["missing"], third.cohort, third.replied) == ([], 5, 5)  # the name counts once
+    assert fourth.weights[own] > 0  # both answer: the first one wins
+    assert "'" + own + "', but node 104 uses this name" in fourth.report["skipped"]["node-204"]
+    assert (fourth.cohort, fourth.replied) == (6, 6)
+    assert list(strategy.registry.names.items())[-2:] == [(104, own), (204, own)]
+
+
+def test_a_registered_site_cannot_silence_another_by_its_name():
+    """Neither a newcomer, nor a site that had a name of its own."""
+    sites = Sites(rounds=3)
+    strategy, grid, victim = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if strategy._round.number == 1:
+            grid.contexts[205] = grid.contexts[100]
+            return [reply]
+        return rename_client(reply, victim) if node in (101, 205) else [reply]
+
+    grid.spoil = spoil
+    strategy.start(grid, sites.initial, num_rounds=3)
+    absent = sites.strategy(fraction_evaluate=0.0)
+    silent = sites.grid(lambda node, reply: [] if node == 101 and absent._round.number > 1 else [reply])
+    absent.start(silent, sites.initial, num_rounds=3)
+    assert torch.equal(strategy.state.model.params, absent.state.model.params)
+    for record in strategy.history[1:]:
+        assert set(record.report["skipped"]) == {sites.names[1], "node-205"}
+        assert record.weights[victim] > 0
+        assert (record.cohort, record.replied) == (6, 6)
 
 
 @pytest.mark.slow
@@ -106,7 +130,7 @@ def test_an_error_of_the_old_node_does_not_skip_a_client_that_replies_from_a_new
     third = strategy.history[2]
     assert third.weights[own] > 0
     assert third.report["skipped"] == {}
-    assert third.report["missing"] == [own]  # the old node, under the name it had
+    assert (third.report["missing"], third.cohort, third.replied) == ([], 5, 5)
     assert strategy.federation.accepted[own] == 3
 
 

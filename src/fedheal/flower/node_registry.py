@@ -7,16 +7,17 @@ keeps the first name it gives in a run: otherwise it could fill the state with a
 """
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from flwr.app import Message, Metadata
+from flwr.app import Error, Message, Metadata
 
 from fedheal.flower.messages import CLIENT_INFO
-from fedheal.flower.reply_limits import ReplyLimits, escape_text, find_bad_name
+from fedheal.flower.reply_limits import MAX_ERROR, ReplyLimits, escape_text, find_bad_name
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -47,7 +48,7 @@ class OpenRequests:
 
 
 class NodeRegistry:
-    """The clients' names by node. A name has one node: when it moves, the old node's entry goes."""
+    """The clients' names by node, in the order in which the nodes first used them."""
 
     def __init__(self, names: Mapping[int, str] | None = None, limits: ReplyLimits | None = None) -> None:
         self.names, self.limits = dict(names or {}), limits or ReplyLimits()
@@ -68,35 +69,41 @@ class NodeRegistry:
     ) -> list[ReceivedReply]:
         """Identify the senders of a round's replies, in the order of names.
 
-        Replies of nodes that were not asked, that reply twice, or that use another node's name get a problem. A name may move
-        to another node once the last one that used it is gone, or was asked and is silent. While that is connected and was not
-        asked, a restart cannot be told from a second site with the same name. An error of the last node counts as silence if
-        its client replies from another node: the old node has died.
+        Replies of nodes that were not asked, that reply twice, or that use another node's name get a problem. A name belongs to
+        the first of the connected nodes that used it. Another node may use it once that one is gone, or for a round in which
+        that one was asked and is silent: a node that restarts without a key gets a new id, and the old one never replies. While
+        the owner is connected and was not asked, a restart cannot be told from a second site with the same name. An error
+        of the owner counts as silence if its client replies from another node: the owner has died.
         """
         identified = (self._identify(message, round_number, requests, client_domains) for message in replies)
         ordered = sorted(identified, key=lambda reply: (reply.client, reply.node))
-        replies_by_node, last_nodes = Counter(reply.node for reply in ordered), self._nodes_by_client()
+        replies_by_node, owners = Counter(reply.node for reply in ordered), self._find_owners(connected)
         nodes_by_name: dict[str, set[int]] = {}
         for reply in ordered:
-            if not reply.message.has_error():
+            if not reply.message.has_error() and reply.node in requests.nodes:
                 nodes_by_name.setdefault(reply.client, set()).add(reply.node)
 
-        def find_problem(reply: ReceivedReply) -> str | None:
+        def check(reply: ReceivedReply) -> ReceivedReply:
             if reply.message.has_error():
-                return reply.problem
+                return reply
             if reply.node not in requests.nodes:
-                return f"node {reply.node} was not asked in this round"
+                return replace(reply, problem=f"node {reply.node} was not asked in this round")
             if replies_by_node[reply.node] > 1:
-                return f"node {reply.node} replied {replies_by_node[reply.node]} times in this round"
-            last = last_nodes.get(reply.client, reply.node)
-            last_is_unasked = last in connected and last not in requests.nodes
-            rivals = nodes_by_name[reply.client] | ({last} if last_is_unasked else set())
-            if len(rivals) > 1:
-                nodes = " and ".join(map(str, sorted(rivals)))
-                return f"nodes {nodes} both use this name: give each site its own name"
-            return reply.problem
+                times = replies_by_node[reply.node]
+                return replace(reply, problem=f"node {reply.node} replied {times} times in this round")
+            owner, users = owners.get(reply.client), nodes_by_name[reply.client]
+            is_silent = owner in requests.nodes and owner not in users
+            if owner is None or is_silent:
+                if len(users) == 1:
+                    return reply
+                nodes = " and ".join(map(str, sorted(users)))
+                return replace(reply, problem=f"nodes {nodes} both use this name: give each site its own name")
+            if owner == reply.node:
+                return reply
+            problem = f"it calls itself '{reply.client}', but node {owner} uses this name: give each site its own name"
+            return replace(reply, client=f"node-{reply.node}", is_named=False, problem=problem)
 
-        checked = [replace(reply, problem=find_problem(reply)) for reply in ordered]
+        checked = [check(reply) for reply in ordered]
         valid = {reply.client for reply in checked if reply.problem is None}
         return [reply for reply in checked if not (reply.message.has_error() and reply.client in valid)]
 
@@ -108,8 +115,7 @@ class NodeRegistry:
             # The SuperLink reports a dead node under an id of its own.
             node = requests.node_by_message.get(message.metadata.reply_to_message_id, node)
             client = self.names.get(node, f"node-{node}")
-            lines = str(message.error.reason or "").strip().splitlines()
-            failure = f"its node reports an error: {escape_text(lines[-1]) if lines else f'code {message.error.code}'}"
+            failure = f"its node reports an error: {_describe_error(message.error)}"
             return ReceivedReply(message, node, client, domain=client, is_named=True, problem=failure)
         known = self.names.get(node)
         if (excess := self.limits.find_excess(message.content)) is not None:  # not even its name is read
@@ -140,9 +146,8 @@ class NodeRegistry:
             return f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}", True
         return known or f"node-{node}", False
 
-    def remember(self, replies: Iterable[ReceivedReply]) -> None:
-        """Remember the names of valid replies."""
-        nodes = self._nodes_by_client()
+    def remember(self, replies: Iterable[ReceivedReply], connected: Collection[int]) -> None:
+        """Remember the names of valid replies, and forget nodes that had these names and are gone."""
         for reply in replies:
             if reply.problem is not None:
                 continue
@@ -150,14 +155,31 @@ class NodeRegistry:
                 problem = f"node {reply.node} sends no client name and is called '{reply.client}'"
                 risk = "if it restarts without a node key its history is lost"
                 log.warning("%s: %s; fedheal.flower.client.reply sends a name", problem, risk)
-            if nodes.get(reply.client, reply.node) != reply.node:  # the name has moved
-                self.names.pop(nodes[reply.client], None)
+            others = [n for n, client in self.names.items() if client == reply.client and n != reply.node]
+            if others and self.names.get(reply.node) != reply.client:
+                log.warning("'%s' replies from node %d, before from node %d", reply.client, reply.node, others[-1])
+            for node in others:
+                if node not in connected:
+                    del self.names[node]
             self.names[reply.node] = reply.client
             if reply.is_named:
                 self._named_in_this_run.add(reply.node)
 
-    def _nodes_by_client(self) -> dict[str, int]:
-        return {client: node for node, client in self.names.items()}
+    def _find_owners(self, connected: Collection[int]) -> dict[str, int]:
+        """Return, for each name, the first of the connected nodes that used it."""
+        return {client: node for node, client in reversed(self.names.items()) if node in connected}
+
+
+def _describe_error(error: Error) -> str:
+    """Return the class of a client's exception and the first line of its text, or the last one of a traceback."""
+    reason = str(error.reason or "").strip()
+    named = re.match(r"<class '(?:[^']*\.)?([^'.]+)'>:<'(.*)'>$", reason, re.DOTALL)  # how Flower writes an exception
+    lines = (named[2] if named else reason).strip().splitlines()
+    if not lines:
+        return named[1] if named else f"code {error.code}"
+    is_traceback = not named or lines[0].startswith(("Traceback", "ray::"))
+    line = lines[-1 if is_traceback else 0]
+    return escape_text(f"{named[1]}: {line}" if named else line, MAX_ERROR)
 
 
 def _find_staleness(message: Message, reply_round: object, round_number: int, requests: OpenRequests) -> str | None:

@@ -12,6 +12,7 @@ from fedheal.core.layout import Layout
 MAX_NAME = 200  # characters of a client's or domain's name
 MAX_KEY = 1000  # characters of the name of a record, an array or a metric
 MAX_TEXT = 300  # characters of a client's text in logs and records
+MAX_ERROR = 200  # characters of a client's exception, whose text may hold its data
 MAX_RECORDS = 64
 MAX_SMALL_BYTES = 2**20  # of names, metrics and configs together
 

@@ -39,12 +39,16 @@ class OpenRound:
     connected: frozenset[int]
     bytes_sent: int = 0  # to all nodes
     clock: Clock = field(default_factory=Clock)
+    cohort: int = field(init=False)  # clients that were asked
     replied: int = 0
     weights: dict[str, float] = field(default_factory=dict)
     train_loss: float | None = None
     report: dict[str, Any] = field(default_factory=lambda: {"skipped": {}, "missing": []})
     evaluation_requests: OpenRequests = field(default_factory=lambda: OpenRequests({}))
     evaluations: list[EvaluateReply] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cohort = len(self.requests.nodes)
 
     def record_training(
         self, received: Sequence[ReceivedReply], cohort: Cohort, outcome: StepOutcome, federation: FederationState
@@ -59,8 +63,13 @@ class OpenRound:
             log.warning(
                 "round %d: the update of '%s' has %s; max_norm='auto' leaves such out", self.number, client, how_far
             )
-        replied = {reply.node for reply in received}
-        missing = sorted(name for node, name in self.requests.nodes.items() if node not in replied)
+        asked, heard = self.requests.nodes, {reply.node for reply in received}
+        self.replied = len({reply.node for reply in received if not reply.message.has_error()} & asked.keys())
+        # A name that has moved to another node counts once.
+        names_heard = {reply.client for reply in received if reply.problem is None}
+        unheard = {node: name for node, name in asked.items() if node not in heard}
+        missing = sorted(name for name in unheard.values() if name not in names_heard)
+        self.cohort = len(asked) - len(unheard) + len(missing)
         if missing:
             log.warning("round %d: no reply from %s", self.number, ", ".join(missing))
         self.report = dict(aggregated.report) | {"skipped": skipped, "missing": missing}
@@ -80,7 +89,7 @@ class OpenRound:
         clients = {*self.weights, *(evaluation.client for evaluation in self.evaluations)}
         return RoundRecord(
             round=self.number,
-            cohort=len(self.requests.nodes),
+            cohort=self.cohort,
             replied=self.replied,
             weights=self.weights,
             train_loss=self.train_loss,

@@ -351,7 +351,7 @@ class FairStrategy(Strategy):
         replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
         requests, domains = self.registry.track_requests(messages), self.federation.client_domains
         received = self.registry.identify_replies(replies, number, requests, domains, frozenset(connected))
-        self.registry.remember(reply for reply in received if reply.is_named)
+        self.registry.remember([reply for reply in received if reply.is_named], connected)
 
     def _make_messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
@@ -375,7 +375,7 @@ class FairStrategy(Strategy):
         assert self._round is not None
         number, connected = self._round.number, self._round.connected
         received = self.registry.identify_replies(replies, number, requests, self.federation.client_domains, connected)
-        self.registry.remember(received)
+        self.registry.remember(received, connected)
         return received
 
     def _build_cohort(self, received: list[ReceivedReply], current: OpenRound) -> Cohort:
@@ -388,7 +388,6 @@ class FairStrategy(Strategy):
         is_conclusive = all_replied and len(valid) >= min(2, len(current.connected))
         if cohort.missing_requirement and not self.federation.accepted and is_conclusive:
             raise ValueError(f"'{self.name}' needs {cohort.missing_requirement}")
-        current.replied = sum(not reply.message.has_error() for reply in received)
         usable, needed = len(cohort.updates.clients), self.settings.min_replies
         if usable >= needed:
             return cohort
