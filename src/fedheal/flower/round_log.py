@@ -50,6 +50,11 @@ class OpenRound:
     def __post_init__(self) -> None:
         self.cohort = len(self.requests.nodes)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether clients were asked to train and the model stays as it was."""
+        return bool(self.requests.nodes) and (not any(self.weights.values()) or "unmoved" in self.report)
+
     def record_training(
         self, received: Sequence[ReceivedReply], cohort: Cohort, outcome: StepOutcome, federation: FederationState
     ) -> None:
@@ -123,3 +128,12 @@ def describe_round(record: RoundRecord) -> str:
         worst, accuracy = min(record.clients.items(), key=lambda item: item[1])
         line += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
     return line
+
+
+def describe_causes(record: RoundRecord) -> str:
+    """Say why a round left the model as it was."""
+    skipped, missing = record.report["skipped"], record.report["missing"]
+    causes = [str(record.report["unmoved"])] if "unmoved" in record.report else []
+    causes += [f"'{client}' was skipped ({reason})" for client, reason in list(skipped.items())[:2]]
+    causes += [f"no reply from {', '.join(missing[:5])}"] if missing else []
+    return f"in the last one {'; '.join(causes) or 'no reply counted'}"
