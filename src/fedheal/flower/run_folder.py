@@ -4,7 +4,8 @@
     rounds.jsonl        as in `fedheal.runs.folder`; each line also has the domains of the round's clients as `homes`
     state/, model.safetensors, result.json        as in `fedheal.runs.folder`
 
-Every round ends with a checkpoint, written after the round's line: a resume repeats at most the round that was under way.
+Every round ends with a checkpoint, written after the round's line: a resume repeats at most the round that was under way. The
+checkpoint decides: damaged lines are cut, and the run continues from the state.
 There is a model and a result only while they belong to all the rounds in `rounds.jsonl`.
 """
 
@@ -70,13 +71,22 @@ class RunFolder:
             self._check_settings(toml)
         self.release()  # an earlier lock of this process is replaced
         _locks[self.path.resolve()] = acquire_lock(self.path)  # against a ServerApp that was thought dead, for example
-        checkpoint = load_newest_checkpoint(self.path, self.owner, log) if is_used else None
+        files.drop_damaged_rounds(self.path)
+        checkpoint = load_newest_checkpoint(self.path, self.owner, log, allow_gaps=True) if is_used else None
         files.write_text(toml, tomli_w.dumps(self.settings))
         if checkpoint is None:
             return None
         arrays, described = checkpoint
         state = RunState.from_arrays(arrays, described, torch.device("cpu"))
-        return state, FederationState(**described["flower"]), files.read_rounds(self.path)
+        history = files.read_rounds(self.path)
+        lost = sorted(set(range(1, state.round + 1)) - {record.round for record in history})
+        if lost:
+            numbers = ", ".join(map(str, lost[:20])) + (", ..." if len(lost) > 20 else "")
+            advice = "the state has all rounds, so the run continues; reports lack these"
+            log.warning(
+                "%s: damaged or missing records were cut, of rounds %s: %s", self.path / "rounds.jsonl", numbers, advice
+            )
+        return state, FederationState(**described["flower"]), history
 
     def _check_settings(self, toml: Path) -> None:
         """Raise ValueError that names a changed setting. The checkpoints' owner is checked too, but tells no names."""

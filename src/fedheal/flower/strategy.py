@@ -337,7 +337,7 @@ class FairStrategy(Strategy):
 
     def _check_round_order(self, number: int) -> None:
         """Reject a repeated round, and a caller's model in the place of a folder's."""
-        last = self.history[-1].round if self.history else 0
+        last = 0 if self.state is None else self.state.round
         if self.state is None and self.folder is not None:
             last = self.folder.count_rounds()
         if last and (self.state is None or number != last + 1):
