@@ -139,7 +139,8 @@ class FairStrategy(Strategy):
         self._round: OpenRound | None = None
         self._cohort_builder: CohortBuilder | None = None
         self._sent: ArrayRecord | None = None
-        self._silent, self._empty_rounds = SilentNodes(), 0
+        self._silent = SilentNodes()
+        self._empty_rounds: list[frozenset[int]] = []  # the latest ones in a row, with the nodes they asked
 
     # The methods that Flower calls, in this order.
 
@@ -422,10 +423,9 @@ class FairStrategy(Strategy):
 
     def _end_round(self, current: OpenRound) -> None:
         """Record and save the round; a resume does not repeat it from here on."""
-        self._empty_rounds = self._empty_rounds + 1 if current.is_empty else 0
-        ending = None
-        if self._empty_rounds == self.settings.max_empty_rounds:
-            ending = f"max_empty_rounds = {self._empty_rounds}: so many rounds in a row left the model as it was"
+        self._empty_rounds = [*self._empty_rounds, frozenset(current.requests.nodes)] if current.is_empty else []
+        ending = self._find_ending(current)
+        if ending is not None:
             current.report["ended"] = ending
         record = current.to_record(self.federation.client_domains)
         self.state = replace(self._state, round=current.number)  # also if a wrapper withheld the replies
@@ -441,6 +441,14 @@ class FairStrategy(Strategy):
         self._round = None
         if ending is not None:
             raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}")
+
+    def _find_ending(self, current: OpenRound) -> str | None:
+        """Return why the run ends here, or None. One bad client that is drawn again and again does not end it."""
+        number, limit = len(self._empty_rounds), self.settings.max_empty_rounds
+        asked = frozenset().union(*self._empty_rounds)
+        if limit is None or number < limit or len(asked) < min(2, len(current.connected)):
+            return None
+        return f"max_empty_rounds = {limit}: the last {number} rounds left the model as it was"
 
     def _wait_for_nodes(self, grid: Grid, min_nodes: int) -> list[int]:
         advice = "finished rounds are saved" + ("; resume=True continues from them" if self._num_rounds else "")
