@@ -315,8 +315,8 @@ def test_a_folder_that_cannot_be_resumed_is_rejected(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "damage"),
-    [(1, "\x00" * 40), (2, '{"round": "two"}'), (3, '{"round": 3}'), (1, None)],
-    ids=["bytes of a disk", "no number", "lacks fields", "no file"],
+    [(1, "\x00" * 40), (2, '{"round": "two"}'), (3, '{"round": 3, "weights": 7}'), (1, None)],
+    ids=["bytes of a disk", "no number", "wrong fields", "no file"],
 )
 def test_damaged_records_beside_sound_states_are_cut_by_name_and_the_run_continues(line, damage, tmp_path, caplog):
     sites, folder = Sites(rounds=5), tmp_path / "run"

@@ -17,7 +17,7 @@ from typing import Any
 from flwr.app import Error, Message, Metadata
 
 from fedheal.flower.messages import CLIENT_INFO
-from fedheal.flower.reply_limits import MAX_ERROR, ReplyLimits, escape_text, find_bad_name
+from fedheal.flower.reply_limits import MAX_ERROR, MAX_NAME, ReplyLimits, escape_text, find_bad_name
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -32,6 +32,7 @@ class ReceivedReply:
     domain: str
     is_named: bool  # whether the client gave its name
     problem: str | None = None
+    token: str = ""  # see `client_state`
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class NodeRegistry:
             client, is_named = known or f"node-{node}", False
             domain = client_domains.get(client, client)
         problem = bad_name or _find_staleness(message, info.get("round", round_number), round_number, requests)
-        return ReceivedReply(message, node, client, domain=domain, is_named=is_named, problem=problem)
+        token = escape_text(info.get("token", ""), MAX_NAME)
+        return ReceivedReply(message, node, client, domain, is_named, problem, token)
 
     def _find_name(self, message: Message, info: Mapping[str, Any], node: int) -> tuple[str, bool]:
         """Return the sender's name, and whether the reply gives it."""

@@ -24,6 +24,7 @@ class FederationState:
 
     federation: str = field(default_factory=lambda: secrets.token_hex(8))  # an id that clients save their state under
     accepted: dict[str, int] = field(default_factory=dict)  # client -> the last round whose local state it keeps
+    tokens: dict[str, str] = field(default_factory=dict)  # of clients that keep a state; see `client_state`
     client_domains: dict[str, str] = field(default_factory=dict)
     message_digests: dict[str, str] = field(default_factory=dict)  # of the last messages of its local terms
     test_examples: dict[str, float] = field(default_factory=dict)  # that it last evaluated with
@@ -87,6 +88,9 @@ class OpenRound:
         self.train_loss = mean_train_loss(cohort.updates, accepted)
         federation.message_digests |= cohort.message_digests
         federation.accepted |= dict.fromkeys(outcome.absorbed, self.number)
+        federation.tokens |= {
+            reply.client: reply.token for reply in received if reply.client in outcome.absorbed and reply.token
+        }
         federation.client_domains |= {reply.client: reply.domain for reply in received if reply.client in accepted}
 
     def to_record(self, client_domains: Mapping[str, str]) -> RoundRecord:

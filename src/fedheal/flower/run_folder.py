@@ -6,7 +6,8 @@
 
 Every round ends with a checkpoint, written after the round's line: a resume repeats at most the round that was under way. The
 checkpoint decides: damaged lines are cut, and the run continues from the state.
-There is a model and a result only while they belong to all the rounds in `rounds.jsonl`.
+Only the owner may read what is written here; a folder that exists keeps its own permissions. There is a model and a result
+only while they belong to all the rounds in `rounds.jsonl`.
 """
 
 import hashlib
@@ -27,6 +28,7 @@ from filelock import BaseFileLock
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
+from fedheal.flower.file_modes import keep_private
 from fedheal.flower.round_log import FederationState
 from fedheal.runs import folder as files
 from fedheal.runs.lock import acquire_lock
@@ -60,6 +62,11 @@ class RunFolder:
         shapes = [(e.name, e.kind, e.shape, str(e.dtype)) for e in layout.entries]
         decisive = [self.settings.get(key) for key in DECISIVE_SETTINGS]
         self.owner = hashlib.sha256(json.dumps([decisive, shapes]).encode()).hexdigest()
+        files.make_folder(files.check_folder(self.path).parent)
+        with keep_private():
+            return self._open()
+
+    def _open(self) -> ResumedRun | None:
         toml = self.path / "federation.toml"
         files.make_folder(self.path)
         is_used = any(path.suffix != ".tmp" for path in self.path.iterdir())
@@ -86,7 +93,9 @@ class RunFolder:
             log.warning(
                 "%s: damaged or missing records were cut, of rounds %s: %s", self.path / "rounds.jsonl", numbers, advice
             )
-        return state, FederationState(**described["flower"]), history
+        federation = described["flower"]
+        federation.setdefault("tokens", dict.fromkeys(federation["accepted"], ""))  # of a version without tokens
+        return state, FederationState(**federation), history
 
     def _check_settings(self, toml: Path) -> None:
         """Raise ValueError that names a changed setting. The checkpoints' owner is checked too, but tells no names."""
@@ -104,6 +113,7 @@ class RunFolder:
         if (lock := _locks.pop(self.path.resolve(), None)) is not None:
             lock.release()
 
+    @keep_private()
     def save_round(self, state: RunState, record: RoundRecord, federation: FederationState) -> None:
         """Write a round's line, then the checkpoint: a crash in between costs that round, no more."""
         drop_result(self.path)
@@ -111,6 +121,7 @@ class RunFolder:
         arrays, described = state.to_arrays()
         files.save_checkpoint(self.path, state.round, arrays, described | {"flower": asdict(federation)}, self.owner)
 
+    @keep_private()
     def write_result(
         self, layout: Layout, state: RunState, history: Sequence[RoundRecord], federation: FederationState
     ) -> None:

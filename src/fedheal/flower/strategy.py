@@ -376,7 +376,9 @@ class FairStrategy(Strategy):
         tau = self.settings.tau if self.settings.clients_mask else None
         instructions = RoundInstructions(number, self._num_rounds, needs, federation, tau)
         accepted, messages = self.federation.accepted, []
-        for_unknown = instructions.with_accepted_rounds(accepted)  # a node without a name may be any client
+        # A node without a name may be any client that keeps a state. Without its token it learns nothing about the others.
+        tokens = self.federation.tokens
+        for_unknown = instructions.with_accepted_rounds({c: n for c, n in accepted.items() if c in tokens}, tokens)
         for node in nodes:
             client, own = self.registry.names.get(node), for_unknown
             if client is not None:  # it is told its last accepted round, and discards what it saved in later ones
