@@ -203,3 +203,18 @@ def test_history_belongs_to_the_name_whatever_the_node():
         arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
         strategy.aggregate_evaluate(number, ())
     assert torch.equal(strategy.state.model.params, whole.state.model.params)
+
+
+@pytest.mark.parametrize(("first", "named", "warned"), [(900, False, 1), (900, True, 0), (100, False, 0)])
+def test_a_resumed_run_says_at_its_start_which_clients_it_will_not_find_again(first, named, warned, tmp_path, caplog):
+    """Stock clients without keys, and those of a simulation, have new node ids in every run."""
+    sites = Sites(rounds=2)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        return [reply] if named else rename_client(reply, None)
+
+    settings = {"folder": tmp_path / "run", "fraction_evaluate": 0.0}
+    sites.strategy(**settings).start(sites.grid(spoil), sites.initial, num_rounds=1)
+    sites.strategy(**settings, resume=True).start(sites.grid(spoil, first), sites.initial, num_rounds=3)
+    words = "5 of 5 clients were known by node ids that are gone (node-100, node-101, node-102, ...): their nodes count as new"
+    assert caplog.text.count(words) == warned

@@ -155,7 +155,7 @@ class NodeRegistry:
                 continue
             if not reply.is_named and reply.node not in self.names:
                 problem = f"node {reply.node} sends no client name and is called '{reply.client}'"
-                risk = "if it restarts without a node key its history is lost"
+                risk = "if it restarts without a node key, or in another simulation, it is a new client without history"
                 log.warning("%s: %s; fedheal.flower.client.reply sends a name", problem, risk)
             others = [n for n, client in self.names.items() if client == reply.client and n != reply.node]
             if others and self.names.get(reply.node) != reply.client:
@@ -170,6 +170,23 @@ class NodeRegistry:
     def _find_owners(self, connected: Collection[int]) -> dict[str, int]:
         """Return, for each name, the first of the connected nodes that used it."""
         return {client: node for node, client in reversed(self.names.items()) if node in connected}
+
+
+def describe_lost_clients(clients: Iterable[str], connected: Collection[int]) -> str | None:
+    """Return a warning if a resumed run will not find clients again that were known by their nodes' ids only, else None.
+
+    >>> describe_lost_clients(["clinic", "node-7"], {7})
+    >>> describe_lost_clients(["clinic", "node-7"], {8})[:59]
+    '1 of 2 clients were known by node ids that are gone (node-7'
+    """
+    known = list(clients)
+    lost = [client for client in known if re.fullmatch(r"node-\d+", client) and int(client[5:]) not in connected]
+    if not lost:
+        return None
+    shown = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+    effect = "their nodes count as new clients, and this run differs from an uninterrupted one"
+    remedy = "let clients send a name or 'partition-id', or give nodes keys"
+    return f"{len(lost)} of {len(known)} clients were known by node ids that are gone ({shown}): {effect}; {remedy}"
 
 
 def _describe_error(error: Error) -> str:

@@ -29,7 +29,7 @@ from fedheal.core.state import RunState, TermState
 from fedheal.flower import messages as wire
 from fedheal.flower.masking import make_masked_mean
 from fedheal.flower.messages import SHARED, RoundInstructions, count_bytes, model_to_record, record_to_model
-from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply
+from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply, describe_lost_clients
 from fedheal.flower.node_sampling import TooManyEmptyRounds, sample_nodes, wait_for_nodes
 from fedheal.flower.replies import (
     Cohort,
@@ -139,6 +139,7 @@ class FairStrategy(Strategy):
         self._round: OpenRound | None = None
         self._cohort_builder: CohortBuilder | None = None
         self._sent: ArrayRecord | None = None
+        self._first_round = 1  # of this run
         self._silent = SilentNodes()
         self._empty_rounds: list[frozenset[int]] = []  # the latest ones in a row, with the nodes they asked
 
@@ -208,7 +209,7 @@ class FairStrategy(Strategy):
             log.info("resuming after round %d", self.state.round)
         limits = ReplyLimits.from_layout(layout, len(self.terms), self.requirements.max_reply_bytes)
         self.registry = NodeRegistry({int(node): client for node, client in self.federation.nodes.items()}, limits)
-        self._sent = model_to_record(layout, self.state.model)
+        self._sent, self._first_round = model_to_record(layout, self.state.model), self.state.round + 1
         return self._sent
 
     def configure_train(
@@ -227,6 +228,8 @@ class FairStrategy(Strategy):
                 responsive = self._call_roll(grid, responsive, server_round)
             nodes = self._sample(responsive, fraction, min_nodes, "cohort", server_round)
         connected = frozenset(grid.get_node_ids())
+        if server_round == self._first_round and (lost := describe_lost_clients(self.federation.accepted, connected)):
+            log.warning("%s", lost)
         log.info("[round %d/%s] %d nodes train", server_round, self._num_rounds or "?", len(nodes))
         records: dict[str, Any] = {self.requirements.arrays_key: arrays}
         shared = [
