@@ -60,11 +60,11 @@ class LocalGrid(Grid):
         raise NotImplementedError
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Return the ids of messages that could be sent, as Flower's own grids do."""
         ids = []
         for message in messages:
-            reply = self.answer(message)
-            ids.append(message.metadata.message_id)
-            if reply is not None:
+            if (reply := self.answer(message)) is not None:
+                ids.append(message.metadata.message_id)
                 self.answers[ids[-1]] = reply
         return ids
 

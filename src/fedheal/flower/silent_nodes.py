@@ -42,7 +42,9 @@ class SilentNodes:
         self._checks = {node: checks + 1 for node, checks in self._checks.items()}
         if due:
             # A query may be lost with the node that took it: the earlier ones stay open beside it.
-            self._queries |= zip(grid.push_messages(make_queries(due)), due, strict=True)
+            queries = make_queries(due)
+            grid.push_messages(queries)  # it leaves out the ids of those that it cannot send
+            self._queries |= {query.metadata.message_id: query.metadata.dst_node_id for query in queries}
         for reply in grid.pull_messages(list(self._queries)) if self._queries else ():
             query = reply.metadata.reply_to_message_id
             if query in self._queries:
