@@ -159,7 +159,36 @@ def test_a_bad_reply_counts_as_an_absent_client(first, caplog):
     assert (second.report["missing"], second.cohort) == (missing, 5)
     assert set(second.report["skipped"]) == reasons.keys() - set(missing)
     errors = sum(spoil in (error, error_of_the_superlink) for spoil, _ in cases.values())
-    assert second.replied == 5 - len(missing) - errors + list(reasons.values()).count("replied 2 times")
+    assert second.replied == 5 - len(missing) - errors
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        (
+            "<class 'torch.OutOfMemoryError'>:<'CUDA out of memory.\nTried 2 GiB.'>",
+            "OutOfMemoryError: CUDA out of memory.",
+        ),
+        ("<class 'KeyError'>:<''x\x1b[2J''>", r"KeyError: 'x\x1b[2J'"),
+        ("<class 'AssertionError'>:<''>", "AssertionError"),
+        (
+            "<class 'ray.exceptions.RayTaskError'>:<'ray::run()\nValueError: no data'>",
+            "RayTaskError: ValueError: no data",
+        ),
+        ("<class 'OSError'>:<'" + "/data/patient" * 99 + "'>", "OSError: /data/patient"),
+        ("", "code 2"),
+    ],
+)
+def test_the_class_of_a_clients_exception_is_kept_and_its_text_shortened(reason, shown):
+    def fail(reply: Message) -> list[Message]:
+        failed = Message(Error(code=2, reason=reason), reply_to=reply)
+        failed.metadata.__dict__["_src_node_id"] = reply.metadata.src_node_id
+        return [failed]
+
+    strategy, name = run(fail)
+    words = strategy.history[1].report["skipped"][name]
+    assert words.startswith(f"its node reports an error: {shown}")
+    assert len(words) < 250
 
 
 def test_an_update_above_max_norm_is_skipped():
@@ -178,6 +207,7 @@ def test_a_node_that_was_not_asked_does_not_count():
 
     strategy, name = run(stranger)
     assert "node 999 was not asked" in strategy.history[1].report["skipped"][name]
+    assert (strategy.history[1].cohort, strategy.history[1].replied) == (5, 4)
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -75,10 +75,34 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
     strategy.start(grid, sites.initial, num_rounds=4)
     third, fourth = strategy.history[2], strategy.history[3]
     assert third.weights[own] > 0  # node 204 speaks for it now
-    assert third.report["missing"] == [own]
-    assert "nodes 104 and 204 both use this name" in fourth.report["skipped"][own]  # both answer: nobody can tell
-    assert strategy.registry.names.get(204) == own
-    assert 104 not in strategy.registry.names  # the name has moved
+    assert (third.report["missing"], third.cohort, third.replied) == ([], 5, 5)  # the name counts once
+    assert fourth.weights[own] > 0  # both answer: the first one wins
+    assert "'" + own + "', but node 104 uses this name" in fourth.report["skipped"]["node-204"]
+    assert (fourth.cohort, fourth.replied) == (6, 6)
+    assert list(strategy.registry.names.items())[-2:] == [(104, own), (204, own)]
+
+
+def test_a_registered_site_cannot_silence_another_by_its_name():
+    """Neither a newcomer, nor a site that had a name of its own."""
+    sites = Sites(rounds=3)
+    strategy, grid, victim = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if strategy._round.number == 1:
+            grid.contexts[205] = grid.contexts[100]
+            return [reply]
+        return rename_client(reply, victim) if node in (101, 205) else [reply]
+
+    grid.spoil = spoil
+    strategy.start(grid, sites.initial, num_rounds=3)
+    absent = sites.strategy(fraction_evaluate=0.0)
+    silent = sites.grid(lambda node, reply: [] if node == 101 and absent._round.number > 1 else [reply])
+    absent.start(silent, sites.initial, num_rounds=3)
+    assert torch.equal(strategy.state.model.params, absent.state.model.params)
+    for record in strategy.history[1:]:
+        assert set(record.report["skipped"]) == {sites.names[1], "node-205"}
+        assert record.weights[victim] > 0
+        assert (record.cohort, record.replied) == (6, 6)
 
 
 @pytest.mark.slow
@@ -106,7 +130,7 @@ def test_an_error_of_the_old_node_does_not_skip_a_client_that_replies_from_a_new
     third = strategy.history[2]
     assert third.weights[own] > 0
     assert third.report["skipped"] == {}
-    assert third.report["missing"] == [own]  # the old node, under the name it had
+    assert (third.report["missing"], third.cohort, third.replied) == ([], 5, 5)
     assert strategy.federation.accepted[own] == 3
 
 
@@ -179,3 +203,18 @@ def test_history_belongs_to_the_name_whatever_the_node():
         arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
         strategy.aggregate_evaluate(number, ())
     assert torch.equal(strategy.state.model.params, whole.state.model.params)
+
+
+@pytest.mark.parametrize(("first", "named", "warned"), [(900, False, 1), (900, True, 0), (100, False, 0)])
+def test_a_resumed_run_says_at_its_start_which_clients_it_will_not_find_again(first, named, warned, tmp_path, caplog):
+    """Stock clients without keys, and those of a simulation, have new node ids in every run."""
+    sites = Sites(rounds=2)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        return [reply] if named else rename_client(reply, None)
+
+    settings = {"folder": tmp_path / "run", "fraction_evaluate": 0.0}
+    sites.strategy(**settings).start(sites.grid(spoil), sites.initial, num_rounds=1)
+    sites.strategy(**settings, resume=True).start(sites.grid(spoil, first), sites.initial, num_rounds=3)
+    words = "5 of 5 clients were known by node ids that are gone (node-100, node-101, node-102, ...): their nodes count as new"
+    assert caplog.text.count(words) == warned

@@ -216,3 +216,9 @@ def test_a_preset_takes_no_argument_without_its_name(preset):
     """Flower's `FedAvg(0.5)` trains half of the nodes: a preset must not take that for tau or gamma."""
     with pytest.raises(TypeError, match=re.escape(f"{preset.__name__}(0.5): name each argument")):
         preset(0.5)
+
+
+@pytest.mark.parametrize("method", [0.5, None, 2])
+def test_a_strategy_says_what_its_first_argument_must_be(method):
+    with pytest.raises(ValueError, match=re.escape(f"method = {method!r}: use a name such as")):
+        FairStrategy(method)

@@ -311,3 +311,26 @@ def test_a_folder_that_cannot_be_resumed_is_rejected(tmp_path):
     shutil.rmtree(tmp_path / "run" / "state")
     strategy = sites.run(folder=tmp_path / "run", resume=True)  # no state: from the start
     assert len(strategy.history) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "damage"),
+    [(1, "\x00" * 40), (2, '{"round": "two"}'), (3, '{"round": 3, "weights": 7}'), (1, None)],
+    ids=["bytes of a disk", "no number", "wrong fields", "no file"],
+)
+def test_damaged_records_beside_sound_states_are_cut_by_name_and_the_run_continues(line, damage, tmp_path, caplog):
+    sites, folder = Sites(rounds=5), tmp_path / "run"
+    whole = sites.run(fraction_evaluate=0.0)
+    sites.strategy(folder=folder, fraction_evaluate=0.0).start(sites.grid(), sites.initial, num_rounds=3)
+    lines = (folder / "rounds.jsonl").read_text().splitlines()
+    lost = [line] if damage else [1, 2, 3]
+    if damage:
+        lines[line - 1] = damage
+        (folder / "rounds.jsonl").write_text("\n".join(lines) + "\n")
+    else:
+        (folder / "rounds.jsonl").unlink()
+    strategy = sites.strategy(folder=folder, fraction_evaluate=0.0, resume=True)
+    strategy.start(sites.grid(), sites.initial, num_rounds=5)
+    assert torch.equal(strategy.state.model.params, whole.state.model.params)
+    assert [record.round for record in records.read_rounds(folder)] == sorted({1, 2, 3, 4, 5} - set(lost))
+    assert f"rounds.jsonl: damaged or missing records were cut, of rounds {', '.join(map(str, lost))}:" in caplog.text

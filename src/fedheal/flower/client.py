@@ -13,6 +13,7 @@ The state that a method keeps with a client is saved in `context.state`, or in a
 """
 
 import logging
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,7 +106,7 @@ def reply(
         packed = layout.pack(messages.match_bfloat16(layout, local))
         masked = session.mask(content, layout, messages.record_to_model(layout, received), packed)
         local = layout.unpack(masked)
-        session.save()
+        session.save(content)
     content[key] = messages.tensors_to_record(local)
     return Message(content, reply_to=message)
 
@@ -174,7 +175,7 @@ def train(
     if any(result.messages):
         content[messages.TERM_MESSAGES] = messages.terms_to_record(result.messages)
     if session.arrays:
-        session.save()
+        session.save(content)
     content[key] = messages.model_to_record(local_training.layout, local)
     return Message(content, reply_to=message)
 
@@ -199,8 +200,8 @@ def evaluate(
     client = client or get_client_name(context)
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])
     instructions = RoundInstructions.from_message(message)
-    accepted = instructions.get_accepted_round(client)
     store = open_store(context, client, folder, instructions.federation)
+    accepted = instructions.get_accepted_round(client, store.read_token())
     # Nothing is dropped yet: the server may die before it has saved this round.
     saved = load_newest(store, instructions.round if accepted is None else accepted)
     slots = _read_slots(saved, len(local_training.terms))
@@ -224,8 +225,8 @@ class _ClientSession:
 
     @classmethod
     def open(cls, context: Context, client: str, folder: str | Path | None, instructions: RoundInstructions) -> Self:
-        accepted = instructions.get_accepted_round(client)
         store = open_store(context, client, folder, instructions.federation)
+        accepted = instructions.get_accepted_round(client, store.read_token())
         warning = client_state.describe_missing_state(store, client, accepted)
         loaded = client_state.load_before_round(store, instructions.round, accepted)
         return cls(store, instructions, warning, loaded)
@@ -243,10 +244,16 @@ class _ClientSession:
         self.arrays |= {f"{SIGNS}.{k}": v for k, v in signs.items()}
         return replace(local, params=torch.where(share.kept, local.params, received.params))
 
-    def save(self) -> None:
-        """Save for the next round. Only a method that saves something can have lost it, so the warning comes here."""
+    def save(self, content: RecordDict) -> None:
+        """Save for the next round, and put the client's token into the reply.
+
+        Only a method that saves something can have lost it, so the warning comes here.
+        """
         if self.warning:
             log.warning("%s", self.warning)
+        if not self.store.read_token():
+            self.store.write_token(secrets.token_hex(16))
+        content.config_records[CLIENT_INFO]["token"] = self.store.read_token()
         self.store.save(self.instructions.round, self.arrays, self.described)
 
 

@@ -5,6 +5,9 @@ needs a folder to continue with the same results. A client keeps its state after
 after the one it trained last, which may not have been accepted. A folder also keeps that of the accepted round before: a
 resumed server whose newest checkpoint is damaged continues from the one before. A state of another federation, or a damaged
 one, is ignored: a client without state can still train.
+
+Beside its states is a token, which only the client and the server know. By it a client whose node has no name yet finds its own
+last accepted round among those of all clients, and nobody else can.
 """
 
 import json
@@ -16,6 +19,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context
 from torch import Tensor
 
+from fedheal.flower.file_modes import keep_private
 from fedheal.flower.messages import record_to_tensors, tensors_to_record
 from fedheal.runs import folder as files
 
@@ -50,6 +54,13 @@ class ContextStore:
         for name in ("memory", "about"):
             self.state.pop(f"fedheal.{name}.{number}", None)
 
+    def read_token(self) -> str:
+        records = self.state.config_records
+        return str(records["fedheal.token"]["token"]) if "fedheal.token" in records else ""
+
+    def write_token(self, token: str) -> None:
+        self.state["fedheal.token"] = ConfigRecord({"token": token})
+
 
 class FolderStore:
     """In a folder: a checked, atomically written file a round. `load` raises `files.CheckpointError`, as above."""
@@ -65,12 +76,22 @@ class FolderStore:
     def load(self, number: int) -> SavedState:
         return files.load_checkpoint(self._path(number), self.owner)
 
+    @keep_private()
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         files.save_checkpoint(self.folder, number, arrays, described, self.owner, self.accepted_rounds_kept + 1)
 
     def drop(self, number: int) -> None:
         self._path(number).unlink(missing_ok=True)
+
+    def read_token(self) -> str:
+        path = self.folder / "token"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    @keep_private()
+    def write_token(self, token: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files.write_text(self.folder / "token", token)
 
     def _path(self, number: int) -> Path:
         return self.folder / "state" / f"{number:08d}.safetensors"

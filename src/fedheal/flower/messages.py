@@ -68,22 +68,28 @@ class RoundInstructions:
         values = asdict(self) | {"needs": list(self.needs)}
         return {f"{INSTRUCTIONS}{key}": value for key, value in values.items() if value is not None}
 
-    def with_accepted_rounds(self, accepted: Mapping[str, int]) -> Self:
+    def with_accepted_rounds(self, accepted: Mapping[str, int], tokens: Mapping[str, str] | None = None) -> Self:
         """Add clients' last accepted rounds, under digests: a client finds its own and learns no other name.
 
-        >>> instructions = RoundInstructions(federation="f").with_accepted_rounds({"clinic": 3})
-        >>> instructions.get_accepted_round("clinic"), instructions.get_accepted_round("hospital")
+        With a client's token in it, nobody else can find out whether a guessed name is that of a member.
+
+        >>> instructions = RoundInstructions(federation="f").with_accepted_rounds({"clinic": 3}, {"clinic": "7f"})
+        >>> instructions.get_accepted_round("clinic", "7f"), instructions.get_accepted_round("clinic")
         (3, 0)
         """
-        digests = {self._digest(client): number for client, number in accepted.items()}
+        tokens = tokens or {}
+        digests = {self._digest(client, tokens.get(client, "")): number for client, number in accepted.items()}
         return replace(self, accepted=json.dumps(digests))
 
-    def get_accepted_round(self, client: str) -> int | None:
+    def get_accepted_round(self, client: str, token: str = "") -> int | None:
         """Return the client's last accepted round, 0 if there is none, or None if the server does not say."""
-        return None if self.accepted is None else int(json.loads(self.accepted).get(self._digest(client), 0))
+        if self.accepted is None:
+            return None
+        rounds = json.loads(self.accepted)
+        return int(rounds.get(self._digest(client, token), rounds.get(self._digest(client), 0)))
 
-    def _digest(self, client: str) -> str:
-        return hashlib.sha256(f"{self.federation}/{client}".encode()).hexdigest()[:16]
+    def _digest(self, client: str, token: str = "") -> str:
+        return hashlib.sha256("/".join((self.federation, client, *([token] * bool(token)))).encode()).hexdigest()[:16]
 
 
 def describe_terms(terms: Sequence[object]) -> list[str]:

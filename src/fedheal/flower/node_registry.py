@@ -2,19 +2,22 @@
 
 A client's name is the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else
 `partition-<id>` if the reply holds a `partition-id`, else `node-<id>`. Only the last does not survive a node's restart. A
-reply that names less than an earlier one of its node (for example a stock evaluation) keeps the known name and domain.
+reply that names less than an earlier one of its node (for example a stock evaluation) keeps the known name and domain. A node
+keeps the first name it gives in a run: otherwise it could fill the state with a new client each round.
 """
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from flwr.app import Message, Metadata
+from flwr.app import Error, Message, Metadata
 
 from fedheal.flower.messages import CLIENT_INFO
+from fedheal.flower.reply_limits import MAX_ERROR, MAX_NAME, ReplyLimits, escape_text, find_bad_name
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -29,6 +32,7 @@ class ReceivedReply:
     domain: str
     is_named: bool  # whether the client gave its name
     problem: str | None = None
+    token: str = ""  # see `client_state`
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,11 @@ class OpenRequests:
 
 
 class NodeRegistry:
-    """The clients' names by node. A name has one node: when it moves, the old node's entry goes."""
+    """The clients' names by node, in the order in which the nodes first used them."""
 
-    def __init__(self, names: Mapping[int, str] | None = None) -> None:
-        self.names = dict(names or {})
+    def __init__(self, names: Mapping[int, str] | None = None, limits: ReplyLimits | None = None) -> None:
+        self.names, self.limits = dict(names or {}), limits or ReplyLimits()
+        self._named_in_this_run: set[int] = set()  # a resume may correct a name
 
     def track_requests(self, messages: Sequence[Message]) -> OpenRequests:
         """Note which nodes these messages go to."""
@@ -65,35 +70,41 @@ class NodeRegistry:
     ) -> list[ReceivedReply]:
         """Identify the senders of a round's replies, in the order of names.
 
-        Replies of nodes that were not asked, that reply twice, or that use another node's name get a problem. A name may move
-        to another node once the last one that used it is gone, or was asked and is silent. While that is connected and was not
-        asked, a restart cannot be told from a second site with the same name. An error of the last node counts as silence if
-        its client replies from another node: the old node has died.
+        Replies of nodes that were not asked, that reply twice, or that use another node's name get a problem. A name belongs to
+        the first of the connected nodes that used it. Another node may use it once that one is gone, or for a round in which
+        that one was asked and is silent: a node that restarts without a key gets a new id, and the old one never replies. While
+        the owner is connected and was not asked, a restart cannot be told from a second site with the same name. An error
+        of the owner counts as silence if its client replies from another node: the owner has died.
         """
         identified = (self._identify(message, round_number, requests, client_domains) for message in replies)
         ordered = sorted(identified, key=lambda reply: (reply.client, reply.node))
-        replies_by_node, last_nodes = Counter(reply.node for reply in ordered), self._nodes_by_client()
+        replies_by_node, owners = Counter(reply.node for reply in ordered), self._find_owners(connected)
         nodes_by_name: dict[str, set[int]] = {}
         for reply in ordered:
-            if not reply.message.has_error():
+            if not reply.message.has_error() and reply.node in requests.nodes:
                 nodes_by_name.setdefault(reply.client, set()).add(reply.node)
 
-        def find_problem(reply: ReceivedReply) -> str | None:
+        def check(reply: ReceivedReply) -> ReceivedReply:
             if reply.message.has_error():
-                return reply.problem
+                return reply
             if reply.node not in requests.nodes:
-                return f"node {reply.node} was not asked in this round"
+                return replace(reply, problem=f"node {reply.node} was not asked in this round")
             if replies_by_node[reply.node] > 1:
-                return f"node {reply.node} replied {replies_by_node[reply.node]} times in this round"
-            last = last_nodes.get(reply.client, reply.node)
-            last_is_unasked = last in connected and last not in requests.nodes
-            rivals = nodes_by_name[reply.client] | ({last} if last_is_unasked else set())
-            if len(rivals) > 1:
-                nodes = " and ".join(map(str, sorted(rivals)))
-                return f"nodes {nodes} both use this name: give each site its own name"
-            return reply.problem
+                times = replies_by_node[reply.node]
+                return replace(reply, problem=f"node {reply.node} replied {times} times in this round")
+            owner, users = owners.get(reply.client), nodes_by_name[reply.client]
+            is_silent = owner in requests.nodes and owner not in users
+            if owner is None or is_silent:
+                if len(users) == 1:
+                    return reply
+                nodes = " and ".join(map(str, sorted(users)))
+                return replace(reply, problem=f"nodes {nodes} both use this name: give each site its own name")
+            if owner == reply.node:
+                return reply
+            problem = f"it calls itself '{reply.client}', but node {owner} uses this name: give each site its own name"
+            return replace(reply, client=f"node-{reply.node}", is_named=False, problem=problem)
 
-        checked = [replace(reply, problem=find_problem(reply)) for reply in ordered]
+        checked = [check(reply) for reply in ordered]
         valid = {reply.client for reply in checked if reply.problem is None}
         return [reply for reply in checked if not (reply.message.has_error() and reply.client in valid)]
 
@@ -105,43 +116,95 @@ class NodeRegistry:
             # The SuperLink reports a dead node under an id of its own.
             node = requests.node_by_message.get(message.metadata.reply_to_message_id, node)
             client = self.names.get(node, f"node-{node}")
-            lines = str(message.error.reason or "").strip().splitlines()
-            problem = f"its node reports an error: {lines[-1][:300] if lines else f'code {message.error.code}'}"
-            return ReceivedReply(message, node, client, domain=client, is_named=True, problem=problem)
-        content = message.content
-        info: Mapping[str, Any] = content.config_records.get(CLIENT_INFO, {})
+            failure = f"its node reports an error: {_describe_error(message.error)}"
+            return ReceivedReply(message, node, client, domain=client, is_named=True, problem=failure)
+        known = self.names.get(node)
+        if (excess := self.limits.find_excess(message.content)) is not None:  # not even its name is read
+            client = known or f"node-{node}"
+            return ReceivedReply(message, node, client, client_domains.get(client, client), False, excess)
+        info: Mapping[str, Any] = message.content.config_records.get(CLIENT_INFO, {})
+        client, is_named = self._find_name(message, info, node)
+        given_domain = info.get("domain")
+        domain = given_domain if isinstance(given_domain, str) and given_domain else client_domains.get(client, client)
+        bad_name = find_bad_name("name", client) or find_bad_name("domain", domain)
+        if bad_name is None and known not in (None, client) and node in self._named_in_this_run:
+            bad_name = f"its node is '{known}' and now calls itself '{client}': a node keeps its name during a run"
+        if bad_name is not None:
+            client, is_named = known or f"node-{node}", False
+            domain = client_domains.get(client, client)
+        problem = bad_name or _find_staleness(message, info.get("round", round_number), round_number, requests)
+        token = escape_text(info.get("token", ""), MAX_NAME)
+        return ReceivedReply(message, node, client, domain, is_named, problem, token)
+
+    def _find_name(self, message: Message, info: Mapping[str, Any], node: int) -> tuple[str, bool]:
+        """Return the sender's name, and whether the reply gives it."""
+        content, known = message.content, self.names.get(node)
         records: list[Mapping[str, Any]] = [*content.config_records.values(), *content.metric_records.values()]
         partition = next((record["partition-id"] for record in reversed(records) if "partition-id" in record), None)
-        name, known_name, is_named = info.get("client"), self.names.get(node), True
+        name = info.get("client")
         if isinstance(name, str) and name:
-            client = name
-        elif isinstance(partition, (int, float, str)) and (known_name or "partition-").startswith("partition-"):
-            client = f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}"
-        else:
-            client, is_named = known_name or f"node-{node}", False
-        domain = info.get("domain")
-        if not (isinstance(domain, str) and domain):
-            domain = client_domains.get(client, client)
-        reply_round, stale = info.get("round", round_number), None
-        if requests.node_by_message and message.metadata.reply_to_message_id not in requests.node_by_message:
-            stale = "it answers a message that was not sent in this round"
-        elif reply_round != round_number:
-            stale = f"it answers round {reply_round}, this is round {round_number}"
-        return ReceivedReply(message, node, client, domain=domain, is_named=is_named, problem=stale)
+            return name, True
+        if isinstance(partition, (int, float, str)) and (known or "partition-").startswith("partition-"):
+            return f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}", True
+        return known or f"node-{node}", False
 
-    def remember(self, replies: Iterable[ReceivedReply]) -> None:
-        """Remember the names of valid replies."""
-        nodes = self._nodes_by_client()
+    def remember(self, replies: Iterable[ReceivedReply], connected: Collection[int]) -> None:
+        """Remember the names of valid replies, and forget nodes that had these names and are gone."""
         for reply in replies:
             if reply.problem is not None:
                 continue
             if not reply.is_named and reply.node not in self.names:
                 problem = f"node {reply.node} sends no client name and is called '{reply.client}'"
-                risk = "if it restarts without a node key its history is lost"
+                risk = "if it restarts without a node key, or in another simulation, it is a new client without history"
                 log.warning("%s: %s; fedheal.flower.client.reply sends a name", problem, risk)
-            if nodes.get(reply.client, reply.node) != reply.node:  # the name has moved
-                self.names.pop(nodes[reply.client], None)
+            others = [n for n, client in self.names.items() if client == reply.client and n != reply.node]
+            if others and self.names.get(reply.node) != reply.client:
+                log.warning("'%s' replies from node %d, before from node %d", reply.client, reply.node, others[-1])
+            for node in others:
+                if node not in connected:
+                    del self.names[node]
             self.names[reply.node] = reply.client
+            if reply.is_named:
+                self._named_in_this_run.add(reply.node)
 
-    def _nodes_by_client(self) -> dict[str, int]:
-        return {client: node for node, client in self.names.items()}
+    def _find_owners(self, connected: Collection[int]) -> dict[str, int]:
+        """Return, for each name, the first of the connected nodes that used it."""
+        return {client: node for node, client in reversed(self.names.items()) if node in connected}
+
+
+def describe_lost_clients(clients: Iterable[str], connected: Collection[int]) -> str | None:
+    """Return a warning if a resumed run will not find clients again that were known by their nodes' ids only, else None.
+
+    >>> describe_lost_clients(["clinic", "node-7"], {7})
+    >>> describe_lost_clients(["clinic", "node-7"], {8})[:59]
+    '1 of 2 clients were known by node ids that are gone (node-7'
+    """
+    known = list(clients)
+    lost = [client for client in known if re.fullmatch(r"node-\d+", client) and int(client[5:]) not in connected]
+    if not lost:
+        return None
+    shown = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+    effect = "their nodes count as new clients, and this run differs from an uninterrupted one"
+    remedy = "let clients send a name or 'partition-id', or give nodes keys"
+    return f"{len(lost)} of {len(known)} clients were known by node ids that are gone ({shown}): {effect}; {remedy}"
+
+
+def _describe_error(error: Error) -> str:
+    """Return the class of a client's exception and the first line of its text, or the last one of a traceback."""
+    reason = str(error.reason or "").strip()
+    named = re.match(r"<class '(?:[^']*\.)?([^'.]+)'>:<'(.*)'>$", reason, re.DOTALL)  # how Flower writes an exception
+    lines = (named[2] if named else reason).strip().splitlines()
+    if not lines:
+        return named[1] if named else f"code {error.code}"
+    is_traceback = not named or lines[0].startswith(("Traceback", "ray::"))
+    line = lines[-1 if is_traceback else 0]
+    return escape_text(f"{named[1]}: {line}" if named else line, MAX_ERROR)
+
+
+def _find_staleness(message: Message, reply_round: object, round_number: int, requests: OpenRequests) -> str | None:
+    """Return why a reply does not belong to this round, or None."""
+    if requests.node_by_message and message.metadata.reply_to_message_id not in requests.node_by_message:
+        return "it answers a message that was not sent in this round"
+    if reply_round != round_number:
+        return f"it answers round {escape_text(reply_round, 20)}, this is round {round_number}"
+    return None

@@ -2,29 +2,32 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from flwr.serverapp import Grid
 
 log = logging.getLogger("flwr.fedheal")
 
 
 class NotEnoughNodes(RuntimeError):
-    """Too few nodes were connected for longer than `wait_seconds`."""
+    """Too few nodes were connected, or answered, for longer than `wait_seconds`."""
 
 
-def wait_for_nodes(grid: Grid, needed: int, wait_seconds: float, advice: str) -> list[int]:
-    """Return the connected nodes, once there are enough; Flower itself would wait for ever.
+class TooManyEmptyRounds(RuntimeError):
+    """The model stayed as it was in `max_empty_rounds` rounds in a row."""
+
+
+def wait_for_nodes(list_nodes: Callable[[], list[int]], needed: int, wait_seconds: float, advice: str) -> list[int]:
+    """Return the nodes that `list_nodes` gives, once there are enough; Flower itself would wait for ever.
 
     `advice` ends the message of the NotEnoughNodes that is raised if they do not come.
     """
     deadline = time.monotonic() + wait_seconds
     is_announced = False
-    while len(connected := list(grid.get_node_ids())) < needed:
+    while len(connected := list_nodes()) < needed:
         if time.monotonic() >= deadline:
             required = f"only {len(connected)} of the {needed} nodes required by min_available_nodes and the like"
-            raise NotEnoughNodes(f"{required} are connected after wait_seconds = {wait_seconds:g}; {advice}")
+            raise NotEnoughNodes(f"{required} are connected and answer after wait_seconds = {wait_seconds:g}; {advice}")
         if not is_announced:
             log.info("waiting up to %g s for %d nodes (%d connected)", wait_seconds, needed, len(connected))
             is_announced = True

@@ -4,8 +4,9 @@ A reply that cannot count is rejected with the reason.
 """
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -23,6 +24,7 @@ from fedheal.core.updates import Reply, Updates
 from fedheal.flower import messages
 from fedheal.flower.messages import CLIENT_INFO, MASK, TERM_MESSAGES, view_array, widen_bfloat16
 from fedheal.flower.node_registry import ReceivedReply
+from fedheal.flower.reply_limits import MAX_COUNTER, MAX_MESSAGE, MAX_METRIC, escape_text, find_far_norms
 from fedheal.local.term import Arrays, ServerContext, Term
 
 ACCURACY = ("accuracy", "eval_acc")  # names that clients give to their accuracy, from 0 to 1
@@ -34,8 +36,14 @@ METRICS = {  # what a client with a training loop of its own sends
 }
 
 
+AUTO = "auto"  # as max_norm: leave out norms far above the median of the round
+
+
 class RejectedReply(ValueError):
-    """A reply that cannot count, with the reason."""
+    """A reply that cannot count, with the reason, which may hold the client's own words."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(escape_text(reason))
 
 
 class MissingRequirement(RejectedReply):
@@ -53,15 +61,18 @@ class ReplyRequirements:
     arrays_key: str = "arrays"
     examples_key: str = "num-examples"
     max_examples: float = 1e9
-    max_norm: float | None = None
+    max_norm: float | str | None = None
+    max_reply_bytes: int | None = None
     needs: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()
     masked: bool = False  # the clients mask their own updates
 
     def __post_init__(self) -> None:
-        for name, bound in (("max_examples", self.max_examples), ("max_norm", self.max_norm)):
-            if bound is not None:
-                Parameter(name, 1.0, gt=0).check(bound)
+        Parameter("max_examples", 1.0, gt=0).check(self.max_examples)
+        if self.max_norm not in (None, AUTO):
+            Parameter("max_norm", 1.0, gt=0).check(self.max_norm)
+        if self.max_reply_bytes is not None:
+            Parameter("max_reply_bytes", 1, ge=1).check(self.max_reply_bytes)
 
 
 @dataclass(frozen=True)
@@ -101,8 +112,7 @@ def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRe
             mask = messages.record_to_mask(records.get(MASK, ArrayRecord()), layout.sizes().params)
     except ValueError as error:
         raise RejectedReply(str(error)) from None
-    if not all(bool(tensor.isfinite().all()) for group in groups for tensor in group.values()):
-        raise RejectedReply("the messages of its local terms hold NaN or infinity")
+    _check_term_messages(groups, max(MAX_MESSAGE, num_examples))
     return TrainReply(reply.client, reply.domain, arrays, num_examples, metrics=metrics, messages=groups, mask=mask)
 
 
@@ -123,9 +133,16 @@ def read_metrics(records: Mapping[str, MetricRecord]) -> dict[str, float]:
     """Return all metrics of a reply that are single numbers."""
     metrics: dict[str, float] = {}
     for record in records.values():
-        metrics |= {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}
+        metrics |= {name: _to_float(value) for name, value in record.items() if isinstance(value, (int, float))}
     metrics.pop("partition-id", None)
     return metrics
+
+
+def _to_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number may have any number of digits
+        return math.inf
 
 
 def _take_num_examples(metrics: dict[str, float], requirements: ReplyRequirements) -> float:
@@ -154,6 +171,19 @@ def _check_requirements(content: RecordDict, metrics: Mapping[str, float], requi
             meaning = f" ({METRICS[name]})" if name in METRICS else ""
             needed = f"the client metric '{name}', which no client sends: {advice}{meaning}"
             raise MissingRequirement(f"it sends no metric '{name}', which this aggregation needs", needed)
+
+        if MAX_METRIC < abs(metrics[name]) < math.inf:  # the aggregator names those that are not finite
+            raise RejectedReply(f"its metric '{name}' = {metrics[name]:g} is beyond {MAX_METRIC:g}")
+
+
+def _check_term_messages(groups: Sequence[Arrays], most: float) -> None:
+    """Raise RejectedReply if a value could make the server's terms infinite, and so silence every client."""
+    for name, tensor in (item for group in groups for item in group.items() if item[1].numel()):
+        largest = float(tensor.abs().max())
+        if not np.isfinite(largest):
+            raise RejectedReply(f"'{name}' of its local terms holds NaN or infinity")
+        if largest > most:
+            raise RejectedReply(f"'{name}' of its local terms holds {largest:g}, beyond {most:g}")
 
 
 def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRecord:
@@ -184,6 +214,8 @@ def _read_arrays(record: ArrayRecord, layout: Layout) -> dict[str, NDArray[Any]]
         if values.shape != entry.shape or values.dtype.kind not in kinds:
             wanted = f"it must be {entry.dtype} of shape {entry.shape}"
             raise RejectedReply(f"its '{entry.name}' is {values.dtype} of shape {values.shape}; {wanted}")
+        if entry.kind == "counter" and values.size and int(np.abs(values.astype(np.float64)).max()) > MAX_COUNTER:
+            raise RejectedReply(f"its '{entry.name}' counts beyond {MAX_COUNTER}")
         arrays[entry.name] = values
     return arrays
 
@@ -222,7 +254,7 @@ def average_metrics(contents: list[RecordDict], examples_key: str) -> MetricReco
     for content in contents:
         num_examples = read_metrics(content.metric_records)[examples_key]
         for name, value in (item for record in content.metric_records.values() for item in record.items()):
-            values = np.asarray(value, np.float64)
+            values = np.asarray([_to_float(v) for v in value] if isinstance(value, list) else _to_float(value))
             mean, total = means.get(name, (np.zeros_like(values), 0.0))
             if mean.shape == values.shape and np.isfinite(values).all():
                 share = num_examples / (total + num_examples)  # sums of very large numbers would overflow
@@ -240,6 +272,9 @@ class Cohort:
     skipped: dict[str, str]
     missing_requirement: str | None = None  # what the method needs, if no reply has it
     message_digests: dict[str, str] = field(default_factory=dict)  # by client; of their names, shapes and dtypes
+    far_norms: dict[str, str] = field(
+        default_factory=dict
+    )  # clients that count, although far from the others, and how far
 
     def skip_all(self, reason: str) -> Self:
         """Return the cohort with every client skipped."""
@@ -274,8 +309,8 @@ class CohortBuilder:
         digests = {client: _digest_messages(reply.messages) for client, reply in replies.items()} if self.terms else {}
         _skip_unusual_messages(replies, {**known_digests, **digests}, skipped)
         replies = dict(sorted(replies.items()))
-        updates = self._collect_updates(replies, state.model, skipped)
-        return Cohort(updates, replies, skipped | dict(updates.refused), missing_requirement, digests)
+        updates, far_norms = self._collect_updates(replies, state.model, skipped)
+        return Cohort(updates, replies, skipped | dict(updates.refused), missing_requirement, digests, far_norms)
 
     def _skip_unusable_messages(
         self, replies: dict[str, TrainReply], state: RunState, known_digests: Mapping[str, str], skipped: dict[str, str]
@@ -293,37 +328,68 @@ class CohortBuilder:
                 del replies[client]
         return missing
 
-    def _collect_updates(self, replies: Mapping[str, TrainReply], model: Packed, skipped: dict[str, str]) -> Updates:
-        """Write the updates into the matrix, or through one row into a file if they exceed the budget."""
+    def _collect_updates(
+        self, replies: Mapping[str, TrainReply], model: Packed, skipped: dict[str, str]
+    ) -> tuple[Updates, dict[str, str]]:
+        """Write the updates into the matrix, or through one row into a file if they exceed the budget.
+
+        Return them, and the clients that count although their norms are far above the others'.
+        """
         wide = Packed(widen_bfloat16(model.params), widen_bfloat16(model.buffers), model.counters)
         size, dtype = self.layout.sizes().params, wide.params.dtype
         exceeds_budget = self.budget is not None and len(replies) * size * dtype.itemsize > self.budget
         num_rows = 1 if exceeds_budget else len(replies)
         if len(self._matrix) < num_rows or self._matrix.shape[1] != size or self._matrix.dtype != dtype:
             self._matrix = torch.empty(num_rows, size, dtype=dtype)
+        norms: dict[str, float] = {}
 
-        def make_update(reply: TrainReply, row: Tensor) -> Reply | None:
-            return self._make_update(reply, wide, row, skipped)
+        def make_update(reply: TrainReply, row: Tensor) -> Reply:
+            return self._make_update(reply, wide, row, norms)
+
+        def keep_valid(updates: Iterable[Reply]) -> Iterator[Reply]:
+            far = find_far_norms(norms) if self.requirements.max_norm == AUTO else {}
+            for update in updates:
+                client = str(update.client)
+                if (problem := self._find_norm_problem(norms.get(client), far.get(client))) is not None:
+                    skipped[client] = problem
+                else:
+                    yield _match_dtypes(model, update)
 
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy releases the GIL
             if exceeds_budget:
-                updates = (make_update(reply, self._matrix[0]) for reply in replies.values())
+                updates: Iterable[Reply] = (make_update(reply, self._matrix[0]) for reply in replies.values())
+                if self.requirements.max_norm == AUTO:  # the median must be known before the first row is written
+                    for reply in replies.values():
+                        make_update(reply, self._matrix[0])
             else:
-                updates = pool.map(make_update, replies.values(), self._matrix)  # type: ignore[assignment]
-            narrow = (_match_dtypes(model, update) for update in updates if update is not None)
+                updates = list(pool.map(make_update, replies.values(), self._matrix))
             budget = self.budget if exceeds_budget else None
-            return Updates.collect(narrow, budget, on_bad_update="skip", layout=self.layout, keep=not exceeds_budget)
+            collected = Updates.collect(
+                keep_valid(updates), budget, on_bad_update="skip", layout=self.layout, keep=not exceeds_budget
+            )
+        return collected, {c: why for c, why in find_far_norms(norms).items() if c not in skipped}
 
-    def _make_update(self, reply: TrainReply, model: Packed, row: Tensor, skipped: dict[str, str]) -> Reply | None:
-        """Write a client's update into its row; return None if its norm is too large."""
-        max_norm, delta = self.requirements.max_norm, row.numpy()
+    def _make_update(self, reply: TrainReply, model: Packed, row: Tensor, norms: dict[str, float]) -> Reply:
+        """Write a client's update into its row, and its norm into `norms` if that is finite."""
+        delta = row.numpy()
         buffers, counters = write_delta(self.layout, reply.arrays, model, delta)
         if reply.mask is not None:
             np.multiply(delta, reply.mask, out=delta)  # entries that the client says it dropped do not count
-        if max_norm is not None and (norm := float(np.linalg.norm(delta))) > max_norm:
-            skipped[reply.client] = f"its update has norm {norm:g}, more than max_norm = {max_norm:g}"
-            return None
+        with np.errstate(over="ignore", invalid="ignore"):
+            norm = float(np.linalg.norm(delta))
+            if norm == math.inf:  # its square may be infinite in float32 only
+                norm = float(np.linalg.norm(delta.astype(np.float64)))
+        if math.isfinite(norm):
+            norms[reply.client] = norm
         return Reply(reply.client, row, reply.num_examples, buffers, counters, reply.metrics, reply.domain)
+
+    def _find_norm_problem(self, norm: float | None, far: str | None) -> str | None:
+        max_norm = self.requirements.max_norm
+        if far is not None:
+            return f"its update has {far}, and max_norm is '{AUTO}'"
+        if norm is None or not isinstance(max_norm, int | float) or norm <= max_norm:
+            return None  # the aggregator names updates that are not finite
+        return f"its update has norm {norm:g}, more than max_norm = {max_norm:g}"
 
 
 def _digest_messages(groups: Sequence[Arrays]) -> str:

@@ -24,6 +24,7 @@ class FederationState:
 
     federation: str = field(default_factory=lambda: secrets.token_hex(8))  # an id that clients save their state under
     accepted: dict[str, int] = field(default_factory=dict)  # client -> the last round whose local state it keeps
+    tokens: dict[str, str] = field(default_factory=dict)  # of clients that keep a state; see `client_state`
     client_domains: dict[str, str] = field(default_factory=dict)
     message_digests: dict[str, str] = field(default_factory=dict)  # of the last messages of its local terms
     test_examples: dict[str, float] = field(default_factory=dict)  # that it last evaluated with
@@ -39,12 +40,21 @@ class OpenRound:
     connected: frozenset[int]
     bytes_sent: int = 0  # to all nodes
     clock: Clock = field(default_factory=Clock)
+    cohort: int = field(init=False)  # clients that were asked
     replied: int = 0
     weights: dict[str, float] = field(default_factory=dict)
     train_loss: float | None = None
     report: dict[str, Any] = field(default_factory=lambda: {"skipped": {}, "missing": []})
     evaluation_requests: OpenRequests = field(default_factory=lambda: OpenRequests({}))
     evaluations: list[EvaluateReply] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cohort = len(self.requests.nodes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether clients were asked to train and the model stays as it was."""
+        return bool(self.requests.nodes) and (not any(self.weights.values()) or "unmoved" in self.report)
 
     def record_training(
         self, received: Sequence[ReceivedReply], cohort: Cohort, outcome: StepOutcome, federation: FederationState
@@ -55,11 +65,22 @@ class OpenRound:
         skipped = problems | cohort.skipped | {str(c): str(why) for c, why in aggregated.report["skipped"].items()}
         for client, reason in skipped.items():
             log.warning("round %d: '%s' is skipped: %s", self.number, client, reason)
-        replied = {reply.node for reply in received}
-        missing = sorted(name for node, name in self.requests.nodes.items() if node not in replied)
+        for client, how_far in cohort.far_norms.items():
+            log.warning(
+                "round %d: the update of '%s' has %s; max_norm='auto' leaves such out", self.number, client, how_far
+            )
+        asked, heard = self.requests.nodes, {reply.node for reply in received}
+        self.replied = len({reply.node for reply in received if not reply.message.has_error()} & asked.keys())
+        # A name that has moved to another node counts once.
+        names_heard = {reply.client for reply in received if reply.problem is None}
+        unheard = {node: name for node, name in asked.items() if node not in heard}
+        missing = sorted(name for name in unheard.values() if name not in names_heard)
+        self.cohort = len(asked) - len(unheard) + len(missing)
         if missing:
             log.warning("round %d: no reply from %s", self.number, ", ".join(missing))
         self.report = dict(aggregated.report) | {"skipped": skipped, "missing": missing}
+        if cohort.far_norms:
+            self.report["far_norms"] = cohort.far_norms
         if outcome.is_refused:
             log.warning("round %d: the model stays as it was: %s", self.number, outcome.refusal)
             self.report["unmoved"] = outcome.refusal
@@ -67,6 +88,9 @@ class OpenRound:
         self.train_loss = mean_train_loss(cohort.updates, accepted)
         federation.message_digests |= cohort.message_digests
         federation.accepted |= dict.fromkeys(outcome.absorbed, self.number)
+        federation.tokens |= {
+            reply.client: reply.token for reply in received if reply.client in outcome.absorbed and reply.token
+        }
         federation.client_domains |= {reply.client: reply.domain for reply in received if reply.client in accepted}
 
     def to_record(self, client_domains: Mapping[str, str]) -> RoundRecord:
@@ -74,7 +98,7 @@ class OpenRound:
         clients = {*self.weights, *(evaluation.client for evaluation in self.evaluations)}
         return RoundRecord(
             round=self.number,
-            cohort=len(self.requests.nodes),
+            cohort=self.cohort,
             replied=self.replied,
             weights=self.weights,
             train_loss=self.train_loss,
@@ -108,3 +132,12 @@ def describe_round(record: RoundRecord) -> str:
         worst, accuracy = min(record.clients.items(), key=lambda item: item[1])
         line += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
     return line
+
+
+def describe_causes(record: RoundRecord) -> str:
+    """Say why a round left the model as it was."""
+    skipped, missing = record.report["skipped"], record.report["missing"]
+    causes = [str(record.report["unmoved"])] if "unmoved" in record.report else []
+    causes += [f"'{client}' was skipped ({reason})" for client, reason in list(skipped.items())[:2]]
+    causes += [f"no reply from {', '.join(missing[:5])}"] if missing else []
+    return f"in the last one {'; '.join(causes) or 'no reply counted'}"

@@ -4,8 +4,10 @@
     rounds.jsonl        as in `fedheal.runs.folder`; each line also has the domains of the round's clients as `homes`
     state/, model.safetensors, result.json        as in `fedheal.runs.folder`
 
-Every round ends with a checkpoint, written after the round's line: a resume repeats at most the round that was under way.
-There is a model and a result only while they belong to all the rounds in `rounds.jsonl`.
+Every round ends with a checkpoint, written after the round's line: a resume repeats at most the round that was under way. The
+checkpoint decides: damaged lines are cut, and the run continues from the state.
+Only the owner may read what is written here; a folder that exists keeps its own permissions. There is a model and a result
+only while they belong to all the rounds in `rounds.jsonl`.
 """
 
 import hashlib
@@ -26,6 +28,7 @@ from filelock import BaseFileLock
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
+from fedheal.flower.file_modes import keep_private
 from fedheal.flower.round_log import FederationState
 from fedheal.runs import folder as files
 from fedheal.runs.lock import acquire_lock
@@ -59,6 +62,11 @@ class RunFolder:
         shapes = [(e.name, e.kind, e.shape, str(e.dtype)) for e in layout.entries]
         decisive = [self.settings.get(key) for key in DECISIVE_SETTINGS]
         self.owner = hashlib.sha256(json.dumps([decisive, shapes]).encode()).hexdigest()
+        files.make_folder(files.check_folder(self.path).parent)
+        with keep_private():
+            return self._open()
+
+    def _open(self) -> ResumedRun | None:
         toml = self.path / "federation.toml"
         files.make_folder(self.path)
         is_used = any(path.suffix != ".tmp" for path in self.path.iterdir())
@@ -70,13 +78,24 @@ class RunFolder:
             self._check_settings(toml)
         self.release()  # an earlier lock of this process is replaced
         _locks[self.path.resolve()] = acquire_lock(self.path)  # against a ServerApp that was thought dead, for example
-        checkpoint = load_newest_checkpoint(self.path, self.owner, log) if is_used else None
+        files.drop_damaged_rounds(self.path)
+        checkpoint = load_newest_checkpoint(self.path, self.owner, log, allow_gaps=True) if is_used else None
         files.write_text(toml, tomli_w.dumps(self.settings))
         if checkpoint is None:
             return None
         arrays, described = checkpoint
         state = RunState.from_arrays(arrays, described, torch.device("cpu"))
-        return state, FederationState(**described["flower"]), files.read_rounds(self.path)
+        history = files.read_rounds(self.path)
+        lost = sorted(set(range(1, state.round + 1)) - {record.round for record in history})
+        if lost:
+            numbers = ", ".join(map(str, lost[:20])) + (", ..." if len(lost) > 20 else "")
+            advice = "the state has all rounds, so the run continues; reports lack these"
+            log.warning(
+                "%s: damaged or missing records were cut, of rounds %s: %s", self.path / "rounds.jsonl", numbers, advice
+            )
+        federation = described["flower"]
+        federation.setdefault("tokens", dict.fromkeys(federation["accepted"], ""))  # of a version without tokens
+        return state, FederationState(**federation), history
 
     def _check_settings(self, toml: Path) -> None:
         """Raise ValueError that names a changed setting. The checkpoints' owner is checked too, but tells no names."""
@@ -94,6 +113,7 @@ class RunFolder:
         if (lock := _locks.pop(self.path.resolve(), None)) is not None:
             lock.release()
 
+    @keep_private()
     def save_round(self, state: RunState, record: RoundRecord, federation: FederationState) -> None:
         """Write a round's line, then the checkpoint: a crash in between costs that round, no more."""
         drop_result(self.path)
@@ -101,6 +121,7 @@ class RunFolder:
         arrays, described = state.to_arrays()
         files.save_checkpoint(self.path, state.round, arrays, described | {"flower": asdict(federation)}, self.owner)
 
+    @keep_private()
     def write_result(
         self, layout: Layout, state: RunState, history: Sequence[RoundRecord], federation: FederationState
     ) -> None:

@@ -29,6 +29,7 @@ class RoundSettings:
     tau: float
     roll_call: bool
     min_replies: int
+    max_empty_rounds: int | None
     evaluate_every: int
     clients: int | None
     budget: int | None
@@ -48,7 +49,13 @@ class RoundSettings:
         for name in ("seed", "min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
             check_count(name, getattr(self, name))
         check_not_negative("wait_seconds", self.wait_seconds)
-        for name, least in (("min_replies", 1), ("evaluate_every", 1), ("clients", 1), ("budget", 0)):
+        for name, least in (
+            ("min_replies", 1),
+            ("max_empty_rounds", 1),
+            ("evaluate_every", 1),
+            ("clients", 1),
+            ("budget", 0),
+        ):
             if (value := getattr(self, name)) is not None:
                 Parameter(name, 1, ge=least).check(value)
 
@@ -59,6 +66,12 @@ class RoundSettings:
 
 def resolve_method(method: Aggregator | Method | str, name: str | None, clients_mask: bool, server: Server) -> Method:
     """Return the whole method. Raise ValueError if it does not work in a federation with these settings."""
+    given: object = method  # a caller may not check types
+    if not isinstance(given, Aggregator | Method | str):
+        remedy = (
+            'use a name such as "fedheal:tau=0.4", a Method or an Aggregator; FairStrategy(method, fraction_train=0.5)'
+        )
+        raise ValueError(f"method = {method!r}: {remedy}")
     resolved = methods.get(method) if isinstance(method, str) else method
     if isinstance(resolved, Aggregator):
         resolved = Method((), resolved, name or "custom")

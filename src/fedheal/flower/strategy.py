@@ -23,13 +23,14 @@ from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.checks import check_count, check_switch
 from fedheal.core.layout import Layout, Packed
+from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
 from fedheal.flower import messages as wire
 from fedheal.flower.masking import make_masked_mean
 from fedheal.flower.messages import SHARED, RoundInstructions, count_bytes, model_to_record, record_to_model
-from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply
-from fedheal.flower.node_sampling import sample_nodes, wait_for_nodes
+from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply, describe_lost_clients
+from fedheal.flower.node_sampling import TooManyEmptyRounds, sample_nodes, wait_for_nodes
 from fedheal.flower.replies import (
     Cohort,
     CohortBuilder,
@@ -38,14 +39,18 @@ from fedheal.flower.replies import (
     average_metrics,
     read_evaluate_reply,
 )
-from fedheal.flower.round_log import FederationState, OpenRound, describe_round
+from fedheal.flower.reply_limits import ReplyLimits
+from fedheal.flower.round_log import FederationState, OpenRound, describe_causes, describe_round
 from fedheal.flower.run_folder import RunFolder
 from fedheal.flower.settings import RoundSettings, resolve_layout, resolve_method
+from fedheal.flower.silent_nodes import SilentNodes
 from fedheal.methods import Method
 from fedheal.methods.server_step import ClientTerms, ServerStep, apply_server_step
 from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
+
+TIMEOUT = 1800.0  # seconds a round waits for replies
 
 MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -65,13 +70,15 @@ class FairStrategy(Strategy):
         data, name: The names of the data and of the method in reports. An aggregator of your own is identified by its name.
         seed: The seed of the cohorts.
         fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes: As in Flower.
-        wait_seconds: How long to wait for enough nodes before `NotEnoughNodes` is raised.
+        wait_seconds: How long to wait for enough nodes that answer before `NotEnoughNodes` is raised.
         min_replies: A round with fewer usable replies leaves the model as it was.
+        max_empty_rounds: After so many rounds in a row that leave the model as it was, the run ends with an error; None: never.
         roll_call: Whether to ask new nodes for their names first, so that a seed draws the same sites in every run.
         evaluate_every: Evaluate every so many rounds, and in the last.
         clients: How many clients there are (for SCAFFOLD, FedDyn); by default all that ever took part or are connected.
         max_examples: The largest number of examples that a reply may give.
-        max_norm: The largest norm of an update; None: any.
+        max_norm: The largest norm of an update; None: any; "auto": ten times the median of the round's.
+        max_reply_bytes: The most bytes of arrays in a reply; by default derived from the model's size.
         budget: Bytes of updates held in memory; more goes to a temporary file.
         server: The server optimiser.
         placement, tau: "client" if clients mask with threshold `tau` (see `FedHEAL`) and `method` only gives weights.
@@ -88,9 +95,10 @@ class FairStrategy(Strategy):
         data: str = "federation", name: str | None = None, seed: int = 0,
         fraction_train: float = 1.0, fraction_evaluate: float = 1.0,
         min_train_nodes: int = 2, min_evaluate_nodes: int = 2, min_available_nodes: int = 2,
-        wait_seconds: float = 600.0, min_replies: int = 1, roll_call: bool = False,
+        wait_seconds: float = 600.0, min_replies: int = 1, max_empty_rounds: int | None = 3, roll_call: bool = False,
         evaluate_every: int = 1, clients: int | None = None,
-        max_examples: float = 1e9, max_norm: float | None = None, budget: int | None = None,
+        max_examples: float = 1e9, max_norm: float | str | None = None, max_reply_bytes: int | None = None,
+        budget: int | None = None,
         server: Server | None = None, placement: str = "server", tau: float = TAU.default,
         weighted_by_key: str = "num-examples", arrayrecord_key: str = "arrays", configrecord_key: str = "config",
         train_metrics_aggr_fn: MetricsAggregation | None = None,
@@ -108,6 +116,7 @@ class FairStrategy(Strategy):
             examples_key=weighted_by_key,
             max_examples=max_examples,
             max_norm=max_norm,
+            max_reply_bytes=max_reply_bytes,
             # Every client has a domain, if only its own name.
             needs=tuple(sorted(self.aggregator.stage.needs - {"domain"})),
             terms=tuple(wire.describe_terms(self.terms)),
@@ -118,7 +127,7 @@ class FairStrategy(Strategy):
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or average_metrics
         self.folder = None if folder is None else RunFolder(Path(folder), resume)
         self.layout = resolve_layout(model)
-        self._num_rounds, self._timeout = 0, 3600.0
+        self._num_rounds, self._timeout = 0, TIMEOUT
         self._reset()
 
     def _reset(self) -> None:
@@ -130,6 +139,9 @@ class FairStrategy(Strategy):
         self._round: OpenRound | None = None
         self._cohort_builder: CohortBuilder | None = None
         self._sent: ArrayRecord | None = None
+        self._first_round = 1  # of this run
+        self._silent = SilentNodes()
+        self._empty_rounds: list[frozenset[int]] = []  # the latest ones in a row, with the nodes they asked
 
     # The methods that Flower calls, in this order.
 
@@ -138,7 +150,7 @@ class FairStrategy(Strategy):
         grid: Grid,
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
-        timeout: float = 3600,
+        timeout: float = TIMEOUT,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
@@ -148,10 +160,16 @@ class FairStrategy(Strategy):
         Args:
             grid, initial_arrays, train_config, evaluate_config: As in Flower.
             num_rounds: The number of the last round.
-            timeout: How many seconds a round waits for replies.
+            timeout: How many seconds a round waits for replies, once for training and once for evaluation. A node that does
+                not reply is not asked again until it answers a short query.
             evaluate_fn: Evaluates the model on the server, called with the round and the model.
+
+        Raises:
+            NotEnoughNodes: Too few nodes are connected and answer.
+            TooManyEmptyRounds: The model stayed as it was in `max_empty_rounds` rounds in a row.
         """
         check_count("num_rounds", num_rounds)
+        Parameter("timeout", 1.0, gt=0).check(timeout)
         self._num_rounds, self._timeout = num_rounds, timeout
         result = Result()
         arrays = result.arrays = self.begin(initial_arrays)
@@ -188,9 +206,10 @@ class FairStrategy(Strategy):
         resumed = self.folder.open(self._describe_settings(), layout) if self.folder is not None else None
         if resumed is not None:
             self.state, self.federation, self.history = resumed
-            self.registry = NodeRegistry({int(node): client for node, client in self.federation.nodes.items()})
             log.info("resuming after round %d", self.state.round)
-        self._sent = model_to_record(layout, self.state.model)
+        limits = ReplyLimits.from_layout(layout, len(self.terms), self.requirements.max_reply_bytes)
+        self.registry = NodeRegistry({int(node): client for node, client in self.federation.nodes.items()}, limits)
+        self._sent, self._first_round = model_to_record(layout, self.state.model), self.state.round + 1
         return self._sent
 
     def configure_train(
@@ -202,13 +221,15 @@ class FairStrategy(Strategy):
             self.begin(arrays)
         self._set_model(arrays)
         fraction, min_nodes = self.settings.fraction_train, self.settings.min_train_nodes
+        nodes: list[int] = []
         if fraction:
-            connected = self._wait_for_nodes(grid, min_nodes)
+            responsive = self._wait_for_nodes(grid, min_nodes)
             if self.settings.roll_call:
-                self._call_roll(grid, connected, server_round)
-            nodes = self._sample(connected, fraction, min_nodes, "cohort", server_round)
-        else:
-            connected, nodes = list(grid.get_node_ids()), []
+                responsive = self._call_roll(grid, responsive, server_round)
+            nodes = self._sample(responsive, fraction, min_nodes, "cohort", server_round)
+        connected = frozenset(grid.get_node_ids())
+        if server_round == self._first_round and (lost := describe_lost_clients(self.federation.accepted, connected)):
+            log.warning("%s", lost)
         log.info("[round %d/%s] %d nodes train", server_round, self._num_rounds or "?", len(nodes))
         records: dict[str, Any] = {self.requirements.arrays_key: arrays}
         shared = [
@@ -219,13 +240,13 @@ class FairStrategy(Strategy):
             records[SHARED] = wire.terms_to_record(shared)
         messages = self._make_messages(nodes, records, config, server_round, MessageType.TRAIN)
         requests, bytes_sent = self.registry.track_requests(messages), sum(count_bytes(m.content) for m in messages)
-        self._round = OpenRound(server_round, requests, frozenset(connected), bytes_sent)
+        self._round = OpenRound(server_round, requests, connected, bytes_sent)
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
         """Return the new model from the valid replies, or the old one if there is none, and the clients' metrics."""
         current, messages = self._get_round(server_round), list(replies)
-        received = self._identify(messages, current.requests)
+        received = self._identify(messages, current.requests, server_round, current.connected)
         current.clock.end_phase("train")
         cohort = self._build_cohort(received, current)
         seen = {*self.federation.accepted, *cohort.replies}
@@ -267,7 +288,7 @@ class FairStrategy(Strategy):
         """Record the clients' accuracies, end and save the round, and return the clients' metrics."""
         current = self._get_round(server_round)
         contents: list[RecordDict] = []
-        for received in self._identify(replies, current.evaluation_requests):
+        for received in self._identify(replies, current.evaluation_requests, server_round, current.connected):
             try:
                 evaluation = read_evaluate_reply(received, self.requirements)
             except RejectedReply as error:
@@ -288,6 +309,9 @@ class FairStrategy(Strategy):
         nodes = f"at least {max(settings.min_train_nodes, settings.min_available_nodes)} connected"
         nodes += f" (waiting up to {settings.wait_seconds:g} s), at least {settings.min_replies} usable replies"
         log.info("%s with %.0f %% of the nodes a round: %s", self.name, 100 * settings.fraction_train, nodes)
+        log.info(
+            "a round waits up to timeout = %g s for replies; who is late is not asked until it answers", self._timeout
+        )
         if self.folder is not None:
             log.info("run folder: %s", self.folder.path.resolve())
 
@@ -317,7 +341,7 @@ class FairStrategy(Strategy):
 
     def _check_round_order(self, number: int) -> None:
         """Reject a repeated round, and a caller's model in the place of a folder's."""
-        last = self.history[-1].round if self.history else 0
+        last = 0 if self.state is None else self.state.round
         if self.state is None and self.folder is not None:
             last = self.folder.count_rounds()
         if last and (self.state is None or number != last + 1):
@@ -339,14 +363,14 @@ class FairStrategy(Strategy):
         rng = generator(self.settings.seed, purpose, number)
         return sample_nodes(connected, fraction, min_nodes, rng, self.registry.names)
 
-    def _call_roll(self, grid: Grid, connected: list[int], number: int) -> None:
-        """Ask new nodes for their names; a node that does not answer stays without one."""
-        new = [node for node in connected if node not in self.registry.names]
+    def _call_roll(self, grid: Grid, nodes: list[int], number: int) -> list[int]:
+        """Ask new nodes for their names, and return the nodes without those that are silent."""
+        new = [node for node in nodes if node not in self.registry.names]
         messages = self._make_messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
         replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
-        requests, domains = self.registry.track_requests(messages), self.federation.client_domains
-        received = self.registry.identify_replies(replies, number, requests, domains, frozenset(connected))
-        self.registry.remember(reply for reply in received if reply.is_named)
+        requests, connected = self.registry.track_requests(messages), frozenset(grid.get_node_ids())
+        self._identify(replies, requests, number, connected, is_roll_call=True)
+        return [node for node in nodes if node not in self._silent.nodes]
 
     def _make_messages(
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
@@ -355,7 +379,9 @@ class FairStrategy(Strategy):
         tau = self.settings.tau if self.settings.clients_mask else None
         instructions = RoundInstructions(number, self._num_rounds, needs, federation, tau)
         accepted, messages = self.federation.accepted, []
-        for_unknown = instructions.with_accepted_rounds(accepted)  # a node without a name may be any client
+        # A node without a name may be any client that keeps a state. Without its token it learns nothing about the others.
+        tokens = self.federation.tokens
+        for_unknown = instructions.with_accepted_rounds({c: n for c, n in accepted.items() if c in tokens}, tokens)
         for node in nodes:
             client, own = self.registry.names.get(node), for_unknown
             if client is not None:  # it is told its last accepted round, and discards what it saved in later ones
@@ -365,12 +391,19 @@ class FairStrategy(Strategy):
             messages.append(Message(content, dst_node_id=node, message_type=kind, group_id=str(number)))
         return messages
 
-    def _identify(self, replies: Iterable[Message], requests: OpenRequests) -> list[ReceivedReply]:
-        """Identify the senders, in the order of names, and remember them."""
-        assert self._round is not None
-        number, connected = self._round.number, self._round.connected
-        received = self.registry.identify_replies(replies, number, requests, self.federation.client_domains, connected)
-        self.registry.remember(received)
+    def _identify(
+        self,
+        replies: Iterable[Message],
+        requests: OpenRequests,
+        number: int,
+        connected: frozenset[int],
+        is_roll_call: bool = False,
+    ) -> list[ReceivedReply]:
+        """Identify the senders, in the order of names, and remember them and who is silent."""
+        domains = self.federation.client_domains
+        received = self.registry.identify_replies(replies, number, requests, domains, connected - self._silent.nodes)
+        self.registry.remember([r for r in received if r.is_named or not is_roll_call], connected)
+        self._silent.add(requests.nodes.keys() - {reply.node for reply in received})
         return received
 
     def _build_cohort(self, received: list[ReceivedReply], current: OpenRound) -> Cohort:
@@ -383,7 +416,6 @@ class FairStrategy(Strategy):
         is_conclusive = all_replied and len(valid) >= min(2, len(current.connected))
         if cohort.missing_requirement and not self.federation.accepted and is_conclusive:
             raise ValueError(f"'{self.name}' needs {cohort.missing_requirement}")
-        current.replied = sum(not reply.message.has_error() for reply in received)
         usable, needed = len(cohort.updates.clients), self.settings.min_replies
         if usable >= needed:
             return cohort
@@ -396,6 +428,10 @@ class FairStrategy(Strategy):
 
     def _end_round(self, current: OpenRound) -> None:
         """Record and save the round; a resume does not repeat it from here on."""
+        self._empty_rounds = [*self._empty_rounds, frozenset(current.requests.nodes)] if current.is_empty else []
+        ending = self._find_ending(current)
+        if ending is not None:
+            current.report["ended"] = ending
         record = current.to_record(self.federation.client_domains)
         self.state = replace(self._state, round=current.number)  # also if a wrapper withheld the replies
         self.history.append(record)
@@ -403,15 +439,33 @@ class FairStrategy(Strategy):
         if self.folder is not None:
             self.federation.nodes = {str(node): client for node, client in self.registry.names.items()}
             self.folder.save_round(self._state, record, self.federation)
-            if not self._num_rounds:  # Flower's own loop: any round may be the last
+            if ending is not None:
+                self.folder.release()
+            elif not self._num_rounds:  # Flower's own loop: any round may be the last
                 self.folder.write_result(self._layout, self._state, self.history, self.federation)
         self._round = None
+        if ending is not None:
+            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}")
+
+    def _find_ending(self, current: OpenRound) -> str | None:
+        """Return why the run ends here, or None. One bad client that is drawn again and again does not end it."""
+        number, limit = len(self._empty_rounds), self.settings.max_empty_rounds
+        asked = frozenset().union(*self._empty_rounds)
+        if limit is None or number < limit or len(asked) < min(2, len(current.connected)):
+            return None
+        return f"max_empty_rounds = {limit}: the last {number} rounds left the model as it was"
 
     def _wait_for_nodes(self, grid: Grid, min_nodes: int) -> list[int]:
         advice = "finished rounds are saved" + ("; resume=True continues from them" if self._num_rounds else "")
         advice = "without a folder nothing is saved" if self.folder is None else advice
         needed = max(1, min_nodes, self.settings.min_available_nodes)
-        return wait_for_nodes(grid, needed, self.settings.wait_seconds, advice)
+        return wait_for_nodes(lambda: self._list_nodes(grid), needed, self.settings.wait_seconds, advice)
+
+    def _list_nodes(self, grid: Grid) -> list[int]:
+        def make_queries(nodes: Iterable[int]) -> list[Message]:
+            return self._make_messages(nodes, {}, ConfigRecord(), self._state.round + 1, MessageType.QUERY)
+
+        return self._silent.list_responsive(grid, make_queries)
 
     def _describe_settings(self) -> dict[str, Any]:
         """Return what `federation.toml` holds."""

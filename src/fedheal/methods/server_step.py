@@ -77,7 +77,10 @@ def mean_train_loss(updates: Updates, accepted: Sequence[str]) -> float | None:
         return None
     losses = updates.metrics["train_loss"][_rows(updates, accepted)]
     losses = losses[losses.isfinite()]
-    return float(losses.mean()) if len(losses) else None
+    if not len(losses):
+        return None
+    mean = losses.mean()
+    return float(mean if mean.isfinite() else (losses / len(losses)).sum())  # the sum of finite losses may be infinite
 
 
 def _absorb(

@@ -171,11 +171,27 @@ def read_rounds(folder: Path) -> list[RoundRecord]:
     return records
 
 
-def truncate_rounds(folder: Path, rounds: int) -> None:
-    """Keep the first `rounds` lines of `rounds.jsonl`. Raise CheckpointError if some of them are missing."""
+def drop_damaged_rounds(folder: Path) -> None:
+    """Remove the lines of `rounds.jsonl` that are not records of rounds, or that come out of turn."""
+    path, kept, last = folder / "rounds.jsonl", [], 0
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            number = parse_round(json.loads(line)).round
+        except ValueError:
+            continue
+        if number > last:
+            kept.append(line)
+            last = number
+    if kept != lines:
+        write_text(path, "".join(line + "\n" for line in kept))
+
+
+def truncate_rounds(folder: Path, rounds: int, allow_gaps: bool = False) -> None:
+    """Keep the records of the first `rounds` rounds. Raise CheckpointError if some are missing, unless gaps are allowed."""
     path = folder / "rounds.jsonl"
     kept = [(line, fields["round"]) for line, fields in _read_whole_lines(path) if fields["round"] <= rounds]
-    if [number for _, number in kept] != list(range(1, rounds + 1)):
+    if not allow_gaps and [number for _, number in kept] != list(range(1, rounds + 1)):
         raise CheckpointError(f"{path} lacks records of rounds before {rounds}, the round of the checkpoint")
     write_text(path, "".join(line + "\n" for line, _ in kept))
 

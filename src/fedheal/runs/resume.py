@@ -15,18 +15,23 @@ Checkpoint = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def load_newest_checkpoint(
-    folder: Path, owner: str, log: logging.Logger, check: Callable[[Mapping[str, Any]], None] = lambda described: None
+    folder: Path,
+    owner: str,
+    log: logging.Logger,
+    check: Callable[[Mapping[str, Any]], None] = lambda described: None,
+    allow_gaps: bool = False,
 ) -> Checkpoint | None:
     """Return the newest usable checkpoint's tensors and JSON, or None; drop the records of later rounds and a result of them.
 
-    `check` is called with a checkpoint's JSON before anything is cut. ValueError: there are checkpoints, and none can be used.
+    `check` is called with a checkpoint's JSON before anything is cut. A checkpoint cannot be used if earlier rounds have no
+    records, unless `allow_gaps`. ValueError: there are checkpoints, and none can be used.
     """
     problems: list[str] = []
     for path in files.list_checkpoints(folder):
         try:
             arrays, described = files.load_checkpoint(path, owner)
             check(described)
-            _truncate(folder, described["round"])
+            _truncate(folder, described["round"], allow_gaps)
         except files.CheckpointError as problem:
             problems.append(str(problem))
             continue
@@ -35,14 +40,14 @@ def load_newest_checkpoint(
         return arrays, described
     if problems:
         raise ValueError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
-    _truncate(folder, 0)
+    _truncate(folder, 0, allow_gaps)
     return None
 
 
-def _truncate(folder: Path, rounds: int) -> None:
-    if len(files.read_rounds(folder)) > rounds:
+def _truncate(folder: Path, rounds: int, allow_gaps: bool) -> None:
+    if any(record.round > rounds for record in files.read_rounds(folder)):
         drop_result(folder)
-    files.truncate_rounds(folder, rounds)
+    files.truncate_rounds(folder, rounds, allow_gaps)
 
 
 def drop_result(folder: Path) -> None:

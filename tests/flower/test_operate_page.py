@@ -1,0 +1,46 @@
+"""The operator's page: its commands work, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+DEPLOY = ROOT / "examples" / "flower" / "deploy"
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
+def test_the_commands_make_a_certificate_that_sites_accept(tmp_path):
+    commands = next(block for block in PAGE.split("```") if "openssl" in block)
+    check = "openssl verify -CAfile ca.crt -verify_hostname fl.example.org server.pem"
+    done = subprocess.run(
+        ["bash", "-e"], input=f"{commands}\n{check}", text=True, cwd=tmp_path, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "server.pem: OK"
+    assert (tmp_path / "ca.key").stat().st_mode & 0o077 == 0
+
+
+def test_files_and_settings_on_the_page_exist():
+    for name in re.findall(r"deploy/([\w.]+)", PAGE):
+        assert (DEPLOY / name).is_file()
+    strategy = (ROOT / "src" / "fedheal" / "flower" / "strategy.py").read_text(encoding="utf-8")
+    for setting in ("max_reply_bytes", "max_norm", "wait_seconds", "min_replies", "max_empty_rounds", "budget"):
+        assert setting in PAGE
+        assert f"{setting}: " in strategy
+
+
+def test_telemetry_is_off_and_only_the_fleet_api_is_open_in_the_examples():
+    unit, compose = ((DEPLOY / name).read_text(encoding="utf-8") for name in ("supernode.service", "compose.yaml"))
+    proxy = (DEPLOY / "fleet.conf").read_text(encoding="utf-8")
+    for variable in ("FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK"):
+        assert variable in unit
+        assert variable in compose
+    assert re.findall(r"location (\S+)", proxy) == ["/v1/fleet/", "/"]
+    assert re.search(r"location / \{\s+return 403;", proxy)
+    assert '"127.0.0.1:8001:8000"' in compose  # the SuperLink itself

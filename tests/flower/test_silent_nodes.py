@@ -1,0 +1,190 @@
+"""A dead or hung client costs one timeout, and a federation in which nothing happens ends with an error."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Error, Message
+from flwr.clientapp import ClientApp
+
+from fedheal.flower import FairStrategy, NotEnoughNodes, TooManyEmptyRounds
+from fedheal.runs import folder as records
+from flower.local_grid import LocalGrid
+from flower.sites import Sites
+from flower.test_bad_replies import CASES
+
+DEAD = 102
+
+
+class Clock:
+    """Kills and revives nodes as rounds go by: `dead_from` says which nodes are dead from a round on."""
+
+    def __init__(self, rounds: int, dead_from: dict[int, set[int]], **settings: Any) -> None:
+        self.sites = Sites(rounds=rounds)
+        self.strategy = self.sites.strategy(**{"fraction_evaluate": 0.0, **settings})
+        self.grid, self.dead_from = self.sites.grid(), dead_from
+        configure = self.strategy.configure_train
+
+        def configure_train(number: int, *args: Any) -> list[Message]:
+            self.grid.dead = self.dead_from.get(number, self.grid.dead)
+            return configure(number, *args)
+
+        self.strategy.configure_train = configure_train
+
+    def run(self) -> FairStrategy:
+        self.strategy.start(self.grid, self.sites.initial, num_rounds=self.sites.experiment.rounds)
+        return self.strategy
+
+
+def test_a_dead_node_costs_one_timeout_and_returns_when_it_answers():
+    clock = Clock(10, {2: {DEAD}, 5: set()})
+    history = clock.run().history
+    name = clock.sites.names[DEAD - 100]
+    asked = [DEAD in nodes for nodes in clock.grid.asked]
+    assert asked[:4] == [True, True, False, False]
+    # Alive again in round 5, it answers the next query, which come ever more rarely.
+    assert all(asked[6:])
+    assert [record.report["missing"] for record in history] == [[], [name], *[[]] * 8]
+    assert [record.cohort for record in history] == [4 + here for here in asked]
+    assert history[-1].weights[name] > 0
+
+
+def test_a_node_that_does_not_evaluate_is_not_asked_to_train():
+    clock = Clock(2, {}, fraction_evaluate=1.0)
+
+    def hang(node: int, reply: Message) -> list[Message]:
+        if node == DEAD and reply.metadata.message_type == "evaluate":
+            clock.grid.dead = {DEAD}
+            return []
+        return [reply]
+
+    clock.grid.spoil = hang
+    clock.run()
+    assert [DEAD in nodes for nodes in clock.grid.asked] == [True, True, False, False]
+
+
+def test_an_error_of_the_superlink_is_no_answer_and_one_of_the_node_is(monkeypatch):
+    clock = Clock(4, {2: {DEAD}})
+    answer = LocalGrid.answer
+
+    def unavailable(grid: LocalGrid, message: Message) -> Message | None:
+        reply = answer(grid, message)
+        if reply is None and message.metadata.message_type == "query":
+            return Message(Error(code=code, reason="from the SuperLink"), reply_to=message)
+        return reply
+
+    monkeypatch.setattr(LocalGrid, "answer", unavailable)
+    code = 5  # node unavailable
+    clock.run()
+    assert [DEAD in nodes for nodes in clock.grid.asked] == [True, True, False, False]
+    code, clock = 2, Clock(4, {2: {DEAD}})  # a stock app has no function for queries, and raises
+    clock.run()
+    assert all(DEAD in nodes for nodes in clock.grid.asked)
+
+
+def test_a_node_that_connects_again_is_asked_at_once():
+    clock = Clock(4, {2: {DEAD}, 4: set()})
+    context = clock.grid.contexts[DEAD]
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if clock.strategy._round.number == 3 and DEAD in clock.grid.contexts:
+            del clock.grid.contexts[DEAD]
+        return [reply]
+
+    clock.grid.spoil = spoil
+    listed = clock.grid.get_node_ids
+
+    def get_node_ids() -> list[int]:
+        nodes = list(listed())
+        if DEAD not in nodes:
+            clock.grid.contexts[DEAD] = context  # from the next look on
+        return nodes
+
+    clock.grid.get_node_ids = get_node_ids
+    clock.run()
+    assert DEAD not in clock.grid.asked[2]
+    assert clock.strategy._silent.nodes == frozenset()
+
+
+def test_a_dead_node_without_a_name_costs_the_roll_call_one_timeout():
+    sites = Sites(rounds=3)
+    sites.app = ClientApp()
+    sites.app.train()(sites.train)  # it knows no queries
+    strategy, grid = sites.strategy(fraction_evaluate=0.0, roll_call=True), sites.grid()
+    grid.dead = {DEAD}
+    strategy.start(grid, sites.initial, num_rounds=3)
+    assert grid.asked[0] == [100, 101, 102, 103, 104]  # by the roll call
+    assert all(DEAD not in nodes for nodes in grid.asked[1:])
+
+
+def test_too_few_nodes_that_answer_end_the_run():
+    clock = Clock(4, {2: {DEAD, 103, 104}}, min_available_nodes=3, wait_seconds=0.2)
+    with pytest.raises(NotEnoughNodes, match=r"only 2 of the 3 nodes .* are connected and answer"):
+        clock.run()
+    assert len(clock.strategy.history) == 2
+
+
+def test_rounds_without_a_usable_reply_end_the_run_and_leave_no_model(tmp_path):
+    sites, spoil = Sites(rounds=9), CASES["NaN"][0]
+    good = sites.strategy(folder=tmp_path / "run", fraction_evaluate=0.0)
+    good.start(sites.grid(), sites.initial, num_rounds=1)
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    strategy = sites.strategy(folder=tmp_path / "run", fraction_evaluate=0.0, resume=True)
+    with pytest.raises(TooManyEmptyRounds, match=r"max_empty_rounds = 3: .*; in the last one '.*' was skipped \(.*NaN"):
+        strategy.start(sites.grid(lambda node, reply: spoil(reply)), sites.initial, num_rounds=9)
+    rounds = records.read_rounds(tmp_path / "run")
+    assert [record.report.get("ended", "")[:20] for record in rounds] == ["", "", "", "max_empty_rounds = 3"]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    # Mended, it goes on where it stood, with a new count.
+    again = sites.strategy(folder=tmp_path / "run", fraction_evaluate=0.0, resume=True)
+    fault = lambda node, reply: spoil(reply) if again._round.number < 7 else [reply]  # noqa: E731
+    again.start(sites.grid(fault), sites.initial, num_rounds=7)
+    assert torch.isfinite(again.state.model.params).all()
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("limit", "rounds"), [(1, 1), (2, 4), (None, 6)])
+def test_only_empty_rounds_in_a_row_count(limit, rounds):
+    sites, spoil = Sites(rounds=6), CASES["NaN"][0]
+    strategy = sites.strategy(fraction_evaluate=0.0, max_empty_rounds=limit)
+    fault = lambda node, reply: [reply] if strategy._round.number == 2 else spoil(reply)  # noqa: E731
+    if limit is None:
+        strategy.start(sites.grid(fault), sites.initial, num_rounds=6)
+    else:
+        with pytest.raises(TooManyEmptyRounds):
+            strategy.start(sites.grid(fault), sites.initial, num_rounds=6)
+    assert len(strategy.history) == rounds
+
+
+def test_empty_rounds_end_flowers_own_loop_too(tmp_path):
+    sites, spoil = Sites(rounds=3), CASES["NaN"][0]
+    strategy = sites.strategy(folder=tmp_path / "run", max_empty_rounds=2)
+    grid, arrays = sites.grid(lambda node, reply: spoil(reply)), sites.initial
+    for number in (1, 2):
+        asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
+        with pytest.raises(TooManyEmptyRounds) if number == 2 else nullcontext():
+            strategy.aggregate_evaluate(number, ())
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_rounds_without_training_are_not_empty():
+    strategy = Sites(rounds=4).run(fraction_train=0.0)
+    assert len(strategy.history) == 4
+
+
+def test_the_timeout_is_logged_and_checked(caplog):
+    sites = Sites(rounds=1)
+    with caplog.at_level(logging.INFO, "flwr.fedheal"):
+        sites.strategy().start(sites.grid(), sites.initial, num_rounds=0)
+        sites.strategy().start(sites.grid(), sites.initial, num_rounds=0, timeout=7)
+    assert re.findall("timeout = ([0-9]+) s", caplog.text) == ["1800", "7"]
+    for timeout in (0, -1.0, math.inf, "9"):
+        with pytest.raises(ValueError, match=f"timeout = {timeout!r}"):
+            sites.strategy().start(sites.grid(), sites.initial, num_rounds=0, timeout=timeout)
