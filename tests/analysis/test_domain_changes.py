@@ -50,17 +50,17 @@ def test_extremes_are_corrected_for_all_domains_they_were_picked_from():
     assert many[0].smallest_p_adjusted == min(1.0, 8 * one[0].smallest_p_adjusted)
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 9])
+@pytest.mark.parametrize("seeds", [2, 3, 6])
 def test_intervals_hold_together_where_seeds_and_test_images_vary(seeds):
     """Four domains of 200 images without a true difference: all four intervals include 0 in 95 % of experiments."""
     rng = np.random.default_rng(seeds)
     held = 0
-    for _ in range(300):
+    for _ in range(200):
         drawn = rng.normal(0, math.sqrt(2 * 70 * 30 / 200), 4)  # the test images': the same for all seeds
         differences = [dict(zip("abcd", drawn + rng.normal(0, 3, 4), strict=True)) for _ in range(seeds)]
         found = compare_domains(make_results(differences), "fedavg", dict.fromkeys("abcd", 200))
         held += all(c.low <= 0 <= c.high for c in found)
-    assert held / 300 > 0.92
+    assert held / 200 > 0.92
 
 
 def test_unknown_sizes_leave_the_spread_over_seeds_alone():
