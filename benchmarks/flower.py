@@ -12,6 +12,7 @@ QFedAvg stops at whole numbers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import platform
@@ -78,12 +79,15 @@ def calls(model_name: str, number: int) -> tuple[dict[str, Callable[[], Any]], i
     answered = replies(list(asked), model)
 
     def strategy(one: Any) -> Callable[[], Any]:
+        rounds = itertools.count(1)
+
         def call() -> Any:
-            one.configure_train(1, initial, ConfigRecord(), grid)
+            number = next(rounds)
+            one.configure_train(number, initial, ConfigRecord(), grid)
             # Some strategies empty the records they read: each gets its own, over the same bytes.
             copies = [_copied(message) for message in answered]
             begin = time.perf_counter()
-            out = one.aggregate_train(1, copies)
+            out = one.aggregate_train(number, copies)
             call.seconds = time.perf_counter() - begin  # type: ignore[attr-defined]
             return out
 
