@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fedheal.aggregate import kernels, reduce
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.stage import Stage, call_custom, check_returned
+from fedheal.aggregate.stage import Stage, call_custom
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite, find_bad_updates
 from fedheal.core.arrays import Floats, Integers, as_tensor, normalise_weights
 from fedheal.core.checks import check_type
-from fedheal.core.errors import name_if_custom
+from fedheal.core.errors import CustomPartError, check_returned, name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed, Sizes
 from fedheal.core.state import State, expect
 from fedheal.core.updates import Updates
@@ -136,8 +136,13 @@ class Aggregator:
         weights, unnormalised_weights = _final_weights(draft)
         if not weights.any():
             return _copy_model(model), weights, np.zeros_like(weights), state, {}
-        returned = call_custom("reducer", name_if_custom(self.reduce), self.reduce, draft, weights)
-        new_model, report = check_returned("reducer", returned, Packed, Mapping)
+        name = name_if_custom(self.reduce)
+        returned = call_custom("reducer", name, self.reduce, draft, weights)
+        new_model, report = check_returned(name_part("reducer", name), returned, Packed, Mapping)
+        for field_name, old in vars(model).items():
+            if (made := getattr(new_model, field_name)).shape != old.shape:
+                shapes = f"of shape {tuple(old.shape)}, got {tuple(made.shape)}"
+                raise CustomPartError(f"{name_part('reducer', name)} must return {field_name} {shapes}")
         _check_overflow(new_model, model, updates, rows)
         return new_model, weights, unnormalised_weights, state, {**draft.report, **report}
 
@@ -179,9 +184,6 @@ def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
     """Return the stages' weights, or this round's examples if no stage gave any: normalised, and unnormalised."""
     weights = draft.num_examples if draft.weights is None else draft.weights
     unnormalised_weights = weights if draft.unnormalised_weights is None else draft.unnormalised_weights
-    for column in (weights, unnormalised_weights):
-        if column.shape != draft.rows.shape or not np.isfinite(column).all() or (column < 0).any():
-            raise ValueError(f"a stage must give {len(draft.rows)} finite, non-negative weights, got {column}")
     return normalise_weights(weights), unnormalised_weights
 
 
