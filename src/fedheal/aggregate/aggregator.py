@@ -60,6 +60,12 @@ class Aggregator:
     _warned: set[Sizes] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        remedy = "give a Stage, such as chain(...) or what a function of a stage returns"
+        check_type(
+            "stage", self.stage, Stage, f"{remedy}; methods.get('fedheal').aggregator is a ready-made Aggregator"
+        )
+        if not callable(self.reduce):
+            raise TypeError(f"reduce = {self.reduce!r}: give a function of (draft, weights), such as reduce.mean")
         if self.on_bad_update not in ("raise", "skip"):
             raise ValueError(f"on_bad_update = {self.on_bad_update!r}: use 'raise' or 'skip'")
         kernels.check_kernel(self.kernel)

@@ -29,6 +29,15 @@ def add_article(word: str) -> str:
     return f"{'an' if word[0].lower() in 'aeiou' else 'a'} {word}"
 
 
+def name_value(field: str, value: object) -> str:
+    """Return a field with its value if that is a number, else with its type, since others may fill pages.
+
+    >>> name_value("data", 3), name_value("data", [0] * 1000)
+    ('data = 3', 'data is a list')
+    """
+    return f"{field} = {value}" if isinstance(value, int | float) else f"{field} is {add_article(type(value).__name__)}"
+
+
 def check_returned(part: str, value: object, *types: type) -> Any:
     """Return what a part returned, as a tuple. Raise `CustomPartError` unless it has these types.
 
