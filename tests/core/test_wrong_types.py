@@ -44,6 +44,25 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "one method": (lambda: fedheal.compare(["fedavg", FEDAVG]), r"methods\[1\] is an Aggregator: .*Method\("),
     "report": (lambda: fedheal.make_report(3), r"a folder is an int: give paths one by one"),
     "reports": (lambda: fedheal.make_report([]), r"a folder is a list: give paths one by one"),
+    "parameter": (
+        lambda: aggregate.fedheal(taw=1),
+        r"fedheal has no parameter 'taw' \(did you mean 'tau'\?\); it has tau, ",
+    ),
+    "option": (lambda: aggregate.fedavg(tau=1), r"fedavg has no parameter 'tau'; it has on_bad_update, kernel"),
+    "load": (lambda: type(STATE).load(3), r"path is an int: give the path of a file"),
+    "save": (lambda: STATE.save(3), r"path is an int: give the path of a file"),
+    "state_dict": (
+        lambda: FEDAVG.apply(MODULE.state_dict(), Updates([], [], []), STATE),
+        r"model is an OrderedDict: give a Packed, such as layout\.pack\(module\.state_dict\(\)\)",
+    ),
+    "deltas": (
+        lambda: Updates(["a", "b"], [MODULE.state_dict()] * 2, [1, 1]),
+        r"deltas: the row of client 'a' is an OrderedDict: give its flat parameters, .*Updates\.from_modules",
+    ),
+    "trained": (
+        lambda: Updates.from_modules(MODULE, {"a": (MODULE.state_dict(), 3)}),
+        r"client 'a' comes with an OrderedDict and an int: give \(module, num_examples\)",
+    ),
     "get": (lambda: methods.get(None), r"name is a NoneType: give a method's name"),
 }
 
@@ -76,6 +95,15 @@ def test_the_wrong_type_is_a_sentence_with_what_to_give(case: str) -> None:
 def test_an_experiment_says_what_its_fields_may_hold(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         fedheal.Experiment(**fields)
+
+
+def test_wrong_values_name_the_argument() -> None:
+    with pytest.raises(ValueError, match=r"^state is None: give what init\(layout\) returned"):
+        FEDAVG.apply(MODEL, Updates([], [], []), None)
+    with pytest.raises(ValueError, match=r"^client 'a': its num_examples = 'three' is not a number"):
+        Updates.from_modules(MODULE, {"a": (MODULE, "three")})
+    with pytest.raises(ValueError, match=r"^give at least one run folder, such as make_report\('runs'\)"):
+        fedheal.make_report()
 
 
 def test_a_method_s_parts_have_defaults() -> None:

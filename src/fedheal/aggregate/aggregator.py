@@ -15,7 +15,7 @@ from fedheal.aggregate.stage import Stage, call_custom
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite, find_bad_updates
 from fedheal.core.arrays import Floats, Integers, as_tensor, normalise_weights
 from fedheal.core.checks import check_type
-from fedheal.core.errors import CustomPartError, check_returned, name_if_custom, name_part
+from fedheal.core.errors import CustomPartError, add_article, check_returned, name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed, Sizes
 from fedheal.core.state import State, expect
 from fedheal.core.updates import Updates
@@ -93,6 +93,10 @@ class Aggregator:
         check_type(
             "updates", updates, Updates, "give Updates(clients, deltas, num_examples) or Updates.from_modules(...)"
         )
+        if state is None:
+            raise ValueError(
+                "state is None: give what init(layout) returned, then the state of the last round's result"
+            )
         state = expect(state, AggregatorState)
         packed = _pack_model(model, updates, state.sizes)
         self._warn_of_missing_buffers(updates, state.sizes)
@@ -164,9 +168,10 @@ def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     else:
         params = as_tensor(model, "model") if isinstance(model, np.ndarray) else model
         if not isinstance(params, Tensor):
-            raise TypeError(
-                f"model is a {type(model).__name__}: give a Packed, or the flat parameters as tensor or array"
+            remedy = (
+                "give a Packed, such as layout.pack(module.state_dict()), or the flat parameters as tensor or array"
             )
+            raise TypeError(f"model is {add_article(type(model).__name__)}: {remedy}")
         if updates.buffers is not None or updates.counters is not None:
             raise ValueError("the updates carry buffers or counters but the model is a flat vector: give a Packed")
         packed = Packed(params.detach(), torch.empty(0, dtype=params.dtype), torch.empty(0, dtype=torch.int64))
