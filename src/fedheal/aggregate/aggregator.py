@@ -41,6 +41,12 @@ class Aggregated:
     state: AggregatorState  # after the round
     report: dict[str, Any]  # JSON-ready: the `skipped` clients with the reason, and what the stages report
 
+    def __repr__(self) -> str:
+        """Return the model's size, the weights and what the report holds, without states."""
+        model = self.model if isinstance(self.model, Packed) else f"{type(self.model).__name__}{list(self.model.shape)}"
+        weights = np.array2string(self.weights.numpy(), 10**9, 4, threshold=8, separator=", ")
+        return f"Aggregated(model={model}, weights={weights}, report={list(self.report)})"
+
 
 @dataclass(frozen=True)
 class Aggregator:
@@ -69,6 +75,10 @@ class Aggregator:
         if self.on_bad_update not in ("raise", "skip"):
             raise ValueError(f"on_bad_update = {self.on_bad_update!r}: use 'raise' or 'skip'")
         kernels.check_kernel(self.kernel)
+
+    def __repr__(self) -> str:
+        name = getattr(self.reduce, "__qualname__", type(self.reduce).__qualname__)
+        return f"Aggregator({self.stage}, reduce={name}, on_bad_update={self.on_bad_update!r}, kernel={self.kernel!r})"
 
     def init(self, layout: Layout) -> AggregatorState:
         """Return the state before the first round. Raise TypeError if `layout` is no `Layout`."""

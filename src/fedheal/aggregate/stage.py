@@ -6,6 +6,7 @@ weights whatever the order they are named in, since weights may depend on what i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,14 @@ class Stage:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or name_if_custom(self.apply))
+
+    def __repr__(self) -> str:
+        """Return the name and what the stage gives and needs, without functions; a chain has its stages."""
+        if self.parts is not None:
+            return f"chain({', '.join(map(repr, self.parts))})"
+        name = self.name or self.apply.__qualname__.partition(".")[0]
+        needs = f", needs={sorted(self.needs)}" if self.needs else ""
+        return f"Stage({name!r}, gives={sorted(self.gives)}{needs})"
 
     def start(self, layout: Layout) -> State:
         """Return the state before the first round. Raise `CustomPartError` if a user's own stage fails."""
@@ -107,6 +116,7 @@ def call_custom(what: str, name: str, function: Callable[..., Any], *args: Any) 
 def stateless(apply: Callable[[Draft], Draft], needs: frozenset[str] = frozenset()) -> Stage:
     """Return a stage that gives weights and remembers nothing."""
 
+    @functools.wraps(apply)  # for its name
     def apply_to_draft(draft: Draft, state: State) -> tuple[Draft, State]:
         return apply(draft), expect(state, Nothing)
 
