@@ -53,9 +53,9 @@ class Stage:
         returned = call_custom("stage", self.name, self.apply, draft, state)
         part = name_part("stage", self.name)
         made, after = check_returned(part, returned, Draft, State)
-        return (
-            made if self.parts else _check_draft(part, draft, made)
-        ), after  # a chain's stages are checked one by one
+        if not self.parts:  # a chain's stages are checked one by one
+            made = _check_draft(part, draft, made)
+        return made, after
 
 
 def _check_draft(part: str, before: Draft, draft: Draft) -> Draft:
