@@ -466,7 +466,9 @@ def test_a_client_with_weight_zero_does_not_count_but_must_be_finite(kernel):
 @pytest.mark.parametrize("weights", [(1, -1, 1), (np.nan, 1, 1), (np.inf, 1, 1), (1, 1), (1, 1, 1, 1)])
 def test_weights_that_are_no_weights_are_the_stages_fault(weights):
     aggregator = Aggregator(chain(weighing(*weights)))
-    with pytest.raises(ValueError, match=r"a stage must give 3 finite, non-negative weights, got") as refused:
+    with pytest.raises(
+        ValueError, match=r"your stage `.*weighing.*` must give 3 finite, non-negative weights, got"
+    ) as refused:
         aggregator.apply(model(), updates(), aggregator.init(LAYOUT))
     assert not isinstance(refused.value, BadUpdate)
 

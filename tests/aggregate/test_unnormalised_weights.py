@@ -93,5 +93,5 @@ def test_a_skipped_client_stands_for_nothing_and_an_empty_round_for_nobody() -> 
 @pytest.mark.parametrize("wrong", [[1.0], [1.0, -1.0, 0.0], [1.0, np.inf, 0.0]], ids=str)
 def test_a_stage_that_gives_nonsense_is_refused(wrong: list[float]) -> None:
     aggregator = Aggregator(stateless(lambda draft: replace(draft, unnormalised_weights=np.array(wrong))))
-    with pytest.raises(ValueError, match="must give 3 finite, non-negative weights, got"):
+    with pytest.raises(ValueError, match="must give 3 finite, non-negative unnormalised_weights, got"):
         unnormalised_weights(aggregator, "abc")

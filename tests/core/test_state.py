@@ -170,7 +170,18 @@ def test_a_file_that_holds_no_such_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"state\.safetensors is damaged"):
         State.load(path)
     path.write_bytes(save({"x": torch.ones(1)}))
-    with pytest.raises(ValueError, match="state of kind None is unknown"):
+    with pytest.raises(
+        ValueError, match=r"state\.safetensors holds no state of fedheal: give a file that .*`save` wrote"
+    ):
         State.load(path)
     with pytest.raises(FileNotFoundError):
         State.load(tmp_path / "absent")
+
+
+def test_a_state_that_cannot_be_written_names_its_path_and_leaves_nothing(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere" / "s.safetensors", tmp_path):  # no such folder; a folder
+        with pytest.raises(OSError, match=r".") as error:
+            Inner.save(outer(), path)
+        assert error.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(f"{tmp_path}.tmp").exists()

@@ -73,9 +73,41 @@ def returning(what: str = "word"):
     made = {
         "word": lambda draft: "hello",
         "tensor": lambda draft: (draft.model.params, {}),
+        "shape": lambda draft: (replace(draft.model, params=torch.zeros(3)), {}),
         "unsayable": lambda draft: (draft.model, {"inner": {"key": {1, 2}}}),
     }
     return Aggregator(chain(), lambda draft, weights: made[what](draft))
+
+def drafting(what: str = "mask"):
+    made = {
+        "mask": lambda draft: {"mask": draft.updates.deltas > 0},
+        "step": lambda draft: {"step": [0.0]},
+        "report": lambda draft: {"report": [1]},
+        "few": lambda draft: {"weights": torch.ones(2)},
+        "nan": lambda draft: {"weights": draft.num_examples * float("nan")},
+    }
+    return stateless(lambda draft: replace(draft, **made[what](draft)))
+
+class Losing(Term):
+    def __init__(self, what, finish):
+        self.what, self.end = what, finish
+
+    def loss(self, batch, ctx):
+        made = {
+            "none": lambda: None,
+            "vector": lambda: batch.logits.sum(1),
+            "list": lambda: [batch.ce],
+            "float": lambda: batch.ce.item(),
+            "detached": lambda: batch.ce.detach(),
+            "nan": lambda: batch.logits.sum() * float("nan"),
+        }
+        return made[self.what]()
+
+    def finish(self, ctx, local):
+        return {} if self.end else ({}, {})
+
+def losing(what: str = "none", finish: str = ""):
+    return Losing(what, finish)
 
 def lost():
     return Stage(lambda layout: Nothing(), lambda draft, state: draft)
@@ -201,9 +233,12 @@ def test_what_is_wrong_with_one_is_a_sentence(name: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("mine:returning:what=word", "a reducer must return a Packed and a Mapping, got a str"),
-        ("mine:returning:what=tensor", "a reducer must return a Packed and a Mapping, got a Tensor and a dict"),
-        ("mine:lost", "a stage must return a Draft and a State, got a Draft"),
+        (
+            "mine:returning:what=word",
+            r"round 1: your reducer `mine:returning.<locals>.<lambda>` must return a Packed and a Mapping, got a str",
+        ),
+        ("mine:returning:what=tensor", "must return a Packed and a Mapping, got a Tensor and a dict"),
+        ("mine:lost", "round 1: your stage `mine:lost` must return a Draft and a State, got a Draft"),
         (
             "mine:returning:what=unsayable",
             r"round 1 cannot be recorded: report.inner.key = \{1, 2\} is not JSON-serialisable",
@@ -213,13 +248,54 @@ def test_what_is_wrong_with_one_is_a_sentence(name: str, why: str) -> None:
 def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
     tmp_path: Path, name: str, why: str
 ) -> None:
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=own(why)):
         fedheal.run(quick(method=own(name)), tmp_path / "one", progress=False)
     assert read_rounds(tmp_path / "one") == []
     (tmp_path / "one" / "rounds.jsonl").write_text('{"round": 1, "coh')  # as a kill within the first line leaves it
     fedheal.run(quick(), tmp_path / "one", progress=False)  # another experiment: the first has left nothing
     assert fedheal.Experiment.read(tmp_path / "one" / "experiment.toml").identity == quick().identity
     assert [record.round for record in read_rounds(tmp_path / "one")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mine:returning:what=shape", r"must return params of shape \(\d+,\), got \(3,\)"),
+        ("mine:drafting:what=mask", "round 1: your stage `mine:drafting` gave a Tensor as mask: use keep_entries"),
+        (
+            "mine:drafting:what=step",
+            r"your stage `mine:drafting` must give a tensor of shape \(\d+,\) as step, got a list",
+        ),
+        ("mine:drafting:what=report", "your stage `mine:drafting` must give a dictionary as report, got a list"),
+        (
+            "mine:drafting:what=few",
+            "round 1: your stage `mine:drafting` must give 5 finite, non-negative weights, got .1. 1",
+        ),
+        ("fphl+mine:drafting:what=nan", r"stage `mine:drafting` must give 5 finite.* got \[nan nan nan nan nan\]$"),
+        (
+            "mine:losing:what=vector",
+            r"round 1: your term `mine:Losing`: loss must return a scalar.* got shape \(\d+,\)$",
+        ),
+        ("mine:losing:what=list", r"your term `mine:Losing`: loss must return a scalar tensor.* or None, got a list"),
+        ("mine:losing:what=float", r"your term `mine:Losing`: loss must return a scalar tensor.* got a float"),
+        (
+            "mine:losing:what=detached",
+            "your term `mine:Losing`.* returned a tensor without a gradient: it changes no step",
+        ),
+        (
+            "mine:losing:what=nan",
+            "client '.*': its update holds NaN.*; in round 1 it trained with your term `mine:Losing`: check that its loss",
+        ),
+        (
+            "mine:losing:finish=single",
+            "your term `mine:Losing`: finish must return a Mapping and a Mapping, got a dict",
+        ),
+    ],
+)
+def test_what_a_part_of_ones_own_returns_wrongly_is_named(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=own(why)) as error:
+        fedheal.run(quick(method=own(name)), progress=False)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +320,9 @@ def test_what_a_part_of_ones_own_raises_is_named_and_is_the_cause(name: str, cau
 
 
 def test_weights_that_are_no_numbers_are_a_sentence() -> None:
-    with pytest.raises(ValueError, match="a stage gave weights as a list: give a numpy array of floats"):
+    with pytest.raises(
+        ValueError, match=r"your stage `mine.*:weighing` gave a list as weights: give a numpy array of floats"
+    ):
         trained("mine:weighing:how=words")
 
 

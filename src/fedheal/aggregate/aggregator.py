@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fedheal.aggregate import kernels, reduce
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.stage import Stage, call_custom, check_returned
+from fedheal.aggregate.stage import Stage, call_custom
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite, find_bad_updates
 from fedheal.core.arrays import Floats, Integers, as_tensor, normalise_weights
 from fedheal.core.checks import check_type
-from fedheal.core.errors import name_if_custom
+from fedheal.core.errors import CustomPartError, add_article, check_returned, name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed, Sizes
 from fedheal.core.state import State, expect
 from fedheal.core.updates import Updates
@@ -41,6 +41,12 @@ class Aggregated:
     state: AggregatorState  # after the round
     report: dict[str, Any]  # JSON-ready: the `skipped` clients with the reason, and what the stages report
 
+    def __repr__(self) -> str:
+        """Return the model's size, the weights and what the report holds, without states."""
+        model = self.model if isinstance(self.model, Packed) else f"{type(self.model).__name__}{list(self.model.shape)}"
+        weights = np.array2string(self.weights.numpy(), 10**9, 4, threshold=8, separator=", ")
+        return f"Aggregated(model={model}, weights={weights}, report={list(self.report)})"
+
 
 @dataclass(frozen=True)
 class Aggregator:
@@ -60,9 +66,19 @@ class Aggregator:
     _warned: set[Sizes] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        remedy = "give a Stage, such as chain(...) or what a function of a stage returns"
+        check_type(
+            "stage", self.stage, Stage, f"{remedy}; methods.get('fedheal').aggregator is a ready-made Aggregator"
+        )
+        if not callable(self.reduce):
+            raise TypeError(f"reduce = {self.reduce!r}: give a function of (draft, weights), such as reduce.mean")
         if self.on_bad_update not in ("raise", "skip"):
             raise ValueError(f"on_bad_update = {self.on_bad_update!r}: use 'raise' or 'skip'")
         kernels.check_kernel(self.kernel)
+
+    def __repr__(self) -> str:
+        name = getattr(self.reduce, "__qualname__", type(self.reduce).__qualname__)
+        return f"Aggregator({self.stage}, reduce={name}, on_bad_update={self.on_bad_update!r}, kernel={self.kernel!r})"
 
     def init(self, layout: Layout) -> AggregatorState:
         """Return the state before the first round. Raise TypeError if `layout` is no `Layout`."""
@@ -87,6 +103,10 @@ class Aggregator:
         check_type(
             "updates", updates, Updates, "give Updates(clients, deltas, num_examples) or Updates.from_modules(...)"
         )
+        if state is None:
+            raise ValueError(
+                "state is None: give what init(layout) returned, then the state of the last round's result"
+            )
         state = expect(state, AggregatorState)
         packed = _pack_model(model, updates, state.sizes)
         self._warn_of_missing_buffers(updates, state.sizes)
@@ -136,8 +156,13 @@ class Aggregator:
         weights, unnormalised_weights = _final_weights(draft)
         if not weights.any():
             return _copy_model(model), weights, np.zeros_like(weights), state, {}
-        returned = call_custom("reducer", name_if_custom(self.reduce), self.reduce, draft, weights)
-        new_model, report = check_returned("reducer", returned, Packed, Mapping)
+        name = name_if_custom(self.reduce)
+        returned = call_custom("reducer", name, self.reduce, draft, weights)
+        new_model, report = check_returned(name_part("reducer", name), returned, Packed, Mapping)
+        for field_name, old in vars(model).items():
+            if (made := getattr(new_model, field_name)).shape != old.shape:
+                shapes = f"of shape {tuple(old.shape)}, got {tuple(made.shape)}"
+                raise CustomPartError(f"{name_part('reducer', name)} must return {field_name} {shapes}")
         _check_overflow(new_model, model, updates, rows)
         return new_model, weights, unnormalised_weights, state, {**draft.report, **report}
 
@@ -153,9 +178,10 @@ def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     else:
         params = as_tensor(model, "model") if isinstance(model, np.ndarray) else model
         if not isinstance(params, Tensor):
-            raise TypeError(
-                f"model is a {type(model).__name__}: give a Packed, or the flat parameters as tensor or array"
+            remedy = (
+                "give a Packed, such as layout.pack(module.state_dict()), or the flat parameters as tensor or array"
             )
+            raise TypeError(f"model is {add_article(type(model).__name__)}: {remedy}")
         if updates.buffers is not None or updates.counters is not None:
             raise ValueError("the updates carry buffers or counters but the model is a flat vector: give a Packed")
         packed = Packed(params.detach(), torch.empty(0, dtype=params.dtype), torch.empty(0, dtype=torch.int64))
@@ -179,9 +205,6 @@ def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
     """Return the stages' weights, or this round's examples if no stage gave any: normalised, and unnormalised."""
     weights = draft.num_examples if draft.weights is None else draft.weights
     unnormalised_weights = weights if draft.unnormalised_weights is None else draft.unnormalised_weights
-    for column in (weights, unnormalised_weights):
-        if column.shape != draft.rows.shape or not np.isfinite(column).all() or (column < 0).any():
-            raise ValueError(f"a stage must give {len(draft.rows)} finite, non-negative weights, got {column}")
     return normalise_weights(weights), unnormalised_weights
 
 

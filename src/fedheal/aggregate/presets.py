@@ -4,7 +4,10 @@ All of them take two keywords more, those of `Aggregator`: `on_bad_update` (`"ra
 as absent) and `kernel` (`"auto"`, `"reference"`, `"cpu"` or `"cuda"`).
 """
 
-from typing import TypedDict, Unpack
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from fedheal.aggregate import fedheal_stages as stages
 from fedheal.aggregate import reduce
@@ -15,6 +18,7 @@ from fedheal.aggregate.weights.afl import AFL_FLOOR, AFL_GAMMA, AFL_RESET
 from fedheal.aggregate.weights.qffl import QFFL_MODE, QFFL_Q
 from fedheal.aggregate.whole.fedfv import FEDFV_ALPHA, FEDFV_TAU, fedfv_stage
 from fedheal.aggregate.whole.fedpw import FEDPW_BETA, FEDPW_RHO, fedpw_stage
+from fedheal.core.errors import suggest
 
 
 class AggregatorOptions(TypedDict, total=False):
@@ -24,16 +28,38 @@ class AggregatorOptions(TypedDict, total=False):
     kernel: str
 
 
+Preset = TypeVar("Preset", bound=Callable[..., Aggregator])
+
+
+def _name_unknown(preset: Preset) -> Preset:
+    """Return the preset; a keyword that it does not have is named, with one that may be meant."""
+    known = [key for key in inspect.signature(preset).parameters if key != "options"]
+    known += AggregatorOptions.__annotations__
+
+    @functools.wraps(preset)
+    def check_and_call(*args: Any, **keys: Any) -> Aggregator:
+        for key in keys:
+            if key not in known:
+                name = preset.__name__
+                raise TypeError(f"{name} has no parameter '{key}'{suggest(key, known)}; it has {', '.join(known)}")
+        return preset(*args, **keys)
+
+    return cast(Preset, check_and_call)
+
+
+@_name_unknown
 def fedavg(**options: Unpack[AggregatorOptions]) -> Aggregator:
     """McMahan et al. 2017: the mean, weighted by this round's examples."""
     return Aggregator(chain(), **options)
 
 
+@_name_unknown
 def uniform(**options: Unpack[AggregatorOptions]) -> Aggregator:
     """The plain mean over clients."""
     return Aggregator(STAGES["uniform"](), **options)
 
 
+@_name_unknown
 def afl(
     gamma: float = AFL_GAMMA.default,
     floor: float = AFL_FLOOR.default,
@@ -58,6 +84,7 @@ def afl(
     return Aggregator(STAGES["afl"](gamma, floor, reset), **options)
 
 
+@_name_unknown
 def qffl(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **options: Unpack[AggregatorOptions]) -> Aggregator:
     """q-FFL (Li et al. 2020): weights in proportion to `loss^q`, and a step shrunk by the curvature.
 
@@ -69,6 +96,7 @@ def qffl(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **options: Un
     return Aggregator(STAGES["qffl"](q, mode), **options)
 
 
+@_name_unknown
 def fedfv(
     alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, **options: Unpack[AggregatorOptions]
 ) -> Aggregator:
@@ -81,6 +109,7 @@ def fedfv(
     return Aggregator(fedfv_stage(alpha, tau), **options)
 
 
+@_name_unknown
 def fedpw(
     beta: float = FEDPW_BETA.default, rho: float = FEDPW_RHO.default, **options: Unpack[AggregatorOptions]
 ) -> Aggregator:
@@ -93,6 +122,7 @@ def fedpw(
     return Aggregator(fedpw_stage(beta, rho), **options)
 
 
+@_name_unknown
 def fedheal(
     tau: float = stages.TAU.default,
     beta: float = stages.BETA.default,

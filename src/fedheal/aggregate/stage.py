@@ -6,15 +6,18 @@ weights whatever the order they are named in, since weights may depend on what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from fedheal.aggregate.draft import Draft
+from fedheal.aggregate.draft import CountMask, Draft, SoftMask
 from fedheal.aggregate.validate import NonFinite
-from fedheal.core.errors import CustomPartError, frame_error, name_if_custom
+from fedheal.core.arrays import Floats
+from fedheal.core.errors import CustomPartError, add_article, check_returned, frame_error, name_if_custom, name_part
 from fedheal.core.layout import Layout
 from fedheal.core.state import Nothing, State, expect
 
@@ -33,6 +36,14 @@ class Stage:
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or name_if_custom(self.apply))
 
+    def __repr__(self) -> str:
+        """Return the name and what the stage gives and needs, without functions; a chain has its stages."""
+        if self.parts is not None:
+            return f"chain({', '.join(map(repr, self.parts))})"
+        name = self.name or self.apply.__qualname__.partition(".")[0]
+        needs = f", needs={sorted(self.needs)}" if self.needs else ""
+        return f"Stage({name!r}, gives={sorted(self.gives)}{needs})"
+
     def start(self, layout: Layout) -> State:
         """Return the state before the first round. Raise `CustomPartError` if a user's own stage fails."""
         return call_custom("stage", self.name, self.init, layout)  # type: ignore[no-any-return]
@@ -40,19 +51,54 @@ class Stage:
     def run(self, draft: Draft, state: State) -> tuple[Draft, State]:
         """Apply the stage and check what it returns. Raise `CustomPartError` if a user's own stage fails."""
         returned = call_custom("stage", self.name, self.apply, draft, state)
-        draft, after = check_returned("stage", returned, Draft, State)
-        for key in ("weights", "unnormalised_weights"):
-            if not isinstance(value := getattr(draft, key), np.ndarray | None):
-                draft = replace(draft, **{key: _to_column(key, value)})
-        return draft, after
+        part = name_part("stage", self.name)
+        made, after = check_returned(part, returned, Draft, State)
+        if not self.parts:  # a chain's stages are checked one by one
+            made = _check_draft(part, draft, made)
+        return made, after
 
 
-def _to_column(key: str, value: Any) -> Any:
+def _check_draft(part: str, before: Draft, draft: Draft) -> Draft:
+    """Return a stage's draft with weights as numpy columns. Raise `CustomPartError` if a field that it filled in is wrong."""
+    mask: Any = draft.mask  # by its type it cannot be wrong, but a user's stage may be unchecked
+    if not isinstance(mask, CountMask | SoftMask | None):
+        kind = add_article(type(mask).__name__)
+        remedy = "use keep_entries(draft, kept) of fedheal.aggregate.masks.entries for booleans"
+        raise CustomPartError(f"{part} gave {kind} as mask: {remedy}")
+    step, length = draft.step, draft.sizes.params
+    if step is not None and not (isinstance(step, Tensor) and step.shape == (length,)):
+        actual = f"shape {tuple(step.shape)}" if isinstance(step, Tensor) else add_article(type(step).__name__)
+        raise CustomPartError(f"{part} must give a tensor of shape ({length},) as step, got {actual}")
+    if not isinstance(draft.report, Mapping):
+        raise CustomPartError(
+            f"{part} must give a dictionary as report, got {add_article(type(draft.report).__name__)}"
+        )
+    for key in ("weights", "unnormalised_weights"):
+        value = getattr(draft, key)
+        if value is None or value is getattr(before, key):
+            continue
+        column = _to_column(part, key, value)
+        if column.shape != draft.rows.shape or not np.isfinite(column).all() or (column < 0).any():
+            wanted = f"{len(draft.rows)} finite, non-negative {key}"
+            raise CustomPartError(f"{part} must give {wanted}, got {_shorten(column)}")
+        draft = draft if column is value else replace(draft, **{key: column})
+    return draft
+
+
+def _to_column(part: str, key: str, value: Any) -> Any:
     """Return weights that a stage gave as a list or a tensor as a numpy column."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        return value
     try:
         return np.asarray(value, np.float64)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"a stage gave {key} as a {type(value).__name__}: give a numpy array of floats") from None
+        kind = add_article(type(value).__name__)
+        raise CustomPartError(f"{part} gave {kind} as {key}: give a numpy array of floats") from None
+
+
+def _shorten(column: Floats) -> str:
+    """Return a column for an error message, on one line."""
+    return f"shape {column.shape}" if column.ndim != 1 else np.array2string(column, 10**9, 4, threshold=8)
 
 
 def call_custom(what: str, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -70,6 +116,7 @@ def call_custom(what: str, name: str, function: Callable[..., Any], *args: Any) 
 def stateless(apply: Callable[[Draft], Draft], needs: frozenset[str] = frozenset()) -> Stage:
     """Return a stage that gives weights and remembers nothing."""
 
+    @functools.wraps(apply)  # for its name
     def apply_to_draft(draft: Draft, state: State) -> tuple[Draft, State]:
         return apply(draft), expect(state, Nothing)
 
@@ -110,13 +157,3 @@ def chain(*stages: Stage) -> Stage:
     needs = frozenset[str]().union(*(stage.needs for stage in parts))
     gives = frozenset[str]().union(*(stage.gives for stage in parts))
     return Stage(lambda layout: ChainState(tuple(stage.start(layout) for stage in parts)), apply, needs, gives, parts)
-
-
-def check_returned(what: str, value: object, *types: type) -> Any:
-    """Return what a user's stage or reducer returned. Raise ValueError unless it is a tuple of these types."""
-    values = value if isinstance(value, tuple) else (value,)
-    if len(values) != len(types) or not all(map(isinstance, values, types)):
-        expected = " and a ".join(kind.__name__ for kind in types)
-        actual = " and a ".join(type(item).__name__ for item in values)
-        raise ValueError(f"a {what} must return a {expected}, got a {actual}")
-    return values

@@ -1,8 +1,9 @@
 """Comparisons and reports in Python: `fedheal.compare` and `fedheal.make_report`."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from fedheal.campaign.compare import parse_seeds, plan
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.pool import run_all
 from fedheal.core.arrays import make_frame
+from fedheal.core.checks import check_type
 from fedheal.methods import Method
+from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.report.comparability import check_reference
 from fedheal.report.html_page import render_page
 from fedheal.report.rows import Row, build_rows, find_results, load_summary
@@ -50,7 +53,7 @@ class Report:
 
 
 def compare(
-    methods: str | Sequence[str | Method],
+    methods: str | Method | Sequence[str | Method],
     data: Any = "embedded",
     seeds: int | str | Sequence[int] = 8,
     out: str | Path | None = None,
@@ -78,10 +81,13 @@ def compare(
     Raises:
         ValueError: A run is not possible, or `jobs` asks for processes that objects cannot be sent to.
     """
+    check_type("methods", methods, Iterable | Method, "give a list of names or Method values")
+    methods = [methods] if isinstance(methods, str | Method) else list(methods)
+    for i, method in enumerate(methods):
+        check_type(f"methods[{i}]", method, str | Method, METHOD_REMEDY)
     values = fields | {"data": data}
     objects = wrap_objects(values)  # once, not for every run
     values |= objects
-    methods = [methods] if isinstance(methods, str) else methods
     own = [method for method in methods if isinstance(method, Method)]
     if jobs != 1 and (objects or own):
         raise ValueError(f"jobs = {jobs}: data, models and methods given as objects stay in this process; use jobs=1")
@@ -118,7 +124,12 @@ def make_report(*folders: str | Path, reference: str | None = None) -> Report:
 
     Raises:
         ValueError: There is no finished run, a result is damaged, or no run is of the reference.
+        TypeError: A folder is no path.
     """
+    if not folders:
+        raise ValueError("give at least one run folder, such as make_report('runs')")
+    for folder in folders:
+        check_type("a folder", folder, str | PathLike, "give paths one by one, such as make_report('runs/a', 'runs/b')")
     summaries = find_results([Path(folder) for folder in folders])
     if not summaries:
         raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}")

@@ -1,9 +1,12 @@
 """Check arguments that are no parameters of a method; the error names the argument, its value and what is allowed."""
 
+from types import UnionType
+
+from fedheal.core.errors import add_article
 from fedheal.core.parameter import Parameter
 
 
-def check_type(name: str, value: object, wanted: type | tuple[type, ...], remedy: str) -> None:
+def check_type(name: str, value: object, wanted: type | UnionType, remedy: str) -> None:
     """Raise TypeError with a remedy unless the value is of a wanted type.
 
     >>> check_type("layout", 5, str, "give a name")
@@ -11,8 +14,7 @@ def check_type(name: str, value: object, wanted: type | tuple[type, ...], remedy
     TypeError: layout is an int: give a name
     """
     if not isinstance(value, wanted):
-        kind = type(value).__name__
-        raise TypeError(f"{name} is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}: {remedy}")
+        raise TypeError(f"{name} is {add_article(type(value).__name__)}: {remedy}")
 
 
 def check_share(name: str, value: float) -> None:

@@ -8,7 +8,49 @@ from typing import Any
 
 
 class CustomPartError(ValueError):
-    """A user's own stage, reducer or term raised an exception, which is the cause of this one."""
+    """A user's own stage, reducer or term returned something wrong or raised an exception, then the cause of this one."""
+
+
+def name_part(what: str, name: str) -> str:
+    """Return how an error calls a part of a method: a user's own by its name.
+
+    >>> name_part("stage", "mine:trim"), name_part("stage", "")
+    ('your stage `mine:trim`', 'a stage')
+    """
+    return f"your {what} `{name}`" if name else f"a {what}"
+
+
+def add_article(word: str) -> str:
+    """Return a word behind its indefinite article.
+
+    >>> add_article("OrderedDict"), add_article("list")
+    ('an OrderedDict', 'a list')
+    """
+    return f"{'an' if word[0].lower() in 'aeiou' else 'a'} {word}"
+
+
+def name_value(field: str, value: object) -> str:
+    """Return a field with its value if that is a number, else with its type, since others may fill pages.
+
+    >>> name_value("data", 3), name_value("data", [0] * 1000)
+    ('data = 3', 'data is a list')
+    """
+    return f"{field} = {value}" if isinstance(value, int | float) else f"{field} is {add_article(type(value).__name__)}"
+
+
+def check_returned(part: str, value: object, *types: type) -> Any:
+    """Return what a part returned, as a tuple. Raise `CustomPartError` unless it has these types.
+
+    >>> check_returned("your stage `mine:trim`", [1, 2], dict, int)
+    Traceback (most recent call last):
+    fedheal.core.errors.CustomPartError: your stage `mine:trim` must return a dict and an int, got a list
+    """
+    values = value if isinstance(value, tuple) else (value,)
+    if len(values) != len(types) or not all(map(isinstance, values, types)):
+        expected = " and ".join(add_article(kind.__name__) for kind in types)
+        actual = " and ".join(add_article(type(item).__name__) for item in values) or "an empty tuple"
+        raise CustomPartError(f"{part} must return {expected}, got {actual}")
+    return values
 
 
 def name_if_custom(function: Callable[..., Any]) -> str:
@@ -27,7 +69,7 @@ def frame_error(what: str, name: str, error: Exception) -> CustomPartError:
     """Return an error that names the user's part which raised `error`, and the line."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(line.filename).name}, line {line.lineno}"
-    return CustomPartError(f"your {what} `{name}` raised {format_error(error)} ({where})")
+    return CustomPartError(f"{name_part(what, name)} raised {format_error(error)} ({where})")
 
 
 def format_error(error: Exception) -> str:

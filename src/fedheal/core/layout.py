@@ -29,6 +29,15 @@ class Packed:
     buffers: Tensor
     counters: Tensor
 
+    def __repr__(self) -> str:
+        """Return lengths and device only: the values fill pages.
+
+        >>> Packed(torch.zeros(5), torch.zeros(2), torch.zeros(1, dtype=torch.int64))
+        Packed(params=float32[5], buffers=float32[2], counters=int64[1], device='cpu')
+        """
+        parts = [f"{key}={str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for key, v in vars(self).items()]
+        return f"Packed({', '.join(parts)}, device='{self.params.device}')"
+
 
 @dataclass(frozen=True)
 class Entry:

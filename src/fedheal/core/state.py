@@ -10,10 +10,12 @@ donated state takes them with it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import repeat
 from json import dumps, loads
+from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -24,9 +26,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fedheal.core.checks import check_type
 from fedheal.core.layout import Packed
 
 METADATA = "fedheal-state"  # where a state's file holds its JSON
+PATH_REMEDY = "give the path of a file, such as 'state.safetensors'"
 ARRAY = "array"  # stands in the JSON for a value that is among the arrays
 
 
@@ -60,13 +64,24 @@ class State:
         raise TypeError(f"unhashable type: {type(self).__name__!r}")
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a safetensors file, whole or not at all."""
+        """Write the state to a safetensors file, whole or not at all.
+
+        Raises:
+            TypeError: `path` is no path.
+            OSError: The file cannot be written.
+        """
+        check_type("path", path, str | PathLike, PATH_REMEDY)
         arrays, described = self.to_arrays()
         # safetensors refuses tensors that share memory: each gets its own.
         copies = {name: array.detach().cpu().contiguous().clone() for name, array in arrays.items()}
         temporary = Path(f"{path}.tmp")
-        temporary.write_bytes(save(copies, {METADATA: dumps(described)}))
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(save(copies, {METADATA: dumps(described)}))
+            temporary.replace(path)
+        except OSError as error:
+            with suppress(OSError):  # the folder may be missing
+                temporary.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -75,13 +90,17 @@ class State:
         Raises:
             ValueError: The file is damaged, or does not hold a state of this type.
             FileNotFoundError: There is no such file.
+            TypeError: `path` is no path.
         """
+        check_type("path", path, str | PathLike, PATH_REMEDY)
         try:
             with safe_open(path, "pt") as file:
                 described = loads((file.metadata() or {}).get(METADATA, "null"))
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
         except (SafetensorError, ValueError) as error:
             raise ValueError(f"{path} is damaged ({error})") from error
+        if described is None:
+            raise ValueError(f"{path} holds no state of fedheal: give a file that a state's `save` wrote")
         try:
             return _restore_state(cls, "", arrays, described)  # type: ignore[no-any-return]
         except ValueError as error:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedheal.core.arrays import Array, as_tensor
 from fedheal.core.checks import check_type
+from fedheal.core.errors import add_article
 from fedheal.core.layout import ALIGNED, Layout, Packed
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -168,9 +169,12 @@ class Updates:
 
 def _pack_client(layout: Layout, client: object, given: Any) -> Packed:
     """Return a client's trained module as vectors; name the client in errors."""
-    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module)):
-        raise TypeError(f"client '{client}' comes with a {type(given).__name__}: give (module, num_examples)")
+    actual = given if isinstance(given, tuple) else (given,)
+    if len(actual) != 2 or not isinstance(actual[0], nn.Module):
+        kinds = " and ".join(add_article(type(item).__name__) for item in actual) or "an empty tuple"
+        raise TypeError(f"client '{client}' comes with {kinds}: give (module, num_examples)")
     try:
+        _number("num_examples", given[1])
         return layout.pack(given[0].state_dict())
     except ValueError as error:
         raise ValueError(f"client '{client}': {error}") from None
@@ -190,6 +194,10 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
     if not isinstance(value, (Tensor, np.ndarray)):
         if not isinstance(value, Sequence):
             raise TypeError(f"{name} is a {type(value).__name__}: give a matrix, or a list with a vector a client")
+        for client, row in zip(clients, value, strict=False):
+            if isinstance(row, Mapping | Packed | nn.Module):
+                remedy = "give its flat parameters, local minus global, or use Updates.from_modules"
+                raise TypeError(f"{name}: the row of client '{client}' is {add_article(type(row).__name__)}: {remedy}")
         rows = [as_tensor(row, name) for row in value]
         shapes = [tuple(row.shape) for row in rows]
         for client, shape in zip(clients, shapes, strict=False):

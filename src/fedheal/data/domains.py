@@ -73,6 +73,11 @@ class Domains:
     identity: str = ""  # the fingerprint, if it is known without reading all images
     notes: tuple[str, ...] = ()  # for readers of a result, e.g. that a domain is missing
 
+    def __repr__(self) -> str:
+        """Return names and numbers, without the images."""
+        sizes = ", ".join(f"{d.name}: {len(d.train)} + {len(d.test)}" for d in self.domains)
+        return f"Domains({self.name!r}, {len(self.classes)} classes, train + test images of {sizes})"
+
     def __getitem__(self, name: str) -> Domain:
         domains = {domain.name: domain for domain in self.domains}
         if name not in domains:

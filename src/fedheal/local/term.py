@@ -8,6 +8,7 @@ passed in and out: a term itself has no state.
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedheal.core.errors import CustomPartError, frame_error, name_if_custom
+from fedheal.core.errors import CustomPartError, add_article, check_returned, frame_error, name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed, restore_dtype
 from fedheal.core.updates import Updates
 
@@ -99,13 +100,44 @@ class NotCapturableError(Exception):
     """The module or a term cannot be trained in lanes; the message says why."""
 
 
-def _frame_hook(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the hook of a user's own term; what it raises is framed by the term's name."""
+# What the hooks return; `loss` and `grad` are not here.
+RETURNS: dict[str, tuple[type, ...]] = {
+    "init": (Mapping,),
+    "broadcast": (Mapping,),
+    "prepare": (Packed,),
+    "metrics": (Mapping,),
+    "finish": (Mapping, Mapping),
+    "upload": (Packed,),
+    "absorb": (Packed, Mapping),
+    "evaluated": (Packed,),
+}
+
+
+def _check_loss(name: str, loss: Any) -> None:
+    """Raise `CustomPartError` unless a user's loss is a scalar tensor or None; warn if it has no gradient."""
+    part = f"{name_part('term', name)}: loss"
+    if loss is None:
+        return
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        actual = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else add_article(type(loss).__name__)
+        raise CustomPartError(f"{part} must return a scalar tensor, such as losses.mean(), or None, got {actual}")
+    if not loss.requires_grad:
+        warnings.warn(f"{part} returned a tensor without a gradient: it changes no step", UserWarning, stacklevel=3)
+
+
+def _frame_hook(name: str, key: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the hook of a user's own term; wrong values and exceptions are framed by the term's name."""
 
     @functools.wraps(hook)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return hook(*args, **kwargs)
+            returned = hook(self, *args, **kwargs)
+            if getattr(type(self), key) is call:  # what a subclass gets from `super()` is its own matter
+                if key == "loss":
+                    _check_loss(name, returned)
+                elif key in RETURNS:
+                    check_returned(f"{name_part('term', name)}: {key}", returned, *RETURNS[key])
+            return returned
         except (torch.OutOfMemoryError, NotCapturableError, CustomPartError):  # for the engine
             raise
         except Exception as error:
@@ -131,7 +163,7 @@ class Term:
         if name := name_if_custom(cls):
             for hook, own in list(vars(cls).items()):
                 if isinstance(own, FunctionType) and isinstance(vars(Term).get(hook), FunctionType):
-                    setattr(cls, hook, _frame_hook(name, own))
+                    setattr(cls, hook, _frame_hook(name, hook, own))
 
     def init(self, layout: Layout) -> Arrays:
         """Return the shared values before the first round."""

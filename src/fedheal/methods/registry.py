@@ -36,6 +36,7 @@ from fedheal.local.term import Term
 from fedheal.methods.grammar import Part, parse_parts
 
 CACHED_METHODS = 256
+METHOD_REMEDY = "give a method's name, such as 'fedheal', or a Method, such as Method(aggregator=..., name='mine')"
 PRESETS = ("ours", "group")
 GROUP = "ours, or group: what the code of the FedHEAL paper's group amounts to"
 PRESET = Parameter("preset", "ours", GROUP, "ours: the method as published", choices=PRESETS)
@@ -142,18 +143,28 @@ class Method:
     """A whole algorithm as a value. A run folder identifies it by its name: give a changed method another.
 
     Attributes:
-        local: the terms of local training; `()` is plain training.
-        aggregator: the aggregator.
+        local: the terms of local training; none is plain training.
+        aggregator: the aggregator; that of FedAvg by default.
         name: the canonical name, which leaves defaults out.
         training: the fields of the experiment that the method sets, such as `momentum`.
         parts: the parts of the name, if `get` made it; a changed copy has none.
     """
 
-    local: tuple[Term, ...]
-    aggregator: Aggregator
+    local: tuple[Term, ...] = ()
+    aggregator: Aggregator = field(default_factory=lambda: Aggregator(chain()))
     name: str = "custom"
     training: Mapping[str, float] = field(default_factory=dict)
     parts: tuple[Part, ...] = field(default=(), init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_type("local", self.local, tuple | list, "give a tuple of terms, such as (term,)")
+        for i, term in enumerate(self.local):
+            if isinstance(term, type):
+                raise TypeError(f"local[{i}] is the class {term.__name__}: give an instance of it")
+            check_type(f"local[{i}]", term, Term, "give an instance of a Term")
+        object.__setattr__(self, "local", tuple(self.local))
+        check_type("aggregator", self.aggregator, Aggregator, "give an Aggregator, such as Aggregator(stage)")
+        check_type("name", self.name, str, "give the method's name as a text")
 
     @property
     def full_name(self) -> str:

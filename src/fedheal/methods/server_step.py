@@ -11,6 +11,8 @@ import torch
 from fedheal.aggregate import Aggregated, Aggregator
 from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
+from fedheal.aggregate.validate import NON_FINITE, BadUpdate
+from fedheal.core.errors import name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import RunState, TermState
 from fedheal.core.updates import Updates
@@ -55,7 +57,10 @@ def apply_server_step(
     step: ServerStep, state: RunState, updates: Updates, replies: Mapping[str, ClientTerms], num_clients: int
 ) -> StepOutcome:
     """Take one server step; a cohort without weight moves nothing. The old state must not be used again."""
-    aggregated = step.aggregator.apply(state.model, updates, state.aggregator, donate=True)
+    try:
+        aggregated = step.aggregator.apply(state.model, updates, state.aggregator, donate=True)
+    except BadUpdate as error:
+        raise BadUpdate(_name_custom_terms(step.terms, state.round + 1, error.reasons)) from None
     skipped = aggregated.report["skipped"]
     accepted = tuple(sorted(client for client in updates.clients if client not in skipped))
     unmoved = replace(state, round=state.round + 1, aggregator=aggregated.state)
@@ -81,6 +86,13 @@ def mean_train_loss(updates: Updates, accepted: Sequence[str]) -> float | None:
         return None
     mean = losses.mean()
     return float(mean if mean.isfinite() else (losses / len(losses)).sum())  # the sum of finite losses may be infinite
+
+
+def _name_custom_terms(terms: Sequence[Term], number: int, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the reasons; where an update is not finite, with the user's own terms, which may be why."""
+    names = [name_part("term", name) for name in (name_if_custom(type(term)) for term in terms) if name]
+    hint = f"; in round {number} it trained with {' and '.join(names)}: check that its loss and gradients stay finite"
+    return {client: why + hint if names and why == NON_FINITE else why for client, why in reasons.items()}
 
 
 def _absorb(

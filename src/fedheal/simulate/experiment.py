@@ -17,9 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from fedheal import data as datasets
 from fedheal import methods
 from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
-from fedheal.core.errors import suggest
+from fedheal.core.errors import name_value, suggest
 from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.methods import Method
+from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import FREE
 from fedheal.simulate.objects import DataObject, ModelObject, wrap_objects
@@ -87,8 +88,10 @@ class Experiment(BaseModel):
 
     _objects: dict[str, DataObject | ModelObject] = PrivateAttr(default_factory=dict)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *positional: Any, **values: Any) -> None:
         """Validate; raise ValueError with one sentence about the first problem."""
+        if positional:
+            raise TypeError("Experiment takes its fields by name, such as Experiment(method='fedheal', rounds=10)")
         objects = wrap_objects(values)
         try:
             super().__init__(**values | {key: given.description for key, given in objects.items()})
@@ -123,10 +126,12 @@ class Experiment(BaseModel):
         if isinstance(method, str):
             defaults = {key: protocol[key] for key in protocol.keys() - cls.model_fields.keys()}
             fields["method"] = _complete_method(method, defaults, parameters).full_name
+        elif not isinstance(method, Method):
+            raise ValueError(f"{name_value('method', method)}: {METHOD_REMEDY}")
         elif parameters:
             unknown = next(iter(parameters))
             raise ValueError(f"unknown field '{unknown}'{suggest(unknown, list(cls.model_fields))}")
-        elif isinstance(method, Method) and not method.parts and methods.is_known(method.name):
+        elif not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' exists already: give yours another name")
         server = SERVER_DEFAULTS.get(str(fields.get("server_optimizer", "sgd")), {})
         defaults = {f"server_{name}": value for name, value in server.items()}

@@ -16,12 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedheal.core.errors import format_error
+from fedheal.core.errors import format_error, name_value
 from fedheal.core.layout import Layout
 from fedheal.data import check_loaded
 from fedheal.data.domains import Domains, fingerprint
 from fedheal.simulate.model_checks import check_model
 
+# What may be given as data and as a model.
+REMEDIES = {
+    "data": "give a data set's name, a Domains, or a function that returns one",
+    "model": "give a model's name, a torch.nn.Module, or a function that builds one",
+}
 DESCRIPTION = re.compile(r".+@[0-9a-f]{12}")
 
 
@@ -71,8 +76,13 @@ def wrap_objects(values: Mapping[str, Any]) -> dict[str, DataObject | ModelObjec
     """Return the objects among the fields `data` and `model`, with their descriptions.
 
     Raises:
-        ValueError: A function that should return data fails, the data are inconsistent, or the module cannot be copied.
+        ValueError: A field is of another type, a function that should return data fails, the data are inconsistent, or the
+            module cannot be copied.
     """
+    for key, remedy in REMEDIES.items():
+        value = values.get(key, "")
+        if not isinstance(value, str | bool | DataObject | ModelObject | Domains) and not callable(value):
+            raise ValueError(f"{name_value(key, value)}: {remedy}")
     found: dict[str, DataObject | ModelObject] = {}
     data, model = values.get("data"), values.get("model")
     if isinstance(data, DataObject | Domains) or callable(data):

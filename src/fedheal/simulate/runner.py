@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,10 @@ def run(
         ValueError: The experiment cannot be run, or the folder holds something else.
     """
     check_type("experiment", experiment, Experiment, "give an Experiment, such as Experiment(method='fedheal')")
+    if out is not None:
+        check_type("out", out, str | PathLike, "give the path of the run folder")
+    for callback in [callbacks] if callable(callbacks) else callbacks:
+        check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
     device = resolve_device(experiment.device)
     domains = load_domains(experiment)
     folder = None if out is None else Path(out)
