@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -23,9 +25,8 @@ def trim(draft, state):
 def test_a_model_and_a_result_show_sizes_and_weights() -> None:
     assert repr(MODEL) == PACKED
     aggregator = aggregate.fedavg()
-    out = aggregator.apply(
-        MODEL, Updates.from_modules(MODULE, {"a": (MODULE, 1), "b": (MODULE, 3)}), aggregator.init(LAYOUT)
-    )
+    updates = Updates.from_modules(MODULE, {"a": (copy.deepcopy(MODULE), 1), "b": (copy.deepcopy(MODULE), 3)})
+    out = aggregator.apply(MODEL, updates, aggregator.init(LAYOUT))
     assert repr(out) == f"Aggregated(model={PACKED}, weights=[0.25, 0.75], report={list(out.report)})"
     flat = aggregator.apply(torch.zeros(2), Updates(["a"], torch.ones(1, 2), [1]), aggregator.init(Layout.flat(2)))
     assert repr(flat).startswith("Aggregated(model=Tensor[2], weights=[1.], report=['skipped'")

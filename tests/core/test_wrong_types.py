@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_wrong_values_name_the_argument() -> None:
     with pytest.raises(ValueError, match=r"^state is None: give what init\(layout\) returned"):
         FEDAVG.apply(MODEL, Updates([], [], []), None)
     with pytest.raises(ValueError, match=r"^client 'a': its num_examples = 'three' is not a number"):
-        Updates.from_modules(MODULE, {"a": (MODULE, "three")})
+        Updates.from_modules(MODULE, {"a": (copy.deepcopy(MODULE), "three")})
     with pytest.raises(ValueError, match=r"^give at least one run folder, such as make_report\('runs'\)"):
         fedheal.make_report()
 

@@ -102,11 +102,7 @@ def run(
     Raises:
         ValueError: The experiment cannot be run, or the folder holds something else.
     """
-    check_type("experiment", experiment, Experiment, "give an Experiment, such as Experiment(method='fedheal')")
-    if out is not None:
-        check_type("out", out, str | PathLike, "give the path of the run folder")
-    for callback in [callbacks] if callable(callbacks) else callbacks:
-        check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
+    _check_arguments(experiment, out, callbacks)
     device = resolve_device(experiment.device)
     domains = load_domains(experiment)
     folder = None if out is None else Path(out)
@@ -144,6 +140,14 @@ def run(
         for callback in watchers:
             callback.finished(result.summary)
     return result
+
+
+def _check_arguments(experiment: Experiment, out: str | Path | None, callbacks: Sequence[Callback]) -> None:
+    check_type("experiment", experiment, Experiment, "give an Experiment, such as Experiment(method='fedheal')")
+    if out is not None:
+        check_type("out", out, str | PathLike, "give the path of the run folder")
+    for callback in [callbacks] if callable(callbacks) else callbacks:
+        check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
 
 
 def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
