@@ -83,6 +83,7 @@ def descended(gram, reference, ridge, floor, steps=4000):
     return p
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["exact", "exact-reg"])
 @pytest.mark.parametrize("k", [2, 5, 20])
 @pytest.mark.parametrize("length", [1, 40])

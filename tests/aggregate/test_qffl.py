@@ -76,6 +76,7 @@ def follow_quadratics(mode, q, h, steps, rounds):
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("q", "h", "steps"), [(1.0, 0.2, 3), (1.0, 0.2, 8), (1.0, 0.3, 10), (0.5, 0.2, 5), (5.0, 0.1, 3)]
 )

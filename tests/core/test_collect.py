@@ -143,6 +143,7 @@ def test_what_was_collected_does_not_change_with_what_was_sent():
     assert (found.deltas.tolist(), found.buffers.tolist(), found.counters.tolist()) == ([[1, 1]], [[1]], [[1]])
 
 
+@pytest.mark.slow
 def test_the_file_has_no_name_and_goes_with_the_matrix(tmp_path, files):
     if not Path("/proc/self/fd").exists():
         missing("open files are counted in /proc, which is not here")
@@ -370,6 +371,7 @@ def test_a_file_that_may_not_grow_is_told_in_a_sentence(tmp_path, width):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "width"), [(82, 100), (200, 100), (200, 3000)]
 )  # 82 * 800 bytes: only the last overflow

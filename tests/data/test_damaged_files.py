@@ -114,6 +114,7 @@ def assert_sentence(done: command_line.Done, *words: str) -> None:
     assert done.err[:-1].isprintable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "named"), DAMAGE, ids=[d.__name__ for d, _ in DAMAGE])
 def test_damaged_digits(
     tmp_path: Path,

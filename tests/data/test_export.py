@@ -266,6 +266,7 @@ def pets(tmp_path: Path, call) -> tuple[Path, Path]:
     return tmp_path / "pets", tmp_path / "folder.export"
 
 
+@pytest.mark.slow
 def test_an_export_of_own_folders_runs_the_same_there(pets: tuple[Path, Path], call) -> None:
     one, two = (fedheal.run(Experiment(**KEYS, data=f"folder:{path}"), progress=False) for path in pets)
     assert one.summary["used_fingerprint"] == two.summary["used_fingerprint"]

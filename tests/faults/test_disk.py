@@ -74,6 +74,7 @@ def test_a_full_disk_is_a_sentence_and_resume_finishes_with_the_same_bits(disk: 
     assert [r.round for r in records.read_rounds(disk / "run")] == list(range(1, 31))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaving", range(0, 24 * 4096, 3 * 4096))
 def test_a_disk_that_fills_up_at_any_point_is_an_error_with_its_reason(
     disk: Path, tmp_path: Path, leaving: int

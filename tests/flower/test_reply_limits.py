@@ -18,6 +18,8 @@ from fedheal.runs import folder as records
 from flower.sites import Sites
 from flower.test_bad_replies import BAD, about, arrays, metric, params_without_reply, put, run
 
+pytestmark = pytest.mark.slow
+
 Spoil = Callable[[Message], list[Message]]
 
 

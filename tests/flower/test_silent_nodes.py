@@ -19,6 +19,8 @@ from flower.local_grid import LocalGrid
 from flower.sites import Sites
 from flower.test_bad_replies import CASES
 
+pytestmark = pytest.mark.slow
+
 DEAD = 102
 
 

@@ -133,6 +133,7 @@ GROWING = ["scaffold", "scaffold:option=1", "feddyn:alpha=0.5,clip=0"]
 CONTROLS = {"scaffold": ("c", "c"), "feddyn": ("h", "g")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROWING)
 @pytest.mark.parametrize("joins", [1, 3, 10])
 def test_controls_follow_a_federation_that_grows(name: str, joins: int) -> None:

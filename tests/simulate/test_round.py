@@ -172,6 +172,7 @@ def test_diverging_clients_are_skipped_counted_and_leave_the_model(kind: str, me
     assert bits(result.model) == bits(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedheal", "scaffold", "feddyn", "moon", "ditto", "fedbn", "fpl"])
 def test_a_skipped_client_counts_as_absent(method: str) -> None:
     """The same bits as a round in which it did not reply, also in what the aggregator remembers."""
