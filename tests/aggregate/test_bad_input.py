@@ -285,6 +285,7 @@ def spoil(sent, flaw):
 FOUND_BY_KERNELS = ["NaN", "infinity", "two", "first and last"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kernel", "flaw"),
     [(name, kernel, flaw) for name in AGGREGATORS for kernel in KERNELS for flaw in ("NaN", "two")]

@@ -38,6 +38,7 @@ def client_round(model, sent, u, states, tau, variant):
     return combine(model, numerator, denominator), shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["paper", "released"])
 @pytest.mark.parametrize("tau", [0.0, 0.3, 0.5, 0.7, 1.0])
 @pytest.mark.parametrize("fael", [False, "momentum"])

@@ -140,6 +140,7 @@ def params_without_reply(method: str = "fedheal", nodes: tuple[int, ...] = (BAD,
     return model.params, model.buffers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(CASES), 3))
 def test_a_bad_reply_counts_as_an_absent_client(first, caplog):
     """Three cases a run, each at a node of its own."""
@@ -162,6 +163,7 @@ def test_a_bad_reply_counts_as_an_absent_client(first, caplog):
     assert second.replied == 5 - len(missing) - errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reason", "shown"),
     [

@@ -23,6 +23,7 @@ def trained(method: str, model: str) -> torch.Tensor:
     return select_evaluated_model(fed, state.model, state.terms).params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["fedavg+fedheal", "fedprox:mu=0.5", "scaffold", "scaffold:option=1", "feddyn:alpha=0.5", "ditto:lam=0.5"]
 )

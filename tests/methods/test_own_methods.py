@@ -157,6 +157,7 @@ def trained(name: str, **keys: Any) -> bytes:
     return torch.cat([value.flatten() for value in result.model.state_dict().values()]).numpy().tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "same"),
     [

@@ -147,6 +147,7 @@ def test_controls_follow_a_federation_that_grows(name: str, joins: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROWING)
 def test_controls_follow_a_federation_that_shrinks(name: str) -> None:
     """Two clients that are connected but never take part leave after round 3; then the other two are all there are."""

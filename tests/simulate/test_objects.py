@@ -55,6 +55,7 @@ def test_data_as_an_object_or_a_function_give_the_run_of_their_name() -> None:
         assert given.summary["data_fingerprint"] == named.summary["data_fingerprint"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [tiny_data.linear, shaped, keyworded, partial(keyworded, depth=1), bare])
 def test_a_function_builds_the_model_by_the_seed(model: Any) -> None:
     assert bits(run(model=model).model) == bits(run().model)
