@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,8 +111,11 @@ def test_over_tls_with_node_keys_killed_servers_resume_to_the_simulators_model(d
     for pid in wait_for(lambda: deployment.processes("flwr-serverapp"), 10):
         os.kill(pid, signal.SIGKILL)
     deployment.kill(run, signal.SIGTERM)
+    wait_for(lambda: not deployment.processes("flwr-clientapp"), 60)  # those of the first run
     run = deployment.run(folder, resume=True, **config)
-    wait_for(lambda: deployment.processes("flwr-clientapp"), 240, lambda: deployment.log("run-killed"))
+    # The ServerApp as well: one that has not begun yet would be started by the next SuperLink, and lock the folder.
+    for word in ("flwr-serverapp", "flwr-clientapp"):
+        wait_for(partial(deployment.processes, word), 240, lambda: deployment.log("run-killed"))
     assert deployment.link is not None
     os.kill(deployment.link.pid, signal.SIGKILL)
     deployment.link.wait(30)
