@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import fedheal
 from fedheal.campaign.compare import parse_seeds, plan
@@ -20,6 +20,7 @@ from fedheal.campaign.pool import run_all
 from fedheal.report.rows import BOUNDS, build_rows, find_results
 from fedheal.report.tables import flatten_rows
 from fedheal.runs import folder as records
+from fedheal.runs.lock import LOCK
 from tiny_data import QUICK, quick
 
 TESTS = Path(__file__).parents[1]
@@ -71,14 +72,11 @@ def test_an_error_in_one_run_stops_the_rest_and_keeps_what_is_done(tmp_path):
     assert not planned[1].is_finished
 
 
-def is_group_alive(group: int) -> bool:
-    """Whether a process of the group still runs; one that has ended may wait for its parent."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
-            if its_group == str(group) and state not in "ZX":
-                return True
-    return False
+def wait_for_locks(folder: Path, seconds: float = 120) -> None:
+    """Wait until killed processes have let go of every run folder, which they do when their last thread ends."""
+    for path in folder.glob(f"*/{LOCK}"):
+        with FileLock(path, timeout=seconds):
+            pass
 
 
 @pytest.mark.slow
@@ -100,8 +98,7 @@ def test_killed_in_the_middle_and_started_again_it_gives_the_same_table(tmp_path
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    while is_group_alive(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for_locks(tmp_path / "killed")
     finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*/result.json")}
     assert finished
     resumed = build_rows(run_jobs(plan(["fedavg", "fedheal"], [0, 1], values, tmp_path / "killed")))

@@ -244,7 +244,8 @@ def test_a_client_with_an_older_state_names_its_round(tmp_path):
     assert "continues with that of round 2" in describe_missing_state(memory, "clinic", 4)
 
 
-def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path):
+def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedheal.runs.lock.WAIT_SECONDS", 0)
     sites = Sites(rounds=2)
     sites.run(folder=tmp_path / "run")
     code = "import fcntl, sys\nf = open(sys.argv[1], 'a')\nfcntl.flock(f, fcntl.LOCK_EX)\nprint('held', flush=True)\ninput()"

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 
 import fedheal
 from fedheal.runs import folder as records
+from fedheal.runs import lock
 from fedheal.runs.schema import RoundRecord, RunResult
 from fedheal.simulate.runner import Result
 from tiny_data import quick
@@ -413,7 +415,8 @@ class Intruder(fedheal.Callback):
         self.said.append(str(refused.value))
 
 
-def test_two_runs_cannot_be_in_one_folder(tmp_path):
+def test_two_runs_cannot_be_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0)
     alone = fedheal.run(quick(rounds=2), tmp_path / "alone")
     intruder = Intruder(tmp_path / "run")
     disturbed = fedheal.run(quick(rounds=2), tmp_path / "run", callbacks=[intruder])
@@ -422,6 +425,15 @@ def test_two_runs_cannot_be_in_one_folder(tmp_path):
     assert bits(disturbed) == bits(alone)
     assert [record.round for record in records.read_rounds(tmp_path / "run")] == [1, 2]
     fedheal.run(quick(rounds=2), tmp_path / "run", resume=True)  # the lock went with the run
+
+
+def test_a_run_waits_for_a_killed_one_that_is_still_ending(tmp_path):
+    ending = lock.acquire_lock(tmp_path)
+    timer = threading.Timer(0.2, ending.release)
+    timer.start()
+    with lock.hold_lock(tmp_path):
+        assert not ending.is_locked
+    timer.join()
 
 
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):

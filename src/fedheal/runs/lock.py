@@ -9,13 +9,15 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, Timeout
 
 LOCK = "lock.tmp"
+# The system releases the lock of a killed process only when the last of its threads has ended.
+WAIT_SECONDS = 2.0
 
 
 def acquire_lock(folder: Path) -> BaseFileLock:
     """Keep other processes out of a folder until `release()` or the end of the process, where the file system has locks."""
     path = folder / LOCK
     path.touch()  # a full disk or a missing permission is an error; a missing lock is not
-    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
+    lock = FileLock(path, timeout=WAIT_SECONDS, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
