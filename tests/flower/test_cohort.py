@@ -13,7 +13,7 @@ import torch
 from flwr.app import Array, Message
 
 from fedheal import methods
-from fedheal.flower import replies
+from fedheal.flower import reply_reader
 from fedheal.flower.messages import describe_terms, record_to_tensors
 from fedheal.local.term import Term
 from flower.sites import Sites
@@ -47,7 +47,7 @@ def test_the_messages_of_local_terms_are_checked():
 
 def test_messages_whose_mean_overflows_are_refused_and_clients_drop_that_round(monkeypatch):
     """Many sites could still send together what no single one may."""
-    monkeypatch.setattr(replies, "MAX_MESSAGE", math.inf)
+    monkeypatch.setattr(reply_reader, "MAX_MESSAGE", math.inf)
 
     def huge(reply: Message) -> list[Message]:
         record = reply.content["fedheal.messages"]

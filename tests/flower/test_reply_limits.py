@@ -12,8 +12,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 
+from fedheal.federation.reply_limits import MAX_NAME, find_far_norms
 from fedheal.flower import FedHEAL
-from fedheal.flower.reply_limits import MAX_NAME, find_far_norms
 from fedheal.runs import folder as records
 from flower.sites import Sites
 from flower.test_bad_replies import BAD, about, arrays, metric, params_without_reply, put, run

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from fedheal import methods
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.cli import app
+from fedheal.federation.run_folder import RunFolder
 from fedheal.flower import FairStrategy, FedHEAL, Uniform
 from fedheal.flower.client_state import describe_missing_state, load_before_round, open_store
-from fedheal.flower.run_folder import RunFolder
 from fedheal.runs import folder as records
 from flower.sites import Sites
 

@@ -29,6 +29,7 @@ from fedheal.core.layout import Layout, Packed
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.serial import LocalTraining, Task
+from fedheal.federation.model_arrays import match_bfloat16
 from fedheal.flower import client_state, messages
 from fedheal.flower.client_state import ClientStore, SavedState, load_newest, open_store
 from fedheal.flower.messages import CLIENT_INFO, RoundInstructions
@@ -103,7 +104,7 @@ def reply(
         session = _ClientSession.open(context, name, folder, instructions)
         received = message.content.array_records[key]
         layout = layout or messages.infer_layout(received)
-        packed = layout.pack(messages.match_bfloat16(layout, local))
+        packed = layout.pack(match_bfloat16(layout, local))
         masked = session.mask(content, layout, messages.record_to_model(layout, received), packed)
         local = layout.unpack(masked)
         session.save(content)

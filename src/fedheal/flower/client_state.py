@@ -19,7 +19,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context
 from torch import Tensor
 
-from fedheal.flower.file_modes import keep_private
+from fedheal.federation.file_modes import keep_private
 from fedheal.flower.messages import record_to_tensors, tensors_to_record
 from fedheal.runs import folder as files
 

@@ -23,7 +23,8 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedheal.core.layout import Entry, Kind, Layout, Packed
+from fedheal.core.layout import Layout, Packed
+from fedheal.federation.model_arrays import infer_tensor_layout, match_bfloat16, widen_bfloat16
 from fedheal.local.term import Arrays
 
 INSTRUCTIONS = "fedheal."  # prefix of the config keys that instruct clients
@@ -39,9 +40,6 @@ NPY_HEADERS = {
     b"\x93NUMPY\x02\x00": (4, np.lib.format.read_array_header_2_0),
     b"\x93NUMPY\x03\x00": (4, np.lib.format.read_array_header_2_0),
 }
-
-# Without the module, only its name tells a float buffer from a parameter: these are torch's.
-BUFFER_NAMES = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
@@ -109,26 +107,8 @@ def describe_terms(terms: Sequence[object]) -> list[str]:
 
 
 def infer_layout(record: ArrayRecord) -> Layout:
-    """Infer a layout from arrays: integers are counters, and torch's names tell float buffers from parameters.
-
-    >>> infer_layout(ArrayRecord({"w": Array(np.zeros(3)), "bn.running_mean": Array(np.zeros(2))})).sizes()
-    Sizes(tensors=(('w', 3),), buffers=2, counters=0)
-    """
-    entries: list[Entry] = []
-    ends: dict[Kind, int] = {"param": 0, "buffer": 0, "counter": 0}
-    for name, array in record.items():
-        values = _to_tensor(array)
-        kind: Kind = "counter"
-        if values.is_floating_point():
-            kind = "buffer" if name.endswith(BUFFER_NAMES) else "param"
-        elif values.is_complex():
-            raise ValueError(f"'{name}' holds complex numbers: give the strategy the module itself as `model`")
-        start = ends[kind]
-        ends[kind] = start + values.numel()
-        entries.append(Entry(name, kind, tuple(values.shape), values.dtype, start, ends[kind]))
-    if not ends["param"]:
-        raise ValueError("the initial arrays hold no float parameters: give the model's state_dict as an ArrayRecord")
-    return Layout(tuple(entries))
+    """Infer a layout from the initial arrays."""
+    return infer_tensor_layout(record_to_tensors(record))
 
 
 def check_dtypes(layout: Layout) -> None:
@@ -143,18 +123,6 @@ def check_dtypes(layout: Layout) -> None:
 
 def record_to_model(layout: Layout, record: ArrayRecord) -> Packed:
     return layout.pack(match_bfloat16(layout, record_to_tensors(record)))
-
-
-def match_bfloat16(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert between float32 and bfloat16 where the layout says so: a wrapper or a stock client may not keep them apart."""
-    dtypes = {entry.name: entry.dtype for entry in layout.entries}
-    pair = (torch.float32, torch.bfloat16)
-    return {k: t.to(dtypes[k]) if t.dtype in pair and dtypes.get(k) in pair else t for k, t in tensors.items()}
-
-
-def widen_bfloat16(tensor: Tensor) -> Tensor:
-    """Return bfloat16 as float32, which numpy has; any other tensor as it is."""
-    return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def model_to_record(layout: Layout, model: Packed) -> ArrayRecord:

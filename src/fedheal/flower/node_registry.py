@@ -16,8 +16,9 @@ from typing import Any
 
 from flwr.app import Error, Message, Metadata
 
+from fedheal.federation.reply_limits import MAX_ERROR, MAX_NAME, escape_text, find_bad_name
 from fedheal.flower.messages import CLIENT_INFO
-from fedheal.flower.reply_limits import MAX_ERROR, MAX_NAME, ReplyLimits, escape_text, find_bad_name
+from fedheal.flower.reply_size import ReplyLimits
 
 log = logging.getLogger("flwr.fedheal")
 

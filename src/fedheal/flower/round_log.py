@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from fedheal.core.clock import Clock
-from fedheal.core.metrics import fairness
+from fedheal.federation.cohort import Cohort, EvaluateReply
+from fedheal.federation.round_summary import summarise_evaluations
+from fedheal.federation.run_folder import KnownClients
 from fedheal.flower.node_registry import OpenRequests, ReceivedReply
-from fedheal.flower.replies import Cohort, EvaluateReply
 from fedheal.methods.server_step import StepOutcome, mean_train_loss
 from fedheal.runs.schema import RoundRecord
 
@@ -19,16 +18,19 @@ log = logging.getLogger("flwr.fedheal")
 
 
 @dataclass
-class FederationState:
-    """What the strategy remembers about its clients: JSON in the checkpoint."""
+class FederationState(KnownClients):
+    """What the strategy remembers about its clients."""
 
     federation: str = field(default_factory=lambda: secrets.token_hex(8))  # an id that clients save their state under
-    accepted: dict[str, int] = field(default_factory=dict)  # client -> the last round whose local state it keeps
     tokens: dict[str, str] = field(default_factory=dict)  # of clients that keep a state; see `client_state`
-    client_domains: dict[str, str] = field(default_factory=dict)
     message_digests: dict[str, str] = field(default_factory=dict)  # of the last messages of its local terms
-    test_examples: dict[str, float] = field(default_factory=dict)  # that it last evaluated with
     nodes: dict[str, str] = field(default_factory=dict)  # node -> client: with node keys, ids outlive a run
+
+
+def restore_federation(**saved: Any) -> FederationState:
+    """Return the state that a checkpoint holds."""
+    saved.setdefault("tokens", dict.fromkeys(saved["accepted"], ""))  # of a version without tokens
+    return FederationState(**saved)
 
 
 @dataclass
@@ -105,39 +107,5 @@ class OpenRound:
             report=self.report,
             seconds=self.clock.seconds,
             client_domains={client: client_domains[client] for client in sorted(clients & client_domains.keys())},
-            **_summarise_evaluations(self.evaluations),
+            **summarise_evaluations(self.evaluations),
         )
-
-
-def _summarise_evaluations(evaluations: Sequence[EvaluateReply]) -> dict[str, Any]:
-    """Return accuracies by client and by domain (over its clients' examples), in percent, and their fairness."""
-    clients = {e.client: 100.0 * e.accuracy for e in evaluations if e.accuracy is not None}
-    if not clients:
-        return {}
-    domains = {}
-    for domain in sorted({e.domain for e in evaluations if e.client in clients}):
-        group = [e for e in evaluations if e.client in clients and e.domain == domain]
-        accuracies, sizes = [clients[e.client] for e in group], [e.num_examples for e in group]
-        domains[domain] = float(np.average(accuracies, weights=sizes))
-    measures = {"fairness": fairness(domains), "client_fairness": fairness(clients)}
-    return {"domains": domains, "clients": clients, **measures}
-
-
-def describe_round(record: RoundRecord) -> str:
-    """Describe a round in one line, with the name of the worst served client."""
-    line = f"{record.replied} of {record.cohort} nodes replied, {len(record.report['skipped'])} skipped"
-    line += "" if record.train_loss is None else f", training loss {record.train_loss:.3f}"
-    if record.domains and record.clients:
-        mean = sum(record.domains.values()) / len(record.domains)
-        worst, accuracy = min(record.clients.items(), key=lambda item: item[1])
-        line += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
-    return line
-
-
-def describe_causes(record: RoundRecord) -> str:
-    """Say why a round left the model as it was."""
-    skipped, missing = record.report["skipped"], record.report["missing"]
-    causes = [str(record.report["unmoved"])] if "unmoved" in record.report else []
-    causes += [f"'{client}' was skipped ({reason})" for client, reason in list(skipped.items())[:2]]
-    causes += [f"no reply from {', '.join(missing[:5])}"] if missing else []
-    return f"in the last one {'; '.join(causes) or 'no reply counted'}"

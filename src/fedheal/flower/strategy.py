@@ -12,6 +12,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import flwr
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -26,22 +27,17 @@ from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
+from fedheal.federation.cohort import Cohort, CohortBuilder, RejectedReply, ReplyRequirements
+from fedheal.federation.round_summary import describe_causes, describe_round
+from fedheal.federation.run_folder import Framework, RunFolder
 from fedheal.flower import messages as wire
 from fedheal.flower.masking import make_masked_mean
 from fedheal.flower.messages import SHARED, RoundInstructions, count_bytes, model_to_record, record_to_model
 from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply, describe_lost_clients
 from fedheal.flower.node_sampling import TooManyEmptyRounds, sample_nodes, wait_for_nodes
-from fedheal.flower.replies import (
-    Cohort,
-    CohortBuilder,
-    RejectedReply,
-    ReplyRequirements,
-    average_metrics,
-    read_evaluate_reply,
-)
-from fedheal.flower.reply_limits import ReplyLimits
-from fedheal.flower.round_log import FederationState, OpenRound, describe_causes, describe_round
-from fedheal.flower.run_folder import RunFolder
+from fedheal.flower.reply_reader import average_metrics, read_evaluate_reply, read_train_reply
+from fedheal.flower.reply_size import ReplyLimits
+from fedheal.flower.round_log import FederationState, OpenRound, restore_federation
 from fedheal.flower.settings import RoundSettings, resolve_layout, resolve_method
 from fedheal.flower.silent_nodes import SilentNodes
 from fedheal.methods import Method
@@ -49,6 +45,7 @@ from fedheal.methods.server_step import ClientTerms, ServerStep, apply_server_st
 from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
+FLOWER = Framework("flower", {"flwr": flwr.__version__}, restore_federation, log)
 
 TIMEOUT = 1800.0  # seconds a round waits for replies
 
@@ -125,7 +122,7 @@ class FairStrategy(Strategy):
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or average_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or average_metrics
-        self.folder = None if folder is None else RunFolder(Path(folder), resume)
+        self.folder = None if folder is None else RunFolder(Path(folder), resume, FLOWER)
         self.layout = resolve_layout(model)
         self._num_rounds, self._timeout = 0, TIMEOUT
         self._reset()
@@ -410,7 +407,7 @@ class FairStrategy(Strategy):
         """Build the cohort to aggregate. Raise ValueError if the app, not a client, lacks what the method needs."""
         assert self._cohort_builder is not None
         valid = [reply for reply in received if reply.problem is None]
-        cohort = self._cohort_builder.build(valid, self._state, self.federation.message_digests)
+        cohort = self._cohort_builder.build(valid, read_train_reply, self._state, self.federation.message_digests)
         # A silent or failing client might have had it, and one of many says nothing about the others.
         all_replied = {reply.node for reply in valid} >= current.requests.nodes.keys()
         is_conclusive = all_replied and len(valid) >= min(2, len(current.connected))

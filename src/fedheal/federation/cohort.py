@@ -1,19 +1,15 @@
-"""Read and check replies, and put the valid ones of a round together into one cohort of `Updates`.
-
-A reply that cannot count is rejected with the reason.
-"""
+"""Put the valid replies of a round together into one cohort of `Updates`; skip the others with the reason."""
 
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,20 +17,9 @@ from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.state import RunState
 from fedheal.core.updates import Reply, Updates
-from fedheal.flower import messages
-from fedheal.flower.messages import CLIENT_INFO, MASK, TERM_MESSAGES, view_array, widen_bfloat16
-from fedheal.flower.node_registry import ReceivedReply
-from fedheal.flower.reply_limits import MAX_COUNTER, MAX_MESSAGE, MAX_METRIC, escape_text, find_far_norms
+from fedheal.federation.model_arrays import widen_bfloat16
+from fedheal.federation.reply_limits import escape_text, find_far_norms
 from fedheal.local.term import Arrays, ServerContext, Term
-
-ACCURACY = ("accuracy", "eval_acc")  # names that clients give to their accuracy, from 0 to 1
-
-METRICS = {  # what a client with a training loop of its own sends
-    "loss": "the mean loss of the received model on the client's training data",
-    "lr": "the learning rate",
-    "reach": "the learning rate times the number of local steps; with momentum fedheal.local.term.effective_step",
-}
-
 
 AUTO = "auto"  # as max_norm: leave out norms far above the median of the round
 
@@ -77,15 +62,16 @@ class ReplyRequirements:
 
 @dataclass(frozen=True)
 class TrainReply:
-    """A checked training reply; its arrays are views of the message's bytes."""
+    """A checked training reply; its arrays may be views of the message's bytes."""
 
     client: str
     domain: str
     arrays: Mapping[str, NDArray[Any]]
     num_examples: float
     metrics: Mapping[str, float]
-    messages: tuple[Arrays, ...]  # of the local terms to the server
-    mask: NDArray[np.uint8] | None
+    messages: tuple[Arrays, ...] = ()  # of the local terms to the server
+    mask: NDArray[np.uint8] | None = None
+    is_difference: bool = False  # whether the parameters are local minus global; buffers and counters are local values
 
 
 @dataclass(frozen=True)
@@ -98,130 +84,18 @@ class EvaluateReply:
     accuracy: float | None
 
 
-def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRequirements) -> TrainReply:
-    """Read a training reply and check all but its parameters' values. Raise RejectedReply if it cannot count."""
-    content = reply.message.content
-    metrics = read_metrics(content.metric_records)
-    num_examples = _take_num_examples(metrics, requirements)
-    _check_requirements(content, metrics, requirements)
-    mask, records = None, content.array_records
-    try:
-        arrays = _read_arrays(_find_model_record(records, requirements.arrays_key), layout)
-        groups = messages.record_to_terms(records.get(TERM_MESSAGES), len(requirements.terms))
-        if requirements.masked:
-            mask = messages.record_to_mask(records.get(MASK, ArrayRecord()), layout.sizes().params)
-    except ValueError as error:
-        raise RejectedReply(str(error)) from None
-    _check_term_messages(groups, max(MAX_MESSAGE, num_examples))
-    return TrainReply(reply.client, reply.domain, arrays, num_examples, metrics=metrics, messages=groups, mask=mask)
+class Sender(Protocol):
+    """A reply as it arrived."""
+
+    @property
+    def client(self) -> str: ...
 
 
-def read_evaluate_reply(reply: ReceivedReply, requirements: ReplyRequirements) -> EvaluateReply:
-    """Read and check an evaluation reply. Raise RejectedReply if it cannot count."""
-    if reply.problem is not None:
-        raise RejectedReply(reply.problem)
-    metrics = read_metrics(reply.message.content.metric_records)
-    num_examples = _take_num_examples(metrics, requirements)
-    accuracies = {name: metrics[name] for name in ACCURACY if name in metrics}
-    wrong = [f"{name} = {value}: use a number from 0 to 1" for name, value in accuracies.items() if not 0 <= value <= 1]
-    if wrong:
-        raise RejectedReply(", ".join(wrong))
-    return EvaluateReply(reply.client, reply.domain, num_examples, next(iter(accuracies.values()), None))
-
-
-def read_metrics(records: Mapping[str, MetricRecord]) -> dict[str, float]:
-    """Return all metrics of a reply that are single numbers."""
-    metrics: dict[str, float] = {}
-    for record in records.values():
-        metrics |= {name: _to_float(value) for name, value in record.items() if isinstance(value, (int, float))}
-    metrics.pop("partition-id", None)
-    return metrics
-
-
-def _to_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number may have any number of digits
-        return math.inf
-
-
-def _take_num_examples(metrics: dict[str, float], requirements: ReplyRequirements) -> float:
-    """Remove the number of examples from the metrics and return it."""
-    key, most = requirements.examples_key, requirements.max_examples
-    num_examples = metrics.pop(key, None)
-    if num_examples is None:
-        raise RejectedReply(f"it sends no metric '{key}' that is a number")
-    if not 0 < num_examples <= most:
-        raise RejectedReply(f"{key} = {num_examples:g} must be positive and at most max_examples = {most:g}")
-    return num_examples
-
-
-def _check_requirements(content: RecordDict, metrics: Mapping[str, float], requirements: ReplyRequirements) -> None:
-    """Check local terms and metrics. A method without local terms accepts any training; with them, other training is wrong."""
-    info: Mapping[str, Any] = content.config_records.get(CLIENT_INFO, {})
-    terms, required = info.get("terms", []), ", ".join(requirements.terms)
-    if required and terms != list(requirements.terms):
-        training = f"with {terms!s:.200}" if terms else "without the method's local terms, or does not name them"
-        advice = "train with fedheal.flower.client.train, on a LocalTraining with the same method"
-        needed = f"clients that train with {required}, but none says so: {advice}"
-        raise MissingRequirement(f"it trained {training}; this federation trains with {required}", needed)
-    for name in requirements.needs:
-        if name not in metrics:
-            advice = "train with fedheal.flower.client.train, or send it with fedheal.flower.client.reply"
-            meaning = f" ({METRICS[name]})" if name in METRICS else ""
-            needed = f"the client metric '{name}', which no client sends: {advice}{meaning}"
-            raise MissingRequirement(f"it sends no metric '{name}', which this aggregation needs", needed)
-
-        if MAX_METRIC < abs(metrics[name]) < math.inf:  # the aggregator names those that are not finite
-            raise RejectedReply(f"its metric '{name}' = {metrics[name]:g} is beyond {MAX_METRIC:g}")
-
-
-def _check_term_messages(groups: Sequence[Arrays], most: float) -> None:
-    """Raise RejectedReply if a value could make the server's terms infinite, and so silence every client."""
-    for name, tensor in (item for group in groups for item in group.items() if item[1].numel()):
-        largest = float(tensor.abs().max())
-        if not np.isfinite(largest):
-            raise RejectedReply(f"'{name}' of its local terms holds NaN or infinity")
-        if largest > most:
-            raise RejectedReply(f"'{name}' of its local terms holds {largest:g}, beyond {most:g}")
-
-
-def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRecord:
-    """Return the record with this key, or else the only one that is not ours."""
-    if key in records:
-        return records[key]
-    others = [record for name, record in records.items() if not name.startswith("fedheal")]
-    if len(others) != 1:
-        raise RejectedReply(f"it holds {len(others)} array records and none called '{key}'")
-    return others[0]
-
-
-def _read_arrays(record: ArrayRecord, layout: Layout) -> dict[str, NDArray[Any]]:
-    """View a model's arrays. Raise RejectedReply if a name, shape or dtype is wrong."""
-    missing = [entry.name for entry in layout.entries if entry.name not in record]
-    unknown = sorted(set(record) - {entry.name for entry in layout.entries})
-    if missing or unknown:
-        problems = [f"lacks {missing[:3]}"] if missing else []
-        problems += [f"has unknown {unknown[:3]}"] if unknown else []
-        raise RejectedReply(f"its model {' and '.join(problems)}")
-    arrays = {}
-    for entry in layout.entries:
-        try:
-            values = view_array(record[entry.name])
-        except ValueError as error:
-            raise RejectedReply(f"its '{entry.name}' cannot be read: {error}") from None
-        kinds = "iub" if entry.kind == "counter" else "c" if entry.dtype.is_complex else "f"
-        if values.shape != entry.shape or values.dtype.kind not in kinds:
-            wanted = f"it must be {entry.dtype} of shape {entry.shape}"
-            raise RejectedReply(f"its '{entry.name}' is {values.dtype} of shape {values.shape}; {wanted}")
-        if entry.kind == "counter" and values.size and int(np.abs(values.astype(np.float64)).max()) > MAX_COUNTER:
-            raise RejectedReply(f"its '{entry.name}' counts beyond {MAX_COUNTER}")
-        arrays[entry.name] = values
-    return arrays
+R = TypeVar("R", bound=Sender)
 
 
 def write_delta(
-    layout: Layout, arrays: Mapping[str, NDArray[Any]], model: Packed, row: NDArray[Any]
+    layout: Layout, reply: TrainReply, model: Packed, row: NDArray[Any]
 ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
     """Write local minus global parameters into `row`; return the local buffers and counters as vectors."""
     sizes, global_params = layout.sizes(), model.params.numpy()
@@ -232,35 +106,18 @@ def write_delta(
         if place in seen or entry.start == entry.stop:
             continue  # a tied tensor appears once
         seen.add(place)
-        local = arrays[entry.name].reshape(-1)
+        local = reply.arrays[entry.name].reshape(-1)
         if entry.kind == "param":
             span = slice(entry.start, entry.stop)
             real = local.view(local.real.dtype) if np.iscomplexobj(local) else local
             with np.errstate(over="ignore", invalid="ignore"):  # the aggregator names updates that are not finite
-                np.subtract(real, global_params[span], out=row[span], casting="same_kind")
+                start = 0 if reply.is_difference else global_params[span]
+                np.subtract(real, start, out=row[span], casting="same_kind")
         else:
             extras[entry.kind].append(local)
     buffers = np.concatenate(extras["buffer"]).astype(model.buffers.numpy().dtype) if sizes.buffers else None
     counters = np.concatenate(extras["counter"]).astype(np.int64) if sizes.counters else None
     return buffers, counters
-
-
-def average_metrics(contents: list[RecordDict], examples_key: str) -> MetricRecord:
-    """Average each metric by examples over the clients that send it.
-
-    A metric is a number or a list; one that is not finite, or not of the first one's length, is left out.
-    """
-    means: dict[str, tuple[NDArray[Any], float]] = {}  # so far, and over how many examples
-    for content in contents:
-        num_examples = read_metrics(content.metric_records)[examples_key]
-        for name, value in (item for record in content.metric_records.values() for item in record.items()):
-            values = np.asarray([_to_float(v) for v in value] if isinstance(value, list) else _to_float(value))
-            mean, total = means.get(name, (np.zeros_like(values), 0.0))
-            if mean.shape == values.shape and np.isfinite(values).all():
-                share = num_examples / (total + num_examples)  # sums of very large numbers would overflow
-                means[name] = (1 - share) * mean + share * values, total + num_examples
-    hidden = {examples_key, "partition-id"}
-    return MetricRecord({name: mean.tolist() for name, (mean, _) in sorted(means.items()) if name not in hidden})
 
 
 @dataclass(frozen=True)
@@ -292,14 +149,20 @@ class CohortBuilder:
         self.layout, self.requirements, self.terms, self.budget = layout, requirements, terms, budget
         self._matrix = torch.empty(0, 0)
 
-    def build(self, received: Iterable[ReceivedReply], state: RunState, known_digests: Mapping[str, str]) -> Cohort:
-        """Build the cohort. `known_digests`: of each client's last usable messages."""
+    def build(
+        self,
+        received: Iterable[R],
+        read: Callable[[R, Layout, ReplyRequirements], TrainReply],
+        state: RunState,
+        known_digests: Mapping[str, str],
+    ) -> Cohort:
+        """Build the cohort. `read` checks one reply; `known_digests`: of each client's last usable messages."""
         replies: dict[str, TrainReply] = {}
         skipped: dict[str, str] = {}
         missing: list[str] = []
         for reply in received:
             try:
-                replies[reply.client] = read_train_reply(reply, self.layout, self.requirements)
+                replies[reply.client] = read(reply, self.layout, self.requirements)
             except RejectedReply as error:
                 skipped[reply.client] = str(error)
                 missing += [error.needed] if isinstance(error, MissingRequirement) else []
@@ -372,7 +235,7 @@ class CohortBuilder:
     def _make_update(self, reply: TrainReply, model: Packed, row: Tensor, norms: dict[str, float]) -> Reply:
         """Write a client's update into its row, and its norm into `norms` if that is finite."""
         delta = row.numpy()
-        buffers, counters = write_delta(self.layout, reply.arrays, model, delta)
+        buffers, counters = write_delta(self.layout, reply, model, delta)
         if reply.mask is not None:
             np.multiply(delta, reply.mask, out=delta)  # entries that the client says it dropped do not count
         with np.errstate(over="ignore", invalid="ignore"):

@@ -15,12 +15,11 @@ import json
 import logging
 import platform
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-import flwr
 import tomli_w
 import torch
 from filelock import BaseFileLock
@@ -28,8 +27,7 @@ from filelock import BaseFileLock
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
-from fedheal.flower.file_modes import keep_private
-from fedheal.flower.round_log import FederationState
+from fedheal.federation.file_modes import keep_private
 from fedheal.runs import folder as files
 from fedheal.runs.lock import acquire_lock
 from fedheal.runs.resume import drop_result, load_newest_checkpoint
@@ -37,27 +35,48 @@ from fedheal.runs.schema import RoundRecord
 from fedheal.runs.summary import summarise_run
 from fedheal.version import __version__
 
-log = logging.getLogger("flwr.fedheal")
-
 # Settings that the later rounds of a folder must share with the earlier ones; so must the model's shapes.
 DECISIVE_SETTINGS = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
 
 _locks: dict[Path, BaseFileLock] = {}  # held by this process
 
-# What a run folder holds: the newest state, the federation's, and the rounds.
-ResumedRun = tuple[RunState, FederationState, list[RoundRecord]]
+
+@dataclass
+class KnownClients:
+    """What the server remembers about its clients: JSON in the checkpoint."""
+
+    accepted: dict[str, int] = field(default_factory=dict)  # client -> the last round that counted
+    client_domains: dict[str, str] = field(default_factory=dict)
+    test_examples: dict[str, float] = field(default_factory=dict)  # that it last evaluated with
 
 
-class RunFolder:
+K = TypeVar("K", bound=KnownClients)
+
+
+@dataclass(frozen=True)
+class Framework(Generic[K]):
+    """The framework that carries the messages; `key` is where a checkpoint has what the server knows about clients."""
+
+    key: str
+    versions: Mapping[str, str]
+    restore_clients: Callable[..., K]  # from what a checkpoint holds
+    log: logging.Logger
+
+
+class RunFolder(Generic[K]):
     """One federation's run folder."""
 
-    def __init__(self, path: Path, resume: bool) -> None:
-        self.path, self.resume = path, resume
+    def __init__(self, path: Path, resume: bool, framework: Framework[K]) -> None:
+        self.path, self.resume, self.framework = path, resume, framework
         self.settings: dict[str, Any] = {}
         self.owner = ""
 
-    def open(self, settings: Mapping[str, Any], layout: Layout) -> ResumedRun | None:
-        """Create the folder, or resume from it. Return None if it holds no round; raise ValueError if it cannot be used."""
+    def open(self, settings: Mapping[str, Any], layout: Layout) -> tuple[RunState, K, list[RoundRecord]] | None:
+        """Create the folder, or resume from it. Raise ValueError if it cannot be used.
+
+        Returns:
+            The newest state, what the server knew about clients, and the rounds; None if the folder holds no round.
+        """
         self.settings = dict(settings)
         shapes = [(e.name, e.kind, e.shape, str(e.dtype)) for e in layout.entries]
         decisive = [self.settings.get(key) for key in DECISIVE_SETTINGS]
@@ -66,7 +85,7 @@ class RunFolder:
         with keep_private():
             return self._open()
 
-    def _open(self) -> ResumedRun | None:
+    def _open(self) -> tuple[RunState, K, list[RoundRecord]] | None:
         toml = self.path / "federation.toml"
         files.make_folder(self.path)
         is_used = any(path.suffix != ".tmp" for path in self.path.iterdir())
@@ -79,7 +98,9 @@ class RunFolder:
         self.release()  # an earlier lock of this process is replaced
         _locks[self.path.resolve()] = acquire_lock(self.path)  # against a ServerApp that was thought dead, for example
         files.drop_damaged_rounds(self.path)
-        checkpoint = load_newest_checkpoint(self.path, self.owner, log, allow_gaps=True) if is_used else None
+        checkpoint = (
+            load_newest_checkpoint(self.path, self.owner, self.framework.log, allow_gaps=True) if is_used else None
+        )
         files.write_text(toml, tomli_w.dumps(self.settings))
         if checkpoint is None:
             return None
@@ -90,18 +111,16 @@ class RunFolder:
         if lost:
             numbers = ", ".join(map(str, lost[:20])) + (", ..." if len(lost) > 20 else "")
             advice = "the state has all rounds, so the run continues; reports lack these"
-            log.warning(
+            self.framework.log.warning(
                 "%s: damaged or missing records were cut, of rounds %s: %s", self.path / "rounds.jsonl", numbers, advice
             )
-        federation = described["flower"]
-        federation.setdefault("tokens", dict.fromkeys(federation["accepted"], ""))  # of a version without tokens
-        return state, FederationState(**federation), history
+        return state, self.framework.restore_clients(**described[self.framework.key]), history
 
     def _check_settings(self, toml: Path) -> None:
         """Raise ValueError that names a changed setting. The checkpoints' owner is checked too, but tells no names."""
         before = files.read_toml(toml)
         now = tomllib.loads(tomli_w.dumps(self.settings))
-        for key in DECISIVE_SETTINGS:
+        for key in ("framework", *DECISIVE_SETTINGS):
             if before.get(key) != now.get(key):
                 problem = f"{self.path} holds a federation with {key} = {before.get(key)!r}, not {now.get(key)!r}"
                 raise ValueError(f"{problem}: restore that setting, or give another folder")
@@ -114,33 +133,36 @@ class RunFolder:
             lock.release()
 
     @keep_private()
-    def save_round(self, state: RunState, record: RoundRecord, federation: FederationState) -> None:
+    def save_round(self, state: RunState, record: RoundRecord, clients: K) -> None:
         """Write a round's line, then the checkpoint: a crash in between costs that round, no more."""
         drop_result(self.path)
         files.append_round(self.path, record)
         arrays, described = state.to_arrays()
-        files.save_checkpoint(self.path, state.round, arrays, described | {"flower": asdict(federation)}, self.owner)
+        files.save_checkpoint(
+            self.path, state.round, arrays, described | {self.framework.key: asdict(clients)}, self.owner
+        )
 
     @keep_private()
-    def write_result(
-        self, layout: Layout, state: RunState, history: Sequence[RoundRecord], federation: FederationState
-    ) -> None:
+    def write_result(self, layout: Layout, state: RunState, history: Sequence[RoundRecord], clients: K) -> None:
         """Write the final model, and the result if clients evaluated a model."""
         files.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
         if any(record.domains for record in history):
-            files.write_result(self.path, _summarise(self.settings, state, history, federation))
+            files.write_result(self.path, _summarise(self.settings, state, history, clients, self.framework.versions))
 
 
 def _summarise(
-    settings: Mapping[str, Any], state: RunState, history: Sequence[RoundRecord], federation: FederationState
+    settings: Mapping[str, Any],
+    state: RunState,
+    history: Sequence[RoundRecord],
+    clients: KnownClients,
+    versions: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return what `result.json` holds: a simulation's fields, drop-outs and skipped clients."""
-    client_domains = federation.client_domains
+    client_domains = clients.client_domains
     test_sizes = dict.fromkeys(sorted({domain for record in history for domain in record.domains or {}}), 0.0)
-    for client, num_examples in federation.test_examples.items():
+    for client, num_examples in clients.test_examples.items():
         if client_domains.get(client) in test_sizes:
             test_sizes[client_domains[client]] += num_examples
-    libraries = {"torch": torch.__version__, "flwr": flwr.__version__}
     # A simulation's choices that a federation does not have, and what only its clients know.
     without_choices = {"only": [], "without": [], "pool": False, "classes": [], "data_notes": [], "precision": "fp32"}
     with_clients = {"device": "clients'", "hardware": "clients'", "data_fingerprint": "", "used_fingerprint": ""}
@@ -157,7 +179,7 @@ def _summarise(
         consistency=bin_consistency(state.aggregator),
         bytes_sent=state.sent,
         bytes_received=state.received,
-        versions={"fedheal": __version__, "python": platform.python_version(), **libraries},
+        versions={"fedheal": __version__, "python": platform.python_version(), "torch": torch.__version__, **versions},
         **without_choices,
         **with_clients,
     )

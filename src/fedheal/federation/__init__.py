@@ -1,0 +1,1 @@
+"""What the server of any federation shares: checks of replies, a round's cohort, its summary, the run folder."""

@@ -1,0 +1,44 @@
+"""A round in numbers and in one line."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedheal.core.metrics import fairness
+from fedheal.federation.cohort import EvaluateReply
+from fedheal.runs.schema import RoundRecord
+
+
+def summarise_evaluations(evaluations: Sequence[EvaluateReply]) -> dict[str, Any]:
+    """Return accuracies by client and by domain (over its clients' examples), in percent, and their fairness."""
+    clients = {e.client: 100.0 * e.accuracy for e in evaluations if e.accuracy is not None}
+    if not clients:
+        return {}
+    domains = {}
+    for domain in sorted({e.domain for e in evaluations if e.client in clients}):
+        group = [e for e in evaluations if e.client in clients and e.domain == domain]
+        accuracies, sizes = [clients[e.client] for e in group], [e.num_examples for e in group]
+        domains[domain] = float(np.average(accuracies, weights=sizes))
+    measures = {"fairness": fairness(domains), "client_fairness": fairness(clients)}
+    return {"domains": domains, "clients": clients, **measures}
+
+
+def describe_round(record: RoundRecord) -> str:
+    """Describe a round in one line, with the name of the worst served client."""
+    line = f"{record.replied} of {record.cohort} nodes replied, {len(record.report['skipped'])} skipped"
+    line += "" if record.train_loss is None else f", training loss {record.train_loss:.3f}"
+    if record.domains and record.clients:
+        mean = sum(record.domains.values()) / len(record.domains)
+        worst, accuracy = min(record.clients.items(), key=lambda item: item[1])
+        line += f", accuracy {mean:.1f} %, worst served: '{worst}' with {accuracy:.1f} %"
+    return line
+
+
+def describe_causes(record: RoundRecord) -> str:
+    """Say why a round left the model as it was."""
+    skipped, missing = record.report["skipped"], record.report["missing"]
+    causes = [str(record.report["unmoved"])] if "unmoved" in record.report else []
+    causes += [f"'{client}' was skipped ({reason})" for client, reason in list(skipped.items())[:2]]
+    causes += [f"no reply from {', '.join(missing[:5])}"] if missing else []
+    return f"in the last one {'; '.join(causes) or 'no reply counted'}"

@@ -1,0 +1,105 @@
+"""Read and check Flower's replies. A reply that cannot count is rejected with the reason."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from fedheal.core.layout import Layout
+from fedheal.federation.cohort import EvaluateReply, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
+from fedheal.federation.reply_checks import check_metrics, find_accuracy, match_arrays, take_num_examples, to_float
+from fedheal.federation.reply_limits import MAX_MESSAGE
+from fedheal.flower import messages
+from fedheal.flower.messages import CLIENT_INFO, MASK, TERM_MESSAGES, view_array
+from fedheal.flower.node_registry import ReceivedReply
+from fedheal.local.term import Arrays
+
+
+def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRequirements) -> TrainReply:
+    """Read a training reply and check all but its parameters' values. Raise RejectedReply if it cannot count."""
+    content = reply.message.content
+    metrics = read_metrics(content.metric_records)
+    num_examples = take_num_examples(metrics, requirements)
+    _check_requirements(content, metrics, requirements)
+    mask, records = None, content.array_records
+    try:
+        model = _find_model_record(records, requirements.arrays_key)
+        arrays = match_arrays(model.keys(), lambda name: view_array(model[name]), layout)
+        groups = messages.record_to_terms(records.get(TERM_MESSAGES), len(requirements.terms))
+        if requirements.masked:
+            mask = messages.record_to_mask(records.get(MASK, ArrayRecord()), layout.sizes().params)
+    except ValueError as error:
+        raise RejectedReply(str(error)) from None
+    _check_term_messages(groups, max(MAX_MESSAGE, num_examples))
+    return TrainReply(reply.client, reply.domain, arrays, num_examples, metrics=metrics, messages=groups, mask=mask)
+
+
+def read_evaluate_reply(reply: ReceivedReply, requirements: ReplyRequirements) -> EvaluateReply:
+    """Read and check an evaluation reply. Raise RejectedReply if it cannot count."""
+    if reply.problem is not None:
+        raise RejectedReply(reply.problem)
+    metrics = read_metrics(reply.message.content.metric_records)
+    num_examples = take_num_examples(metrics, requirements)
+    return EvaluateReply(reply.client, reply.domain, num_examples, find_accuracy(metrics))
+
+
+def read_metrics(records: Mapping[str, MetricRecord]) -> dict[str, float]:
+    """Return all metrics of a reply that are single numbers."""
+    metrics: dict[str, float] = {}
+    for record in records.values():
+        metrics |= {name: to_float(value) for name, value in record.items() if isinstance(value, (int, float))}
+    metrics.pop("partition-id", None)
+    return metrics
+
+
+def _check_requirements(content: RecordDict, metrics: Mapping[str, float], requirements: ReplyRequirements) -> None:
+    """Check local terms and metrics. A method without local terms accepts any training; with them, other training is wrong."""
+    info: Mapping[str, Any] = content.config_records.get(CLIENT_INFO, {})
+    terms, required = info.get("terms", []), ", ".join(requirements.terms)
+    if required and terms != list(requirements.terms):
+        training = f"with {terms!s:.200}" if terms else "without the method's local terms, or does not name them"
+        advice = "train with fedheal.flower.client.train, on a LocalTraining with the same method"
+        needed = f"clients that train with {required}, but none says so: {advice}"
+        raise MissingRequirement(f"it trained {training}; this federation trains with {required}", needed)
+    advice = "train with fedheal.flower.client.train, or send it with fedheal.flower.client.reply"
+    check_metrics(metrics, requirements.needs, advice)
+
+
+def _check_term_messages(groups: Sequence[Arrays], most: float) -> None:
+    """Raise RejectedReply if a value could make the server's terms infinite, and so silence every client."""
+    for name, tensor in (item for group in groups for item in group.items() if item[1].numel()):
+        largest = float(tensor.abs().max())
+        if not np.isfinite(largest):
+            raise RejectedReply(f"'{name}' of its local terms holds NaN or infinity")
+        if largest > most:
+            raise RejectedReply(f"'{name}' of its local terms holds {largest:g}, beyond {most:g}")
+
+
+def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRecord:
+    """Return the record with this key, or else the only one that is not ours."""
+    if key in records:
+        return records[key]
+    others = [record for name, record in records.items() if not name.startswith("fedheal")]
+    if len(others) != 1:
+        raise RejectedReply(f"it holds {len(others)} array records and none called '{key}'")
+    return others[0]
+
+
+def average_metrics(contents: list[RecordDict], examples_key: str) -> MetricRecord:
+    """Average each metric by examples over the clients that send it.
+
+    A metric is a number or a list; one that is not finite, or not of the first one's length, is left out.
+    """
+    means: dict[str, tuple[NDArray[Any], float]] = {}  # so far, and over how many examples
+    for content in contents:
+        num_examples = read_metrics(content.metric_records)[examples_key]
+        for name, value in (item for record in content.metric_records.values() for item in record.items()):
+            values = np.asarray([to_float(v) for v in value] if isinstance(value, list) else to_float(value))
+            mean, total = means.get(name, (np.zeros_like(values), 0.0))
+            if mean.shape == values.shape and np.isfinite(values).all():
+                share = num_examples / (total + num_examples)  # sums of very large numbers would overflow
+                means[name] = (1 - share) * mean + share * values, total + num_examples
+    hidden = {examples_key, "partition-id"}
+    return MetricRecord({name: mean.tolist() for name, (mean, _) in sorted(means.items()) if name not in hidden})
