@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ METRICS = {  # what a client with a training loop of its own sends
 }
 
 
-def to_float(value: float) -> float:
+def to_float(value: SupportsFloat) -> float:
     """Return a number as a float; a whole number may have more digits than a float holds."""
     try:
         return float(value)

@@ -12,7 +12,7 @@ except ImportError as error:
     message = f"fedheal.flower needs Flower ({error}): pip install 'fedheal[flower]'"
     raise ImportError(message, name=error.name) from None
 
-from fedheal.flower.node_sampling import NotEnoughNodes, TooManyEmptyRounds
+from fedheal.federation.node_sampling import NotEnoughNodes, TooManyEmptyRounds
 from fedheal.flower.presets import AFL, QFFL, FedFV, FedHEAL, Uniform
 from fedheal.flower.strategy import FairStrategy
 

@@ -28,13 +28,13 @@ from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
 from fedheal.federation.cohort import Cohort, CohortBuilder, RejectedReply, ReplyRequirements
+from fedheal.federation.node_sampling import TooManyEmptyRounds, sample_nodes, wait_for_nodes
 from fedheal.federation.round_summary import describe_causes, describe_round
 from fedheal.federation.run_folder import Framework, RunFolder
 from fedheal.flower import messages as wire
 from fedheal.flower.masking import make_masked_mean
 from fedheal.flower.messages import SHARED, RoundInstructions, count_bytes, model_to_record, record_to_model
 from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply, describe_lost_clients
-from fedheal.flower.node_sampling import TooManyEmptyRounds, sample_nodes, wait_for_nodes
 from fedheal.flower.reply_reader import average_metrics, read_evaluate_reply, read_train_reply
 from fedheal.flower.reply_size import ReplyLimits
 from fedheal.flower.round_log import FederationState, OpenRound, restore_federation

@@ -135,8 +135,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "state").glob("*.safetensors"), reverse=True)
 
 
-def load_checkpoint(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a checkpoint's tensors and JSON. Raise CheckpointError if it is damaged or another owner's."""
+def load_checkpoint(path: Path, owner: str | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a checkpoint's tensors and JSON. Raise CheckpointError if it is damaged or another owner's (None: any)."""
     try:
         with safe_open(path, "pt") as file:
             header = json.loads((file.metadata() or {}).get("fedheal", "null"))
@@ -145,7 +145,7 @@ def load_checkpoint(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str
         raise CheckpointError(f"{path} is damaged ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of this version of fedheal")
-    if header.get("owner") != owner:
+    if owner is not None and header.get("owner") != owner:
         raise CheckpointError(f"{path} belongs to another experiment")
     metadata = header.get("state")
     if not isinstance(metadata, dict) or header.get("sum") != _checksum(arrays, metadata):
