@@ -28,7 +28,9 @@ def make_job(
         task_check_period=0.1,
     )
     job.to_server(controller)
-    job.to_server({"server": {"task_request_interval": 0.2}})  # sites ask for work five times a second, not every other one
+    job.to_server(
+        {"server": {"task_request_interval": 0.2}}
+    )  # sites ask for work five times a second, not every other one
     arguments = f"--method {method} --rounds {rounds}" + (f" --steps {steps}" if steps else "")
     for site in SITES:
         job.to(ScriptRunner(script="site.py", script_args=arguments), site)

@@ -1,0 +1,69 @@
+"""The example in NVFLARE's simulator: a site that sends NaN, a server that is killed, and the model of `fedheal run`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedheal
+from fedheal.report.rows import find_rows
+from fedheal.runs import folder as files
+from loopback import list_pids, loopback
+from needs import needs
+
+HERE, EXAMPLE = Path(__file__).parent, Path(__file__).parents[2] / "examples" / "nvflare"
+
+
+def start(inside: list[str], app: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with (app / "log.txt").open("ab") as log:
+        command = [*inside, sys.executable, "nan_job.py", str(app / "run"), str(app / "workspace"), *arguments]
+        return subprocess.Popen(command, cwd=app, stdout=log, stderr=log)
+
+
+def count_rounds(folder: Path) -> int:
+    lines = folder / "rounds.jsonl"
+    return len(lines.read_text().splitlines()) if lines.exists() else 0
+
+
+@pytest.mark.slow
+def test_a_killed_server_resumes_and_ends_with_the_model_of_a_simulation(tmp_path, monkeypatch):
+    needs("netns")
+    app = tmp_path / "app"
+    shutil.copytree(EXAMPLE, app)
+    for name in ("nan_site.py", "nan_job.py"):
+        shutil.copy(HERE / name, app)
+    folder = app / "run"
+    with loopback() as inside:
+        killed = start(inside, app)
+        deadline = time.monotonic() + 300
+        while count_rounds(folder) < 2 and killed.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in list_pids(inside):  # the server and the sites
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.wait(60)
+        assert 2 <= count_rounds(folder) < 5, (app / "log.txt").read_text()[-3000:]
+        assert start(inside, app, "resume").wait(400) == 0, (app / "log.txt").read_text()[-3000:]
+    records = files.read_rounds(folder)
+    assert [record.round for record in records] == [1, 2, 3, 4, 5]
+    assert [list(record.report["skipped"]) for record in records] == [["nan-0"]] * 5
+    assert all(record.replied == 5 for record in records)
+    (row,) = find_rows([folder])
+    assert sorted(row.domains) == ["display", "handwritten", "print", "street"]
+    monkeypatch.syspath_prepend(app)
+    from digits import describe_experiment
+
+    expected = fedheal.run(describe_experiment(steps=2), progress=False).model.state_dict()
+    model = files.load_tensors(folder / "model.safetensors")
+    assert model.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(model[name], values, rtol=0, atol=1e-6)
