@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch
 import fedheal
 from fedheal.report.rows import find_rows
 from fedheal.runs import folder as files
+from fedheal.simulate.build import load_domains, partition_clients
 from loopback import list_pids, loopback
 from needs import needs
 
@@ -26,7 +29,17 @@ HERE, EXAMPLE = Path(__file__).parent, Path(__file__).parents[2] / "examples" / 
 def start(inside: list[str], app: Path, *arguments: str) -> subprocess.Popen[bytes]:
     with (app / "log.txt").open("ab") as log:
         command = [*inside, sys.executable, "nan_job.py", str(app / "run"), str(app / "workspace"), *arguments]
-        return subprocess.Popen(command, cwd=app, stdout=log, stderr=log)
+        environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+        return subprocess.Popen(command, cwd=app, env=environment, stdout=log, stderr=log)
+
+
+def import_digits(folder: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"digits_{folder.name}", folder / "digits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def count_rounds(folder: Path) -> int:
@@ -35,12 +48,11 @@ def count_rounds(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_server_resumes_and_ends_with_the_model_of_a_simulation(tmp_path, monkeypatch):
+def test_a_killed_server_resumes_and_ends_with_the_model_of_a_simulation(tmp_path):
     needs("netns")
     app = tmp_path / "app"
     shutil.copytree(EXAMPLE, app)
-    for name in ("nan_site.py", "nan_job.py"):
-        shutil.copy(HERE / name, app)
+    shutil.copytree(HERE / "app", app, dirs_exist_ok=True)  # one more site, and tiny data in the place of the digits
     folder = app / "run"
     with loopback() as inside:
         killed = start(inside, app)
@@ -58,12 +70,19 @@ def test_a_killed_server_resumes_and_ends_with_the_model_of_a_simulation(tmp_pat
     assert [list(record.report["skipped"]) for record in records] == [["nan-0"]] * 5
     assert all(record.replied == 5 for record in records)
     (row,) = find_rows([folder])
-    assert sorted(row.domains) == ["display", "handwritten", "print", "street"]
-    monkeypatch.syspath_prepend(app)
-    from digits import describe_experiment
-
-    expected = fedheal.run(describe_experiment(steps=2), progress=False).model.state_dict()
+    assert sorted(row.domains) == ["dark", "noisy", "plain"]
+    experiment = import_digits(app).describe_experiment(steps=2)
+    expected = fedheal.run(experiment, progress=False).model.state_dict()
     model = files.load_tensors(folder / "model.safetensors")
     assert model.keys() == expected.keys()
     for name, values in expected.items():
         torch.testing.assert_close(model[name], values, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_example_describes_its_sites_and_model():
+    digits = import_digits(EXAMPLE)
+    experiment = digits.describe_experiment(steps=2)
+    clients = partition_clients(experiment, load_domains(experiment))
+    assert sorted(client.id for client in clients) == sorted(digits.SITES)
+    assert all(map(torch.equal, digits.make_model().state_dict().values(), digits.make_model().state_dict().values()))
