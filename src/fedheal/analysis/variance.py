@@ -5,7 +5,7 @@ random effects: `y = mean + split + init + split x init`, each with a variance o
 balanced analysis of variance (method of moments): a mean square per factor and interaction, and from their expected values the
 components. An estimate below 0 becomes 0. The interaction of all factors holds whatever else differs between runs.
 
-A factor with n levels has n - 1 degrees of freedom. Few of them leave a standard deviation uncertain by what `get_sd_range` gives, even if
+A factor with n levels has n - 1 degrees of freedom. `get_sd_range` says how uncertain they leave a standard deviation, even if
 nothing else varied and effects were normal.
 """
 
