@@ -12,6 +12,7 @@ import torch
 SOURCES = ("split", "init", "batch")
 SEED_FIELDS = tuple(f"{source}_seed" for source in SOURCES)
 
+
 def derive(seed: int, purpose: str, *keys: str | int) -> int:
     """Derive a 63-bit seed for one purpose.
 
