@@ -7,6 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fedheal.campaign.compare import choose_seeds, name_design, plan
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.pool import run_all
@@ -95,6 +97,8 @@ def compare(
     if jobs != 1 and (objects or own):
         raise ValueError(f"jobs = {jobs}: data, models and methods given as objects stay in this process; use jobs=1")
     numbers = choose_seeds(seeds, vary)
+    if "init_seed" in numbers[0] and isinstance(fields.get("model"), nn.Module):
+        raise ValueError(f"vary = {vary}: a module's values are those of every run; give a function, or leave out init")
     folder = check_folder(
         Path(out) if out is not None else Path("runs") / _name_comparison(values, name_design(numbers))
     )

@@ -19,7 +19,7 @@ def count_levels(seeds: Collection[Seeds]) -> dict[str, int]:
     >>> count_levels([(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)])
     {'split': 2, 'init': 2}
     """
-    numbers = {source: len(set(values)) for source, values in zip(SOURCES, zip(*seeds, strict=True), strict=True)}
+    numbers = {source: len({levels[i] for levels in seeds}) for i, source in enumerate(SOURCES)}
     return {source: number for source, number in numbers.items() if number > 1}
 
 

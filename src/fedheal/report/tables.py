@@ -189,10 +189,11 @@ def flatten_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         groups.setdefault(row.data, []).append(row)
     notes = {data: iter(annotate_rows(group, choose_reference(group))) for data, group in groups.items()}
+    has_own_seeds = any(set(row.seeds) != {row.seed} for row in rows)
     records = []
     for row in rows:
         record = {"data": row.data, "method": row.method, "seed": row.seed, "rounds": row.summaries[0]["rounds"]}
-        if set(row.seeds) != {row.seed}:
+        if has_own_seeds:
             record |= dict(zip(SEED_FIELDS, row.seeds, strict=True))
         record |= {f"accuracy.{name}": float(x) for name, x in row.domains.items()}
         record |= {name: float(x) for name, x in row.fairness.items()}

@@ -80,12 +80,13 @@ def explain_components(rows: Sequence[Row], lines: Sequence[ComponentLine]) -> l
     levels = {source: n for line in lines for source, n in line.found.levels.items()}
     for source, number in levels.items():
         low, high = get_sd_range(number - 1)
+        freedom = f"{number - 1} degree{'s' if number > 2 else ''} of freedom"
         rough = " Too few levels for more than an order of magnitude." if number < FEW_LEVELS else ""
         if number == 2:
             rough = " Two levels say almost nothing of its size."
         sentences.append(
-            f"{source}: {number} levels, {number - 1} degree{'s' if number > 2 else ''} of freedom. The true standard deviation may be {low:.1f} to "
-            f"{high:.1f} times the estimate (95 %, normal effects), or further off where other components are large.{rough}"
+            f"{source}: {number} levels, {freedom}. The true standard deviation may be {low:.1f} to {high:.1f} times the "
+            f"estimate (95 %, normal effects), or further off where other components are large.{rough}"
         )
     if lines:
         crossed = " The last component holds all that no other explains." if len(levels) > 1 else ""
