@@ -60,7 +60,7 @@ class Search:
             raise ValueError(f"metric = {self.metric}: use one of {', '.join(METRICS)}")
         for field in ("seed", *SEED_FIELDS, "name", "validation"):
             if field in self.space:
-                raise ValueError(f"{field} cannot be searched{': use --seeds' if field == 'seed' else ''}")
+                raise ValueError(f"{field} cannot be searched{': use --seeds' if 'seed' in field else ''}")
         for field in ("seed", "name"):
             if field in self.fixed:
                 remedy = f": use --seeds {self.fixed[field]}-{self.fixed[field]}" if field == "seed" else ""
