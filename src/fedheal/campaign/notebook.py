@@ -99,9 +99,8 @@ def compare(
     numbers = choose_seeds(seeds, vary)
     if "init_seed" in numbers[0] and isinstance(fields.get("model"), nn.Module):
         raise ValueError(f"vary = {vary}: a module's values are those of every run; give a function, or leave out init")
-    folder = check_folder(
-        Path(out) if out is not None else Path("runs") / _name_comparison(values, name_design(numbers))
-    )
+    named = Path("runs") / _name_comparison(values, name_design(numbers))
+    folder = check_folder(named if out is None else Path(out))
     names = [method for method in methods if not isinstance(method, Method)]
     planned = plan(names, numbers, values, folder) if names or not own else []
     for method in own:
