@@ -251,10 +251,12 @@ def test_a_crossed_comparison_has_a_run_for_every_combination(tmp_path):
         ("split", "vary: split = : use a number of seeds"),
         ("", "give each of split, init, batch"),
         ("split=200,init=200", "at most 10,000 combinations"),
+        (["split"], "vary"),
+        ({"split": 2.5}, "vary: split"),
     ],
 )
 def test_what_cannot_be_varied_is_refused(vary, problem):
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises((ValueError, TypeError), match=problem):
         choose_seeds(None, vary)
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from fedheal.campaign.jobs import Job
+from fedheal.core.checks import check_type
 from fedheal.core.errors import suggest
 from fedheal.core.rng import SOURCES
 from fedheal.data.domains import Domains
@@ -134,7 +135,8 @@ def choose_seeds(
         names = [name.strip() for name, _, _ in pairs]
         if len(set(names)) < len(names):
             raise ValueError(f"vary = {vary}: a source is given twice; {VARY_REMEDY}")
-        vary = {name.strip(): levels for name, _, levels in pairs}
+        vary = dict(zip(names, (levels for _, _, levels in pairs), strict=True))
+    check_type("vary", vary, Mapping, VARY_REMEDY)
     if not vary or not set(vary) <= set(SOURCES):
         raise ValueError(f"vary = {vary}: {VARY_REMEDY}")
     levels = {f"{source}_seed": _list_seeds(vary[source], f"vary: {source}") for source in SOURCES if source in vary}
@@ -156,6 +158,7 @@ def name_design(seeds: Sequence[SeedFields]) -> list[str]:
 
 
 def _list_seeds(seeds: int | str | Sequence[int], name: str = "seeds") -> list[int]:
+    check_type(name, seeds, int | str | Iterable, "give a number of seeds, a text such as '3-7', or a list")
     return parse_seeds(str(seeds), name) if isinstance(seeds, int | str) else list(seeds)
 
 

@@ -97,7 +97,7 @@ def compare(
     if jobs != 1 and (objects or own):
         raise ValueError(f"jobs = {jobs}: data, models and methods given as objects stay in this process; use jobs=1")
     numbers = choose_seeds(seeds, vary)
-    if "init_seed" in numbers[0] and isinstance(fields.get("model"), nn.Module):
+    if numbers and "init_seed" in numbers[0] and isinstance(fields.get("model"), nn.Module):
         raise ValueError(f"vary = {vary}: a module's values are those of every run; give a function, or leave out init")
     named = Path("runs") / _name_comparison(values, name_design(numbers))
     folder = check_folder(named if out is None else Path(out))
