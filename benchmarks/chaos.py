@@ -36,8 +36,8 @@ import torch
 from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
-# In the place of this script's own folder, whose flower.py would hide that of the tests.
-sys.path[:1] = [str(HERE.parent / "tests"), str(HERE / "chaos_app")]
+# Without this script's own folder, whose flower.py would hide that of the tests.
+sys.path[:] = [str(HERE.parent / "tests"), str(HERE / "chaos_app"), *(p for p in sys.path if Path(p) != HERE)]
 
 from chaos_app.site_training import SITES, Model, make_model, train_site  # noqa: E402
 
