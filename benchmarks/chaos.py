@@ -90,7 +90,7 @@ class Trial:
         self.orders.mkdir()
         self.rng, self.began = random.Random(seed), time.monotonic()
         self.records: dict[int, Record] = {}
-        self.seen: dict[int, float] = {}  # when a round's record was first seen
+        self.seen: dict[int, float] = {}  # when a round's record came
         self.waiting, self.open = list(faults), list[Fault]()  # not yet struck; struck, and not yet recovered
         self.order: Fault | None = None  # an order that no site has taken yet
         self.run: subprocess.Popen[bytes] | None = None
@@ -120,8 +120,9 @@ class Trial:
             for line in (self.folder / "rounds.jsonl").read_text().splitlines():
                 with suppress(json.JSONDecodeError):  # half a line of a round that is being written
                     record = json.loads(line)
-                    self.records[record["round"]] = record
-                    self.seen.setdefault(record["round"], self.now)
+                    number = record["round"]
+                    if record != self.records.get(number):  # a resumed run may have cut and repeated the round
+                        self.records[number], self.seen[number] = record, self.now
 
     # The supervisor: what systemd and an operator do.
 
@@ -178,7 +179,7 @@ class Trial:
         if self.now < self.seen[last] + delay or (fault.kind in AT_SERVER and not self.server_app):
             return
         if fault.kind in AT_SITE:
-            fault.site = self.rng.choice(sorted(self.records[last]["weights"]))  # one that counts at present
+            fault.site = self.rng.choice(list_counted(self.records[last]))  # one that is there
         fault.round, fault.struck = last + 1, self.now
         if fault.kind == "kill ServerApp":
             os.kill(self.server_app, signal.SIGKILL)
@@ -212,8 +213,9 @@ class Trial:
                 fault.recorded = find_trace(fault, self.records)
                 if fault.recorded and fault.kind == "hang":
                     self.stop_node(NAMES.index(fault.site))
-            after = [n for n, record in self.records.items() if n > fault.round and fault.site in record["weights"]]
-            after = after if fault.site else [n for n, at in self.seen.items() if at > fault.struck]
+            after = [n for n, at in self.seen.items() if at > fault.struck]
+            if fault.site:
+                after = [n for n in after if n > fault.round and fault.site in list_counted(self.records[n])]
             if fault.recorded and after:
                 fault.recovery = self.seen[min(after)] - fault.struck
                 self.open.remove(fault)
@@ -238,6 +240,11 @@ def find_trace(fault: Fault, records: dict[int, Record]) -> str:
             if fault.site in report.get(word, ()):
                 return f"round {number}: {word}"
     return ""
+
+
+def list_counted(record: Record) -> list[str]:
+    """Return the clients that counted in a round: one that sent NaN is there with no weight."""
+    return sorted(record["weights"].keys() - record["report"]["skipped"].keys())
 
 
 def replay(cohorts: list[list[str]]) -> dict[str, torch.Tensor]:
@@ -267,7 +274,7 @@ def to_arrays(model: dict[str, torch.Tensor]) -> Model:
 def check_outcome(folder: Path, faults: list[Fault], rounds: int) -> dict[str, bool]:
     """Check the run folder against the replay and the faults."""
     records = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    expected = replay([sorted(record["weights"]) for record in records])
+    expected = replay([list_counted(record) for record in records])
     found = load_file(folder / "model.safetensors")
     return {
         "every round is recorded once": [record["round"] for record in records] == list(range(1, rounds + 1)),
