@@ -179,7 +179,7 @@ class Trial:
         if self.now < self.seen[last] + delay or (fault.kind in AT_SERVER and not self.server_app):
             return
         if fault.kind in AT_SITE:
-            fault.site = self.rng.choice(list_counted(self.records[last]))  # one that is there
+            fault.site = self.rng.choice(list_counted(self.records[last]) or NAMES)  # one that is there, if any is
         fault.round, fault.struck = last + 1, self.now
         if fault.kind == "kill ServerApp":
             os.kill(self.server_app, signal.SIGKILL)
@@ -188,7 +188,7 @@ class Trial:
             os.kill(self.deployment.link.pid, signal.SIGKILL)
             self.deployment.link.wait(30)
         elif fault.kind == "full disk":
-            fill(self.disk)
+            fill_disk(self.disk)
         elif fault.kind == "kill node":
             self.deployment.kill(self.deployment.nodes[NAMES.index(fault.site)])
         else:
@@ -285,6 +285,7 @@ def check_outcome(folder: Path, faults: list[Fault], rounds: int) -> dict[str, b
 
 
 def write_table(out: Path, faults: list[Fault], checks: dict[str, bool], seconds: float, rounds: int) -> str:
+    """Write the table to the folder, and return it."""
     lines = ["| round | fault | site | the record says | recovery, s |", "|---|---|---|---|---|"]
     for fault in faults:
         recovery = "not within the run" if fault.recovery is None else f"{fault.recovery:.0f}"
@@ -309,8 +310,12 @@ def mount_disk(place: Path) -> Iterator[Path]:
         subprocess.run(["umount", place], check=True)
 
 
-def fill(disk: Path) -> None:
-    """Fill the disk with a file."""
+def describe_node(number: int) -> str:
+    """Return the config of a SuperNode."""
+    return f'name="{NAMES[number]}"'
+
+
+def fill_disk(disk: Path) -> None:
     free = os.statvfs(disk)
     (disk / "ballast").write_bytes(bytes(free.f_bavail * free.f_frsize))
 
@@ -327,9 +332,8 @@ def main() -> int:
     checks: dict[str, bool] = {}
     with mount_disk(work / "disk") as disk:
         with loopback() as inside:
-            name_site = lambda number: f'name="{NAMES[number]}"'  # noqa: E731
             app = HERE / "chaos_app"
-            deployment = start_secure_deployment(work, inside, len(NAMES), app=app, node_config=name_site)
+            deployment = start_secure_deployment(work, inside, len(NAMES), app=app, node_config=describe_node)
             trial = Trial(deployment, disk, faults, asked.rounds, asked.seed)
             try:
                 trial.execute(asked.seconds)
