@@ -241,7 +241,8 @@ class FairStrategy(Strategy):
             records[SHARED] = wire.terms_to_record(shared)
         messages = self._make_messages(nodes, records, config, server_round, MessageType.TRAIN)
         requests, bytes_sent = self.registry.track_requests(messages), sum(count_bytes(m.content) for m in messages)
-        self._round = OpenRound(server_round, requests, connected, bytes_sent, self._make_notes(server_round, responsive))
+        notes = self._make_notes(server_round, responsive)
+        self._round = OpenRound(server_round, requests, connected, bytes_sent, notes)
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
