@@ -70,6 +70,7 @@ class RunFolder(Generic[K]):
         self.path, self.resume, self.framework = path, resume, framework
         self.settings: dict[str, Any] = {}
         self.owner = ""
+        self.is_resumed = False  # whether the folder held a federation, if only one that finished no round
 
     def open(self, settings: Mapping[str, Any], layout: Layout) -> tuple[RunState, K, list[RoundRecord]] | None:
         """Create the folder, or resume from it. Raise ValueError if it cannot be used.
@@ -95,6 +96,7 @@ class RunFolder(Generic[K]):
             if not self.resume:
                 raise ValueError(f"{self.path} already holds a federation: set resume=True to continue it")
             self._check_settings(toml)
+        self.is_resumed = is_used
         self.release()  # an earlier lock of this process is replaced
         _locks[self.path.resolve()] = acquire_lock(self.path)  # against a ServerApp that was thought dead, for example
         files.drop_damaged_rounds(self.path)
