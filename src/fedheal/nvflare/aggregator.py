@@ -47,7 +47,12 @@ class FairModelAggregator(ModelAggregator):  # type: ignore[misc]
         super().__init__()
         # A job is written from the attributes that have the names of the arguments.
         self.method, self.model, self.folder, self.resume, self.data = method, model, folder, resume, data
-        self.seed, self.server, self.min_responses, self.max_empty_rounds = seed, server, min_responses, max_empty_rounds
+        self.seed, self.server, self.min_responses, self.max_empty_rounds = (
+            seed,
+            server,
+            min_responses,
+            max_empty_rounds,
+        )
         self.max_examples, self.max_norm, self.budget = max_examples, max_norm, budget
         self._settings = FederationSettings(
             **{key: getattr(self, key) for key in FederationSettings.__dataclass_fields__}
