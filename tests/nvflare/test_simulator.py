@@ -26,11 +26,28 @@ from needs import needs
 HERE, EXAMPLE = Path(__file__).parent, Path(__file__).parents[2] / "examples" / "nvflare"
 
 
-def start(inside: list[str], app: Path, *arguments: str) -> subprocess.Popen[bytes]:
+def make_app(tmp_path: Path) -> Path:
+    """The example with tiny data in the place of the digits, and jobs of the tests."""
+    app = tmp_path / "app"
+    shutil.copytree(EXAMPLE, app)
+    shutil.copytree(HERE / "app", app, dirs_exist_ok=True)
+    return app
+
+
+def start(inside: list[str], app: Path, job: str, *arguments: str) -> subprocess.Popen[bytes]:
     with (app / "log.txt").open("ab") as log:
-        command = [*inside, sys.executable, "nan_job.py", str(app / "run"), str(app / "workspace"), *arguments]
+        command = [*inside, sys.executable, job, str(app / "run"), str(app / "workspace"), *arguments]
         environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
         return subprocess.Popen(command, cwd=app, env=environment, stdout=log, stderr=log)
+
+
+def assert_model_of_a_simulation(app: Path, rounds: int) -> None:
+    experiment = import_digits(app).describe_experiment(rounds=rounds, steps=2)
+    expected = fedheal.run(experiment, progress=False).model.state_dict()
+    model = files.load_tensors(app / "run" / "model.safetensors")
+    assert model.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(model[name], values, rtol=0, atol=1e-6)
 
 
 def import_digits(folder: Path) -> ModuleType:
@@ -50,12 +67,10 @@ def count_rounds(folder: Path) -> int:
 @pytest.mark.slow
 def test_a_killed_server_resumes_and_ends_with_the_model_of_a_simulation(tmp_path):
     needs("netns")
-    app = tmp_path / "app"
-    shutil.copytree(EXAMPLE, app)
-    shutil.copytree(HERE / "app", app, dirs_exist_ok=True)  # one more site, and tiny data in the place of the digits
+    app = make_app(tmp_path)
     folder = app / "run"
     with loopback() as inside:
-        killed = start(inside, app)
+        killed = start(inside, app, "nan_job.py")
         deadline = time.monotonic() + 300
         while count_rounds(folder) < 2 and killed.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -64,19 +79,25 @@ def test_a_killed_server_resumes_and_ends_with_the_model_of_a_simulation(tmp_pat
                 os.kill(pid, signal.SIGKILL)
         killed.wait(60)
         assert 2 <= count_rounds(folder) < 5, (app / "log.txt").read_text()[-3000:]
-        assert start(inside, app, "resume").wait(400) == 0, (app / "log.txt").read_text()[-3000:]
+        assert start(inside, app, "nan_job.py", "resume").wait(400) == 0, (app / "log.txt").read_text()[-3000:]
     records = files.read_rounds(folder)
     assert [record.round for record in records] == [1, 2, 3, 4, 5]
     assert [list(record.report["skipped"]) for record in records] == [["nan-0"]] * 5
     assert all(record.replied == 5 for record in records)
     (row,) = find_rows([folder])
     assert sorted(row.domains) == ["dark", "noisy", "plain"]
-    experiment = import_digits(app).describe_experiment(steps=2)
-    expected = fedheal.run(experiment, progress=False).model.state_dict()
-    model = files.load_tensors(folder / "model.safetensors")
-    assert model.keys() == expected.keys()
-    for name, values in expected.items():
-        torch.testing.assert_close(model[name], values, rtol=0, atol=1e-6)
+    assert_model_of_a_simulation(app, 5)
+
+
+@pytest.mark.slow
+def test_the_stock_workflow_ends_with_the_model_of_a_simulation(tmp_path):
+    """NVFLARE builds the aggregator inside the workflow, brings it the events, and the sites send differences."""
+    needs("netns")
+    app = make_app(tmp_path)
+    with loopback() as inside:
+        assert start(inside, app, "fedavg_job.py").wait(400) == 0, (app / "log.txt").read_text()[-3000:]
+    assert [record.replied for record in files.read_rounds(app / "run")] == [4, 4]
+    assert_model_of_a_simulation(app, 2)
 
 
 @pytest.mark.slow

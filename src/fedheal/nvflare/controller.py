@@ -96,9 +96,10 @@ class FairController(ModelController):  # type: ignore[misc]
             self.event(AppEventType.ROUND_STARTED)
             sites = self._sample_sites(number)
             rounds.open_round(sites)
-            rounds.aggregate(*self._ask("train", sites, number, first))
+            answers = self._ask("train", sites, number, first)
             if self.abort_signal.triggered:  # a round that was cut short must not count
                 return
+            rounds.aggregate(*answers)
             if self.evaluate_every and (number % self.evaluate_every == 0 or number == self.num_rounds):
                 rounds.evaluate(*self._ask("validate", self._list_sites(), number, first))
                 if self.abort_signal.triggered:
