@@ -1,4 +1,4 @@
-"""The example in NVFLARE's simulator: a site that sends NaN, a server that is killed, and the model of `fedheal run`."""
+"""The example in NVFLARE's simulator: sites that send NaN or raise, a killed server, and the model of `fedheal run`."""
 
 from __future__ import annotations
 
@@ -82,8 +82,11 @@ def test_a_killed_server_resumes_and_ends_with_the_model_of_a_simulation(tmp_pat
         assert start(inside, app, "nan_job.py", "resume").wait(400) == 0, (app / "log.txt").read_text()[-3000:]
     records = files.read_rounds(folder)
     assert [record.round for record in records] == [1, 2, 3, 4, 5]
-    assert [list(record.report["skipped"]) for record in records] == [["nan-0"]] * 5
-    assert all(record.replied == 5 for record in records)
+    skipped = [record.report["skipped"] for record in records]
+    assert [sorted(names) for names in skipped] == [["failing-0", "nan-0"]] * 5
+    assert all("NaN" in names["nan-0"] for names in skipped)
+    assert all(names["failing-0"].startswith("its reply is an error") for names in skipped[1:])
+    assert [record.replied for record in records] == [6, 5, 5, 5, 5]
     (row,) = find_rows([folder])
     assert sorted(row.domains) == ["dark", "noisy", "plain"]
     assert_model_of_a_simulation(app, 5)

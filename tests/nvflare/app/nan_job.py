@@ -1,4 +1,4 @@
-"""The example's job with one more site, which sends NaN. Run it in the example's folder: FOLDER WORKSPACE [resume]."""
+"""The example's job with a site that sends NaN and one that raises. Run it in the app's folder: FOLDER WORKSPACE [resume]."""
 
 import sys
 
@@ -12,7 +12,8 @@ def main() -> None:
 
     folder, workspace, *resume = sys.argv[1:]
     job = make_job("fedheal", 5, folder, resume=bool(resume), steps=2, evaluate_every=5)
-    job.to(ScriptRunner(script="nan_site.py", framework=FrameworkType.NUMPY), "nan-0")
+    for site in ("nan-0", "failing-0"):
+        job.to(ScriptRunner(script="nan_site.py", framework=FrameworkType.NUMPY), site)
     raise SystemExit(job.simulator_run(workspace))
 
 

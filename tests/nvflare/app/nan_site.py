@@ -1,4 +1,4 @@
-"""A site that sends NaN whatever it is asked; numpy only, so that it starts quickly."""
+"""A site that sends NaN, or, if it is called `failing-0`, raises from round 2 on; numpy only, so that it starts quickly."""
 
 import numpy as np
 
@@ -11,6 +11,8 @@ def main() -> None:
         received = flare.receive()
         if received is None:
             break
+        if flare.get_site_name() == "failing-0" and received.current_round >= 1:
+            raise RuntimeError("this site has lost its data")
         params = {
             name: np.full_like(values, np.nan) if values.ndim else values for name, values in received.params.items()
         }
