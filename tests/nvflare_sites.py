@@ -86,10 +86,14 @@ class Workflow:
 
     def event(self, event_type: str) -> None: ...
 
+    def panic(self, reason: str) -> None:
+        raise RuntimeError(f"the job is aborted: {reason}")
+
     def fire_event(self, event_type: str, fl_ctx: FLContext) -> None: ...
 
     def bring(self, data: FLModel, task_name: str, targets: list[str], callback: Any = None) -> None:
-        self._current_failed_clients = set()
+        self._current_failed_clients, self._current_num_targets = set(), len(targets)
+        self._current_min_responses = len(targets)  # as `broadcast_model` sets it
         task = self._prepare_task(data, task_name, 0, callback)
         for site in targets:
             self.notify_sent(task.data, site)
