@@ -54,6 +54,7 @@ class RoundInstructions:
     federation: str = ""  # id of the federation, drawn at its start
     tau: float | None = None  # threshold for clients that mask their own update
     accepted: str | None = None  # JSON: digest of a client's name -> its last accepted round
+    restarted: int = 0  # the last round that ended with the terms' sums over clients' slots begun anew
 
     @classmethod
     def from_message(cls, message: Message) -> Self:

@@ -33,6 +33,7 @@ class ReceivedReply:
     is_named: bool  # whether the client gave its name
     problem: str | None = None
     token: str = ""  # see `client_state`
+    state_round: int | None = None  # the round whose state the client continued from, 0: none; None: it keeps none
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,9 @@ class NodeRegistry:
             domain = client_domains.get(client, client)
         problem = bad_name or _find_staleness(message, info.get("round", round_number), round_number, requests)
         token = escape_text(info.get("token", ""), MAX_NAME)
-        return ReceivedReply(message, node, client, domain, is_named, problem, token)
+        state_round = info.get("state_round")
+        state_round = state_round if isinstance(state_round, int) else None
+        return ReceivedReply(message, node, client, domain, is_named, problem, token, state_round)
 
     def _find_name(self, message: Message, info: Mapping[str, Any], node: int) -> tuple[str, bool]:
         """Return the sender's name, and whether the reply gives it."""

@@ -252,7 +252,10 @@ class FairStrategy(Strategy):
         seen = {*self.federation.accepted, *cohort.replies}
         num_clients = self.settings.clients or max(len(seen), len(current.connected), 1)
         terms = {client: ClientTerms(reply.messages) for client, reply in cohort.replies.items()}
-        outcome = apply_server_step(self._make_step(cohort), self._state, cohort.updates, terms, num_clients)
+        # A slot from before the last restart is void, and cannot be lost once more.
+        accepted_before, restarted = self.federation.accepted, self.federation.restarted
+        lost = [c for c in self.federation.find_lost_states(received) if accepted_before[c] > restarted]
+        outcome = apply_server_step(self._make_step(cohort), self._state, cohort.updates, terms, num_clients, lost)
         current.record_training(received, cohort, outcome, self.federation)
         sent = outcome.state.sent + current.bytes_sent
         received_bytes = outcome.state.received + sum(count_bytes(m.content) for m in messages if m.has_content())
@@ -377,7 +380,9 @@ class FairStrategy(Strategy):
     ) -> list[Message]:
         needs, federation = self.requirements.needs, self.federation.federation
         tau = self.settings.tau if self.settings.clients_mask else None
-        instructions = RoundInstructions(number, self._num_rounds, needs, federation, tau)
+        instructions = RoundInstructions(
+            number, self._num_rounds, needs, federation, tau, restarted=self.federation.restarted
+        )
         accepted, messages = self.federation.accepted, []
         # A node without a name may be any client that keeps a state. Without its token it learns nothing about the others.
         tokens = self.federation.tokens
