@@ -224,6 +224,7 @@ class FairStrategy(Strategy):
         nodes: list[int] = []
         if fraction:
             responsive = self._wait_for_nodes(grid, min_nodes)
+            self.registry.name_partitions(grid, responsive)
             if self.settings.roll_call:
                 responsive = self._call_roll(grid, responsive, server_round)
             nodes = self._sample(responsive, fraction, min_nodes, "cohort", server_round)
@@ -364,7 +365,7 @@ class FairStrategy(Strategy):
 
     def _sample(self, connected: list[int], fraction: float, min_nodes: int, purpose: str, number: int) -> list[int]:
         rng = generator(self.settings.seed, purpose, number)
-        return sample_nodes(connected, fraction, min_nodes, rng, self.registry.names)
+        return sample_nodes(connected, fraction, min_nodes, rng, self.registry.partition_names | self.registry.names)
 
     def _call_roll(self, grid: Grid, nodes: list[int], number: int) -> list[int]:
         """Ask new nodes for their names, and return the nodes without those that are silent."""
