@@ -66,6 +66,8 @@ class FairStrategy(Strategy):
         method: An `Aggregator`, a `Method`, or a name such as "fedprox+fedheal:tau=0.4"; local terms need our client.
         model: The module, or its `Layout`. Without it, torch's names tell float buffers from parameters.
         folder: The run folder, written after every round.
+        save_seconds: How many seconds lie at least between two checkpoints in `folder`; a resume repeats the rounds since the
+            last one. 0: every round has one, as always where clients keep a state of their own.
         resume: Whether to continue the run in `folder`.
         data, name: The names of the data and of the method in reports. An aggregator of your own is identified by its name.
         seed: The seed of the cohorts.
@@ -91,7 +93,7 @@ class FairStrategy(Strategy):
 
     def __init__(
         self, method: Aggregator | Method | str, *, model: nn.Module | Layout | None = None,
-        folder: str | Path | None = None, resume: bool = False,
+        folder: str | Path | None = None, resume: bool = False, save_seconds: float = 0.0,
         data: str = "federation", name: str | None = None, seed: int = 0,
         fraction_train: float = 1.0, fraction_evaluate: float = 1.0,
         min_train_nodes: int = 2, min_evaluate_nodes: int = 2, min_available_nodes: int = 2,
@@ -125,7 +127,7 @@ class FairStrategy(Strategy):
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or average_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or average_metrics
-        self.folder = None if folder is None else RunFolder(Path(folder), resume)
+        self.folder = None if folder is None else RunFolder(Path(folder), resume, save_seconds)
         self.layout = resolve_layout(model)
         self._num_rounds, self._timeout = 0, TIMEOUT
         self._reset()
@@ -177,16 +179,20 @@ class FairStrategy(Strategy):
         first = self._state.round + 1
         if evaluate_fn and first == 1:
             _store(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
-        for number in range(first, num_rounds + 1):
-            messages = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
-            arrays, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=timeout))
-            result.arrays = arrays
-            _store(result.train_metrics_clientapp, number, metrics)
-            messages = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
-            replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
-            _store(result.evaluate_metrics_clientapp, number, self.aggregate_evaluate(number, replies))
-            if evaluate_fn:
-                _store(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
+        try:
+            for number in range(first, num_rounds + 1):
+                messages = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
+                arrays, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=timeout))
+                result.arrays = arrays
+                _store(result.train_metrics_clientapp, number, metrics)
+                messages = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
+                replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
+                _store(result.evaluate_metrics_clientapp, number, self.aggregate_evaluate(number, replies))
+                if evaluate_fn:
+                    _store(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
+        except BaseException:
+            self._save_after_error()
+            raise
         self.finish()
         return result
 
@@ -256,6 +262,8 @@ class FairStrategy(Strategy):
         # A slot from before the last restart is void, and cannot be lost once more.
         accepted_before, restarted = self.federation.accepted, self.federation.restarted
         lost = [c for c in self.federation.find_lost_states(received) if accepted_before[c] > restarted]
+        if self.folder is not None:  # the step reuses the memory that a checkpoint is written from
+            self.folder.settle()
         outcome = apply_server_step(self._make_step(cohort), self._state, cohort.updates, terms, num_clients, lost)
         current.record_training(received, cohort, outcome, self.federation)
         sent = outcome.state.sent + current.bytes_sent
@@ -322,10 +330,18 @@ class FairStrategy(Strategy):
     def finish(self) -> None:
         """Write the final model and the result, and release the folder."""
         if self.folder is not None:
+            self.folder.flush()
             self.folder.write_result(self._layout, self._state, self.history, self.federation)
             self.folder.release()
             if not any(record.domains for record in self.history):
                 log.warning("no client sent an 'accuracy': %s has no result.json to report", self.folder.path)
+
+    def _save_after_error(self) -> None:
+        try:
+            if self.folder is not None:
+                self.folder.flush()
+        except OSError as error:  # beside the error that ends the run
+            log.error("%s", error)
 
     @property
     def _state(self) -> RunState:
@@ -444,10 +460,13 @@ class FairStrategy(Strategy):
         log.info("[round %d] %s", current.number, describe_round(record))
         if self.folder is not None:
             self.federation.nodes = {str(node): client for node, client in self.registry.names.items()}
-            self.folder.save_round(self._state, record, self.federation)
+            # Clients keep a state for the server's last two checkpoints, not for older ones.
+            self.folder.save_round(self._state, record, self.federation, is_due=bool(self.federation.tokens))
             if ending is not None:
+                self.folder.flush()
                 self.folder.release()
             elif not self._num_rounds:  # Flower's own loop: any round may be the last
+                self.folder.flush()
                 self.folder.write_result(self._layout, self._state, self.history, self.federation)
         self._round = None
         if ending is not None:
