@@ -249,7 +249,7 @@ def mask_to_record(mask: Tensor) -> ArrayRecord:
 def record_to_mask(record: ArrayRecord, length: int) -> NDArray[np.uint8]:
     """Unpack a mask into zeros and ones."""
     if "bits" not in record:
-        raise ValueError("its mask is missing")
+        raise ValueError("its mask is missing: answer with fedheal.flower.client.reply or client.train")
     packed_bits = view_array(record["bits"])
     if packed_bits.dtype != np.uint8 or packed_bits.shape != (-(-length // 8),):
         raise ValueError(f"its mask has shape {packed_bits.shape}; {length} entries need {-(-length // 8)} bytes")

@@ -152,7 +152,7 @@ def _take_num_examples(metrics: dict[str, float], requirements: ReplyRequirement
     key, most = requirements.examples_key, requirements.max_examples
     num_examples = metrics.pop(key, None)
     if num_examples is None:
-        raise RejectedReply(f"it sends no metric '{key}' that is a number")
+        raise RejectedReply(f"it sends no metric '{key}' that is a number: put it into the reply's MetricRecord")
     if not 0 < num_examples <= most:
         raise RejectedReply(f"{key} = {num_examples:g} must be positive and at most max_examples = {most:g}")
     return num_examples
@@ -194,7 +194,7 @@ def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRec
         return records[key]
     others = [record for name, record in records.items() if not name.startswith("fedheal")]
     if len(others) != 1:
-        raise RejectedReply(f"it holds {len(others)} array records and none called '{key}'")
+        raise RejectedReply(f"it holds {len(others)} array records and none called '{key}': send the model as '{key}'")
     return others[0]
 
 

@@ -142,6 +142,8 @@ class FairStrategy(Strategy):
         self._cohort_builder: CohortBuilder | None = None
         self._sent: ArrayRecord | None = None
         self._first_round = 1  # of this run
+        # These two are not in the checkpoint. A resume comes after the cause was mended: a node that was silent is asked again,
+        # which costs one timeout if it is still silent, and `max_empty_rounds` are counted anew, or the run would end at once.
         self._silent = SilentNodes()
         self._empty_rounds: list[frozenset[int]] = []  # the latest ones in a row, with the nodes they asked
 
@@ -322,7 +324,8 @@ class FairStrategy(Strategy):
         nodes += f" (waiting up to {settings.wait_seconds:g} s), at least {settings.min_replies} usable replies"
         log.info("%s with %.0f %% of the nodes a round: %s", self.name, 100 * settings.fraction_train, nodes)
         log.info(
-            "a round waits up to timeout = %g s for replies; who is late is not asked until it answers", self._timeout
+            "a round waits up to timeout = %g s for replies; a late node is not asked again until it answers a query",
+            self._timeout,
         )
         if self.folder is not None:
             log.info("run folder: %s", self.folder.path.resolve())
@@ -470,7 +473,8 @@ class FairStrategy(Strategy):
                 self.folder.write_result(self._layout, self._state, self.history, self.federation)
         self._round = None
         if ending is not None:
-            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}")
+            remedy = "mend the cause and resume, or set max_empty_rounds=None"
+            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}: {remedy}")
 
     def _find_ending(self, current: OpenRound) -> str | None:
         """Return why the run ends here, or None. One bad client that is drawn again and again does not end it."""
