@@ -58,12 +58,13 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all."""
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file, whole or not at all. `mode`: its permissions, less the umask, which other threads may not change."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file")
     temporary = path.with_name(path.name + ".tmp")
     try:
+        temporary.touch(mode)
         temporary.write_bytes(data)
         _sync(temporary)
         temporary.replace(path)
@@ -117,6 +118,7 @@ def save_checkpoint(
     metadata: Mapping[str, Any],
     owner: str,
     keep: int = CHECKPOINTS_KEPT,
+    mode: int = 0o666,
 ) -> None:
     """Write the state after round `number` and remove all but the newest `keep`; `load_checkpoint` needs the same `owner`."""
     states, rounds = folder / "state", folder / "rounds.jsonl"
@@ -125,7 +127,7 @@ def save_checkpoint(
         _sync(rounds)
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
     header = json.dumps({"format": FORMAT, "owner": owner, "sum": _checksum(arrays, metadata), "state": metadata})
-    write_bytes(states / f"{number:08d}.safetensors", save(arrays, {"fedheal": header}))
+    write_bytes(states / f"{number:08d}.safetensors", save(arrays, {"fedheal": header}), mode)
     for path in (*sorted(states.glob("*.safetensors"))[:-keep], *states.glob("*.tmp")):
         path.unlink(missing_ok=True)
 
