@@ -96,7 +96,7 @@ def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: 
         monkeypatch.setattr(Sendable, "__module__", "a_notebook")
         monkeypatch.setitem(sys.modules, "a_notebook", sys.modules[__name__])
     workers = 1 if term is Sendable else 2  # one process that fails will do: each takes seconds to start
-    monkeypatch.setattr("fedheal.engine.WorkerPool", lambda training, number, threads: WorkerPool(training, workers, 1))
+    monkeypatch.setattr("fedheal.engine.WorkerPool", lambda training, *_: WorkerPool(training, workers, 1))
     own = Method((term(),), get("fedavg").aggregator, "mine")
     with pytest.raises(
         ChildProcessError,
