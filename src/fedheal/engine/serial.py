@@ -63,7 +63,7 @@ class LocalTraining:
 
     def load_model(self, model: Packed, training: bool) -> nn.Module:
         """Load a model into the module and return it, in training or in evaluation mode."""
-        self.module.load_state_dict(self.layout.unpack(model))
+        self.layout.load_into(self.module, model)
         return self.module.train(training)
 
 

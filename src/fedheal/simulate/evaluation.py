@@ -37,7 +37,7 @@ def evaluate_domains(
     correct = workers.find_correct(pairs) if workers else find_correct_in_turn(federation.local_training, pairs)
     is_correct = {domain: hits.cpu().numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
     clients = {
-        client: 100.0 * float(np.mean(share))
+        client: 100.0 * (np.count_nonzero(share) / len(share))
         for domain, hits in is_correct.items()
         for i, client in enumerate(members[domain])
         if len(share := hits[i :: len(members[domain])])
