@@ -13,7 +13,7 @@ from torch import nn
 
 from fedheal import Layout, Packed
 from fedheal.core.layout import Sizes
-from tiny_data import normed, tied
+from tiny_data import normed
 
 
 class Bag(nn.Module):
@@ -351,7 +351,7 @@ def half() -> nn.Module:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: tied(3), lambda: normed(3, 16), lambda: Doubling(3, 2), hooked, half],
+    [tied, lambda: normed(3, 16), lambda: Doubling(3, 2), hooked, half],
     ids=["tied", "normed", "own loading", "hook", "dtypes"],
 )
 def test_load_into_gives_the_bits_of_load_state_dict(make):

@@ -131,13 +131,7 @@ class Layout:
     def unpack(self, packed: Packed) -> dict[str, Tensor]:
         """Return the `state_dict` of these vectors, in new memory. Raise ValueError if one has not the layout's length."""
         check_type("packed", packed, Packed, "give what `pack` or an aggregator's `apply` returned for a packed model")
-        given: dict[Kind, Tensor] = {"param": packed.params, "buffer": packed.buffers, "counter": packed.counters}
-        vectors = {kind: vector.detach().clone() for kind, vector in given.items()}
-        for kind, vector in vectors.items():
-            if vector.shape != (self._length(kind),):
-                raise ValueError(
-                    f"{kind}s of shape {tuple(vector.shape)} do not fit this layout, which has {self._length(kind)} of them"
-                )
+        vectors = {kind: vector.detach().clone() for kind, vector in self._list_vectors(packed).items()}
         made: dict[tuple[Kind, int, int], Tensor] = {}
         result: dict[str, Tensor] = {}
         for e in self.entries:
@@ -148,7 +142,7 @@ class Layout:
         return result
 
     def load_into(self, module: nn.Module, packed: Packed) -> None:
-        """Load vectors into a module, as `module.load_state_dict(self.unpack(packed))` does but without copies in between."""
+        """Load vectors into a module, as `module.load_state_dict(self.unpack(packed))` does, without copies in between."""
         if (
             packed.params.device.type != "cpu"
             or not _loads_plainly(module)
@@ -157,9 +151,19 @@ class Layout:
             module.load_state_dict(self.unpack(packed))
             return
         state = module.state_dict()
-        vectors = {"param": packed.params, "buffer": packed.buffers, "counter": packed.counters}
+        vectors = self._list_vectors(packed)
         for e in self.entries:
             state[e.name].copy_(vectors[e.kind][e.start : e.stop].view(e.shape))
+
+    def _list_vectors(self, packed: Packed) -> dict[Kind, Tensor]:
+        """Return the vectors by kind. Raise ValueError if one has not the layout's length."""
+        vectors: dict[Kind, Tensor] = {"param": packed.params, "buffer": packed.buffers, "counter": packed.counters}
+        for kind, vector in vectors.items():
+            if vector.shape != (self._length(kind),):
+                raise ValueError(
+                    f"{kind}s of shape {tuple(vector.shape)} do not fit this layout, which has {self._length(kind)} of them"
+                )
+        return vectors
 
     def _distinct(self, kind: Kind) -> list[Entry]:
         distinct: dict[tuple[int, str], Entry] = {}
