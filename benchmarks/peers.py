@@ -6,9 +6,9 @@
 
 Every peer trains the small network with FedAvg in two processes of one thread: batches of 64, one epoch, and an evaluation of
 all test images after every round. Images are random bytes. Launches take turns, so that whatever else the machine does hits
-all peers. A round is the median after the third; `start` is the time from the command to the end of the first round; memory is
-the sum over a peer's processes, shared pages counted once. glibc keeps freed memory in all of them, which fedheal's workers
-ask for themselves and others do not.
+all peers. A round is the median after the third; `start` is the time from the command to the end of the first round; processor
+time and memory are sums over a peer's processes, shared pages counted once. glibc keeps freed memory in all of them, which
+fedheal's workers ask for themselves and others do not.
 
 pfl is started by torchrun and evaluates in both processes. Its batches are not shuffled, and running means and variances stay
 with each process. Flower evaluates in its server. Needs `pip install pfl` and fedheal's `flower` extra; a peer that is not
@@ -341,25 +341,29 @@ PEERS = {
 class Launch:
     start: float  # seconds to the end of the first round
     round: float  # the median of the others
+    processor: float  # seconds of all processes in a round
     memory: float  # bytes
 
 
-def measure_memory(token: str) -> int:
-    """Bytes of all processes that were started with this token in their environment."""
-    total = 0
+def measure_processes(token: str) -> tuple[int, float]:
+    """Bytes and seconds of processor time of all processes that were started with this token in their environment."""
+    memory, seconds = 0, 0.0
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, StopIteration):
             if token.encode() in (path / "environ").read_bytes():
                 lines = (path / "smaps_rollup").read_text().splitlines()
-                total += 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
-    return total
+                memory += 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+                user, system = (path / "stat").read_text().rpartition(")")[2].split()[11:13]
+                seconds += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return memory, seconds
 
 
 def launch(key: str, name: str, inside: Sequence[str]) -> Launch:
     token = f"PEERS_LAUNCH={uuid.uuid4().hex}"
     environment = os.environ | ENVIRONMENT | dict([token.split("=")])
     words = [*inside, sys.executable, *PEERS[key].launcher, str(HERE), "--process", key, "--tasks", name]
-    begin, memory = time.time(), 0
+    begin, rounds = time.time(), TASKS[name].rounds
+    sampled = []
     with Path(os.devnull).open("w") as silent:
         log: Any = None if os.environ.get("PEERS_VERBOSE") else silent
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
@@ -368,12 +372,13 @@ def launch(key: str, name: str, inside: Sequence[str]) -> Launch:
             for line in process.stdout:
                 if "round " in line:
                     times.append(float(line.split("round ")[1].split()[0]))
-                    if len(times) in (2, TASKS[name].rounds):  # neither is part of a timed round
-                        memory = max(memory, measure_memory(token))
-    if process.returncode or len(times) != TASKS[name].rounds:
+                    if len(times) in (2, rounds - 1):
+                        sampled.append(measure_processes(token))
+    if process.returncode or len(times) != rounds:
         raise SystemExit(f"{key} ended early on '{name}': run it with PEERS_VERBOSE=1 to see why")
-    rounds = [b - a for a, b in pairwise(times[2:])]
-    return Launch(times[0] - begin, statistics.median(rounds), memory)
+    (_, before), (memory, after) = sampled
+    seconds = statistics.median(b - a for a, b in pairwise(times[2:]))
+    return Launch(times[0] - begin, seconds, (after - before) / (rounds - 3), memory)
 
 
 @contextmanager
@@ -390,12 +395,13 @@ def print_table(name: str, launches: dict[str, list[Launch]]) -> None:
         return statistics.median(getattr(one, what) for one in launches[key])
 
     base = "fedheal" if "fedheal" in launches else next(iter(launches))
-    print(f"\n{TASKS[name].about}\n\n| | s a round | fedheal takes | start, s | memory, MB |\n|---|---|---|---|---|")
+    print(
+        f"\n{TASKS[name].about}\n\n| | s a round | fedheal takes | CPU s a round | start, s | memory, MB |\n|---|---|---|---|---|---|"
+    )
     for key in launches:
         ratio = f"{middle(base, 'round') / middle(key, 'round'):.2f} x"
-        numbers = (
-            f"{middle(key, 'round'):.4f} | {ratio} | {middle(key, 'start'):.1f} | {middle(key, 'memory') / 1e6:.0f}"
-        )
+        times = f"{middle(key, 'round'):.4f} | {ratio} | {middle(key, 'processor'):.4f} | {middle(key, 'start'):.1f}"
+        numbers = f"{times} | {middle(key, 'memory') / 1e6:.0f}"
         print(f"| {PEERS[key].name} | {numbers} |", flush=True)
 
 
