@@ -28,5 +28,6 @@ _find_renamed = warn_of_renames(__name__, _RENAMED)
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
 
     def __getattr__(name: str) -> Any:
-        datasets = importlib.import_module("fedheal.data.datasets")
-        return getattr(datasets, name) if hasattr(datasets, name) else _find_renamed(name)
+        if name in {*__all__, "Domains", "check_loaded"}:
+            return getattr(importlib.import_module("fedheal.data.datasets"), name)
+        return _find_renamed(name)
