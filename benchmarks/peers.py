@@ -395,9 +395,8 @@ def print_table(name: str, launches: dict[str, list[Launch]]) -> None:
         return statistics.median(getattr(one, what) for one in launches[key])
 
     base = "fedheal" if "fedheal" in launches else next(iter(launches))
-    print(
-        f"\n{TASKS[name].about}\n\n| | s a round | fedheal takes | CPU s a round | start, s | memory, MB |\n|---|---|---|---|---|---|"
-    )
+    print(f"\n{TASKS[name].about}\n")
+    print("| | s a round | fedheal takes | CPU s a round | start, s | memory, MB |\n|---|---|---|---|---|---|")
     for key in launches:
         ratio = f"{middle(base, 'round') / middle(key, 'round'):.2f} x"
         times = f"{middle(key, 'round'):.4f} | {ratio} | {middle(key, 'processor'):.4f} | {middle(key, 'start'):.1f}"
