@@ -207,7 +207,8 @@ def _train_to_end(
 ) -> RunState:
     """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong."""
     e = saver.experiment
-    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes)
+    evaluated = [*federation.tests.values(), *federation.validation.values()]
+    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes, evaluated)
     with opened as engine, Interrupts() as interrupts:
         rounds = run_rounds(federation, state, engine, e.rounds, e.eval_every, interrupts.hold)
         try:
