@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+from safetensors.torch import load_file
 
-from fedheal.aggregate import Aggregated, combine, fedheal
+import fedheal
+from fedheal import Experiment
+from fedheal.aggregate import Aggregated, combine
+from fedheal.aggregate import fedheal as make_fedheal
 from fedheal.core.layout import Packed
 from fedheal.flower import FedHEAL
 from fedheal.flower.messages import model_to_record, record_to_model
 from fedheal.flower.secure import SecureFedHEAL, SecureStrategy
 from fedheal.runs import folder as files
 from flower.local_grid import LocalGrid
-from flower.secure_sites import LAYOUT, START, make_grid, make_updates
+from flower.secure_sites import LAYOUT, START, CopyingGrid, make_grid, make_updates
 
 TAU = 0.6  # few entries are kept by everyone
 
@@ -31,7 +37,7 @@ def run(grid: LocalGrid, rounds: int = 1, **settings: Any) -> SecureStrategy:
 
 def run_core(cohorts: list[list[int]], **parameters: Any) -> Aggregated:
     """Return the core's last round after rounds with these sites."""
-    aggregator = fedheal(tau=TAU, **parameters)
+    aggregator = make_fedheal(tau=TAU, **parameters)
     model, state = record_to_model(LAYOUT, START), aggregator.init(LAYOUT)
     for number, partitions in enumerate(cohorts, 1):
         updates = make_updates(partitions, number, model_to_record(LAYOUT, model))
@@ -87,7 +93,7 @@ def test_two_drop_outs_after_the_weights_were_sent_leave_the_others_weights(site
     strategy = run(make_grid(sites, dict.fromkeys((1, 3), Stage.COLLECT_MASKED_VECTORS)))
     left = [i for i in range(sites) if i not in (1, 3)]
     before = record_to_model(LAYOUT, START)
-    aggregator = fedheal(tau=TAU)
+    aggregator = make_fedheal(tau=TAU)
     everyone = aggregator.apply(before, make_updates(list(range(sites)), 1, START), aggregator.init(LAYOUT))
     updates, u = make_updates(left, 1, START), everyone.weights[left]
     weighted = (u[:, None] * updates.deltas).sum(dim=0)
@@ -218,3 +224,22 @@ def test_settings_are_checked():
     ):
         with pytest.raises(ValueError, match=match):
             SecureFedHEAL(**wrong)
+
+
+@pytest.mark.slow
+def test_the_example_app_trains_as_the_simulator_does(monkeypatch, tmp_path):
+    folder = Path(__file__).parents[2] / "examples" / "flower" / "secure"
+    monkeypatch.syspath_prepend(str(folder))
+    from secure_digits import client_app, server_app
+
+    config = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    config |= {"num-server-rounds": 2, "steps": 2, "folder": str(tmp_path / "run")}
+    grid = CopyingGrid(client_app.app, {7 + i: {"partition-id": i, "num-partitions": 4} for i in range(4)})
+    for context in grid.contexts.values():
+        context.run_config = config
+    server_app.app(grid, Context(1, 1, {}, RecordDict(), config))
+    result = fedheal.run(Experiment(data="embedded", rounds=2, steps=2, clients_per_domain=1, device="cpu"))
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    for name, expected in result.model.state_dict().items():
+        assert float((found[name].double() - expected.double()).abs().max()) <= 1e-5
+    assert (tmp_path / "run" / "result.json").exists()

@@ -213,7 +213,7 @@ def test_quantisation_keeps_its_bound_at_its_worst():
     numerator, denominator, _ = sums.decode(400)
     exact = (column * deltas).sum(axis=0) / (column * kept).sum(axis=0)
     error = np.abs(numerator.numpy() / denominator.numpy() - exact).max()
-    assert sums.bound_error() / 100 < error <= sums.bound_error()
+    assert sums.compute_error_bound() / 100 < error <= sums.compute_error_bound()
     assert sums.measure_exposure(denominator) >= 50 / 400
     with pytest.raises(SecureSumError, match="too small to be summed"):
-        SecureSums({"a": 1.0, "b": 1e-9}, {}, 1.0, 1.0, np.zeros(0)).bound_error()
+        SecureSums({"a": 1.0, "b": 1e-9}, {}, 1.0, 1.0, np.zeros(0)).compute_error_bound()

@@ -172,7 +172,7 @@ class SecureStrategy(FairStrategy):
         norms = updates.metrics[DISTANCE].sqrt().tolist()
         buffer_norms = updates.metrics[BUFFER_NORM].tolist() if BUFFER_NORM in updates.metrics else []
         plan = SecureSums(shares, weights, choose_range(norms), choose_range(buffer_norms), np.zeros(0))
-        plan.bound_error()  # fails here, not after the sum, if the weights cannot be summed
+        plan.compute_error_bound()  # fails here, not after the sum, if the weights cannot be summed
         return plan
 
     def _make_step(self, cohort: Cohort) -> ServerStep:
@@ -194,7 +194,7 @@ def make_summed_mean(sums: SecureSums) -> Reducer:
         about = {
             "clients": len(sums.shares),
             "range": sums.update_range,
-            "bound": sums.bound_error(),
+            "bound": sums.compute_error_bound(),
             "kept_by_one": sums.measure_exposure(denominator),
         }
         report = report | {"unkept": float((denominator == 0).double().mean()), "secure_sum": about}

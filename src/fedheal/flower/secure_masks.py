@@ -26,8 +26,8 @@ def expand_seed(seed: bytes, num_range: int, shapes: Sequence[tuple[int, ...]]) 
     [(1,), (2, 3)]
     """
     cipher = Cipher(algorithms.ChaCha20(hashlib.sha256(seed).digest(), nonce=bytes(16)), mode=None).encryptor()
-    streams = (np.frombuffer(cipher.update(bytes(8 * math.prod(shape))), "<u8").reshape(shape) for shape in shapes)
-    return [(stream & np.uint64(num_range - 1)).astype(np.int64) for stream in streams]
+    streams = (np.frombuffer(cipher.update(bytes(8 * math.prod(shape))), "<i8").reshape(shape) for shape in shapes)
+    return [stream & (num_range - 1) for stream in streams]
 
 
 def _copy_module(name: str) -> Any:

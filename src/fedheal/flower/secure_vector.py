@@ -3,7 +3,7 @@
 A client with weight `u`, update `D` and mask `k` adds `s k D / R`, `s k` and `s B / Q`. Here `s = u / max u`, `B` is the change
 of its float buffers, and `R` and `Q` are the round's ranges. All lie in [-1, 1] and are rounded to multiples of `2 / LEVELS`.
 `R` is a power of two that is at least the largest norm of a masked update in the round, so no entry is ever clipped. `Q` is
-the same for the buffers. `docs/secure.md` derives `bound_error`.
+the same for the buffers. `docs/secure.md` derives `compute_error_bound`.
 """
 
 import math
@@ -73,7 +73,7 @@ class SecureSums:
     buffer_range: float
     totals: Floats  # [2 G + B]
 
-    def bound_error(self) -> float:
+    def compute_error_bound(self) -> float:
         """Return how far, at most, an entry of the new parameters is from the mean without quantisation.
 
         Each of n clients rounds by at most `1 / LEVELS`. The mean is `R X / Y` with `|X| <= Y`, and an entry that anybody
