@@ -119,7 +119,11 @@ def test_below_the_threshold_the_model_stays_and_the_next_round_works():
         strategy.aggregate_evaluate(number, [])
         if number == 1:
             assert torch.equal(strategy.state.model.params, record_to_model(LAYOUT, START).params)
-            assert "1 of 4 clients were left, and 2 are needed" in strategy.history[0].report["skipped"]["partition-2"]
+            skipped = strategy.history[0].report["skipped"]
+            assert skipped["partition-2"] == "the secure sum failed: 1 of 4 clients were left, and 2 are needed"
+            assert (
+                skipped["partition-0"] == "it dropped out of the secure sum in stage 'collect_masked_vectors': no reply"
+            )
             grid = make_grid(4)
     assert strategy.history[1].report["secure_sum"]["clients"] == 4
     assert not torch.equal(strategy.state.model.params, record_to_model(LAYOUT, START).params)

@@ -37,7 +37,7 @@ from fedheal.flower.replies import Cohort
 from fedheal.flower.round_log import OpenRound
 from fedheal.flower.secure_cohort import ScalarCohortBuilder, leave_out, select_clients
 from fedheal.flower.secure_mod import BUFFER_NORM, DISTANCE, SecureSumMod, order_to_record
-from fedheal.flower.secure_protocol import SumOutcome, sum_vectors
+from fedheal.flower.secure_protocol import NO_REPLY, SumOutcome, sum_vectors
 from fedheal.flower.secure_vector import MAX_CLIENTS, SecureSumError, SecureSums, SumOrder, choose_range
 from fedheal.flower.strategy import FairStrategy
 from fedheal.methods import Method
@@ -126,15 +126,17 @@ class SecureStrategy(FairStrategy):
         if not cohort.updates.clients:
             return cohort
         clients = {reply.node: reply.client for reply in received if reply.client in cohort.updates.clients}
+        failure, dropped = "", {}
         try:
             outcome, self._sums = self._sum_updates(cohort.updates, clients, current.number)
+            dropped, self._sum_bytes = outcome.dropped, outcome.bytes_received
+            current.bytes_sent += outcome.bytes_sent
         except SecureSumError as error:
-            return cohort.skip_all(f"the secure sum failed: {error}")
-        current.bytes_sent += outcome.bytes_sent
-        self._sum_bytes = outcome.bytes_received
-        self._silent.add(node for node, why in outcome.dropped.items() if why.endswith("no reply"))
-        dropped = {clients[node]: f"it dropped out of the secure sum {why}" for node, why in outcome.dropped.items()}
-        return leave_out(cohort, dropped)
+            failure, dropped = f"the secure sum failed: {error}", error.dropped
+        self._silent.add(node for node, why in dropped.items() if why.endswith(NO_REPLY))
+        reasons = {clients[node]: f"it dropped out of the secure sum {why}" for node, why in dropped.items()}
+        cohort = leave_out(cohort, reasons)
+        return cohort.skip_all(failure) if failure else cohort
 
     def _sum_updates(self, updates: Updates, clients: Mapping[int, str], number: int) -> tuple[SumOutcome, SecureSums]:
         """Sum the updates of these clients. Raise SecureSumError if that fails."""

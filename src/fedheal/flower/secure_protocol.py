@@ -36,7 +36,8 @@ REPLIES: dict[str, dict[str, type]] = {
     Stage.COLLECT_MASKED_VECTORS: {Key.MASKED_PARAMETERS: list},
     Stage.UNMASK: {Key.NODE_ID_LIST: list, Key.SHARE_LIST: list},
 }
-MAX_OTHER_BYTES = 2**20  # of a reply beside its vector
+MAX_KEY_BYTES = 2**14  # of a reply beside its vector, per client in the sum
+NO_REPLY = "no reply"
 
 Orders = Callable[[Sequence[int]], Mapping[int, RecordDict]]
 
@@ -80,11 +81,11 @@ def sum_vectors(
     except SecureSumError:
         raise
     except Exception as error:  # the stages raise nearly anything if a client breaks the protocol
-        raise SecureSumError(f"{type(error).__name__}: {escape_text(error)}") from error
-    if relay.mean is None or not len(relay.nodes):
+        raise SecureSumError(f"{type(error).__name__}: {escape_text(error)}", checked.dropped) from error
+    if relay.mean is None:
         left = len(nodes) - len(checked.dropped)
-        reasons = "; ".join(f"node {node}: {why}" for node, why in list(checked.dropped.items())[:3])
-        raise SecureSumError(f"{left} of {len(nodes)} clients were left, and {threshold} are needed ({reasons})")
+        reason = f"{left} of {len(nodes)} clients were left, and {threshold} are needed"
+        raise SecureSumError(reason, checked.dropped)
     total = relay.mean * len(relay.nodes)
     dropped = {node: why for node, why in checked.dropped.items() if node not in relay.nodes}
     return SumOutcome(total, tuple(relay.nodes), dropped, checked.bytes_sent, checked.bytes_received)
@@ -165,7 +166,8 @@ class _CheckedGrid:
                 problems[node] = escape_text(reply.error.reason if reply.has_error() else "it was not asked")
                 continue
             self.bytes_received += _count_bytes(reply.content)
-            problem = "it replied twice" if node in valid else self._find_problem(stage, reply.content)
+            limit = MAX_KEY_BYTES * len(asked)
+            problem = "it replied twice" if node in valid else self._find_problem(stage, reply.content, limit)
             if problem is None:
                 valid[node] = reply
             else:
@@ -173,18 +175,19 @@ class _CheckedGrid:
         for node in problems.keys() & valid.keys():
             del valid[node]
         for node in asked.keys() - valid.keys():
-            self.dropped.setdefault(node, f"in stage '{stage}': {problems.get(node, 'no reply')}")
+            self.dropped.setdefault(node, f"in stage '{stage}': {problems.get(node, NO_REPLY)}")
         return list(valid.values())
 
-    def _find_problem(self, stage: str, content: RecordDict) -> str | None:
+    def _find_problem(self, stage: str, content: RecordDict, limit: int) -> str | None:
         """Return why a reply cannot be used, or None."""
         config = content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
         for key, kind in REPLIES[stage].items():
             if not isinstance(config.get(key), kind):
                 return f"its reply has no {kind.__name__} '{key}'"
         is_vector = stage == Stage.COLLECT_MASKED_VECTORS
-        if _count_bytes(content) > MAX_OTHER_BYTES + 8 * self.length * is_vector:
-            return f"its reply has {_count_bytes(content)} bytes"
+        limit += 8 * self.length * is_vector
+        if _count_bytes(content) > limit:
+            return f"its reply has {_count_bytes(content)} bytes, more than {limit}"
         if not is_vector:
             return None
         try:

@@ -7,7 +7,7 @@ the same for the buffers. `docs/secure.md` derives `compute_error_bound`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,11 @@ CLIP = 1.0
 
 
 class SecureSumError(ValueError):
-    """A secure sum that failed or cannot be right."""
+    """A secure sum that failed or cannot be right. `dropped`: the nodes that left it, and why."""
+
+    def __init__(self, reason: str, dropped: Mapping[int, str] | None = None) -> None:
+        super().__init__(reason)
+        self.dropped = dict(dropped or {})
 
 
 @dataclass(frozen=True)
