@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from fedheal.flower.messages import model_to_record, record_to_model
 from fedheal.flower.secure import SecureFedHEAL, SecureStrategy
 from fedheal.runs import folder as files
 from flower.local_grid import LocalGrid
-from flower.secure_sites import LAYOUT, START, CopyingGrid, make_grid, make_updates
+from flower.secure_sites import LAYOUT, START, CopyingGrid, find_stage, make_grid, make_updates
 
 TAU = 0.6  # few entries are kept by everyone
 
@@ -210,6 +211,28 @@ def test_counters_that_cannot_be_right_are_rejected(counters):
 
     strategy = run(make_grid(4, change=alter), min_replies=4)
     assert "its counters" in strategy.history[0].report["skipped"]["partition-2"]
+
+
+def test_a_stranger_who_uses_a_sites_name_is_not_in_the_sum():
+    grid = make_grid(2)
+    pass_on = grid.spoil
+
+    def add_stranger(node: int, reply: Message) -> list[Message]:
+        forged = copy.deepcopy(reply)
+        forged.metadata.__dict__["_src_node_id"] = 999
+        return [*pass_on(node, reply), *([forged] if find_stage(reply) is None else [])]
+
+    grid.spoil = add_stranger
+    (record,) = run(grid).history
+    assert record.report["secure_sum"]["clients"] == 2
+    assert set(record.weights) == {"partition-0", "partition-1"}
+
+
+def test_without_a_mask_the_second_sum_reveals_nothing():
+    strategy = SecureFedHEAL(tau=0.0, fraction_evaluate=0.0)
+    strategy.start(make_grid(2), START, num_rounds=2)
+    assert len(set(strategy._sums.totals[600:1200].tolist())) == 1
+    assert strategy.history[1].report["secure_sum"]["kept_by_one"] == strategy.history[1].report["unkept"] == 0
 
 
 def test_an_app_without_the_mod_is_an_error_that_says_so():

@@ -125,7 +125,8 @@ class SecureStrategy(FairStrategy):
         cohort = super()._build_cohort(received, current)
         if not cohort.updates.clients:
             return cohort
-        clients = {reply.node: reply.client for reply in received if reply.client in cohort.updates.clients}
+        valid = [reply for reply in received if reply.problem is None and reply.client in cohort.replies]
+        clients = {reply.node: reply.client for reply in valid}
         failure, dropped = "", {}
         try:
             outcome, self._sums = self._sum_updates(cohort.updates, clients, current.number)
