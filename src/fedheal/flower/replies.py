@@ -103,9 +103,7 @@ class EvaluateReply:
 def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRequirements) -> TrainReply:
     """Read a training reply and check all but its parameters' values. Raise RejectedReply if it cannot count."""
     content = reply.message.content
-    metrics = read_metrics(content.metric_records)
-    num_examples = _take_num_examples(metrics, requirements)
-    _check_requirements(content, metrics, requirements)
+    num_examples, metrics = read_train_metrics(content, requirements)
     mask, records = None, content.array_records
     try:
         arrays = _read_arrays(_find_model_record(records, requirements.arrays_key), layout)
@@ -116,6 +114,14 @@ def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRe
         raise RejectedReply(str(error)) from None
     _check_term_messages(groups, max(MAX_MESSAGE, num_examples))
     return TrainReply(reply.client, reply.domain, arrays, num_examples, metrics=metrics, messages=groups, mask=mask)
+
+
+def read_train_metrics(content: RecordDict, requirements: ReplyRequirements) -> tuple[float, dict[str, float]]:
+    """Return a reply's number of examples and other metrics. Raise RejectedReply if they, or its terms, cannot count."""
+    metrics = read_metrics(content.metric_records)
+    num_examples = _take_num_examples(metrics, requirements)
+    _check_requirements(content, metrics, requirements)
+    return num_examples, metrics
 
 
 def read_evaluate_reply(reply: ReceivedReply, requirements: ReplyRequirements) -> EvaluateReply:
