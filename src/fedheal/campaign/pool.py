@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 
 from fedheal.campaign import placement
-from fedheal.campaign.checks import check_jobs
+from fedheal.campaign.checks import check_jobs, check_trackers
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.placement import VISIBLE_DEVICES, DeviceSlots, least_loaded, plan_slots
 from fedheal.campaign.ray import run_on_ray
@@ -31,6 +31,7 @@ def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> 
     `ray` is the address of a cluster to run on instead. An error in one job stops the rest; finished runs stay.
     """
     unfinished = [job for job in jobs if not job.is_finished]
+    check_trackers(unfinished)
     if ray is None:  # a cluster has devices of its own
         describe_schedule(unfinished, processes)  # raises if a device cannot be used
         check_jobs(unfinished)

@@ -112,9 +112,8 @@ def find_fuller_export(spec: DatasetSpec, locations: Sequence[DomainLocation], r
     return export if export and not {d.name for d in archive.read_manifest(export).domains} <= present else None
 
 
-def load_from_disk(spec: DatasetSpec, request: DataRequest) -> Domains:
-    """Load a data set, with notes on what is missing or unreadable."""
-    dataset = open_dataset(spec, request)
+def load_opened(dataset: OnDiskDataset) -> Domains:
+    """Load a data set that was located, with notes on what is missing or unreadable."""
     return build_domains(dataset, prepare_data(dataset.inputs))
 
 
