@@ -1,4 +1,4 @@
-"""Search over any fields, judged on validation data: examples held out of the clients' training data, never the test set.
+"""Search over any fields, scored on validation data: examples held out of the clients' training data, never the test set.
 
 Grid and random search are built in; Optuna's TPE sampler is an extra. Results on the test set are neither read nor shown: a
 comparison of the choice on other seeds gives them.
@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedheal.campaign.jobs import Job
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.rows import load_summary
+from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import PER_DOMAIN, Experiment, format_value, parse_override
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
@@ -41,6 +44,32 @@ class Trial:
     def score(self, metric: str) -> float:
         """Return the metric's mean over seeds on validation data, with the sign that makes higher better."""
         return float(np.mean(self.validation[metric])) * (1 if METRICS[metric] else -1)
+
+
+@dataclass(frozen=True)
+class ValidationData:
+    """The examples that points are scored on: how many per domain, and the AVG that a model without skill reaches."""
+
+    sizes: Mapping[str, int]
+    chance: float  # percent: the best AVG of always predicting one class
+
+    def is_chance(self, trial: Trial) -> bool:
+        """Return whether a point's AVG is at most two standard errors above chance."""
+        accuracies, share = trial.validation["avg"], self.chance / 100
+        variance = share * (1 - share) * sum(1 / size for size in self.sizes.values()) / len(self.sizes) ** 2
+        return float(np.mean(accuracies)) <= self.chance + 200 * math.sqrt(variance / len(accuracies))
+
+
+def measure_validation(experiment: Experiment) -> ValidationData:
+    """Load the data of an experiment, and count the examples that its accuracy on validation data is measured on."""
+    data, counts = load_domains(experiment), dict[str, Tensor]()
+    halves = 2 if any(term.validates for term in experiment.resolved_method.local) else 1  # one half sets weights
+    for client in partition_clients(experiment, data):
+        scored = client.indices[len(client.indices) - client.held_out // halves :]
+        classes = torch.bincount(data[client.domain].labels[scored], minlength=len(data.classes))
+        counts[client.domain] = counts.get(client.domain, 0) + classes
+    shares = torch.stack([classes / classes.sum() for classes in counts.values()])
+    return ValidationData({d: int(classes.sum()) for d, classes in counts.items()}, 100 * float(shares.mean(0).max()))
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,9 @@ def sweep_command(
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     elif not quiet:
-        display.show_search(wanted, found, best)
+        # A cluster's data need not be on this machine.
+        data = sweep.measure_validation(wanted.jobs(best.point)[0].experiment) if ray is None else None
+        display.show_search(wanted, found, best, data)
 
 
 @app.command()

@@ -82,7 +82,12 @@ def show_comparison(summaries: Sequence[Mapping[str, Any]]) -> None:
         typer.echo(tables.LEGEND)
 
 
-def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep.Trial) -> None:
+def show_search(
+    search: sweep.Search,
+    trials: Sequence[sweep.Trial],
+    best: sweep.Trial,
+    data: sweep.ValidationData | None = None,
+) -> None:
     """Print what a search tried, how sure its scores are, what it chose, and the command that tests the choice."""
     columns = dict.fromkeys([search.metric, *rows.FAIRNESS_COLUMNS.values()])
     body = []
@@ -95,6 +100,15 @@ def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep
     print_table(["point", *columns, ""], body, f"Accuracy on validation data in percent, {spread}")
     point = " ".join(f"{key}={value}" for key, value in best.point.items())
     typer.echo(f"Chosen by {search.metric} on validation data: {point}. The test set had no part in the choice.")
+    if data is not None:
+        sizes = ", ".join(f"{domain} {size:,}" for domain, size in data.sizes.items())
+        points = 100 / min(data.sizes.values())
+        typer.echo(f"Validation examples per domain: {sizes}. One example is up to {points:.2g} points of accuracy.")
+        if all(data.is_chance(trial) for trial in trials):
+            typer.echo(
+                f"No point is better than chance (AVG {data.chance:.1f}), so the choice means nothing: train for more rounds, "
+                "or search other values."
+            )
     equals = sweep.count_equals(trials, best, search.metric)
     if equals and number > 1:
         typer.echo(
