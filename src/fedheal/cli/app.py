@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from fedheal.cli.errors import INTERRUPTED, describe_usage_error, report_errors
 from fedheal.cli.words import check_files, is_file, is_override
+from fedheal.core.errors import format_count
 from fedheal.simulate.interrupts import stop_on_terminate
 from fedheal.version import __version__
 
@@ -143,11 +144,13 @@ def run_command(
             )
     experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.run_name
-    callbacks: list[Callback] = [Progress(Console(quiet=quiet or as_json))]
+    console = Console(quiet=quiet or as_json)
+    callbacks: list[Callback] = [Progress(console)]
     if track is not None:
         from fedheal.tracking import tracker  # imported late: its libraries are optional
 
         callbacks.append(tracker(track, folder))
+    display.print_class_notes([experiment], console)
     result = run(experiment, folder, resume, callbacks, progress=False)
     if as_json:
         typer.echo(json.dumps(dict(result.summary), indent=2))
@@ -268,6 +271,8 @@ def sweep_command(
 
     Example: fedheal sweep method=fedheal tau=0:0.9:0.1 beta=0,0.4,1 rounds=10
     """
+    from rich.console import Console
+
     from fedheal.campaign import sweep
     from fedheal.campaign.compare import parse_seeds
     from fedheal.cli import display
@@ -281,6 +286,9 @@ def sweep_command(
     run_jobs = functools.partial(_run_jobs, quiet=quiet or as_json, title="", jobs=jobs, ray=ray, is_search=True)
     if search not in sweep.SEARCHES:
         raise ValueError(f"search = {search}: use {', '.join(sweep.SEARCHES)}")
+    first = wanted.jobs(wanted.point(0))[0]
+    if ray is None and not first.is_finished:
+        display.print_class_notes([first.experiment], Console(quiet=quiet or as_json))
     found = list(sweep.SEARCHES[search](wanted, run_jobs, trials))
     best = sweep.choose_best(found, metric)
     summary = {
@@ -447,6 +455,8 @@ def _run_jobs(
         raise ValueError(f"jobs = {jobs}: use 0 for as many as this machine takes, or a number of runs at a time")
     console, schedule = Console(quiet=quiet), describe_schedule(planned, jobs, ray)
     finished = run_all(planned, jobs, ray)  # checks all of them before anything is printed
+    if ray is None and not is_search:
+        display.print_class_notes((job.experiment for job in planned if not job.is_finished), console)
     if title:
         console.print(f"{title}, {schedule}:", highlight=False, markup=False, soft_wrap=True)
     with display.LiveTable(console, planned, is_search) as table:
@@ -455,7 +465,7 @@ def _run_jobs(
 
 
 def _count_runs(planned: Sequence[Job], folder: Path) -> str:
-    return f"{len(planned)} {'run' if len(planned) == 1 else 'runs'} into {folder}"
+    return f"{format_count(len(planned), 'run')} into {folder}"
 
 
 def _find_command() -> str:

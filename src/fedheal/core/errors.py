@@ -1,4 +1,4 @@
-"""Parts of error messages: what an exception says, who raised it, and the name that a misspelt word may have meant."""
+"""Parts of messages: what an exception says, who raised it, counts, and the name that a misspelt word may have meant."""
 
 import difflib
 import traceback
@@ -80,6 +80,16 @@ def format_error(error: Exception) -> str:
     """
     reason = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number and its noun.
+
+    >>> format_count(1, "class"), format_count(1200, "run"), format_count(2, "class")
+    ('1 class', '1,200 runs', '2 classes')
+    """
+    plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{plural}"
 
 
 def suggest(word: str, known: list[str]) -> str:

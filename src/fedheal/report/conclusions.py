@@ -11,6 +11,7 @@ import numpy as np
 from fedheal.analysis.domain_changes import compare_domains, is_supported
 from fedheal.analysis.paired_tests import HIGHER_IS_BETTER, Comparison, compare_metrics, seeds_needed, verdict
 from fedheal.analysis.standard_error import note_on_test_sets
+from fedheal.core.errors import format_count
 from fedheal.report.comparability import choose_reference, select_comparable
 from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, Seeds
 from fedheal.report.seed_levels import share_levels
@@ -189,7 +190,7 @@ def _explain_too_few_seeds(comparisons: Sequence[Comparison]) -> list[str]:
     seeds, smallest_p = min(c.n for c in comparisons), max(c.smallest_p_adjusted for c in comparisons)
     family_size = max(c.comparisons for c in comparisons)
     return [
-        f"{seeds} {'seed' if seeds == 1 else 'seeds'} cannot show a difference at {ALPHA} with a two-sided paired test "
+        f"{format_count(seeds, 'seed')} cannot show a difference at {ALPHA} with a two-sided paired test "
         f"corrected for {family_size} comparisons, whatever the data (smallest possible p = {smallest_p:.2g}); "
         f"{seeds_needed(ALPHA, family_size)} or more can."
     ]

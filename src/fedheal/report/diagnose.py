@@ -18,6 +18,7 @@ import numpy as np
 
 from fedheal.analysis.standard_error import sampling_error
 from fedheal.core.deprecated_paths import warn_of_renames
+from fedheal.core.errors import format_count
 from fedheal.core.metrics import count_averaged
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, label_rounds
@@ -190,7 +191,7 @@ def format_diagnosis(diagnosis: Diagnosis) -> list[list[str]]:
     for i in sorted(range(len(gaps)), key=lambda i: (np.isnan(gaps[i]), gaps[i])):
         unit, start = diagnosis.units[i], diagnosis.find_start(i)
         since = "on average" if start is None else f"round {start}"
-        clients = f" ({unit.clients} {'client' if unit.clients == 1 else 'clients'})"
+        clients = f" ({format_count(unit.clients, 'client')})"
         share = unit.weight / unit.equal_share
         words = [
             unit.name + (clients if diagnosis.kind == "domain" else ""),
