@@ -290,7 +290,7 @@ def change_last_score(text):
         (edit_file("rounds.jsonl", change_last_score), "but the last rounds of rounds.jsonl give"),
         (edit_file("result.json", lambda text: None), "result.json is missing"),
         (with_result(hardware=None), "result.json: there is no hardware"),
-        (with_result(domains={"plain": "good"}), "result.json: domains.plain must be a valid number, got 'good'"),
+        (with_result(domains={"plain": "good"}), "result.json: domains.plain must be a number, got 'good'"),
         (
             with_result(domains={"plain": 1.0, "noisy": 99.999, "dark": 1.0}),
             "result.json: plain = 1.0, but the last",

@@ -127,7 +127,7 @@ def test_a_federation_may_go_on_after_its_result(tmp_path):
     (run / "result.json").write_text(json.dumps(result | {"rounds": 4}))
     assert diagnose_run(run).rounds.tolist() == [1, 2, 3, 4, 5, 6]
     (run / "result.json").write_text(json.dumps(result | {"rounds": "six"}))
-    with pytest.raises(ValueError, match=r"result\.json: rounds must be a valid integer, got 'six'"):
+    with pytest.raises(ValueError, match=r"result\.json: rounds must be a whole number, got 'six'"):
         diagnose_run(run)
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,38 @@ def format_count(number: int, noun: str) -> str:
     """
     plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{plural}"
+
+
+# Beginnings of pydantic's types of errors -> what is allowed.
+_ALLOWED = {
+    "int_": "a whole number",
+    "float_": "a number",
+    "finite_": "a finite number",
+    "bool_": "true or false",
+    "string_": "a text",
+    "list_": "a list",
+    "tuple_": "a list",
+    "dict_": "a dictionary",
+    "model_": "a dictionary",
+    "greater_than_equal": "a number of at least {ge}",
+    "greater_than": "a number above {gt}",
+    "less_than_equal": "a number of at most {le}",
+    "less_than": "a number below {lt}",
+    "literal_": "{expected}",
+}
+
+
+def describe_allowed(problem: Mapping[str, Any]) -> str:
+    """Return what a field may be, from one of the errors of a pydantic `ValidationError`.
+
+    >>> describe_allowed({"type": "int_parsing"}), describe_allowed({"type": "less_than", "ctx": {"lt": 1.0}})
+    ('a whole number', 'a number below 1')
+    """
+    for beginning, allowed in _ALLOWED.items():
+        if problem["type"].startswith(beginning):
+            bounds = {key: f"{x:.0f}" if x in (0.0, 1.0) else x for key, x in problem.get("ctx", {}).items()}
+            return allowed.format(**bounds)
+    return str(problem["msg"]).removeprefix("Input should be ")
 
 
 def suggest(word: str, known: list[str]) -> str:

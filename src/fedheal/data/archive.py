@@ -28,6 +28,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import UnreadableImageError
 from fedheal.data.splits import EncodedImages, Labels, Pixels, RawDomain, RawSplit
+from fedheal.runs.schema import explain_problem
 
 STRIP = 1000  # images in a PNG, one below the other
 MAX_BYTES = 1 << 28  # of one member
@@ -121,9 +122,10 @@ def read_manifest(path: Path) -> ExportManifest:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ValueError(f"{path} is not an export that this version can read ({reason})") from error
+        reason = explain_problem(error.errors()[0])
+        raise ValueError(
+            f"{path} is not an export that this version can read ({reason}): export the data again"
+        ) from error
     except DAMAGE as error:
         raise ValueError(f"{path} is not an export, or is damaged ({error})") from error
 
