@@ -479,5 +479,5 @@ def test_a_result_of_another_version_may_have_more_and_less(tmp_path: Path) -> N
     assert records.read_result(tmp_path, ["rounds"])["avg"] == 80
     with pytest.raises(ValueError, match=r"result\.json: there is no seed$"):
         records.read_result(tmp_path, ["rounds", "seed"])
-    with pytest.raises(ValueError, match=r"nowhere/result\.json is missing$"):
+    with pytest.raises(ValueError, match=r"nowhere/result\.json is missing: name the folder of a finished run"):
         records.read_result(tmp_path / "nowhere")

@@ -30,6 +30,7 @@ from fedheal.runs.schema import RoundRecord, check_result, dump_json, parse_roun
 
 FORMAT = "fedheal-state-4"
 CHECKPOINTS_KEPT = 2
+NO_RESULT = "name the folder of a finished run, or finish this one (fedheal run --resume --out FOLDER)"
 
 
 class CheckpointError(ValueError):
@@ -171,6 +172,18 @@ def read_rounds(folder: Path) -> list[RoundRecord]:
     return records
 
 
+def find_damaged_line(folder: Path) -> int | None:
+    """Return the number of the first line of `rounds.jsonl` that is not the record of a round, or None."""
+    path = folder / "rounds.jsonl"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            parse_round(json.loads(line))
+        except ValueError:
+            return number
+    return None
+
+
 def drop_damaged_rounds(folder: Path) -> None:
     """Remove the lines of `rounds.jsonl` that are not records of rounds, or that come out of turn."""
     path, kept, last = folder / "rounds.jsonl", [], 0
@@ -208,7 +221,7 @@ def read_result(folder: Path, required: Collection[str] = ()) -> dict[str, Any]:
     try:
         summary = read_json(path)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
+        raise ValueError(f"{path} is missing: {NO_RESULT}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
