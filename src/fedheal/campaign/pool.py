@@ -20,6 +20,7 @@ from fedheal.campaign.checks import check_jobs, check_trackers
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.placement import VISIBLE_DEVICES, DeviceSlots, least_loaded, plan_slots
 from fedheal.campaign.ray import run_on_ray
+from fedheal.core.checks import check_main_guard
 from fedheal.engine.workers import end_with_parent, explain_broken_pool
 from fedheal.simulate.interrupts import stop_on_terminate
 
@@ -66,7 +67,8 @@ def _group_by_device(jobs: Sequence[Job]) -> list[list[Job]]:
 def _run_here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
     for group in _group_by_device(jobs):
         places = plan_slots([job.experiment for job in group], processes)
-        if sum(place.slots for place in places) > 1:
+        if (slots := sum(place.slots for place in places)) > 1:
+            check_main_guard("jobs", slots)
             yield from _run_in_pools(group, places)
             continue
         for job in group:  # in this process, which compiles its kernels once for all of them

@@ -16,16 +16,15 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from fedheal.core.state import compute_checksum
 from fedheal.runs.schema import RoundRecord, check_result, dump_json, parse_round
 
 FORMAT = "fedheal-state-4"
@@ -125,7 +124,9 @@ def save_checkpoint(
     if rounds.exists():  # a checkpoint on the disk needs the records of its rounds there
         _sync(rounds)
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
-    header = json.dumps({"format": FORMAT, "owner": owner, "sum": _checksum(arrays, metadata), "state": metadata})
+    header = json.dumps(
+        {"format": FORMAT, "owner": owner, "sum": compute_checksum(arrays, metadata), "state": metadata}
+    )
     write_bytes(states / f"{number:08d}.safetensors", save(arrays, {"fedheal": header}))
     for path in (*sorted(states.glob("*.safetensors"))[:-keep], *states.glob("*.tmp")):
         path.unlink(missing_ok=True)
@@ -149,7 +150,7 @@ def load_checkpoint(path: Path, owner: str) -> tuple[dict[str, Tensor], dict[str
     if header.get("owner") != owner:
         raise CheckpointError(f"{path} belongs to another experiment")
     metadata = header.get("state")
-    if not isinstance(metadata, dict) or header.get("sum") != _checksum(arrays, metadata):
+    if not isinstance(metadata, dict) or header.get("sum") != compute_checksum(arrays, metadata):
         raise CheckpointError(f"{path} is damaged (its checksum does not fit its contents)")
     return arrays, metadata
 
@@ -246,13 +247,3 @@ def _read_whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _checksum(arrays: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> int:
-    """Return a checksum over the JSON, and the tensors' names, shapes, dtypes and bytes."""
-    value = zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
-    for name in sorted(arrays):
-        tensor = arrays[name].contiguous()
-        value = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), value)
-        value = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data, value) if tensor.numel() else value
-    return value
