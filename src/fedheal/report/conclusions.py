@@ -175,7 +175,10 @@ def explain_gains(found: Findings) -> str:
     held = "" if count == 1 else f" and hold for all {count} differences together"
     sentence = f"Intervals (95 %) are from {errors}{held}. A gain or loss is stated where the paired test agrees"
     if min(c.smallest_p_adjusted for c in found.domains) > ALPHA:
-        sentence += f", for which {seeds_needed(ALPHA, count)} or more seeds are needed"
+        hopeless = [c.comparisons for c in found.metrics if c.smallest_p_adjusted > ALPHA]
+        fewer = f" (a difference in AVG or STD takes {seeds_needed(ALPHA, max(hopeless))})" if hopeless else ""
+        needed = seeds_needed(ALPHA, count)
+        sentence += f": with {count} differences tested together, that takes {needed} or more seeds{fewer}"
     return f"{sentence}."
 
 
