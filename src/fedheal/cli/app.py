@@ -1,6 +1,6 @@
 """The command line: parse options, call the library, show the result. Bad input gets one sentence and exit code 2.
 
-Commands import what they need themselves: PyTorch takes seconds, and `fedheal --help` does without it.
+Commands import what they need themselves, after simple checks: PyTorch takes seconds, and `fedheal --help` does without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedheal.cli.errors import INTERRUPTED, describe_usage_error, report_errors
-from fedheal.cli.words import check_files, is_file, is_override
+from fedheal.cli.words import check_files, check_jobs_option, is_file, is_override
 from fedheal.core.errors import format_count
 from fedheal.simulate.interrupts import stop_on_terminate
 from fedheal.version import __version__
@@ -59,7 +59,8 @@ DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released
 REPORT_FORMATS = ("text", "markdown", "latex", "csv", "parquet")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-Jobs = Annotated[int, typer.Option(help="Runs at a time; 0: one per core, or as many as the GPUs take.")]
+JOBS_HELP = "Runs at a time; 0: one per core, or as many as the GPUs take."
+Jobs = Annotated[int, typer.Option(help=JOBS_HELP, callback=check_jobs_option)]
 SEEDS_HELP = "A number of seeds (5), a range (3-7) or a list (1,4)."
 VARY_HELP = "Instead of --seeds, those of split, init and batch, crossed for variance components: split=10,init=3."
 Seeds = Annotated[str, typer.Option(help=SEEDS_HELP)]
@@ -72,6 +73,7 @@ Fields = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", h
 FigureFolder = Annotated[Path | None, typer.Option(help="A folder for figures as SVG, PDF and PNG, fit for a paper.")]
 HTML_HELP = "One page with tables and figures: --out, or report.html in the first folder."
 DIAGNOSE_HELP = "Who is under-served in one run, since when, its weight and what was kept."
+SEARCHES = ("grid", "random", "optuna")
 RESULTS = "headline, table1, table2, ablation, beta, tau, consistency, convergence"
 SMOKE_HELP = "A few rounds, on the embedded data unless --data names others: minutes on a CPU, numbers without meaning."
 
@@ -124,6 +126,8 @@ def run_command(
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
+    files = [word for word in words or () if is_file(word)]
+    check_files(files, words or [])
     from rich.console import Console
 
     from fedheal.cli import display
@@ -133,8 +137,6 @@ def run_command(
     from fedheal.simulate.progress import Progress
     from fedheal.simulate.runner import run
 
-    files = [word for word in words or () if is_file(word)]
-    check_files(files, words or [])
     overrides = [word for word in words or () if word not in files]
     if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
         files = [str(out / "experiment.toml")]
@@ -271,6 +273,8 @@ def sweep_command(
 
     Example: fedheal sweep method=fedheal tau=0:0.9:0.1 beta=0,0.4,1 rounds=10
     """
+    if search not in SEARCHES:
+        raise ValueError(f"search = {search}: use {', '.join(SEARCHES)}")
     from rich.console import Console
 
     from fedheal.campaign import sweep
@@ -284,8 +288,6 @@ def sweep_command(
     folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
     wanted = sweep.Search(space, fixed, parse_seeds(seeds), folder, metric)
     run_jobs = functools.partial(_run_jobs, quiet=quiet or as_json, title="", jobs=jobs, ray=ray, is_search=True)
-    if search not in sweep.SEARCHES:
-        raise ValueError(f"search = {search}: use {', '.join(sweep.SEARCHES)}")
     first = wanted.jobs(wanted.point(0))[0]
     if ray is None and not first.is_finished:
         display.print_class_notes([first.experiment], Console(quiet=quiet or as_json))
@@ -399,6 +401,8 @@ def reproduce(
 
     Example: fedheal reproduce table1 --smoke
     """
+    if result not in RESULTS.split(", "):
+        raise ValueError(f"there is no result '{result}': choose one of {RESULTS}")
     from fedheal.campaign.compare import parse_seeds
     from fedheal.cli import display
     from fedheal.reproduce import RECIPES, Options, make_suffix, plan_recipe
@@ -406,8 +410,6 @@ def reproduce(
     from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import parse_overrides
 
-    if result not in RECIPES:
-        raise ValueError(f"there is no result '{result}'; choose one of {RESULTS}")
     options_as_words = [f"{k}={v}" for k, v in {"rounds": rounds, "device": device}.items() if v is not None]
     values = parse_overrides([*options_as_words, *(words or [])])  # which refuses a field that is set in both forms
     row_list, data_list = ([w.strip() for w in text.split(",") if w.strip()] for text in (row_names, data))
@@ -451,8 +453,6 @@ def _run_jobs(
     from fedheal.campaign.pool import describe_schedule, run_all
     from fedheal.cli import display
 
-    if jobs < 0:
-        raise ValueError(f"jobs = {jobs}: use 0 for as many as this machine takes, or a number of runs at a time")
     console, schedule = Console(quiet=quiet), describe_schedule(planned, jobs, ray)
     finished = run_all(planned, jobs, ray)  # checks all of them before anything is printed
     if ray is None and not is_search:
