@@ -40,7 +40,7 @@ def test_check_says_counts_balance_and_what_stands_in(root: Path, call) -> None:
         "MATLAB",
         "stand-in",
         "4 (0) to 4 (0) in 10 classes",
-        "73,257 / 26,032",
+        "73,257 training and 26,032 test images",
     ):
         assert said in done.out
 

@@ -153,7 +153,7 @@ def test_no_domains_no_classes_no_images(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no subfolders"):
         load(tmp_path)
     (tmp_path / "a").mkdir()
-    with pytest.raises(ValueError, match=r"no domain of 'folder' is below .*<class>"):
+    with pytest.raises(ValueError, match=r"no domain of 'folder' was found below .*<class>"):
         load(tmp_path)
     (tmp_path / "a" / "x").mkdir()
     with pytest.raises(ValueError, match="no domain of 'folder'"):

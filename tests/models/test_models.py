@@ -144,7 +144,11 @@ def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "sentence"),
     [
-        ("resnet11", {}, "there is no model 'resnet11'; choose one of small_cnn, resnet10"),
+        (
+            "resnet11",
+            {},
+            r"there is no model 'resnet11' \(did you mean 'resnet1\d'\?\); choose one of small_cnn, resnet10",
+        ),
         ("resnet10", {"size": 3}, "the model 'resnet10' cannot be built from classes, size: .*'size'"),
         ("no_such_package:make", {}, "the model 'no_such_package:make' cannot be imported: ModuleNotFoundError"),
         (":make", {}, "the model ':make' cannot be imported"),

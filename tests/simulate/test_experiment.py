@@ -240,7 +240,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"workers": 0}, ["workers", "0"]),
     ({"save_seconds": -1}, ["save_seconds", "-1"]),
     ({"save_seconds": float("nan")}, ["save_seconds", "nan"]),
-    ({"name": 3}, ["name", "3", "a text"]),
+    ({"name": 3}, ["name", "3", "a string"]),
     ({"data": 3}, ["data", "3"]),
     ({"data": {"x": 1}}, ["data"]),
     ({"model": None}, ["model", "None"]),

@@ -87,9 +87,11 @@ class Search:
             raise ValueError("nothing to search: give a field several values, such as tau=0:0.9:0.1 or beta=0,0.4,1")
         if self.metric not in METRICS:
             raise ValueError(f"metric = {self.metric}: use one of {', '.join(METRICS)}")
-        for field in ("seed", *SEED_FIELDS, "name", "validation"):
+        remedies = dict.fromkeys(("seed", *SEED_FIELDS), "use --seeds")
+        remedies |= {"name": "leave it out", "validation": "give it one value"}
+        for field, remedy in remedies.items():
             if field in self.space:
-                raise ValueError(f"{field} cannot be searched{': use --seeds' if 'seed' in field else ''}")
+                raise ValueError(f"{field} cannot be searched: {remedy}")
         for field in ("seed", "name"):
             if field in self.fixed:
                 remedy = f": use --seeds {self.fixed[field]}-{self.fixed[field]}" if field == "seed" else ""
@@ -198,7 +200,9 @@ def _read_trial(point: Point, jobs: Sequence[Job]) -> Trial:
             load_summary(job.folder, ["validation", *(f"validation.{name}" for name in METRICS)])["validation"]
         )
         if results[-1] is None:
-            raise ValueError(f"{job.folder / 'result.json'}: there is no accuracy on validation data")
+            raise ValueError(
+                f"{job.folder / 'result.json'}: there is no accuracy on validation data; remove this run and rerun the sweep"
+            )
     return Trial(point, {name: tuple(float(result[name]) for result in results) for name in METRICS})
 
 
@@ -228,13 +232,13 @@ def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, A
         key, value = parse_override(word)
         text = word.partition("=")[2]
         if key in space or key in fixed:
-            raise ValueError(f"'{key}' is given twice")
+            raise ValueError(f"'{key}' is given twice: write all its values in one word, such as {key}=1,2")
         if re.fullmatch(r"[-+.\deE]+(:[-+.\deE]+)+", text):
             space[key] = _parse_range(word, text)
         elif "," in text and value == text and not _is_single_value(key, text):
             space[key] = [parse_override(f"{key}={part.strip()}")[1] for part in text.split(",")]
             if len(set(map(str, space[key]))) < len(space[key]):
-                raise ValueError(f"'{word}' has a value twice")
+                raise ValueError(f"'{word}' has a value twice: leave one out")
         else:
             fixed[key] = value
     return space, fixed

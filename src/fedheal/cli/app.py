@@ -65,17 +65,19 @@ SEEDS_HELP = "A number of seeds (5), a range (3-7) or a list (1,4)."
 VARY_HELP = "Instead of --seeds, those of split, init and batch, crossed for variance components: split=10,init=3."
 Seeds = Annotated[str, typer.Option(help=SEEDS_HELP)]
 Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]
-Ray = Annotated[str | None, typer.Option(help="Run on the Ray cluster here instead ('auto', 'local', HOST:PORT).")]
+Ray = Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: auto, local or HOST:PORT.")]
 RunFolder = Annotated[Path | None, typer.Option(help="The run folder; default: runs/<name>.")]
 RunsFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/<command>-...")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume a stopped run; --resume --out FOLDER is enough.")]
-Fields = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields unlike the paper's.")]
+Fields = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields that differ from the paper's settings.")
+]
 FigureFolder = Annotated[Path | None, typer.Option(help="A folder for figures as SVG, PDF and PNG, fit for a paper.")]
 HTML_HELP = "One page with tables and figures: --out, or report.html in the first folder."
-DIAGNOSE_HELP = "Who is under-served in one run, since when, its weight and what was kept."
+DIAGNOSE_HELP = "Show which domains or clients of one run are under-served, since when, with which weight."
 SEARCHES = ("grid", "random", "optuna")
 RESULTS = "headline, table1, table2, ablation, beta, tau, consistency, convergence"
-SMOKE_HELP = "A few rounds, on the embedded data unless --data names others: minutes on a CPU, numbers without meaning."
+SMOKE_HELP = "A few rounds, on the embedded data unless --data names others: minutes on a CPU, to try the command."
 
 
 def main() -> None:
@@ -199,7 +201,7 @@ def demo(
 def compare(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="METHOD... [key=value ...]", help="Methods or bounds, and fields of all runs."),
+        typer.Argument(metavar="METHOD... [key=value ...]", help="Methods or bounds, and fields that all runs share."),
     ],
     data: Annotated[str, typer.Option(help="The data set.")] = "embedded",
     seeds: Annotated[str | None, typer.Option(help=SEEDS_HELP, show_default="8")] = None,
@@ -230,7 +232,7 @@ def compare(
     overrides = [word for word in words if is_override(word)]
     values = parse_overrides(overrides)
     if "data" in values:
-        raise ValueError(f"the data set is set by --data: use --data {values['data']}")
+        raise ValueError(f"data={values['data']} is not a field of a comparison: use --data {values['data']}")
     methods = [word for word in words if not is_override(word)]
     numbers = comparison.choose_seeds(seeds, vary)
     name = ["compare", data.replace(":", "."), *comparison.name_design(numbers), *sorted(overrides)]
@@ -253,7 +255,7 @@ def compare(
 def sweep_command(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="key=values ...", help="Several values: 0:0.9:0.1 or 0,0.4,1. One value: fixed."),
+        typer.Argument(metavar="key=values ...", help="Fields to search: 0:0.9:0.1 or 0,0.4,1. One value is fixed."),
     ],
     seeds: Seeds = "1",
     metric: Annotated[str, typer.Option(help="The metric to choose by: avg, worst, std, gap or jain.")] = "avg",
@@ -368,11 +370,14 @@ def _check_report_options(
         (diagnose and option, f"--diagnose writes its own table and figure: leave out {option}"),
         (
             html and has_format,
-            f"format = {form}: --html writes a page with tables in all formats; leave one of them out",
+            f"format = {form}: --html writes a page with tables in all formats; leave out --format",
         ),
-        (has_figures and has_format, f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave one out"),
-        (has_figures and out and not html, f"out = {out}: --figures names the folder itself; leave out --out"),
-        (no_comparisons, f"reference = {reference}: {form} has no comparisons; leave it out"),
+        (
+            has_figures and has_format,
+            f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave out --format",
+        ),
+        (has_figures and out and not html, f"out = {out}: --figures already names a folder; leave out --out"),
+        (no_comparisons, f"reference = {reference}: {form} has no comparisons; leave out --reference"),
         (form == "parquet" and out is None, "Parquet cannot be printed: name a file with --out"),
     ):
         if is_wrong:
@@ -395,7 +400,7 @@ def reproduce(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a result of the paper with ours.
+    """Reproduce a table or figure of the paper, and show its numbers with ours.
 
     Finished runs are not run again (results share them) and stopped ones are resumed, so the command may be repeated.
 

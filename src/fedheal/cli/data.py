@@ -139,7 +139,7 @@ def fetch_command(
     root = resolve_root(request.root)
     names = [domain_spec.name for domain_spec in spec.domains]
     for name in set(domain or ()).difference(names):
-        raise ValueError(f"domain = {name}: the domains of '{data}' are {', '.join(names)}")
+        raise ValueError(f"domain = {name}: use one of {', '.join(names)}, the domains of '{data}'")
     errors = []
     for location in locate_domains(spec, root):
         if domain and location.spec.name not in domain:
@@ -165,7 +165,9 @@ def prepare_command(
     data: Data,
     data_root: Root = None,
     allow_missing: AllowMissing = False,
-    again: Annotated[bool, typer.Option("--again", help="Make it again, even if it is in the cache.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Prepare the data again, even if they are in the cache.")
+    ] = False,
     words: Words = None,
 ) -> None:
     """Decode a data set once, into memory-mapped files.

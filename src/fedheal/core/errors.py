@@ -98,7 +98,7 @@ _ALLOWED = {
     "float_": "a number",
     "finite_": "a finite number",
     "bool_": "true or false",
-    "string_": "a text",
+    "string_": "a string",
     "list_": "a list",
     "tuple_": "a list",
     "dict_": "a dictionary",

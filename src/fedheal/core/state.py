@@ -142,7 +142,7 @@ def expect(state: State, wanted: type[S]) -> S:
     if not isinstance(state, wanted):
         kind = getattr(state, "kind", type(state).__name__)
         raise ValueError(
-            f"this state is of kind '{kind}', the aggregator needs '{wanted.kind}': it was made by another one"
+            f"this state is of kind '{kind}', but the aggregator needs '{wanted.kind}': give a state that it made itself"
         )
     return state
 
@@ -240,7 +240,7 @@ def _restore_state(wanted: type[State], path: str, arrays: Mapping[str, Tensor],
         raise ValueError(f"state of kind {kind!r} is unknown; this version knows {sorted(State.kinds)}")
     cls = State.kinds[kind]
     if not issubclass(cls, wanted):
-        raise ValueError(f"state of kind '{kind}' is damaged or misplaced: '{wanted.kind}' is expected here")
+        raise ValueError(f"state of kind '{kind}' found where kind '{wanted.kind}' is expected")
     try:
         values = _restore_fields(cls, path, arrays, json)
         if "clients" in values:

@@ -96,7 +96,7 @@ def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpe
             raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
         return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))
     if name not in SPECS:
-        raise ValueError(f"'{name}' is not read from disk; choose one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
+        raise ValueError(f"data = '{name}' is not read from disk: use one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
     return SPECS[name], request
 
 

@@ -96,7 +96,9 @@ def find_export(root: Path, name: str) -> Path | None:
     if root.is_file():
         exported = read_manifest(root).name
         if exported != name:
-            raise ValueError(f"{root} is an export of '{exported}', not of '{name}'")
+            raise ValueError(
+                f"{root} is an export of '{exported}', not of '{name}': use data={exported}, or another data_root"
+            )
         return root
     paths = []
     for path in sorted(root.glob("*.export")):
@@ -105,7 +107,9 @@ def find_export(root: Path, name: str) -> Path | None:
         except ValueError as error:  # another file may be the right one
             _warn_once(str(error))
     if len(paths) > 1:
-        raise ValueError(f"{root} has several exports of '{name}': choose one of {', '.join(p.name for p in paths)}")
+        raise ValueError(
+            f"{root} has several exports of '{name}': set data_root to one of {', '.join(p.name for p in paths)}"
+        )
     return paths[0] if paths else None
 
 

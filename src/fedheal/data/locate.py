@@ -57,7 +57,9 @@ def resolve_root(data_root: str | None) -> Path:
         )
     root = Path(value).expanduser()
     if not os.path.exists(root) or not value.isprintable():  # Path.exists raises if a name is too long
-        raise ValueError(f"{'data_root' if data_root else VARIABLE} = {value!r}: there is no such folder")
+        raise ValueError(
+            f"{'data_root' if data_root else VARIABLE} = {value!r}: there is no such folder; name that of the data"
+        )
     return root
 
 
@@ -95,7 +97,7 @@ def _inspect_domain(location: DomainLocation, root: Path) -> DomainStatus:
         return DomainStatus(files.name, "damaged", files.layout, str(files.folder), detail=str(error))
     state, detail = "found", ""
     if len(raw.train) < spec.train or len(raw.test) < spec.test:
-        state, detail = "incomplete", f"the full data set has {spec.train:,} / {spec.test:,}"
+        state, detail = "incomplete", f"the full data set has {spec.train:,} training and {spec.test:,} test images"
     if files.layout == IMAGE_FOLDERS and not any(path.parent.name in raw.classes for path in files.files):
         names = shorten_list(raw.classes, ", ")
         detail = f"all images are in folders below its classes ({names}): is the path one folder too high?"

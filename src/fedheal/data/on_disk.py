@@ -63,7 +63,7 @@ def make_folder_spec(name: str) -> DatasetSpec:
             )
         domains = [domain.name for domain in manifest.domains]
     elif not value or not path.is_dir():
-        raise ValueError(f"data = {name!r}: there is no folder {value!r}")
+        raise ValueError(f"data = {name!r}: there is no folder {value!r}; give one that contains <domain>/<class>/...")
     else:
         domains = list_subfolders(path)
     if not domains:
@@ -89,7 +89,7 @@ def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
     present = [location.files for location in locations if location.files]
     missing = [explain_missing(location, root) for location in locations if location.files is None]
     if not present:
-        raise ValueError(f"no domain of '{spec.name}' is below {root}: {missing[0]}")
+        raise ValueError(f"no domain of '{spec.name}' was found below {root}: {missing[0]}")
     if missing and not request.allow_missing:
         raise ValueError(
             f"'{spec.name}' lacks {len(missing)} of {len(locations)} domains below {root}: {'; '.join(missing)}; "

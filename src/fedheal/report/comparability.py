@@ -41,7 +41,7 @@ def check_reference(rows: Sequence[Row], reference: str | None) -> None:
     """Raise ValueError if no row is of the reference method."""
     methods = list_methods(rows)
     if reference is not None and reference not in methods:
-        raise ValueError(f"reference = {reference}: the methods are {', '.join(methods)}")
+        raise ValueError(f"reference = {reference}: use one of {', '.join(methods)}")
 
 
 def choose_reference(rows: Sequence[Row], reference: str | None = None) -> str:

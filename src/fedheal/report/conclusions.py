@@ -173,7 +173,7 @@ def explain_gains(found: Findings) -> str:
     several = max(c.n for c in found.domains) > 1
     errors = "the spread over seeds and the drawing of the test images" if several else "the drawing of the test images"
     held = "" if count == 1 else f" and hold for all {count} differences together"
-    sentence = f"Intervals (95 %) are from {errors}{held}. A gain or loss is stated where the paired test agrees"
+    sentence = f"Intervals (95 %) cover {errors}{held}. A gain or loss is stated where the paired test agrees"
     if min(c.smallest_p_adjusted for c in found.domains) > ALPHA:
         hopeless = [c.comparisons for c in found.metrics if c.smallest_p_adjusted > ALPHA]
         fewer = f" (a difference in AVG or STD takes {seeds_needed(ALPHA, max(hopeless))})" if hopeless else ""

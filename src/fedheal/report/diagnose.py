@@ -113,7 +113,7 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     if by not in ("domain", "client"):
         raise ValueError(f"by = {by}: use domain or client")
     if by == "domain" and not client_domains:
-        raise ValueError(f"{folder} does not say which domain a client belongs to: use client")
+        raise ValueError(f"{folder} does not say which domain a client belongs to: use --by client")
     key = f"{by}s"  # of the accuracies in a record
     groups: dict[str, list[str]] = {name: [] for record in reversed(records) for name in getattr(record, key) or {}}
     for client in sorted(_list_clients(records) | client_domains.keys()):

@@ -107,7 +107,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
+        raise ValueError(f"{path} is damaged ({error}): restore the file, or repeat the run") from error
 
 
 def save_checkpoint(

@@ -35,7 +35,7 @@ def choose_kernel(name: str, deltas: Tensor) -> ModuleType:
     if name == "reference":
         return reference
     if name not in ("auto", device_type):
-        raise ValueError(f"kernel = '{name}': the updates are on '{deltas.device}'")
+        raise ValueError(f"kernel = '{name}': the updates are on '{deltas.device}'; use 'auto' or 'reference'")
     if device_type == "cpu":
         return cpu
     fast = import_triton_kernels("fedheal.aggregate.kernels.cuda", device_type)
