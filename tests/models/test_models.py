@@ -115,7 +115,7 @@ def test_resnet_takes_the_sizes_of_both_comparisons() -> None:
 
 
 def test_small_cnn_refuses_small_images() -> None:
-    with pytest.raises(ValueError, match=r"^small_cnn needs images of at least 32 x 32 pixels, not 16 x 20$"):
+    with pytest.raises(ValueError, match=r"^small_cnn needs images of at least 32 x 32 pixels, got 16 x 20: set image_size=32$"):
         SmallCNN(10)(torch.randn(1, 3, 16, 20))
 
 
