@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from fedheal.core.deprecated_paths import warn_of_renames
 
 if TYPE_CHECKING:
-    from fedheal.data.datasets import DATASETS, SPECS, Dataset, find_spec, get_protocol, load_dataset
+    from fedheal.data.datasets import DATASETS, SPECS, Dataset, find_loader, find_spec, get_protocol, load_dataset
     from fedheal.data.on_disk import DataRequest
 
-__all__ = ["DATASETS", "SPECS", "DataRequest", "Dataset", "find_spec", "get_protocol", "load_dataset"]
+__all__ = ["DATASETS", "SPECS", "DataRequest", "Dataset", "find_loader", "find_spec", "get_protocol", "load_dataset"]
 
 _RENAMED = {
     "DESCRIPTIONS": "SPECS", "Wanted": "DataRequest", "description": "find_spec", "load": "load_dataset",

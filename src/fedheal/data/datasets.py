@@ -13,7 +13,7 @@ from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
 from fedheal.data.catalogue.image_folders import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
 from fedheal.data.domains import Domains, check_domains
 from fedheal.data.embedded.dataset import load_embedded
-from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_from_disk, make_folder_spec
+from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_opened, make_folder_spec, open_dataset
 from fedheal.data.specs import DatasetSpec
 
 SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
@@ -21,9 +21,8 @@ SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS,
 
 @dataclass(frozen=True)
 class Dataset:
-    """A named data set: how to load it, and the default settings of an experiment on it."""
+    """A named data set: what it is, and the default settings of an experiment on it."""
 
-    load: Callable[[DataRequest], Domains]
     protocol: Mapping[str, Any]
     about: str
 
@@ -31,11 +30,10 @@ class Dataset:
 _load_embedded_once = functools.cache(load_embedded)  # runs of a process share it; nothing writes to it
 DATASETS = {
     "embedded": Dataset(
-        lambda _: _load_embedded_once(),
         {"model": "small_cnn", "rounds": 20, "epochs": 2, "batch_size": 32, "lr": 0.01, "augment": "none"},
         "ten digits in four domains, made offline: handwritten, print, street, display",
     ),
-    **{n: Dataset(functools.partial(load_from_disk, spec), spec.protocol, spec.about) for n, spec in SPECS.items()},
+    **{name: Dataset(spec.protocol, spec.about) for name, spec in SPECS.items()},
 }
 
 
@@ -44,20 +42,25 @@ def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
 
     The request says where it is on disk and what may be missing. Raise ValueError if it is unknown, missing or damaged.
     """
+    return find_loader(name, request)()
+
+
+def find_loader(name: str, request: DataRequest | None = None) -> Callable[[], Domains]:
+    """Return the function that loads a data set. Raise ValueError if it is unknown or missing; no image is read."""
     request = request or DataRequest()
-    if name.startswith(FOLDER_PREFIX):
-        return load_from_disk(*find_spec(name, request))
+    if name in SPECS or name.startswith(FOLDER_PREFIX):
+        return functools.partial(load_opened, open_dataset(*find_spec(name, request)))
     if request.size is not None and (":" in name or name == "embedded"):
         raise ValueError(f"image_size = {request.size}: the images of {name!r} are not resized; leave it out")
-    if name in DATASETS:
-        return DATASETS[name].load(request)
+    if name == "embedded":
+        return _load_embedded_once
     if ":" not in name:
         raise ValueError(
             f"there is no data set {name!r}{suggest(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
             f"or use your own image folders as '{FOLDER_PREFIX}PATH', or your own function by its import path "
             '"package.module:function"'
         )
-    return check_loaded(name, import_function("data set", name))
+    return functools.partial(check_loaded, name, import_function("data set", name))
 
 
 def check_loaded(name: str, loader: Callable[[], Any]) -> Domains:
@@ -80,7 +83,7 @@ def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpe
             raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
         return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))
     if name not in SPECS:
-        raise ValueError(f"'{name}' is not read from disk; choose one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
+        raise ValueError(f"data = '{name}' is not read from disk: use one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
     return SPECS[name], request
 
 

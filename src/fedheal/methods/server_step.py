@@ -158,7 +158,7 @@ def _find_overflow(
     """Return why the model or a term's shared values are not finite, or an empty string. The aggregated model is."""
     if model is not aggregated.model and not _is_finite(model):
         if not _is_finite(stepped):
-            return f"server_lr = {step.optimizer.lr}: this round's step makes the global model infinite; use less"
+            return f"server_lr = {step.optimizer.lr}: this round's step makes the global model infinite; use a smaller value"
         names = ", ".join(type(term).__name__ for term in step.terms)
         remedy = "use a smaller learning rate or more regularisation"
         return f"the server step of {names} makes the global model infinite; {remedy}"
@@ -166,7 +166,7 @@ def _find_overflow(
         for name, value in after.shared.items():
             if value.is_floating_point() and not is_finite(value.reshape(-1)):
                 owner = f"'{name}' of {type(term).__name__}, which the server keeps"
-                return f"the clients' messages make {owner}, infinite; use a smaller learning rate or find the client"
+                return f"the clients' messages make {owner}, infinite; use a smaller learning rate, or leave the client out"
     return ""
 
 
