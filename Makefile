@@ -36,7 +36,7 @@ bench: $(VENV)/.run
 	$(BIN)/python benchmarks/methods.py
 
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m sphinx --conf-dir docs --doctree-dir site/.doctrees --fail-on-warning --keep-going --quiet . site
 	@echo "site/index.html"
 
 pictures: $(VENV)/.test

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,51 @@ from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.simulate.experiment import Experiment
 
 ROOT = Path(__file__).parents[2]
+PUBLIC_MODULES = (
+    "fedheal",
+    "fedheal.aggregate",
+    "fedheal.analysis.domain_changes",
+    "fedheal.analysis.paired_tests",
+    "fedheal.core.parameter",
+    "fedheal.data",
+    "fedheal.data.domains",
+    "fedheal.flower",
+    "fedheal.flower.client",
+    "fedheal.local.term",
+    "fedheal.methods",
+    "fedheal.models",
+    "fedheal.report.diagnose",
+    "fedheal.tracking",
+)
+
+
+def list_public(module_name: str) -> dict[str, Any]:
+    """Return the public functions and classes of a module: those of `__all__`, or else those that it defines."""
+    module = importlib.import_module(module_name)
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+    names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+    values = {name: getattr(module, name) for name in names}
+    return {n: v for n, v in values.items() if inspect.isclass(v) or inspect.isfunction(v)}
+
+
+def find_flaws(name: str, value: Any) -> list[str]:
+    """Return what the docstring of a function or class lacks."""
+    text = inspect.getdoc(value) or ""
+    if not text:
+        return [f"{name} has no docstring"]
+    if inspect.isclass(value):
+        fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        methods = {k: v for k, v in vars(value).items() if inspect.isfunction(v) and not k.startswith("_")}
+        inner = [flaw for k, v in methods.items() if v.__doc__ is None for flaw in [f"{name}.{k} has no docstring"]]
+        arguments = [f for f in fields if not f.startswith("_")]
+    else:
+        inner, arguments = [], list(inspect.signature(value).parameters)
+        if inspect.signature(value).return_annotation not in (None, "None") and not re.search(
+            r"^(Return|Yield|Whether|Open)|^(Returns|Yields):", text, re.M
+        ):
+            inner = [f"{name} does not say what it returns"]
+    missing = [a for a in arguments if not re.search(rf"^    [\w, *]*\b{a}\b[\w, ]*:", text, re.M)]
+    return inner + [f"{name} does not describe {argument}" for argument in missing]
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +127,18 @@ def test_the_command_shows_a_methods_parameters(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     for words in ("0.01 (here 0.1)", "Li et al. 2020 tune 0.001 to 1", "per_domain", "Chen et al. 2024 for Digits"):
         assert words in out
+
+
+@pytest.mark.parametrize("module_name", PUBLIC_MODULES)
+def test_docstrings_of_public_names_are_complete(module_name: str) -> None:
+    pytest.importorskip("flwr") if "flower" in module_name else None
+    flaws = [flaw for name, value in list_public(module_name).items() for flaw in find_flaws(name, value)]
+    assert flaws == []
+
+
+def test_every_public_module_is_in_the_api_reference() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    for module_name in PUBLIC_MODULES[1:]:
+        assert f".. automodule:: {module_name}\n" in pages, module_name
+    for name in list_public("fedheal"):
+        assert re.search(rf":: (fedheal\.)?{name}\b", pages) or name == "Method", name
