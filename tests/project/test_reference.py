@@ -38,11 +38,9 @@ PUBLIC_MODULES = (
 
 
 def list_public(module_name: str) -> dict[str, Any]:
-    """Return the public functions and classes of a module: those of `__all__`, or else those that it defines."""
+    """Return the public functions and classes of a module by name."""
     module = importlib.import_module(module_name)
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-    names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
-    values = {name: getattr(module, name) for name in names}
+    values = {name: getattr(module, name) for name in module.__all__}
     return {n: v for n, v in values.items() if inspect.isclass(v) or inspect.isfunction(v)}
 
 
@@ -51,19 +49,20 @@ def find_flaws(name: str, value: Any) -> list[str]:
     text = inspect.getdoc(value) or ""
     if not text:
         return [f"{name} has no docstring"]
+    flaws = []
     if inspect.isclass(value):
-        fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-        methods = {k: v for k, v in vars(value).items() if inspect.isfunction(v) and not k.startswith("_")}
-        inner = [flaw for k, v in methods.items() if v.__doc__ is None for flaw in [f"{name}.{k} has no docstring"]]
-        arguments = [f for f in fields if not f.startswith("_")]
+        arguments = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        methods = [key for key, member in vars(value).items() if inspect.isfunction(member) and not key.startswith("_")]
+        flaws = [f"{name}.{key} has no docstring" for key in methods if not inspect.getdoc(getattr(value, key))]
     else:
-        inner, arguments = [], list(inspect.signature(value).parameters)
-        if inspect.signature(value).return_annotation not in (None, "None") and not re.search(
-            r"^(Return|Yield|Whether|Open)|^(Returns|Yields):", text, re.M
-        ):
-            inner = [f"{name} does not say what it returns"]
-    missing = [a for a in arguments if not re.search(rf"^    [\w, *]*\b{a}\b[\w, ]*:", text, re.M)]
-    return inner + [f"{name} does not describe {argument}" for argument in missing]
+        signature = inspect.signature(value)
+        arguments = list(signature.parameters)
+        if signature.return_annotation not in (None, "None") and not re.search("^Return", text, re.M):
+            flaws = [f"{name} does not say what it returns"]
+    missing = [
+        a for a in arguments if not a.startswith("_") and not re.search(rf"^    [\w, *]*\b{a}\b[\w, ]*:", text, re.M)
+    ]
+    return flaws + [f"{name} does not describe {argument}" for argument in missing]
 
 
 @pytest.fixture(scope="module")

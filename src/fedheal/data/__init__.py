@@ -34,7 +34,13 @@ SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS,
 
 @dataclass(frozen=True)
 class Dataset:
-    """A named data set: how to load it, and the default settings of an experiment on it."""
+    """A named data set.
+
+    Attributes:
+        load: Loads the data set for a request.
+        protocol: The default settings of an experiment on it.
+        about: One line about it.
+    """
 
     load: Callable[[DataRequest], Domains]
     protocol: Mapping[str, Any]
@@ -53,9 +59,20 @@ DATASETS = {
 
 
 def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
-    """Load a data set: a name of `DATASETS`, "folder:PATH", or "package.module:function".
+    """Load a data set.
 
-    The request says where it is on disk and what may be missing. Raise ValueError if it is unknown, missing or damaged.
+    Args:
+        name: A name of `DATASETS`, "folder:PATH", or "package.module:function".
+        request: Where it is on disk and what may be missing.
+
+    Returns:
+        The data set.
+
+    Raises:
+        ValueError: If the data set is unknown, missing or damaged.
+
+    >>> load_dataset("embedded")
+    Domains('embedded', 10 classes, train + test images of handwritten: 1287 + 510, ...)
     """
     request = request or DataRequest()
     if name.startswith(FOLDER_PREFIX):
@@ -86,7 +103,15 @@ def check_loaded(name: str, loader: Callable[[], Any]) -> Domains:
 
 
 def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
-    """Return the specification of a data set that is read from disk, and the request to open it with."""
+    """Return the specification of a data set that is read from disk, and the request to open it with.
+
+    Args:
+        name: A name of `SPECS`, or "folder:PATH".
+        request: Where it is on disk and what may be missing.
+
+    Raises:
+        ValueError: If no data set of that name is read from disk.
+    """
     request = request or DataRequest()
     if name.startswith(FOLDER_PREFIX):
         if request.root is not None:
@@ -98,5 +123,9 @@ def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpe
 
 
 def get_protocol(name: str) -> dict[str, Any]:
-    """Return the default settings of an experiment on a data set; none for one of your own."""
+    """Return the default settings of an experiment on a data set; none for one of your own.
+
+    Args:
+        name: The data set's name.
+    """
     return dict(DATASETS[name].protocol) if name in DATASETS else {}

@@ -192,6 +192,7 @@ class Experiment(BaseModel):
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
 
     def to_toml(self) -> str:
+        """Return the description as TOML, which `read` accepts."""
         return tomli_w.dumps(self.to_dict())
 
     @staticmethod
