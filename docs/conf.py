@@ -28,7 +28,7 @@ NAVIGATION = {
     },
     "Reference": {
         "Methods": "methods",
-        "Fields and parameters": "reference",
+        "Commands, fields and parameters": "reference",
         "Python API": "api/index",
         "Performance": "performance",
     },

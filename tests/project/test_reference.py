@@ -84,6 +84,13 @@ def test_the_page_is_current(reference: ModuleType) -> None:
     assert written == reference.make_page(), "run: python tools/reference.py > docs/reference.md"
 
 
+def test_every_command_is_shown_with_its_options(reference: ModuleType) -> None:
+    page = reference.make_page()
+    assert "| `fedheal data list` | List the data sets" in page
+    row = next(line for line in page.splitlines() if line.startswith("| `fedheal compare METHOD... [key=value ...]` |"))
+    assert "`--seeds`" in row
+
+
 def test_limits_are_shown_as_the_validation_has_them(reference: ModuleType) -> None:
     page = reference.make_page()
     assert "| `dropout` | `0.0` | number >= 0 < 1 |" in page
