@@ -1,5 +1,7 @@
 """Configure the site. `make docs` builds it into site/, and nothing on it is fetched from elsewhere."""
 
+import dataclasses
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,7 @@ autodoc_default_options = {"imported-members": True, "member-order": "bysource",
 autodoc_typehints_format = "short"
 default_role = "code"
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]  # without types, which have long names
 python_maximum_signature_line_length = 88
 
 html_theme = "pydata_sphinx_theme"
@@ -82,8 +84,9 @@ html_theme_options = {
 
 
 def setup(app: Any) -> None:
-    """Register the navigation."""
+    """Register what follows."""
     app.connect("source-read", add_navigation)
+    app.connect("autodoc-process-signature", shorten_signature)
 
 
 def add_navigation(app: Any, page: str, source: list[str]) -> None:
@@ -92,3 +95,12 @@ def add_navigation(app: Any, page: str, source: list[str]) -> None:
         for caption, pages in NAVIGATION.items():
             entries = "\n".join(f"{title} <{target}>" for title, target in pages.items())
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+
+
+def shorten_signature(app: Any, what: str, name: str, value: Any, *_: Any) -> tuple[str, None] | None:
+    """Show the fields of a dataclass by name: types and factories would fill lines, and its docstring describes them."""
+    if not (inspect.isclass(value) and dataclasses.is_dataclass(value)):
+        return None
+    parameters = inspect.signature(value).parameters.values()
+    names = [p.name if p.default is p.empty else f"{p.name}=..." for p in parameters]
+    return f"({', '.join(names)})", None
