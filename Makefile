@@ -36,7 +36,7 @@ bench: $(VENV)/.run
 	$(BIN)/python benchmarks/methods.py
 
 docs: $(VENV)/.docs
-	$(BIN)/python -m sphinx --conf-dir docs --doctree-dir site/.doctrees --fail-on-warning --keep-going --quiet . site
+	$(BIN)/python -m sphinx --conf-dir docs --fail-on-warning --keep-going --quiet . site
 	@echo "site/index.html"
 
 pictures: $(VENV)/.test

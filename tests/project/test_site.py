@@ -17,6 +17,7 @@ from project.test_reference import PUBLIC_MODULES, list_public
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+OPTIONS = ("--conf-dir", "docs", "--fail-on-warning", "--keep-going", "--quiet")
 SHOWN = ("docs/index", "docs/methods", "docs/findings", "docs/concepts", "docs/api/aggregate", "examples/quickstart")
 
 
@@ -27,15 +28,14 @@ def site(tmp_path_factory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site"
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "objects.inv").exists():
-            options = ["--conf-dir", "docs", "--doctree-dir", str(folder / ".doctrees"), "--fail-on-warning", "--quiet"]
-            command = [sys.executable, "-m", "sphinx", *options, ".", str(folder)]
+            command = [sys.executable, "-m", "sphinx", *OPTIONS, ".", str(folder)]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
     return folder
 
 
 def test_make_docs_builds_the_same_way() -> None:
-    assert "sphinx --conf-dir docs" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"-m sphinx {' '.join(OPTIONS)} . site\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_nothing_on_the_site_is_fetched_from_elsewhere(site: Path) -> None:
