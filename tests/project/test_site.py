@@ -62,6 +62,12 @@ def test_every_public_name_has_its_docstring_on_the_site(site: Path) -> None:
         assert {*list_public(module_name)} <= documented
 
 
+def test_code_in_docstrings_is_shown_as_code(site: Path) -> None:
+    for page in (site / "docs" / "api").glob("*.html"):
+        quotes = re.findall(r"<blockquote>.*?</blockquote>", page.read_text(encoding="utf-8"), re.S)
+        assert quotes == [], f"{page.name}: indented text needs '::' before it"
+
+
 def test_notebooks_are_shown_with_their_outputs(site: Path) -> None:
     quickstart = (site / "examples" / "quickstart.html").read_text(encoding="utf-8")
     assert "accuracy in percent" in quickstart

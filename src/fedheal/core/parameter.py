@@ -1,5 +1,7 @@
 """Declare a method's parameter once: what it means, where its default comes from and which values it takes.
 
+A declaration stands beside the function or class that takes the parameter::
+
     MU = Parameter("mu", 0.01, "pull towards the received model", "Li et al. 2020", ge=0)
 
     @declare_parameters(MU)
