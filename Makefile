@@ -5,6 +5,9 @@
 # make bench  the benchmarks
 # make docs   the documentation as a site, into site/
 # make pictures   the documentation's pictures anew, from runs of this version
+# make audit  known vulnerabilities and licences of the locked dependencies, into docs/dependencies.md
+# make dist   wheel, source distribution and SBOM, into dist/; the same bytes every time
+# make dist-check   install both in empty environments and run the demo
 # make results    the tables of results/ anew, from the run folders there
 
 PYTHON ?= python3
@@ -15,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 
-.PHONY: run test check lint bench docs pictures results clean
+.PHONY: run test check lint bench docs pictures results audit dist dist-check clean
 
 run: $(VENV)/.run
 	@$(BIN)/fedheal demo
@@ -45,6 +48,25 @@ pictures: $(VENV)/.test
 results: $(VENV)/.run
 	$(BIN)/python tools/results.py table
 
+ADVISORIES ?= build/advisory-database
+audit: $(VENV)/.test | $(ADVISORIES)
+	$(BIN)/python tools/audit.py $(ADVISORIES)
+
+build/advisory-database:
+	git clone --quiet --depth 1 https://github.com/pypa/advisory-database $@
+
+dist: $(VENV)/.dist
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist >/dev/null
+	$(BIN)/python -W ignore -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible -o dist/sbom.json constraints.txt
+	@cd dist && sha256sum *
+
+dist-check: dist
+	@for file in dist/*.whl dist/*.tar.gz; do \
+	  rm -rf build/check && $(PYTHON) -m venv build/check && \
+	  build/check/bin/python -m pip install --quiet --constraint constraints.txt $$file && \
+	  (cd build/check && bin/fedheal demo --out runs/demo) || exit 1; done
+
 clean:
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -62,6 +84,10 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.docs: $(VENV)/.run
 	@$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.dist: $(VENV)/.run
+	@$(INSTALL) --editable '.[dist]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run

@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 
 import fedheal
-from fedheal.campaign.compare import parse_seeds, plan
+from fedheal.campaign.compare import choose_seeds, parse_seeds, plan
 from fedheal.campaign.jobs import Job
 from fedheal.campaign.pool import run_all
 from fedheal.report.rows import BOUNDS, build_rows, find_results
@@ -224,3 +224,44 @@ def test_what_bounds_vary_cannot_be_given_beside_them(tmp_path, field, value):
     with pytest.raises(ValueError, match=f"{field} cannot be set in a comparison with bounds"):
         plan(["fedavg", "standalone"], [0], QUICK | {field: value}, tmp_path)
     assert plan(["fedavg"], [0], QUICK | {field: value}, tmp_path)
+
+
+def test_a_crossed_comparison_has_a_run_for_every_combination(tmp_path):
+    planned = plan(
+        ["fedavg", "fedheal", "standalone"], choose_seeds(None, "split=2,batch=4-5"), QUICK | {"seed": 7}, tmp_path
+    )
+    fedavg = [job.experiment for job in planned if job.folder.name.startswith("fedavg-")]
+    assert [(e.seed, e.split_seed, e.init_seed, e.batch_seed) for e in fedavg] == [
+        (7, split, None, batch) for split in (0, 1) for batch in (4, 5)
+    ]
+    names = [job.folder.name for job in planned]
+    assert "fedavg-tiny_data_load-seed7-split1-batch4" in names
+    assert "standalone-dark-0-seed7-split0-batch5" in names
+    assert len(set(names)) == 4 * (2 + 5)
+    assert choose_seeds(None, {"init": [3, 5], "split": 2}) == choose_seeds(None, "split=2, init=3,5")
+
+
+@pytest.mark.parametrize(
+    ("vary", "problem"),
+    [
+        ("init=1", "init has one seed, but needs two or more"),
+        ("init=0", "vary: init = 0: this is a number of seeds"),
+        ("split=2,split=3", "a source is given twice"),
+        ("images=3", "give each of split, init, batch"),
+        ("split", "vary: split = : use a number of seeds"),
+        ("", "give each of split, init, batch"),
+        ("split=200,init=200", "at most 10,000 combinations"),
+        (["split"], "vary"),
+        ({"split": 2.5}, "vary: split"),
+    ],
+)
+def test_what_cannot_be_varied_is_refused(vary, problem):
+    with pytest.raises((ValueError, TypeError), match=problem):
+        choose_seeds(None, vary)
+
+
+def test_a_crossed_comparison_sets_its_seeds_itself(tmp_path):
+    with pytest.raises(ValueError, match="seeds = 4: vary sets the seeds itself"):
+        choose_seeds(4, "split=2")
+    with pytest.raises(ValueError, match="split_seed=1 cannot be set in a comparison, which sets split_seed itself"):
+        plan(["fedavg"], choose_seeds(None, "split=2"), QUICK | {"split_seed": 1}, tmp_path)

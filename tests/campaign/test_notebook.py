@@ -111,3 +111,23 @@ def test_other_fields_have_another_folder(tmp_path: Path, monkeypatch: pytest.Mo
     for lr in (0.01, 0.02):
         fedheal.compare(["fedavg"], data=tiny_data.load(), seeds=1, **FIELDS | {"lr": lr})
     assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_crossed_seeds_give_variance_components(tmp_path: Path) -> None:
+    report = fedheal.compare(
+        ["fedavg", "fedavg+uniform"], tiny_data.load, out=tmp_path, vary={"split": 2, "init": 2}, **FIELDS
+    )
+    assert [row.seeds for row in report.rows if row.method == "fedavg"] == [(i, j, 0) for i in (0, 1) for j in (0, 1)]
+    assert "Variance components (2 split x 2 init)" in str(report)
+    assert "Variance components (2 split x 2 init)" in str(fedheal.make_report(tmp_path))
+    page = report.write_html(tmp_path / "page.html").read_text()
+    assert "<h3>Where the variance comes from</h3>" in page
+    same_draw, other_draw = (
+        report.rows[i].summaries[0]["used_fingerprint"] for i in (2, 4)
+    )  # split 0, init 1; split 1
+    assert same_draw == report.rows[0].summaries[0]["used_fingerprint"] != other_draw
+
+
+def test_the_initial_model_cannot_vary_if_it_is_given() -> None:
+    with pytest.raises(ValueError, match="give a function, or leave out init"):
+        fedheal.compare("fedavg", tiny_data.load, vary="init=2", **FIELDS | {"model": tiny_data.linear(3)})

@@ -220,11 +220,11 @@ def test_nothing_to_search_or_to_judge_by_is_refused(tmp_path):
             Search({"tau": [0, 1]}, QUICK | {"validation": share}, [0], tmp_path)
 
 
-@pytest.mark.parametrize("field", ["seed", "name", "validation"])
+@pytest.mark.parametrize("field", ["seed", "split_seed", "name", "validation"])
 def test_what_a_sweep_has_ways_of_its_own_for_is_not_searched(tmp_path, field):
     with pytest.raises(ValueError, match=f"{field} cannot be searched"):
         Search({"tau": [0, 1], field: [0, 1]}, QUICK, [0], tmp_path)
-    if field != "validation":
+    if field in ("seed", "name"):
         with pytest.raises(ValueError, match=f"{field}=5 cannot be set in a sweep"):
             Search({"tau": [0, 1]}, QUICK | {field: 5}, [0], tmp_path)
 

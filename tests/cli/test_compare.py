@@ -143,3 +143,16 @@ def test_a_device_that_cannot_be_used_is_refused_before_anything_is_printed(call
     done = call("compare", "fedavg", "--seeds", "1", "device=tpu")
     assert_sentence(done, "device = 'tpu' cannot be used here")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_crossed_seeds_are_shown_as_components(call, tmp_path: Path) -> None:
+    given = [word for word in words("rounds=1") if not word.startswith("data=")]
+    command = ["compare", "fedavg", "--data", "tiny_data:load", "--vary", "init=2,batch=2", "--jobs", "1", *given]
+    found = json.loads(call(*command, "--json").out)
+    assert [record["column"] for record in found["components"]] == ["AVG", "STD", "worst", "plain", "noisy", "dark"]
+    assert [c["df"] for c in found["components"][0]["components"]] == [1, 1, 1]
+    assert [(row["init_seed"], row["batch_seed"]) for row in found["rows"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("compare-tiny_data.load-vary=init_batch-")
+    assert "Variance components (2 init x 2 batch)" in call("report", str(folder)).out
+    assert_sentence(call(*command, "--seeds", "3"), "seeds = 3: vary sets the seeds itself")

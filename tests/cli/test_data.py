@@ -93,6 +93,7 @@ def test_check_without_a_name_looks_for_all(root: Path, call) -> None:
         (["export", "digits", "seed=1", "seed=2"], "'seed' is given twice: seed=1 and seed=2"),
         (["show", "digits", "--data-root", ".", "data_root=x"], "'data_root' is given twice: . and data_root=x"),
         (["export", "digits", "--seeds", "0-0", "seed=3"], "seed=3: set the seeds of an export by --seeds"),
+        (["export", "digits", "--seeds", "0-0", "split_seed=3"], "split_seed=3: set the seeds of an export by --seeds"),
     ],
 )
 def test_nothing_is_given_twice(call, words: list[str], said: str) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flower.keys import certificates, node_key
 from loopback import list_pids
 
 TESTS = Path(__file__).parents[1]
@@ -45,7 +46,10 @@ class Deployment:
         link: Sequence[str] = ("--insecure",),
         node: Callable[[int], Sequence[str]] = lambda number: ("--insecure",),
         connection: str = "insecure = true",
+        app: Path = APP,
+        node_config: Callable[[int], str] = lambda number: f"partition-id={number % 4} num-partitions=4",
     ) -> None:
+        self.app, self.node_config = app, node_config
         self.folder, self.inside, self.link_words, self.node_words = folder, list(inside), link, node
         self.home = folder / "home"
         self.home.mkdir(parents=True)
@@ -82,7 +86,7 @@ class Deployment:
     def start_node(self, number: int, key: int | None = None) -> None:
         words = ["flower-supernode", *self.node_words(number if key is None else key), "--superlink", "127.0.0.1:8000"]
         words += ["--host", "127.0.0.1", "--port", str(9094 + number)]
-        words += ["--node-config", f"partition-id={number % 4} num-partitions=4"]
+        words += ["--node-config", self.node_config(number)]
         self.nodes[number] = self.start(f"node{number}", words)
 
     def kill(self, process: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
@@ -94,7 +98,9 @@ class Deployment:
     def run(self, folder: Path, **config: Any) -> subprocess.Popen[bytes]:
         settings = {"folder": str(folder), **config}
         values = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in settings.items())
-        return self.start(f"run-{folder.name}", ["flwr", "run", str(APP), "dep", "--stream", "--run-config", values])
+        return self.start(
+            f"run-{folder.name}", ["flwr", "run", str(self.app), "dep", "--stream", "--run-config", values]
+        )
 
     def processes(self, word: str) -> list[int]:
         """Return the processes of this deployment whose command line contains this word."""
@@ -104,6 +110,29 @@ class Deployment:
                 if word in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
                     found.append(pid)
         return found
+
+
+def start_secure_deployment(folder: Path, inside: Sequence[str], nodes: int, **keys: Any) -> Deployment:
+    """Start a SuperLink with TLS, register the keys `folder/key0`, ... and start their SuperNodes."""
+    certificates(folder, "good")
+    good = folder / "good"
+    link = ["--ssl-ca-certfile", f"{good}.ca", "--ssl-certfile", f"{good}.crt", "--ssl-keyfile", f"{good}.key"]
+
+    def secure_node(number: int) -> list[str]:
+        return ["--root-certificates", f"{good}.ca", "--auth-supernode-private-key", f"{folder}/key{number}"]
+
+    connection = f'root-certificates = "{good}.ca"'
+    deployment = Deployment(folder / "d", inside, [*link, "--enable-supernode-auth"], secure_node, connection, **keys)
+    deployment.start_link()
+    registrations = []
+    for number in range(nodes):
+        node_key(folder / f"key{number}")
+        words = ["flwr", "supernode", "register", f"{folder}/key{number}.pub", "dep", "--name", f"site-{number}"]
+        registrations.append(deployment.start("register", words))
+    for number, registration in enumerate(registrations):
+        assert registration.wait(120) == 0, deployment.log("register")
+        deployment.start_node(number)
+    return deployment
 
 
 def listens(pid: int, port: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import fedheal
-from flower.deployment import Deployment, wait_for
+from flower.deployment import Deployment, start_secure_deployment, wait_for
 from flower.keys import certificates, node_key
 from loopback import loopback
 from needs import needs
@@ -32,34 +32,10 @@ def deployment(tmp_path_factory) -> Iterator[Deployment]:
     """SuperNodes 0 to 3 have registered keys, 4 has one that is not."""
     needs("root", "netns")
     folder = tmp_path_factory.mktemp("secure")
-    certificates(folder, "good")
     certificates(folder, "other")
-    for number in range(5):
-        node_key(folder / f"key{number}")
-    good = folder / "good"
-    link = ["--ssl-ca-certfile", f"{good}.ca", "--ssl-certfile", f"{good}.crt", "--ssl-keyfile", f"{good}.key"]
+    node_key(folder / "key4")
     with loopback() as inside:
-        deployment = Deployment(
-            folder / "d",
-            inside,
-            [*link, "--enable-supernode-auth"],
-            lambda number: [
-                "--root-certificates",
-                f"{good}.ca",
-                "--auth-supernode-private-key",
-                f"{folder}/key{number}",
-            ],
-            f'root-certificates = "{good}.ca"',
-        )
-        deployment.start_link()
-        register = ["flwr", "supernode", "register"]
-        registrations = [
-            deployment.start("register", [*register, f"{folder}/key{number}.pub", "dep", "--name", f"site-{number}"])
-            for number in range(4)
-        ]
-        for number, registration in enumerate(registrations):
-            assert registration.wait(120) == 0, deployment.log("register")
-            deployment.start_node(number)
+        deployment = start_secure_deployment(folder, inside, nodes=4)
         yield deployment
         deployment.close()
 

@@ -8,6 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink as make_link_parser
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode as make_node_parser
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
@@ -44,3 +47,31 @@ def test_telemetry_is_off_and_only_the_fleet_api_is_open_in_the_examples():
     assert re.findall(r"location (\S+)", proxy) == ["/v1/fleet/", "/"]
     assert re.search(r"location / \{\s+return 403;", proxy)
     assert '"127.0.0.1:8001:8000"' in compose  # the SuperLink itself
+
+
+def test_the_unit_finds_flowers_other_programs():
+    """A SuperNode starts `flower-superexec` by name; without it, it neither works nor ends."""
+    unit = (DEPLOY / "supernode.service").read_text(encoding="utf-8")
+    program = re.search(r"^ExecStart=(\S+)/flower-supernode ", unit, re.MULTILINE)
+    path = re.search(r"^Environment=PATH=(\S+)$", unit, re.MULTILINE)
+    assert program is not None
+    assert path is not None
+    assert program[1] in path[1].split(":")
+
+
+def test_the_proxy_lets_flowers_pieces_through():
+    limit = re.search(r"client_max_body_size (\d+)m;", (DEPLOY / "fleet.conf").read_text(encoding="utf-8"))
+    assert limit is not None
+    assert FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE == 5 * 2**20  # what the page says
+    assert int(limit[1]) * 2**20 > 2 * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+
+
+def test_the_commands_have_the_options_of_flowers_programs():
+    texts = {"page": PAGE, **{path.name: path.read_text(encoding="utf-8") for path in DEPLOY.iterdir()}}
+    used = {name: set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) for name, text in texts.items()}
+    parsers = make_link_parser(), make_node_parser()
+    link, node = ({option for action in parser._actions for option in action.option_strings} for parser in parsers)
+    assert len(used["compose.yaml"]) >= 8
+    assert used["compose.yaml"] <= link
+    assert used["page"] >= used["compose.yaml"]
+    assert {"--superlink", "--root-certificates", "--auth-supernode-private-key"} <= used["supernode.service"] & node

@@ -57,10 +57,19 @@ def test_a_killed_run_resumes_to_the_same_model(method, kind, tmp_path):
     assert torch.equal(strategy.state.model.params, whole.state.model.params)
     assert torch.equal(strategy.state.model.buffers, whole.state.model.buffers)
     ours, theirs = (records.read_rounds(tmp_path / where) for where in ("run", "whole"))
+    # Evaluation ends a round, and so its record: a kill before costs the whole round.
+    assert [record.round for record in ours if record.report.pop("resumed", False)] == [3]
     for one, other in zip(ours, theirs, strict=True):
         assert one.model_copy(update={"seconds": {}}) == other.model_copy(update={"seconds": {}})
     one, other = (json.loads((tmp_path / where / "result.json").read_text()) for where in ("run", "whole"))
     assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+
+
+def test_the_record_says_that_a_run_died_before_it_finished_a_round(tmp_path):
+    sites = Sites(rounds=2)
+    run_until_killed(sites, 1, "train", folder=tmp_path)
+    history = sites.run(folder=tmp_path, resume=True).history
+    assert [record.report.get("resumed", False) for record in history] == [True, False]
 
 
 def test_masks_on_clients_survive_a_new_run(tmp_path):

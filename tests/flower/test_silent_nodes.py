@@ -54,6 +54,8 @@ def test_a_dead_node_costs_one_timeout_and_returns_when_it_answers():
     assert all(asked[6:])
     assert [record.report["missing"] for record in history] == [[], [name], *[[]] * 8]
     assert [record.cohort for record in history] == [4 + here for here in asked]
+    # A record names who counted before and is not asked.
+    assert [record.report.get("absent") for record in history] == [None if here else [name] for here in asked]
     assert history[-1].weights[name] > 0
 
 

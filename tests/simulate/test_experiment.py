@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 import fedheal
 from fedheal import methods
+from fedheal.core.rng import SEED_FIELDS
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import RUN_NAME_LENGTH, Experiment, parse_override
 from tiny_data import QUICK, quick
@@ -103,6 +104,7 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "image_size": 32,
         "dirichlet": 0.5,
         "lanes": 3,
+        **dict.fromkeys(SEED_FIELDS, 1),
     }
     text = tomllib.loads(Experiment(**said, samples_per_client=9).to_toml())
     other = tomllib.loads(Experiment(**said, fraction=0.1).to_toml())  # instead of samples_per_client

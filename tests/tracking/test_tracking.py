@@ -24,7 +24,7 @@ from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.runner import run
 from fedheal.tracking import MLflow, TensorBoard, Tracker, Wandb, tracker
-from fedheal.tracking.base import LAST_METRIC, result_metrics, round_metrics
+from fedheal.tracking.base import LAST_METRIC, make_title, result_metrics, round_metrics
 from tiny_data import quick
 
 # SQLAlchemy 2.1 warns of a loader strategy that MLflow's models use.
@@ -531,3 +531,9 @@ def test_a_killed_process_loses_nothing(mlflow_place: Path) -> None:
         same(read(folder, ended=False), records(3))
         drive(tracker(name, mlflow_place), records(2), records(4, first=3))
         same(read(folder), records(4))
+
+
+def test_a_title_holds_the_seeds_that_were_set() -> None:
+    experiment = {"method": "fedavg", "data": "digits", "seed": 2}
+    assert make_title(experiment) == "fedavg-digits-seed2"
+    assert make_title(experiment | {"split_seed": 0, "batch_seed": 5}) == "fedavg-digits-seed2-split0-batch5"

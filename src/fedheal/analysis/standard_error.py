@@ -58,10 +58,13 @@ def _find_centre(accuracy: ArrayLike, n_examples: float) -> Floats:
     return (np.asarray(accuracy, np.float64) + 50 * Z2 / n_examples) / (1 + Z2 / n_examples)
 
 
-def mean_error(values: ArrayLike, sampling: ArrayLike) -> Floats:
-    """Return the standard error of a mean over seeds (first axis): their spread, if there are several, and test images."""
+def mean_error(values: ArrayLike, sampling: ArrayLike, independent: int | None = None) -> Floats:
+    """Return the standard error of a mean over runs (first axis): their spread, if there are several, and test images.
+
+    `independent` is how many independent runs they count as, fewer than all where they share seeds.
+    """
     x = np.asarray(values, np.float64)
-    spread = x.var(axis=0, ddof=1) / len(x) if len(x) > 1 else 0.0
+    spread = x.var(axis=0, ddof=1) / (independent or len(x)) if len(x) > 1 else 0.0
     return np.asarray(np.sqrt(spread + np.square(sampling)), np.float64)
 
 

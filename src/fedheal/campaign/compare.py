@@ -1,20 +1,27 @@
 """Plan a comparison: methods x seeds into one folder, paired.
 
-For one seed, every method has the same split, cohorts, batches and initial model. Bounds, which show how far fairness could go,
-count as methods: `standalone` trains a model per client, on that client's data only; `centralised` trains one model on all
-clients' data; `leave-one-domain-out` runs FedAvg without one domain's clients, for each domain. A bound is a group of ordinary
-runs; `report.rows` combines them.
+For one seed, every method has the same split, cohorts, batches and initial model. With `vary`, the split, the
+initial model or the batches have several seeds each, in all combinations, for variance components.
+
+Bounds, which show how far fairness could go, count as methods: `standalone` trains a model per client, on that client's data
+only; `centralised` trains one model on all clients' data; `leave-one-domain-out` runs FedAvg without one domain's clients, for
+each domain. A bound is a group of ordinary runs; `report.rows` combines them.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from fedheal.campaign.jobs import Job
+from fedheal.core.checks import check_type
 from fedheal.core.errors import suggest
+from fedheal.core.rng import SOURCES
 from fedheal.data.domains import Domains
 from fedheal.methods import get, parse
 from fedheal.report.rows import BOUNDS
@@ -22,20 +29,29 @@ from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import Experiment
 
 MAX_SEEDS = 10_000
+DEFAULT_SEEDS = 8
+VARY_REMEDY = "give each of split, init, batch a number of seeds, a range or a list, as in split=10,init=3"
+SeedFields = Mapping[str, int]  # such as {"split_seed": 0, "init_seed": 2}
 
 
 def plan(
-    methods: Sequence[str], seeds: Sequence[int], values: Mapping[str, Any], out: Path, track: str | None = None
+    methods: Sequence[str],
+    seeds: Sequence[int | SeedFields],
+    values: Mapping[str, Any],
+    out: Path,
+    track: str | None = None,
 ) -> list[Job]:
     """Return the runs of a comparison. Raise ValueError if one of them could not be run.
 
-    `values` are fields that all experiments share, `out` is the folder of the run folders, `track` a tracker for every run.
+    `seeds` are seeds, or fields such as `{"split_seed": 0, "init_seed": 2}`; `values` are fields that all experiments share,
+    `out` is the folder of the run folders, `track` a tracker for every run.
     """
     if not methods:
         raise ValueError("name at least one method to compare, for example: fedheal compare fedavg fedheal")
     if not seeds:
         raise ValueError("a comparison needs at least one seed")
-    for field in ("seed", "method", "name"):
+    fields = [{"seed": seed} if isinstance(seed, int) else dict(seed) for seed in seeds]
+    for field in (*fields[0], "method", "name"):
         if field in values:
             remedy = f": use --seeds {values[field]}-{values[field]}" if field == "seed" else ""
             raise ValueError(
@@ -44,9 +60,9 @@ def plan(
     _check_parameters(methods, values)
     domains = _load_bound_domains(methods, values)
     jobs = []
-    for seed in seeds:
+    for own in fields:
         for method in methods:
-            experiments = _plan_method(method, dict(values) | {"seed": seed}, domains)
+            experiments = _plan_method(method, dict(values) | own, domains)
             jobs += [Job(experiment, out / experiment.folder_name, track) for experiment in experiments]
     repeated = [folder.name for folder, times in Counter(job.folder for job in jobs).items() if times > 1]
     if repeated:
@@ -90,7 +106,8 @@ def _plan_method(method: str, values: dict[str, Any], domains: Domains | None) -
         except ValueError as error:
             raise ValueError(f"{error}{suggest(method, list(BOUNDS))}") from None
     assert domains is not None
-    values, suffix = values | {"method": "fedavg"}, f"-seed{values['seed']}"
+    values = values | {"method": "fedavg"}
+    suffix = f"-{Experiment.of(values).seed_name}"
     changes: list[dict[str, Any]] = [{"pool": True, "name": f"centralised{suffix}"}]
     if method == "leave-one-domain-out":
         names = [domain.name for domain in domains.domains]
@@ -101,7 +118,51 @@ def _plan_method(method: str, values: dict[str, Any], domains: Domains | None) -
     return [Experiment.of(values | change) for change in changes]
 
 
-def parse_seeds(text: str) -> list[int]:
+def choose_seeds(
+    seeds: int | str | Sequence[int] | None, vary: str | Mapping[str, int | str | Sequence[int]] | None
+) -> list[SeedFields]:
+    """Return the seeds of a comparison as fields of experiments: plain seeds, or all combinations of what is varied.
+
+    >>> choose_seeds(2, None), choose_seeds(None, "split=2,init=3-4")[:2]
+    ([{'seed': 0}, {'seed': 1}], [{'split_seed': 0, 'init_seed': 3}, {'split_seed': 0, 'init_seed': 4}])
+    """
+    if vary is None:
+        return [{"seed": seed} for seed in _list_seeds(DEFAULT_SEEDS if seeds is None else seeds)]
+    if seeds is not None:
+        raise ValueError(f"seeds = {seeds}: vary sets the seeds itself; leave one of the two out")
+    if isinstance(vary, str):
+        pairs = [word.partition("=") for word in re.split(r",(?=\s*[a-z])", vary)]
+        names = [name.strip() for name, _, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"vary = {vary}: a source is given twice; {VARY_REMEDY}")
+        vary = dict(zip(names, (levels for _, _, levels in pairs), strict=True))
+    check_type("vary", vary, Mapping, VARY_REMEDY)
+    if not vary or not set(vary) <= set(SOURCES):
+        raise ValueError(f"vary = {vary}: {VARY_REMEDY}")
+    levels = {f"{source}_seed": _list_seeds(vary[source], f"vary: {source}") for source in SOURCES if source in vary}
+    for field, numbers in levels.items():
+        if len(numbers) < 2:
+            source = field.removesuffix("_seed")
+            raise ValueError(
+                f"vary: {source} has one seed, but needs two or more to vary: use {source}=5, or {field}=..."
+            )
+    if math.prod(map(len, levels.values())) > MAX_SEEDS:
+        raise ValueError(f"vary = {vary}: use at most {MAX_SEEDS:,} combinations")
+    return [dict(zip(levels, numbers, strict=True)) for numbers in product(*levels.values())]
+
+
+def name_design(seeds: Sequence[SeedFields]) -> list[str]:
+    """Return what the name of a comparison's folder says of its seeds: nothing, or the sources of chance that are varied."""
+    varied = [source for source in SOURCES for fields in seeds[:1] if f"{source}_seed" in fields]
+    return [f"vary={','.join(varied)}"] if varied else []
+
+
+def _list_seeds(seeds: int | str | Sequence[int], name: str = "seeds") -> list[int]:
+    check_type(name, seeds, int | str | Iterable, "give a number of seeds, a text such as '3-7', or a list")
+    return parse_seeds(str(seeds), name) if isinstance(seeds, int | str) else list(seeds)
+
+
+def parse_seeds(text: str, name: str = "seeds") -> list[int]:
     """Return the seeds that a text names: `5` means 0 to 4, `3-7` is a range, `1,4` a list.
 
     >>> parse_seeds("3"), parse_seeds("3-5"), parse_seeds("1,4")
@@ -117,11 +178,13 @@ def parse_seeds(text: str) -> list[int]:
     except ValueError:
         seeds = []
     if seeds[MAX_SEEDS:]:
-        raise ValueError(f"seeds = {text}: use at most {MAX_SEEDS:,} seeds")
+        raise ValueError(f"{name} = {text}: use at most {MAX_SEEDS:,} seeds")
     if text.strip() == "0":
         raise ValueError(
-            "seeds = 0: this is a number of seeds; use 1 (or 0-0) for seed 0 alone, 5 for the seeds 0 to 4"
+            f"{name} = 0: this is a number of seeds; use 1 (or 0-0) for seed 0 alone, 5 for the seeds 0 to 4"
         )
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
-        raise ValueError(f"seeds = {text}: use a number of seeds such as 5, a range such as 3-7, or a list such as 1,4")
+        raise ValueError(
+            f"{name} = {text}: use a number of seeds such as 5, a range such as 3-7, or a list such as 1,4"
+        )
     return list(seeds)

@@ -7,7 +7,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fedheal.campaign.compare import parse_seeds, plan
+from torch import nn
+
+from fedheal.campaign.compare import choose_seeds, name_design, plan
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.pool import run_all
 from fedheal.core.arrays import make_frame
@@ -60,10 +62,11 @@ class Report:
 def compare(
     methods: str | Method | Sequence[str | Method],
     data: Any = "embedded",
-    seeds: int | str | Sequence[int] = 8,
+    seeds: int | str | Sequence[int] | None = None,
     out: str | Path | None = None,
     jobs: int = 1,
     reference: str | None = None,
+    vary: str | Mapping[str, int | str | Sequence[int]] | None = None,
     **fields: Any,
 ) -> Report:
     """Compare methods over seeds, paired: for one seed all have the same split, cohorts, batches and initial model.
@@ -73,11 +76,13 @@ def compare(
     Args:
         methods: Names of methods or bounds, or `Method` values.
         data: A data set's name, a `Domains`, or a function that returns one.
-        seeds: How many, from 0 on; a list; or a text such as "3-7".
+        seeds: How many, from 0 on; a list; or a text such as "3-7". 8 by default.
         out: The folder of the runs; named after the data and the given fields by default.
         jobs: How many runs at a time, in processes of their own; 0 for as many as fit. Objects stay in this process: with
             data, a model or a method given as one, runs go one after another.
         reference: The method that the others are compared with; FedAvg or the first by default.
+        vary: Instead of `seeds`, those of the split, the initial model or the batches, such as `{"split": 10, "init": 3}` or
+            "split=10,init=3". All combinations are run, and the report has their variance components.
         **fields: Fields that all experiments share, such as `rounds=10` or `model=my_module`.
 
     Returns:
@@ -96,12 +101,15 @@ def compare(
     own = [method for method in methods if isinstance(method, Method)]
     if jobs != 1 and (objects or own):
         raise ValueError(f"jobs = {jobs}: data, models and methods given as objects stay in this process; use jobs=1")
-    folder = check_folder(Path(out) if out is not None else Path("runs") / _name_comparison(values))
-    numbers = parse_seeds(str(seeds)) if isinstance(seeds, int | str) else list(seeds)
+    numbers = choose_seeds(seeds, vary)
+    if numbers and "init_seed" in numbers[0] and isinstance(fields.get("model"), nn.Module):
+        raise ValueError(f"vary = {vary}: a module's values are those of every run; give a function, or leave out init")
+    named = Path("runs") / _name_comparison(values, name_design(numbers))
+    folder = check_folder(named if out is None else Path(out))
     names = [method for method in methods if not isinstance(method, Method)]
     planned = plan(names, numbers, values, folder) if names or not own else []
     for method in own:
-        experiments = [Experiment.of(values | {"method": method, "seed": seed}) for seed in numbers]
+        experiments = [Experiment.of(values | {"method": method, **own_seeds}) for own_seeds in numbers]
         planned += [Job(experiment, folder / experiment.folder_name) for experiment in experiments]
     if len({job.folder for job in planned}) < len(planned):
         raise ValueError("two of the methods have the same name: give each Method a name of its own")
@@ -113,11 +121,13 @@ def compare(
     return _build_report([load_summary(job.folder) for job in planned], reference)
 
 
-def _name_comparison(values: Mapping[str, Any]) -> str:
-    """Return a folder's name: the data and the fields that were given."""
+def _name_comparison(values: Mapping[str, Any], design: Sequence[str]) -> str:
+    """Return a folder's name: the data, what is varied, and the fields that were given."""
     words = {key: getattr(value, "description", format_value(value)) for key, value in values.items()}
     data = words.pop("data").replace(":", ".")
-    return make_folder_name("-".join(["compare", data, *sorted(f"{key}={word}" for key, word in words.items())]))
+    return make_folder_name(
+        "-".join(["compare", data, *design, *sorted(f"{key}={word}" for key, word in words.items())])
+    )
 
 
 def make_report(*folders: str | Path, reference: str | None = None) -> Report:

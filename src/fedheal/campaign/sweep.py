@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.campaign.jobs import Job
+from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.rows import load_summary
 from fedheal.simulate.experiment import PER_DOMAIN, Experiment, format_value, parse_override
 
@@ -57,9 +58,9 @@ class Search:
             raise ValueError("nothing to search: give a field several values, such as tau=0:0.9:0.1 or beta=0,0.4,1")
         if self.metric not in METRICS:
             raise ValueError(f"metric = {self.metric}: use one of {', '.join(METRICS)}")
-        for field in ("seed", "name", "validation"):
+        for field in ("seed", *SEED_FIELDS, "name", "validation"):
             if field in self.space:
-                raise ValueError(f"{field} cannot be searched{': use --seeds' if field == 'seed' else ''}")
+                raise ValueError(f"{field} cannot be searched{': use --seeds' if 'seed' in field else ''}")
         for field in ("seed", "name"):
             if field in self.fixed:
                 remedy = f": use --seeds {self.fixed[field]}-{self.fixed[field]}" if field == "seed" else ""

@@ -59,7 +59,9 @@ REPORT_FORMATS = ("text", "markdown", "latex", "csv", "parquet")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 Jobs = Annotated[int, typer.Option(help="Runs at a time; 0: one per core, or as many as the GPUs take.")]
-Seeds = Annotated[str, typer.Option(help="A number of seeds (5), a range (3-7) or a list (1,4).")]
+SEEDS_HELP = "A number of seeds (5), a range (3-7) or a list (1,4)."
+VARY_HELP = "Instead of --seeds, those of split, init and batch, crossed for variance components: split=10,init=3."
+Seeds = Annotated[str, typer.Option(help=SEEDS_HELP)]
 Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]
 Ray = Annotated[str | None, typer.Option(help="Run on the Ray cluster here instead ('auto', 'local', HOST:PORT).")]
 RunFolder = Annotated[Path | None, typer.Option(help="The run folder; default: runs/<name>.")]
@@ -195,7 +197,8 @@ def compare(
         typer.Argument(metavar="METHOD... [key=value ...]", help="Methods or bounds, and fields of all runs."),
     ],
     data: Annotated[str, typer.Option(help="The data set.")] = "embedded",
-    seeds: Seeds = "8",
+    seeds: Annotated[str | None, typer.Option(help=SEEDS_HELP, show_default="8")] = None,
+    vary: Annotated[str | None, typer.Option(help=VARY_HELP)] = None,
     out: RunsFolder = None,
     jobs: Jobs = 0,
     ray: Ray = None,
@@ -215,6 +218,7 @@ def compare(
     from fedheal.report import conclusions, rows, tables
     from fedheal.report.comparability import list_cautions
     from fedheal.report.text_report import format_report
+    from fedheal.report.variance_table import decompose_rows, flatten_components
     from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import make_folder_name, parse_overrides
 
@@ -223,16 +227,19 @@ def compare(
     if "data" in values:
         raise ValueError(f"the data set is set by --data: use --data {values['data']}")
     methods = [word for word in words if not is_override(word)]
-    name = ["compare", data.replace(":", "."), *sorted(overrides)]
+    numbers = comparison.choose_seeds(seeds, vary)
+    name = ["compare", data.replace(":", "."), *comparison.name_design(numbers), *sorted(overrides)]
     folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
-    planned = comparison.plan(methods, comparison.parse_seeds(seeds), values | {"data": data}, folder, track)
+    planned = comparison.plan(methods, numbers, values | {"data": data}, folder, track)
     _run_jobs(planned, quiet or as_json, _count_runs(planned, folder), jobs, ray)
     runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
     rows.write_method_order(folder, runs)
     if as_json:
         groups = rows.group_by_data(runs).values()
         sentences = [text for group in groups for text in list_cautions(group) + conclusions.conclude(group)]
-        typer.echo(json.dumps({"rows": tables.flatten_rows(runs), "conclusions": sentences}, indent=2))
+        components = flatten_components([line for group in groups for line in decompose_rows(group)])
+        shown = {"rows": tables.flatten_rows(runs), "conclusions": sentences}
+        typer.echo(json.dumps(shown | ({"components": components} if components else {}), indent=2))
     elif not quiet:
         typer.echo(format_report(runs, "text", width=display.find_width()))
 

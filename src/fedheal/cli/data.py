@@ -202,8 +202,8 @@ def export_command(
     """
     chosen_seeds = parse_seeds(seeds)
     experiment = _make_experiment(data, data_root, allow_missing, words)
-    if "seed" in parse_overrides(words or ()):
-        raise ValueError(f"seed={experiment.seed}: set the seeds of an export by --seeds")
+    for field in parse_overrides(words or ()).keys() & {"seed", "split_seed"}:
+        raise ValueError(f"{field}={getattr(experiment, field)}: set the seeds of an export by --seeds")
     dataset = on_disk.open_dataset(*find_spec(data, make_data_request(experiment)))
     domains = on_disk.build_domains(dataset, prepare_data(dataset.inputs))
     experiments = [experiment.model_copy(update={"seed": seed}) for seed in chosen_seeds]

@@ -7,6 +7,11 @@ import hashlib
 
 import torch
 
+# The sources of chance of an experiment. Each has the experiment's seed, unless the field `split_seed`, `init_seed` or
+# `batch_seed` gives it another one: the clients' examples; the initial model; batches, dropout, augmentation and cohorts.
+SOURCES = ("split", "init", "batch")
+SEED_FIELDS = tuple(f"{source}_seed" for source in SOURCES)
+
 
 def derive(seed: int, purpose: str, *keys: str | int) -> int:
     """Derive a 63-bit seed for one purpose.

@@ -51,7 +51,7 @@ class LocalTraining:
     module: nn.Module  # the module to train in
     layout: Layout
     training: Training
-    seed: int  # the run's
+    seed: int  # of batches, random layers, augmentation and cohorts
     device: torch.device  # of the module and the examples
     examples: dict[str, Split]  # each client's training examples
     classes: int = 0  # how many there are

@@ -39,6 +39,7 @@ class OpenRound:
     requests: OpenRequests
     connected: frozenset[int]
     bytes_sent: int = 0  # to all nodes
+    notes: dict[str, Any] = field(default_factory=dict)  # known before the replies; joins the report
     clock: Clock = field(default_factory=Clock)
     cohort: int = field(init=False)  # clients that were asked
     replied: int = 0
@@ -102,7 +103,7 @@ class OpenRound:
             replied=self.replied,
             weights=self.weights,
             train_loss=self.train_loss,
-            report=self.report,
+            report=self.report | self.notes,
             seconds=self.clock.seconds,
             client_domains={client: client_domains[client] for client in sorted(clients & client_domains.keys())},
             **_summarise_evaluations(self.evaluations),

@@ -55,6 +55,7 @@ class RunFolder:
         self.path, self.resume = path, resume
         self.settings: dict[str, Any] = {}
         self.owner = ""
+        self.is_resumed = False  # whether the folder held a federation, if only one that finished no round
 
     def open(self, settings: Mapping[str, Any], layout: Layout) -> ResumedRun | None:
         """Create the folder, or resume from it. Return None if it holds no round; raise ValueError if it cannot be used."""
@@ -76,6 +77,7 @@ class RunFolder:
             if not self.resume:
                 raise ValueError(f"{self.path} already holds a federation: set resume=True to continue it")
             self._check_settings(toml)
+        self.is_resumed = is_used
         self.release()  # an earlier lock of this process is replaced
         _locks[self.path.resolve()] = acquire_lock(self.path)  # against a ServerApp that was thought dead, for example
         files.drop_damaged_rounds(self.path)

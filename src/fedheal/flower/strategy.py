@@ -228,6 +228,7 @@ class FairStrategy(Strategy):
         self._set_model(arrays)
         fraction, min_nodes = self.settings.fraction_train, self.settings.min_train_nodes
         nodes: list[int] = []
+        responsive: list[int] = []
         if fraction:
             responsive = self._wait_for_nodes(grid, min_nodes)
             if self.settings.roll_call:
@@ -246,7 +247,8 @@ class FairStrategy(Strategy):
             records[SHARED] = wire.terms_to_record(shared)
         messages = self._make_messages(nodes, records, config, server_round, MessageType.TRAIN)
         requests, bytes_sent = self.registry.track_requests(messages), sum(count_bytes(m.content) for m in messages)
-        self._round = OpenRound(server_round, requests, connected, bytes_sent)
+        notes = self._make_notes(server_round, responsive)
+        self._round = OpenRound(server_round, requests, connected, bytes_sent, notes)
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
@@ -472,6 +474,14 @@ class FairStrategy(Strategy):
             return self._make_messages(nodes, {}, ConfigRecord(), self._state.round + 1, MessageType.QUERY)
 
         return self._silent.list_responsive(grid, make_queries)
+
+    def _make_notes(self, number: int, responsive: list[int]) -> dict[str, Any]:
+        """Note a resume, and the clients that counted before and cannot be asked now."""
+        is_resumed = number == self._first_round and self.folder is not None and self.folder.is_resumed
+        names = {self.registry.names.get(node) for node in responsive}
+        # A node without a name may be any of them.
+        absent = [] if None in names or not names else sorted(self.federation.accepted.keys() - names)
+        return ({"resumed": True} if is_resumed else {}) | ({"absent": absent} if absent else {})
 
     def _describe_settings(self) -> dict[str, Any]:
         """Return what `federation.toml` holds."""

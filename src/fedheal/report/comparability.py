@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.report.rows import BOUND_SETTINGS, BOUNDS, Row, collect_data_notes, read_settings
+from fedheal.report.seed_levels import list_fixed_sources
 from fedheal.runs.schema import FREE
 
-ROW_SETTINGS = frozenset({"name", "seed", "method"})  # a table shows them already
+ROW_SETTINGS = frozenset({"name", "seed", *SEED_FIELDS, "method"})  # reports show them already
 IRRELEVANT = FREE | {"budget", "wait_seconds", "roll_call"}  # settings that change no result
 MAX_LISTED = 5  # values or runs that a sentence lists
 
@@ -103,6 +105,7 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
             f"Not on the same data as the run of {used_reference} with the same seed, and therefore not compared with it: "
             f"{_list_some(runs)}."
         )
+    cautions += list_fixed_sources(rows)
     if reference not in (None, used_reference):
         there = used_reference or "no method"
         cautions.append(f"There is no run of {reference} on {rows[0].data}: {there} is the reference there.")
@@ -129,7 +132,12 @@ def annotate_rows(rows: Sequence[Row], reference: str) -> list[list[str]]:
 def select_comparable(rows: Sequence[Row], reference: str) -> list[Row]:
     """Return the rows without those on other data than the reference's run with the same seed."""
     references = [row for row in rows if row.method == reference]
-    return [row for row in rows if all(have_same_data(row, other) for other in references if other.seed == row.seed)]
+    split = SOURCES.index("split")
+    return [
+        row
+        for row in rows
+        if all(have_same_data(row, other) for other in references if other.seeds[split] == row.seeds[split])
+    ]
 
 
 def have_same_data(row: Row, other: Row) -> bool:

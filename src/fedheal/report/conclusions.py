@@ -12,9 +12,10 @@ from fedheal.analysis.domain_changes import compare_domains, is_supported
 from fedheal.analysis.paired_tests import HIGHER_IS_BETTER, Comparison, compare_metrics, seeds_needed, verdict
 from fedheal.analysis.standard_error import note_on_test_sets
 from fedheal.report.comparability import choose_reference, select_comparable
-from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row
+from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, Seeds
+from fedheal.report.seed_levels import share_levels
 
-Accuracies = dict[int, dict[str, float]]  # by seed and domain
+Accuracies = dict[Seeds, dict[str, float]]  # by seeds and domain
 METRICS = ("avg", "std")  # that are tested
 ALPHA = 0.05
 UNITS = {"AVG": " %", "STD": " points", "worst": " %"}
@@ -52,10 +53,10 @@ def analyse_rows(rows: Sequence[Row], reference: str | None = None) -> Findings:
     rows = [row for row in select_comparable(rows, reference) if row.method not in BOUNDS]
     methods: dict[str, Accuracies] = {}
     for row in rows:
-        methods.setdefault(row.method, {})[row.seed] = dict(row.domains)
+        methods.setdefault(row.method, {})[row.seeds] = dict(row.domains)
     unpaired = [name for name, seeds in methods.items() if not seeds.keys() & methods[reference].keys()]
     paired = {name: seeds for name, seeds in methods.items() if name not in unpaired}
-    if len(paired) < 2:
+    if len(paired) < 2 or share_levels(rows):
         return Findings(reference, rows, methods, unpaired, [], [])
     metrics = [c for group in compare_metrics(paired, reference, METRICS).values() for c in group]
     domains = compare_domains(paired, reference, rows[0].summaries[0]["test_sizes"])
@@ -71,6 +72,11 @@ def conclude_findings(found: Findings, rows: Sequence[Row], list_observed: bool 
     """Do the same from findings; `list_observed` differences that no test could decide, where no figure shows them."""
     hopeless = [c for c in found.metrics if c.smallest_p_adjusted > ALPHA]
     sentences = [f"{name} and {found.reference} share no seed: they are not compared." for name in found.unpaired]
+    if len(found.methods) > 1 and share_levels(found.rows):
+        sentences.append(
+            "Runs of one method share draws, initial models or orders of batches. They are not independent, so no difference "
+            "between methods is tested: compare with --seeds for that."
+        )
     sentences += _explain_too_few_seeds(hopeless)
     if hopeless and list_observed:
         observed = "; ".join(f"{c.a} {c.mean:+.2f} in {c.metric.upper()}" for c in hopeless)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.analysis.domain_changes import is_supported
-from fedheal.report import conclusions, palette, tables
+from fedheal.report import conclusions, palette, tables, variance_table
 from fedheal.report.comparability import check_reference, compare_settings, format_setting, list_cautions
 from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, collect_data_notes, group_by_data
 from fedheal.report.series import Floats, Series, build_series, find_pareto_front, pick_evenly
@@ -106,6 +106,8 @@ def _describe_data_set(table: tables.ResultTable, rows: Sequence[Row], reference
         "conclusions": _fold(conclusions.conclude_findings(found, rows)),
         "columns": columns,
         "rows": [(m, BOUNDS.get(m), [cells[column] for column in columns]) for m, cells in table.cells.items()],
+        "components": _describe_components(rows, found.reference),
+        "unit": table.unit,
         "seeds": {method: len(seeds) for method, seeds in table.seeds.items()},
         "several_seeds": any(len(seeds) > 1 for seeds in table.seeds.values()),
         "notes": collect_data_notes(summary for row in rows for summary in row.summaries),
@@ -116,6 +118,18 @@ def _describe_data_set(table: tables.ResultTable, rows: Sequence[Row], reference
         "figures": figures,
         "drawn": _list_drawn(figures),
     }
+
+
+def _describe_components(rows: Sequence[Row], reference: str) -> dict[str, Any]:
+    """Return the table of variance components, if seeds are crossed, and notes on it."""
+    lines = variance_table.decompose_rows(rows, reference)
+    notes = variance_table.explain_components(rows, lines)
+    if not lines:
+        return {"notes": notes, "table": []}
+    head, *body = variance_table.format_components(lines)
+    titles = ["", *(line[0] for line in body)]
+    table = [["" if line[0] == above else line[0], *line[1:]] for above, line in zip(titles, body, strict=False)]
+    return {"title": variance_table.title_components(lines), "notes": notes, "table": [head, *table]}
 
 
 def _list_drawn(figures: dict[str, Any]) -> set[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.core.metrics import fairness
+from fedheal.core.rng import SEED_FIELDS
 from fedheal.runs.folder import read_json, read_result, read_toml, write_text
 from fedheal.runs.schema import FREE
 
@@ -24,6 +25,7 @@ BOUNDS = {
 BOUND_METHOD = "fedavg"  # the method of every bound
 BOUND_SETTINGS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
 ORDER_FILE = "comparison.json"  # beside the runs of a comparison
+Seeds = tuple[int, ...]  # of the split, the initial model and the batches
 FAIRNESS_COLUMNS = {"AVG": "avg", "STD": "std", "worst": "worst"}  # columns after the domains -> keys of `fairness`
 
 
@@ -47,6 +49,12 @@ class Row:
     def folder(self) -> str:
         """The folder of the row's (first) run."""
         return str(self.summaries[0].get("folder", "?"))
+
+    @property
+    def seeds(self) -> Seeds:
+        """The seeds of the split, the initial model and the batches, by which runs of two methods are paired."""
+        summary = self.summaries[0] if self.summaries else {}
+        return tuple(int(summary.get(field, self.seed)) for field in SEED_FIELDS)
 
     def get_value(self, column: str) -> float:
         """Return the number in a column of a table: a domain, AVG, STD or worst."""
@@ -78,7 +86,7 @@ def find_rows(paths: Sequence[Path]) -> list[Row]:
         if (folder / ORDER_FILE).is_file():
             for method in read_json(folder / ORDER_FILE).get("methods", []):
                 order.setdefault(str(method), len(order))
-    return sorted(rows, key=lambda row: (order.get(row.method, len(order)), row.method, row.seed))
+    return sorted(rows, key=lambda row: (order.get(row.method, len(order)), row.method, row.seeds))
 
 
 def write_method_order(folder: Path, rows: Sequence[Row]) -> None:
@@ -145,7 +153,7 @@ def _find_bound(summary: Mapping[str, Any]) -> str:
 
 def _make_bound_key(summary: Mapping[str, Any]) -> str:
     """Return what the parts of one bound have in common: data, seed, rounds and all settings that affect results."""
-    settings = {key: summary[key] for key in ("data", "seed", "rounds")} | read_settings(summary)[0]
+    settings = {key: summary.get(key) for key in ("data", "seed", "rounds", *SEED_FIELDS)} | read_settings(summary)[0]
     shared = {key: value for key, value in settings.items() if key not in FREE | BOUND_SETTINGS}
     return json.dumps(shared, sort_keys=True, default=str)
 

@@ -14,6 +14,7 @@ from fedheal.analysis.standard_error import fairness_errors, mean_error, samplin
 from fedheal.core.metrics import fairness
 from fedheal.report.comparability import list_methods
 from fedheal.report.rows import FAIRNESS_COLUMNS, Row
+from fedheal.report.seed_levels import count_independent
 from fedheal.runs.folder import read_result, read_rounds
 from fedheal.runs.schema import RoundRecord
 
@@ -69,10 +70,11 @@ def _build_method_series(method: str, rows: Sequence[Row]) -> Series:
     all_rounds = _select_common_rounds(runs)
     evaluated = _select_common_rounds([[record for record in run if record.domains] for run in runs])
     seconds = [summary.get("seconds", {}) for summary in summaries]
+    independent = count_independent([row.seeds for row in rows])
     return Series(
         method=method,
         rounds=np.array([record.round for record in evaluated[0]], np.float64),
-        curves=_build_curves(evaluated, summaries[0]["test_sizes"], domains) if evaluated[0] else {},
+        curves=_build_curves(evaluated, summaries[0]["test_sizes"], domains, independent) if evaluated[0] else {},
         all_rounds=np.array([record.round for record in all_rounds[0]], np.float64),
         weights=_sum_weights(all_rounds, client_domains, domains),
         kept_by_tensor=_collect_kept_by_tensor(all_rounds),
@@ -88,20 +90,23 @@ def _select_common_rounds(runs: Sequence[Rounds]) -> list[Rounds]:
     return [[record for record in run if record.round in common] for run in runs]
 
 
-def _build_curves(runs: Sequence[Rounds], sizes: Mapping[str, float], domains: Sequence[str]) -> dict[str, Band]:
+def _build_curves(
+    runs: Sequence[Rounds], sizes: Mapping[str, float], domains: Sequence[str], independent: int
+) -> dict[str, Band]:
     # In a federation not every domain is evaluated in every round.
     accuracy = np.array([[[(record.domains or {}).get(d, np.nan) for d in domains] for record in run] for run in runs])
     mean = accuracy.mean(axis=0).T  # by domain and round
     sampling = np.array([sampling_error(x, sizes.get(d, 0)) for d, x in zip(domains, mean, strict=True)])
     curves = {
-        d: Band(mean[i], mean_error(accuracy[:, :, i], np.nan_to_num(sampling[i]))) for i, d in enumerate(domains)
+        d: Band(mean[i], mean_error(accuracy[:, :, i], np.nan_to_num(sampling[i]), independent))
+        for i, d in enumerate(domains)
     }
     metrics = [[fairness(record.domains or {}) for record in run] for run in runs]
     present = np.where(np.isfinite(mean), mean, mean_ignoring_nan(mean))
     errors = fairness_errors(present, np.nan_to_num(sampling))
     for column, key in FAIRNESS_COLUMNS.items():
         values = np.array([[x[key] for x in run] for run in metrics])
-        curves[column] = Band(values.mean(axis=0), mean_error(values, errors[key]))
+        curves[column] = Band(values.mean(axis=0), mean_error(values, errors[key], independent))
     return curves
 
 

@@ -13,8 +13,10 @@ import numpy as np
 
 from fedheal.analysis.standard_error import sampling_error
 from fedheal.core.metrics import LAST
+from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.comparability import annotate_rows, choose_reference
-from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, group_by_data, read_settings
+from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, Seeds, group_by_data, read_settings
+from fedheal.report.seed_levels import count_independent
 from fedheal.runs.folder import write_bytes
 from fedheal.runs.schema import FREE
 
@@ -49,7 +51,7 @@ class ResultTable:
     data: str
     columns: tuple[str, ...]
     cells: Mapping[str, Mapping[str, Cell]]
-    seeds: Mapping[str, tuple[int, ...]]
+    seeds: Mapping[str, tuple[Seeds, ...]]
     averaged: frozenset[int] = frozenset({LAST})  # how many last rounds the numbers are means of
     sizes: Mapping[str, float] = field(default_factory=dict)  # test images by domain
 
@@ -57,12 +59,18 @@ class ResultTable:
         """Return the standard error of a domain's mean: the spread over seeds and the drawing of the test images."""
         cell = self.cells[method][domain]
         images = float(sampling_error(cell.mean, self.sizes.get(domain, 0)))
-        return float(np.hypot(images, (cell.sd or 0.0) / len(self.seeds[method]) ** 0.5))
+        return float(np.hypot(images, (cell.sd or 0.0) / count_independent(self.seeds[method]) ** 0.5))
+
+    @property
+    def unit(self) -> str:
+        """What the results are counted in: seeds, or runs where they share seeds of a source of chance."""
+        is_crossed = any(count_independent(seeds) < len(seeds) for seeds in self.seeds.values())
+        return "runs" if is_crossed else "seeds"
 
     @property
     def about(self) -> str:
         """What the numbers are."""
-        spread = ", ± standard deviation over seeds" if any(len(seeds) > 1 for seeds in self.seeds.values()) else ""
+        spread = f", ± standard deviation over {self.unit}" if any(len(x) > 1 for x in self.seeds.values()) else ""
         return f"accuracy in percent, {describe_averaging(self.averaged)}{spread}"
 
 
@@ -97,16 +105,16 @@ def _build_table(data: str, rows: Sequence[Row]) -> ResultTable:
     cells = {
         m: {c: summarise_seeds(v, best.get(c) if m in rivals else None) for c, v in values[m].items()} for m in methods
     }
-    seeds = {m: tuple(sorted(row.seed for row in rows if row.method == m)) for m in methods}
+    seeds = {m: tuple(sorted(row.seeds for row in rows if row.method == m)) for m in methods}
     summaries = [s for row in rows for s in row.summaries]  # those of earlier versions lack `averaged`
     averaged = frozenset(int(s.get("averaged", min(LAST, int(s["rounds"])))) for s in summaries)
     return ResultTable(data, columns, cells, seeds, averaged, rows[0].summaries[0]["test_sizes"])
 
 
 def _check_duplicates(rows: Sequence[Row]) -> None:
-    seen: dict[tuple[str, int], Row] = {}
+    seen: dict[tuple[str, Seeds], Row] = {}
     for row in rows:
-        twin = seen.setdefault((row.method, row.seed), row)
+        twin = seen.setdefault((row.method, row.seeds), row)
         if twin is not row:
             a, b = (read_settings(r.summaries[0])[0] for r in (twin, row))
             differing = sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key) and key not in FREE)
@@ -124,7 +132,7 @@ def format_lines(table: ResultTable, bold: str) -> list[list[str]]:
     """Return the table as lines of words, the head first; `bold` is a template for the best of a column."""
     cells = {method: [cell.format(bold) for cell in row.values()] for method, row in table.cells.items()}
     body = [[method, *words, str(len(table.seeds[method]))] for method, words in cells.items()]
-    return [["method", *table.columns, "seeds"], *body]
+    return [["method", *table.columns, table.unit], *body]
 
 
 def join_markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -181,9 +189,12 @@ def flatten_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         groups.setdefault(row.data, []).append(row)
     notes = {data: iter(annotate_rows(group, choose_reference(group))) for data, group in groups.items()}
+    has_own_seeds = any(set(row.seeds) != {row.seed} for row in rows)
     records = []
     for row in rows:
         record = {"data": row.data, "method": row.method, "seed": row.seed, "rounds": row.summaries[0]["rounds"]}
+        if has_own_seeds:
+            record |= dict(zip(SEED_FIELDS, row.seeds, strict=True))
         record |= {f"accuracy.{name}": float(x) for name, x in row.domains.items()}
         record |= {name: float(x) for name, x in row.fairness.items()}
         if row.validation:

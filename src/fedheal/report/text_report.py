@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedheal.report import conclusions, rows, tables
+from fedheal.report import conclusions, rows, tables, variance_table
 from fedheal.report.comparability import check_reference, list_cautions
 
 
@@ -17,11 +17,35 @@ def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = N
         group = groups[table.data]
         sentences = list_cautions(group, reference) + conclusions.conclude(group, reference)
         sentences += format_data_notes(summary for row in group for summary in row.summaries)
-        notes = "\n".join(f"{bullet}{sentence}" for sentence in sentences)
-        parts += [f"{table.data}: {table.about}", _format_table(table, form, width), notes]
+        parts += [f"{table.data}: {table.about}", _format_table(table, form, width), _join_notes(sentences, bullet)]
+        parts += _format_components(group, reference, form, width, bullet)
     if form == "latex":
         parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
     return "\n\n".join(part for part in parts if part)
+
+
+def _join_notes(sentences: Iterable[str], bullet: str) -> str:
+    return "\n".join(f"{bullet}{sentence}" for sentence in sentences)
+
+
+def _format_components(
+    group: Sequence[rows.Row], reference: str | None, form: str, width: int | None, bullet: str
+) -> list[str]:
+    """Return the variance components of crossed runs: a title, a table and notes; only notes if there are none."""
+    lines = variance_table.decompose_rows(group, reference)
+    notes = _join_notes(variance_table.explain_components(group, lines), bullet)
+    if not lines:
+        return [notes]
+    head, *body = variance_table.format_components(lines)
+    table = tables.join_markdown([head, *body])
+    if form != "markdown":
+        table = "\n".join(tables.align_columns([head, *body], left=2))
+        if width is not None and len(table.split("\n")[0]) > width:
+            merged = [[f"{title}, {column}", *cells] for title, column, *cells in body]
+            table = format_blocks(["", *head[2:]], merged, width)
+    if form == "latex":
+        table = "\n".join(f"% {line}" for line in table.split("\n"))
+    return [variance_table.title_components(lines), table, notes]
 
 
 def _format_table(table: tables.ResultTable, form: str, width: int | None) -> str:

@@ -81,6 +81,9 @@ class _RunHead(_Record):
     algorithm: str = ""  # of a federation
     data: str
     seed: int
+    split_seed: int | None = None  # where another than `seed` was given; likewise the next two
+    init_seed: int | None = None
+    batch_seed: int | None = None
     rounds: int
     averaged: int  # evaluated rounds that the accuracies are means of
     domains: dict[str, float] = Field(min_length=1)

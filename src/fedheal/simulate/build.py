@@ -69,7 +69,7 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
         module=module,
         layout=Layout.of(module),
         training=training,
-        seed=experiment.seed,
+        seed=experiment.get_seed("batch"),
         device=device,
         examples=train,
         classes=len(domains.classes),
@@ -97,7 +97,7 @@ def build_module(experiment: Experiment, classes: int, shape: tuple[int, ...] | 
     """Build the experiment's model with its initial values; `shape` is that of an image."""
     keys = {} if experiment.width is None else {"width": experiment.width}
     given = experiment.model_object
-    with use_seed(derive(experiment.seed, "model"), torch.device("cpu")):
+    with use_seed(derive(experiment.get_seed("init"), "model"), torch.device("cpu")):
         if given is not None:
             return given.build(classes, shape, **keys)
         check_is_name("model", experiment.model)
@@ -146,7 +146,7 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
         sizes,
         numbers,
         _fill_per_domain("samples_per_client", experiment.samples_per_client, samples),
-        experiment.seed,
+        experiment.get_seed("split"),
         {d.name: d.labels for d in domains.domains},
         experiment.dirichlet,
         experiment.class_filling,

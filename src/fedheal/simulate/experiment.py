@@ -18,6 +18,7 @@ from fedheal import data as datasets
 from fedheal import methods
 from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
 from fedheal.core.errors import name_value, suggest
+from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
@@ -50,6 +51,9 @@ class Experiment(BaseModel):
     width: int | None = Field(None, ge=1)
     rounds: int = Field(200, ge=1, le=1_000_000)
     seed: int = Field(0, ge=0, lt=2**63)
+    split_seed: int | None = Field(None, ge=0, lt=2**63)  # each instead of `seed`
+    init_seed: int | None = Field(None, ge=0, lt=2**63)
+    batch_seed: int | None = Field(None, ge=0, lt=2**63)
     data_root: str | None = None  # the data directory, if not that of FEDHEAL_DATA
     allow_missing: bool = False  # leave out the domains that are not on disk
     classes: Literal["intersection", "union"] = "intersection"  # of the domains' folders, where no list is fixed
@@ -159,8 +163,23 @@ class Experiment(BaseModel):
 
     @property
     def folder_name(self) -> str:
-        """The name of the run's folder among runs of the same settings: method, data and seed."""
-        return make_folder_name(self.name or f"{self.method_name}-{Path(self.data).name}-seed{self.seed}")
+        """The name of the run's folder among runs of the same settings: method, data and seeds."""
+        return make_folder_name(self.name or f"{self.method_name}-{Path(self.data).name}-{self.seed_name}")
+
+    @property
+    def seed_name(self) -> str:
+        """The seeds that are set, as part of a name.
+
+        >>> Experiment(seed=1).seed_name, Experiment(split_seed=3, init_seed=0).seed_name
+        ('seed1', 'seed0-split3-init0')
+        """
+        own = {source: getattr(self, f"{source}_seed") for source in SOURCES}
+        return "-".join([f"seed{self.seed}", *(f"{source}{seed}" for source, seed in own.items() if seed is not None)])
+
+    def get_seed(self, source: str) -> int:
+        """Return the seed of a source of chance, `split`, `init` or `batch`: its own if that is set, else `seed`."""
+        own: int | None = getattr(self, f"{source}_seed")
+        return self.seed if own is None else own
 
     @property
     def run_name(self) -> str:
@@ -171,8 +190,9 @@ class Experiment(BaseModel):
         """
         if self.name:
             return self.folder_name
-        usual = Experiment(method=self.method, data=self.data, seed=self.seed)
-        fields = [key for key, value in self if key not in FREE and value != getattr(usual, key)]
+        usual = Experiment(method=self.method, data=self.data)
+        in_name = FREE | {"seed", *SEED_FIELDS}
+        fields = [key for key, value in self if key not in in_name and value != getattr(usual, key)]
         words = [f"{key}={format_value(getattr(self, key))}" for key in fields]
         if str(self.data).startswith(FOLDER_PREFIX):  # other folders may have the same last name
             words.insert(0, f"folder={hashlib.sha256(self.data.encode()).hexdigest()[:6]}")

@@ -21,6 +21,7 @@ from fedheal import methods
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.arrays import make_frame
 from fedheal.core.checks import check_type
+from fedheal.core.rng import SEED_FIELDS
 from fedheal.core.state import RunState
 from fedheal.data.domains import Domains, fingerprint, fingerprint_used
 from fedheal.engine import check_engine, open_engine
@@ -335,6 +336,7 @@ def _describe_run(
     libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
     return {
         **{key: settings[key] for key in ("data", "seed", "rounds", "only", "without", "pool", "threads")},
+        **{key: settings[key] for key in SEED_FIELDS if key in settings},
         "method": experiment.method_name,
         "trained": {client: federation.client_domains.get(client, "") for client in federation.clients},
         "classes": list(domains.classes),

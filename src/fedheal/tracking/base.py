@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+from fedheal.core.rng import SOURCES
 from fedheal.runs.schema import FREE, RoundRecord
 from fedheal.simulate.callbacks import Callback
 
@@ -164,9 +165,11 @@ def hash_experiment(experiment: Mapping[str, Any]) -> str:
 
 
 def make_title(experiment: Mapping[str, Any]) -> str:
-    """Return the experiment's name, or one made of its method, data and seed."""
+    """Return the experiment's name, or one made of its method, data and seeds."""
     defaults = {"method": "", "data": "", "seed": 0}
-    return str(experiment.get("name") or "{method}-{data}-seed{seed}".format_map(defaults | dict(experiment)))
+    title = "{method}-{data}-seed{seed}".format_map(defaults | dict(experiment))
+    own = [f"-{source}{experiment[f'{source}_seed']}" for source in SOURCES if f"{source}_seed" in experiment]
+    return str(experiment.get("name") or title + "".join(own))
 
 
 def import_libraries(*names: str) -> list[ModuleType]:

@@ -1,0 +1,1 @@
+"""Four small sites that fail on demand."""

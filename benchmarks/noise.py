@@ -1,0 +1,45 @@
+"""How much of a result is the draw of the clients' images, and how much the initial model?
+
+    python benchmarks/noise.py --out runs/noise         prints a report with variance components; may be repeated to resume
+
+FedAvg and FedHEAL on the embedded data, all combinations of draws and initial models. The model is a small perceptron, which a
+CPU trains in seconds. `--model small_cnn` takes the demo's model instead, and `--data digits` other data.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from torch import nn
+
+import fedheal
+
+HIDDEN = 64
+
+
+def build_perceptron(classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """Build a network with one hidden layer on images of half their size."""
+    channels, height, width = input_shape
+    inputs = channels * (height // 2) * (width // 2)
+    return nn.Sequential(
+        nn.AvgPool2d(2), nn.Flatten(), nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, classes)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", default="runs/noise")
+    parser.add_argument("--data", default="embedded")
+    parser.add_argument("--vary", default="split=5,init=3")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--model", default=None)
+    options = parser.parse_args()
+    model = options.model or build_perceptron
+    methods = ["fedavg", "fedheal"]
+    print(
+        fedheal.compare(methods, options.data, out=options.out, vary=options.vary, rounds=options.rounds, model=model)
+    )
+
+
+if __name__ == "__main__":
+    main()
