@@ -1,4 +1,4 @@
-"""Configure the site. `make docs` builds it into site/, and nothing on it is fetched from elsewhere."""
+"""Configure the site. `make docs` builds it into site/html, and nothing on it is fetched from elsewhere."""
 
 import dataclasses
 import inspect
@@ -33,6 +33,7 @@ NAVIGATION = {
         "Commands, fields and parameters": "reference",
         "Python API": "api/index",
         "Performance": "performance",
+        "Dependencies": "dependencies",
     },
     "Explanation": {
         "Concepts": "concepts",
