@@ -28,10 +28,15 @@ from fedheal.simulate.objects import wrap_objects
 
 @dataclass(frozen=True)
 class Report:
-    """Finished runs as tables and conclusions. A notebook shows it; `print` gives the same text."""
+    """Finished runs as tables and conclusions. A notebook shows it; `print` gives the same text.
+
+    Attributes:
+        rows: A row for each method and seed, with `method`, `seed`, `domains` and `fairness`.
+        reference: The method that the others are compared with; FedAvg or the first if None.
+    """
 
     rows: tuple[Row, ...]
-    reference: str | None = None  # the method that the others are compared with; FedAvg or the first if None
+    reference: str | None = None
 
     def __str__(self) -> str:
         """Return a table for each data set, and what may be concluded from it."""
@@ -129,8 +134,11 @@ def make_report(*folders: str | Path, reference: str | None = None) -> Report:
     """Read finished runs.
 
     Args:
-        folders: Run folders, or folders of them.
+        *folders: Run folders, or folders of them.
         reference: The method that the others are compared with; FedAvg or the first by default.
+
+    Returns:
+        The report.
 
     Raises:
         ValueError: There is no finished run, a result is damaged, or no run is of the reference.

@@ -23,7 +23,13 @@ ALIGNED = 16  # entries: rows that start at such a multiple are read fastest on 
 
 @dataclass(frozen=True)
 class Packed:
-    """A model as vectors: `params [G]`, float `buffers [B]`, integer `counters [C]`."""
+    """A model as three vectors.
+
+    Attributes:
+        params: `[G]`, floats.
+        buffers: `[B]`, floats, such as BatchNorm's running statistics.
+        counters: `[C]`, integers, such as BatchNorm's count of batches.
+    """
 
     params: Tensor
     buffers: Tensor
@@ -72,6 +78,9 @@ class Sizes:
 class Layout:
     """Map names and shapes to slices of the flat vectors.
 
+    Attributes:
+        entries: The tensors of the `state_dict`, in order, with their places in the vectors.
+
     >>> layout = Layout.of(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     >>> layout.sizes()
     Sizes(tensors=(('0.weight', 6), ('0.bias', 3), ('1.weight', 3), ('1.bias', 3)), buffers=6, counters=1)
@@ -112,6 +121,7 @@ class Layout:
         return Layout((Entry("params", "param", (size,), torch.float32, 0, size),))
 
     def sizes(self) -> Sizes:
+        """Return the names and lengths of the parameters, and the lengths of buffers and counters."""
         tensors = tuple((e.name, e.stop - e.start) for e in self._distinct("param"))
         return Sizes(tensors, self._length("buffer"), self._length("counter"))
 

@@ -25,7 +25,17 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Reply(NamedTuple):
-    """One client's reply; a plain tuple `(client, delta, num_examples)` works as well."""
+    """One client's reply; a plain tuple `(client, delta, num_examples)` works as well.
+
+    Attributes:
+        client: The client's id.
+        delta: Local minus global parameters, `[G]`.
+        num_examples: How many examples the client trained on.
+        buffers: The client's float buffers, `[B]`; None keeps the model's.
+        counters: The client's counters, `[C]`; None keeps the model's.
+        metrics: Numbers by name, for example the `loss` of the received model.
+        domain: The client's domain, if it is known.
+    """
 
     client: str | int
     delta: Array

@@ -21,7 +21,12 @@ SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS,
 
 @dataclass(frozen=True)
 class Dataset:
-    """A named data set: what it is, and the default settings of an experiment on it."""
+    """A named data set.
+
+    Attributes:
+        protocol: The default settings of an experiment on it.
+        about: One line about it.
+    """
 
     protocol: Mapping[str, Any]
     about: str
@@ -38,15 +43,34 @@ DATASETS = {
 
 
 def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
-    """Load a data set: a name of `DATASETS`, "folder:PATH", or "package.module:function".
+    """Load a data set.
 
-    The request says where it is on disk and what may be missing. Raise ValueError if it is unknown, missing or damaged.
+    Args:
+        name: A name of `DATASETS`, "folder:PATH", or "package.module:function".
+        request: Where it is on disk and what may be missing.
+
+    Returns:
+        The data set.
+
+    Raises:
+        ValueError: If the data set is unknown, missing or damaged.
+
+    >>> load_dataset("embedded")
+    Domains('embedded', 10 classes, train + test images of handwritten: 1287 + 510, ...)
     """
     return find_loader(name, request)()
 
 
 def find_loader(name: str, request: DataRequest | None = None) -> Callable[[], Domains]:
-    """Return the function that loads a data set. Raise ValueError if it is unknown or missing; no image is read."""
+    """Return the function that loads a data set, without reading an image.
+
+    Args:
+        name: As for `load_dataset`.
+        request: As for `load_dataset`.
+
+    Raises:
+        ValueError: If the data set is unknown or missing.
+    """
     request = request or DataRequest()
     if name in SPECS or name.startswith(FOLDER_PREFIX):
         return functools.partial(load_opened, open_dataset(*find_spec(name, request)))
@@ -76,7 +100,15 @@ def check_loaded(name: str, loader: Callable[[], Any]) -> Domains:
 
 
 def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
-    """Return the specification of a data set that is read from disk, and the request to open it with."""
+    """Return the specification of a data set that is read from disk, and the request to open it with.
+
+    Args:
+        name: A name of `SPECS`, or "folder:PATH".
+        request: Where it is on disk and what may be missing.
+
+    Raises:
+        ValueError: If no data set of that name is read from disk.
+    """
     request = request or DataRequest()
     if name.startswith(FOLDER_PREFIX):
         if request.root is not None:
@@ -88,5 +120,9 @@ def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpe
 
 
 def get_protocol(name: str) -> dict[str, Any]:
-    """Return the default settings of an experiment on a data set; none for one of your own."""
+    """Return the default settings of an experiment on a data set; none for one of your own.
+
+    Args:
+        name: The data set's name.
+    """
     return dict(DATASETS[name].protocol) if name in DATASETS else {}

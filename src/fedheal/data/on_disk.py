@@ -28,12 +28,19 @@ FOLDER_NAME = "folder"  # the data set's name in an export of such a folder
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A request for a data set."""
+    """A request for a data set on disk.
 
-    root: str | None = None  # the folder to search, or an export; None: the environment variable FEDHEAL_DATA
-    allow_missing: bool = False  # load the other domains if some are missing
-    classes: str = "intersection"  # or "union" of the domains' classes, for data sets without a fixed list
-    size: int | None = None  # resize images to size x size; None: the data set's own size
+    Attributes:
+        root: The folder to search, or an export; None takes the environment variable FEDHEAL_DATA.
+        allow_missing: Whether to load the other domains if some are missing.
+        classes: "intersection" or "union" of the domains' classes, for data sets without a fixed list.
+        size: Resize images to size x size; None keeps the data set's own size.
+    """
+
+    root: str | None = None
+    allow_missing: bool = False
+    classes: str = "intersection"
+    size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The client's side: what a Flower client adds so that fair aggregation knows it and can ask more of it.
 
 With a training loop of your own, answer with `reply`: it sends the client's name and domain along, and masks the update if the
-server asks for that. `train` and `evaluate` do the whole work with fedheal's own engine, local terms included:
+server asks for that. `train` and `evaluate` do the whole work with fedheal's own engine, local terms included::
 
     app = ClientApp()
 
@@ -34,6 +34,8 @@ from fedheal.flower.client_state import ClientStore, SavedState, load_newest, op
 from fedheal.flower.messages import CLIENT_INFO, RoundInstructions
 from fedheal.local.term import Term
 
+__all__ = ["evaluate", "get_client_name", "introduce", "read_model", "reply", "reply_evaluation", "train"]
+
 log = logging.getLogger("flwr.fedheal")
 
 SIGNS = "signs"  # prefix of the client's sign counts in what it saves
@@ -44,6 +46,9 @@ __getattr__ = warn_of_renames(__name__, RENAMED)
 
 def get_client_name(context: Context) -> str:
     """Return the site's name: `name` in the node's config, else its partition.
+
+    Args:
+        context: The context that Flower gives.
 
     Raises:
         ValueError: The node's config has neither.
@@ -59,12 +64,27 @@ def get_client_name(context: Context) -> str:
 
 
 def read_model(message: Message, key: str = "arrays") -> dict[str, Tensor]:
-    """Return the model that the server sent, as a `state_dict`."""
+    """Return the model that the server sent, as a `state_dict`.
+
+    Args:
+        message: The message that Flower gives.
+        key: The model's record in it.
+    """
     return messages.record_to_tensors(message.content.array_records[key])
 
 
 def introduce(message: Message, context: Context, name: str | None = None, domain: str | None = None) -> Message:
-    """Answer a roll call with the client's name, for `@app.query()`."""
+    """Answer a roll call with the client's name, for `@app.query()`.
+
+    Args:
+        message: The message that Flower gives.
+        context: The context that Flower gives.
+        name: The client's name; by default `get_client_name(context)`.
+        domain: The client's domain, which a report groups by.
+
+    Returns:
+        The answer.
+    """
     return Message(_make_content(name or get_client_name(context), domain, message, 0, {}), reply_to=message)
 
 
@@ -86,7 +106,8 @@ def reply(
     If the server leaves FPHL to its clients, entries that disagree with this client's history are reset to the received ones.
 
     Args:
-        message, context: As Flower gives them.
+        message: The message that Flower gives.
+        context: The context that Flower gives.
         model: The trained model, as a `state_dict`.
         num_examples: The number of training examples.
         metrics: Metrics to send. AFL, q-FFL and FedFV need the `loss` of the *received* model, q-FFL also `reach`.
@@ -95,6 +116,9 @@ def reply(
         folder: Where to save the client's history; by default `context.state`.
         layout: The model's layout; only needed if the strategy was given the module as `model`.
         key: The model's record in the messages.
+
+    Returns:
+        The answer.
     """
     name = name or get_client_name(context)
     content = _make_content(name, domain, message, num_examples, metrics or {})
@@ -124,9 +148,15 @@ def reply_evaluation(
     """Answer an evaluation message.
 
     Args:
-        message, context, name, domain: As for `reply`.
+        message: The message that Flower gives.
+        context: The context that Flower gives.
         num_examples: The number of test examples.
         metrics: Metrics to send; a report shows `accuracy`, from 0 to 1.
+        name: The client's name; by default `get_client_name(context)`.
+        domain: The client's domain, which a report groups by.
+
+    Returns:
+        The answer.
     """
     name = name or get_client_name(context)
     return Message(_make_content(name, domain, message, num_examples, metrics), reply_to=message)
@@ -147,10 +177,16 @@ def train(
     Random numbers derive from (the seed of `local_training`, the round, the client), so results are those of a simulation.
 
     Args:
-        message, context, domain, key: As for `reply`.
+        message: The message that Flower gives.
+        context: The context that Flower gives.
         local_training: How to train; it holds the client's examples.
         client: The client's name there; by default `get_client_name(context)`.
+        domain: The client's domain, which a report groups by.
         folder: Where to save what the method keeps with the client; by default `context.state`.
+        key: The model's record in the messages.
+
+    Returns:
+        The answer.
     """
     client = client or get_client_name(context)
     instructions = RoundInstructions.from_message(message)
@@ -195,8 +231,17 @@ def evaluate(
     """Evaluate the received model, or the client's personalised one, on the client's own test examples, and answer.
 
     Args:
-        message, context, local_training, client, domain, folder, key: As for `train`.
+        message: The message that Flower gives.
+        context: The context that Flower gives.
+        local_training: How the client trains; it holds the module and the terms.
         test: The client's test examples.
+        client: The client's name; by default `get_client_name(context)`.
+        domain: The client's domain, which a report groups by.
+        folder: Where `train` saves what the method keeps with the client; by default `context.state`.
+        key: The model's record in the messages.
+
+    Returns:
+        The answer.
     """
     client = client or get_client_name(context)
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])

@@ -60,7 +60,8 @@ def SecureFedHEAL(
     """FedHEAL whose server sees sums only. Clients need `SecureSumMod`.
 
     Args:
-        tau, beta: As for `fedheal.aggregate.fedheal`.
+        tau: As for `fedheal.aggregate.fedheal`.
+        beta: As for `fedheal.aggregate.fedheal`.
         fael: `"momentum"`, or False to weight clients by their examples.
         threshold: The share of a sum's clients that must stay until its end; never fewer than 2.
         stage_timeout: How many seconds each of the four stages of a sum waits for replies.

@@ -162,11 +162,17 @@ class FairStrategy(Strategy):
         """Run rounds up to `num_rounds`, from the folder's checkpoint if it holds one.
 
         Args:
-            grid, initial_arrays, train_config, evaluate_config: As in Flower.
+            grid: The connection to the nodes.
+            initial_arrays: The initial model.
             num_rounds: The number of the last round.
             timeout: How many seconds a round waits for replies, once for training and once for evaluation. A node that does
                 not reply is not asked again until it answers a short query.
+            train_config: Sent with every training message.
+            evaluate_config: Sent with every evaluation message.
             evaluate_fn: Evaluates the model on the server, called with the round and the model.
+
+        Returns:
+            Flower's result: the final model and the metrics of each round.
 
         Raises:
             NotEnoughNodes: Too few nodes are connected and answer.

@@ -44,12 +44,19 @@ PRESET = Parameter("preset", "ours", GROUP, "ours: the method as published", cho
 
 @dataclass(frozen=True)
 class Local:
-    """Local training, as terms that add up."""
+    """Local training, as terms that add up.
+
+    Attributes:
+        terms: The terms.
+        uniform: Whether all clients count alike where no stage gives weights.
+        aggregator: The aggregator of a whole method, which takes no stage.
+        training: The fields of the experiment that the method sets, such as `momentum`.
+    """
 
     terms: tuple[Term, ...] = ()
-    uniform: bool = False  # whether all clients count alike where no stage gives weights
-    aggregator: Aggregator | None = None  # of a whole method, which no stage joins
-    training: Mapping[str, float] = field(default_factory=dict)  # fields of the experiment, such as `momentum`
+    uniform: bool = False
+    aggregator: Aggregator | None = None
+    training: Mapping[str, float] = field(default_factory=dict)
 
 
 @declare_parameters()
@@ -145,11 +152,11 @@ class Method:
     """A whole algorithm as a value. A run folder identifies it by its name: give a changed method another.
 
     Attributes:
-        local: the terms of local training; none is plain training.
-        aggregator: the aggregator; that of FedAvg by default.
-        name: the canonical name, which leaves defaults out.
-        training: the fields of the experiment that the method sets, such as `momentum`.
-        parts: the parts of the name, if `get` made it; a changed copy has none.
+        local: The terms of local training; none is plain training.
+        aggregator: The aggregator; that of FedAvg by default.
+        name: The canonical name, which leaves defaults out.
+        training: The fields of the experiment that the method sets, such as `momentum`.
+        parts: The parts of the name, if `get` made it; a changed copy has none.
     """
 
     local: tuple[Term, ...] = ()
@@ -193,11 +200,11 @@ def get(name: str, **keys: Any) -> Method:
 
     Args:
         name: `<local>[:key=value,...]{+<stage>[:key=value,...]}`.
-        keys: parameters, each for the part that has it.
+        **keys: Parameters, each for the part that has it.
 
     Raises:
-        TypeError: if the name is no string.
-        ValueError: if there is no such method or parameter, or if parts or values contradict each other.
+        TypeError: If the name is no string.
+        ValueError: If there is no such method or parameter, or if parts or values contradict each other.
 
     >>> get("fedheal", tau=0.4).name
     'fedavg+fedheal:tau=0.4'
@@ -234,12 +241,20 @@ _CACHE: dict[str, Method] = {}  # by full name, which is what an experiment keep
 
 
 def parse(name: str) -> list[Part]:
-    """Return the parts of a method's name as they are written."""
+    """Return the parts of a method's name as they are written.
+
+    Args:
+        name: The method's name.
+    """
     return parse_parts(name, PARTS)
 
 
 def is_known(name: str) -> bool:
-    """Whether `get` has a method of that name."""
+    """Return whether `get` has a method of that name.
+
+    Args:
+        name: The method's name.
+    """
     try:
         get(name)
     except ValueError:

@@ -33,6 +33,7 @@ class SmallCNN(nn.Module):
         self.head = nn.Linear(self.feature_size, classes)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the features of images, `[N, feature_size]`."""
         if min(x.shape[-2:]) < 8 * GRID:
             raise ValueError(
                 f"small_cnn needs images of at least 32 x 32 pixels, got {x.shape[-2]} x {x.shape[-1]}: set image_size=32"
@@ -43,5 +44,6 @@ class SmallCNN(nn.Module):
         return maps.flatten(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of images, `[N, classes]`."""
         logits: torch.Tensor = self.head(self.features(x))
         return logits

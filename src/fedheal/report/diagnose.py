@@ -26,6 +26,8 @@ from fedheal.report.series import Floats, mean_ignoring_nan, read_complete_round
 from fedheal.runs.folder import read_result
 from fedheal.runs.schema import RoundRecord
 
+__all__ = ["Diagnosis", "Unit", "diagnose_run", "explain_diagnosis", "format_diagnosis"]
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -42,17 +44,29 @@ __getattr__ = warn_of_renames(
 
 @dataclass(frozen=True)
 class Unit:
-    """A domain or client by round; NaN where nothing was recorded."""
+    """A domain or client by round; NaN where nothing was recorded.
+
+    Attributes:
+        name: The domain or the client.
+        clients: The number of its clients.
+        accuracy: The accuracy by round.
+        weight: The weight of its clients together, by round.
+        equal_share: Its clients' weight if all present weighed the same, by round.
+        kept: The kept fraction of its clients' updates, by round.
+        distance: The mean distance of its clients, by round.
+        rounds_present: The number of rounds in which any of its clients took part.
+        test_images: The number of its test images; 0 if it is not known.
+    """
 
     name: str
     clients: int
     accuracy: Floats
-    weight: Floats  # of its clients together
-    equal_share: Floats  # its clients' weight if all present weighed the same
+    weight: Floats
+    equal_share: Floats
     kept: Floats
     distance: Floats
-    rounds_present: int  # rounds in which any of its clients took part
-    test_images: int = 0  # 0: not known
+    rounds_present: int
+    test_images: int = 0
 
     @property
     def standard_error(self) -> float:
@@ -63,7 +77,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All units of one kind ("domain" or "client") by round."""
+    """How a run served its domains or clients, by round.
+
+    Attributes:
+        kind: "domain" or "client".
+        rounds: The numbers of the rounds.
+        units: The domains or clients.
+    """
 
     kind: str
     rounds: Floats
@@ -100,6 +120,9 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     Args:
         folder: A run folder with `rounds.jsonl`.
         by: "domain" or "client"; by default domains if those of the clients are known, else clients.
+
+    Raises:
+        ValueError: If the folder holds no rounds, or no domains of clients.
     """
     records = read_complete_rounds(folder)
     if not records:
@@ -185,7 +208,11 @@ def _average_last(values: Floats) -> float:
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> list[list[str]]:
-    """Return a table as lines of words: the head, then one line per unit, the worst-served first."""
+    """Return a table as lines of words: the head, then one line per unit, the worst-served first.
+
+    Args:
+        diagnosis: What `diagnose_run` returned.
+    """
     body = []
     gaps = [diagnosis.get_gap(i) for i in range(len(diagnosis.units))]
     for i in sorted(range(len(gaps)), key=lambda i: (np.isnan(gaps[i]), gaps[i])):
@@ -213,7 +240,11 @@ def _format_last(values: Floats, form: str) -> str:
 
 
 def explain_diagnosis(diagnosis: Diagnosis) -> list[str]:
-    """Return one sentence per under-served unit, or one that says why there is none."""
+    """Return one sentence per under-served unit, or one that says why there is none.
+
+    Args:
+        diagnosis: What `diagnose_run` returned.
+    """
     kind = diagnosis.kind
     if not np.isfinite(diagnosis.gaps).any():
         return [f"No accuracy by {kind} was recorded, so no {kind} can be called under-served; weights are as shown."]

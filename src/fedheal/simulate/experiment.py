@@ -36,7 +36,7 @@ class Experiment(BaseModel):
 
     `data` and `model` are names, or objects: a `Domains` or a function that returns one; a module, whose values every run
     starts from whatever the seed, or a function `(num_classes[, input_shape])` that builds one, seeded. The fields `data` and
-    `model` then hold descriptions, "name@fingerprint".
+    `model` then hold descriptions, `name@fingerprint`.
 
     >>> Experiment(method="fedheal", tau=0.4, rounds=3).method_name
     'fedavg+fedheal:tau=0.4'
@@ -212,6 +212,7 @@ class Experiment(BaseModel):
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
 
     def to_toml(self) -> str:
+        """Return the description as TOML, which `read` accepts."""
         return tomli_w.dumps(self.to_dict())
 
     @staticmethod

@@ -50,16 +50,27 @@ REQUIRED_FIELDS = ("method", "domains", "averaged", "classes", "avg", "std", "wo
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The result of a run. Accuracies are in percent, means over the last rounds (`summary["averaged"]`)."""
+    """The result of a run. Accuracies are in percent, means over the last rounds (`summary["averaged"]`).
 
-    domains: Mapping[str, float]  # the accuracy of each domain
+    Attributes:
+        domains: The accuracy of each domain.
+        avg: The mean over domains.
+        std: The sample standard deviation over domains.
+        worst: The lowest accuracy of a domain.
+        history: The record of every round.
+        model: The final model.
+        summary: The contents of `result.json`.
+        folder: The run folder, if there is one.
+    """
+
+    domains: Mapping[str, float]
     avg: float
-    std: float  # the sample standard deviation
+    std: float
     worst: float
-    history: tuple[RoundRecord, ...]  # the record of every round
-    model: nn.Module  # the final model
-    summary: Mapping[str, Any]  # the contents of `result.json`
-    folder: Path | None = None  # the run folder, if there is one
+    history: tuple[RoundRecord, ...]
+    model: nn.Module
+    summary: Mapping[str, Any]
+    folder: Path | None = None
 
     def __repr__(self) -> str:
         """Return one line: method, AVG, STD, worst, rounds and folder."""
@@ -163,6 +174,9 @@ def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
     Args:
         folder: The run folder.
         module: The module to load the values into; needed only if the run's model was given as a Python object.
+
+    Returns:
+        The module.
 
     Raises:
         ValueError: The folder holds no finished run, or the model's class has changed since.
