@@ -23,6 +23,7 @@ NAVIGATION = {
         "Use your own data": "data",
         "Add a method": "add-a-method",
         "Use Flower": "flower",
+        "Sum updates securely": "secure",
         "Operate a federation": "operate",
         "Read reports and diagnoses": "report",
         "Reproduce the paper": "reproduce",

@@ -161,7 +161,7 @@ def chain(*stages: Stage) -> Stage:
         states = expect(state, ChainState).states
         if len(states) != len(parts):
             raise ValueError(
-                f"this state has {len(states)} parts, the aggregator {len(parts)}: it was made by another one"
+                f"this state has {len(states)} parts, but the aggregator has {len(parts)}: give a state that it made itself"
             )
         after = []
         for stage, before in zip(parts, states, strict=True):

@@ -18,7 +18,7 @@ from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.report.comparability import check_reference
 from fedheal.report.html_page import render_page
-from fedheal.report.rows import Row, build_rows, find_results, load_summary
+from fedheal.report.rows import NO_RUNS, Row, build_rows, find_results, load_summary
 from fedheal.report.tables import flatten_rows
 from fedheal.report.text_report import format_report
 from fedheal.runs.folder import check_folder, make_folder, write_text
@@ -150,7 +150,7 @@ def make_report(*folders: str | Path, reference: str | None = None) -> Report:
         check_type("a folder", folder, str | PathLike, "give paths one by one, such as make_report('runs/a', 'runs/b')")
     summaries = find_results([Path(folder) for folder in folders])
     if not summaries:
-        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}")
+        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}: {NO_RUNS}")
     return _build_report(summaries, reference)
 
 

@@ -61,12 +61,12 @@ class Parameter:
         if isinstance(self.default, bool):
             return "True or False"
         if isinstance(self.default, str):
-            return "a text"
+            return "a string"
         number = "a whole number" if isinstance(self.default, int) else "a number"
         if self.ge is not None and self.le is not None:
             return f"{number} from {self.ge} to {self.le}"
         if self.ge is not None and self.lt is not None:
-            return f"{number} from {self.ge} to {self.lt}, but less than {self.lt}"
+            return f"{number} of at least {self.ge} and below {self.lt}"
         words = {"above": self.gt, "of at least": self.ge, "at most": self.le, "below": self.lt}
         bounds = " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
         if self.le is None and self.lt is None:

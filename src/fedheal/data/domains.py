@@ -124,10 +124,14 @@ def check_domains(data: Domains, name: str) -> None:
     for field, minimum in (("clients_per_domain", 1), ("samples_per_client", 0)):
         numbers = getattr(data, field)
         if len(numbers) != len(names):
-            raise ValueError(f"data '{name}': {field} has {len(numbers)} entries for {len(names)} domains")
+            raise ValueError(
+                f"data '{name}': {field} has {len(numbers)} entries for {len(names)} domains: give one per domain"
+            )
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, Integral) or number < minimum:
-                raise ValueError(f"data '{name}': the entries of {field} must be int >= {minimum}, got {number!r}")
+                raise ValueError(
+                    f"data '{name}': the entries of {field} must be whole numbers of at least {minimum}, got {number!r}"
+                )
 
 
 def _check_split(split: Split, where: str, classes: int) -> None:
@@ -144,7 +148,7 @@ def _check_split(split: Split, where: str, classes: int) -> None:
             f"{where}: labels must be int64 [{len(images)}], got {labels.dtype} of shape {tuple(labels.shape)}"
         )
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ValueError(f"{where} has labels from {int(labels.min())} to {int(labels.max())} for {classes} classes")
+        raise ValueError(f"{where}: labels must be 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
 
 
 def _require_type(value: object, types: tuple[type, ...], where: str) -> None:

@@ -14,7 +14,7 @@ The state that a method keeps with a client is saved in `context.state`, or in a
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +32,7 @@ from fedheal.engine.serial import LocalTraining, Task
 from fedheal.flower import client_state, messages
 from fedheal.flower.client_state import ClientStore, SavedState, load_newest, open_store
 from fedheal.flower.messages import CLIENT_INFO, RoundInstructions
+from fedheal.local.term import Term
 
 __all__ = ["evaluate", "get_client_name", "introduce", "read_model", "reply", "reply_evaluation", "train"]
 
@@ -195,7 +196,7 @@ def train(
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])
     rounds, received_loss = instructions.rounds or local_training.rounds, "loss" in instructions.needs
     local_training = replace(local_training, rounds=rounds, received_loss=received_loss)
-    task = Task(client, instructions.round, _read_slots(session.loaded, num_terms))
+    task = Task(client, instructions.round, session.read_slots(local_training.terms))
     result = serial.train_client(local_training, model, shared, task)
     local = Packed(
         model.params + torch.as_tensor(result.reply.delta),
@@ -263,6 +264,7 @@ class _ClientSession:
 
     store: ClientStore
     instructions: RoundInstructions
+    accepted: int | None  # the client's last accepted round; None if the server does not say
     warning: str | None  # about a state that is missing
     loaded: SavedState
     arrays: dict[str, Tensor] = field(default_factory=dict)
@@ -274,12 +276,18 @@ class _ClientSession:
         accepted = instructions.get_accepted_round(client, store.read_token())
         warning = client_state.describe_missing_state(store, client, accepted)
         loaded = client_state.load_before_round(store, instructions.round, accepted)
-        return cls(store, instructions, warning, loaded)
+        return cls(store, instructions, accepted, warning, loaded)
+
+    def read_slots(self, terms: Sequence[Term]) -> tuple[dict[str, Tensor], ...]:
+        """Return what the terms kept with this client; a slot from before the server's sums over slots began anew is void."""
+        is_void = self.accepted is not None and self.accepted <= self.instructions.restarted
+        slots = _read_slots(self.loaded, len(terms))
+        return tuple({} if term.sums_slots and is_void else slot for term, slot in zip(terms, slots, strict=True))
 
     def mask(self, content: RecordDict, layout: Layout, received: Packed, local: Packed) -> Packed:
         """Reset the entries that disagree with the client's history, and put the mask into the reply."""
         assert self.instructions.tau is not None
-        arrays, described = self.loaded
+        arrays, described, _ = self.loaded
         signs = {k.removeprefix(f"{SIGNS}."): v for k, v in arrays.items() if k.startswith(f"{SIGNS}.")}
         history = State.from_arrays(signs, described[SIGNS]) if signs else None
         delta = local.params - received.params
@@ -290,7 +298,7 @@ class _ClientSession:
         return replace(local, params=torch.where(share.kept, local.params, received.params))
 
     def save(self, content: RecordDict) -> None:
-        """Save for the next round, and put the client's token into the reply.
+        """Save for the next round. Put the client's token, and the round whose state it continued from, into the reply.
 
         Only a method that saves something can have lost it, so the warning comes here.
         """
@@ -298,7 +306,8 @@ class _ClientSession:
             log.warning("%s", self.warning)
         if not self.store.read_token():
             self.store.write_token(secrets.token_hex(16))
-        content.config_records[CLIENT_INFO]["token"] = self.store.read_token()
+        info = content.config_records[CLIENT_INFO]
+        info["token"], info["state_round"] = self.store.read_token(), self.loaded.round
         self.store.save(self.instructions.round, self.arrays, self.described)
 
 

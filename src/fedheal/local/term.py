@@ -199,6 +199,7 @@ class Term:
     personalised: bool = False  # whether clients evaluate models of their own
     validates: bool = False  # whether clients hold examples out of their training data
     sends: tuple[str, ...] = ()  # the shared values that the server sends to every client
+    sums_slots = False  # whether its shared values are sums over the clients' slots: a lost slot makes them wrong
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -108,7 +108,9 @@ def _make_feddyn(
 def _check_default(parameter: Parameter, value: Any) -> None:
     """Raise ValueError if a parameter that preset=group sets has another value than its default."""
     if value != parameter.default:
-        raise ValueError(f"{parameter.name} = {value} contradicts preset=group, which brings its own {parameter.name}")
+        raise ValueError(
+            f"{parameter.name} = {value} cannot be combined with preset=group, which sets its own: leave one out"
+        )
 
 
 def _add_term(stage: Callable[..., Stage], term: Callable[[], Term]) -> Callable[..., Local]:
@@ -171,7 +173,7 @@ class Method:
             check_type(f"local[{i}]", term, Term, "give an instance of a Term")
         object.__setattr__(self, "local", tuple(self.local))
         check_type("aggregator", self.aggregator, Aggregator, "give an Aggregator, such as Aggregator(stage)")
-        check_type("name", self.name, str, "give the method's name as a text")
+        check_type("name", self.name, str, "give the method's name as a string")
 
     @property
     def full_name(self) -> str:
@@ -221,9 +223,9 @@ def get(name: str, **keys: Any) -> Method:
     local, stages = _to_local(parts[0], built[0]), built[1:]
     for part, stage in zip(parts[1:], stages, strict=True):
         if not isinstance(stage, Stage) or part.name in WHOLE:
-            raise ValueError(f"method '{name}': '{part.name}' is not a stage; only one part can say how clients train")
+            raise ValueError(f"method '{name}': '{part.name}' is not a stage: name one local method, then stages")
     if stages and (local.aggregator or parts[0].name in WHOLE):
-        raise ValueError(f"method '{name}': {parts[0].name} is a method of its own and takes no stage")
+        raise ValueError(f"method '{name}': {parts[0].name} is a whole method and takes no stage: leave out the rest")
     aggregator = local.aggregator or _make_aggregator(parts[1:], stages, local.uniform, name)
     short_name = "+".join(part.format(defaults=False) for part in parts)
     method = Method(local=local.terms, aggregator=aggregator, name=short_name, training=local.training)

@@ -18,6 +18,7 @@ import numpy as np
 
 from fedheal.analysis.standard_error import sampling_error
 from fedheal.core.deprecated_paths import warn_of_renames
+from fedheal.core.errors import format_count
 from fedheal.core.metrics import count_averaged
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, label_rounds
@@ -135,7 +136,7 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     if by not in ("domain", "client"):
         raise ValueError(f"by = {by}: use domain or client")
     if by == "domain" and not client_domains:
-        raise ValueError(f"{folder} does not say which domain a client belongs to: use client")
+        raise ValueError(f"{folder} does not say which domain a client belongs to: use --by client")
     key = f"{by}s"  # of the accuracies in a record
     groups: dict[str, list[str]] = {name: [] for record in reversed(records) for name in getattr(record, key) or {}}
     for client in sorted(_list_clients(records) | client_domains.keys()):
@@ -217,7 +218,7 @@ def format_diagnosis(diagnosis: Diagnosis) -> list[list[str]]:
     for i in sorted(range(len(gaps)), key=lambda i: (np.isnan(gaps[i]), gaps[i])):
         unit, start = diagnosis.units[i], diagnosis.find_start(i)
         since = "on average" if start is None else f"round {start}"
-        clients = f" ({unit.clients} {'client' if unit.clients == 1 else 'clients'})"
+        clients = f" ({format_count(unit.clients, 'client')})"
         share = unit.weight / unit.equal_share
         words = [
             unit.name + (clients if diagnosis.kind == "domain" else ""),
