@@ -25,6 +25,7 @@ NAVIGATION = {
         "Use Flower": "flower",
         "Sum updates securely": "secure",
         "Operate a federation": "operate",
+        "Sum updates securely": "secure",
         "Read reports and diagnoses": "report",
         "Reproduce the paper": "reproduce",
         "Track runs": "track",

@@ -62,11 +62,11 @@ def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
 
 
 def find_loader(name: str, request: DataRequest | None = None) -> Callable[[], Domains]:
-    """Return the function that loads a data set; no image is read.
+    """Return the function that loads a data set, without reading an image.
 
     Args:
-        name: A name of `DATASETS`, "folder:PATH", or "package.module:function".
-        request: Where it is on disk and what may be missing.
+        name: As for `load_dataset`.
+        request: As for `load_dataset`.
 
     Raises:
         ValueError: If the data set is unknown or missing.

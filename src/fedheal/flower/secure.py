@@ -60,12 +60,12 @@ def SecureFedHEAL(
     """FedHEAL whose server sees sums only. Clients need `SecureSumMod`.
 
     Args:
-        tau: The least consistency of an entry that is kept.
-        beta: How fast weights follow distances.
+        tau: As for `fedheal.aggregate.fedheal`.
+        beta: As for `fedheal.aggregate.fedheal`.
         fael: `"momentum"`, or False to weight clients by their examples.
         threshold: The share of a sum's clients that must stay until its end; never fewer than 2.
         stage_timeout: How many seconds each of the four stages of a sum waits for replies.
-        **settings: The settings of `FairStrategy`. `min_replies` is at least 2, which is the default.
+        settings: The settings of `FairStrategy`. `min_replies` is at least 2, which is the default.
 
     Raises:
         ValueError: A parameter is out of range.
