@@ -23,7 +23,6 @@ NAVIGATION = {
         "Use your own data": "data",
         "Add a method": "add-a-method",
         "Use Flower": "flower",
-        "Sum updates securely": "secure",
         "Operate a federation": "operate",
         "Sum updates securely": "secure",
         "Read reports and diagnoses": "report",
