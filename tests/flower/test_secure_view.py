@@ -82,7 +82,7 @@ def test_training_replies_hold_scalars_and_counters_only(view):
         numbers = {name for record in content.metric_records.values() for name in record}
         assert numbers == {"num-examples", "train_loss", "distance", "buffer-norm"}
         assert set(content.config_records) == {"fedheal"}
-        assert set(content.config_records["fedheal"]) == {"client", "round", "token"}
+        assert set(content.config_records["fedheal"]) == {"client", "round", "token", "state_round"}
 
 
 def test_each_masked_vector_looks_random_also_without_the_mask_that_the_server_removes(view):
