@@ -3,7 +3,7 @@
 # make check  the quick part of the tests
 # make lint   ruff and mypy
 # make bench  the benchmarks
-# make docs   the documentation as a site, into site/
+# make docs   the documentation as a site, into site/html
 # make pictures   the documentation's pictures anew, from runs of this version
 # make audit  known vulnerabilities and licences of the locked dependencies, into docs/dependencies.md
 # make dist   wheel, source distribution and SBOM, into dist/; the same bytes every time
@@ -39,8 +39,8 @@ bench: $(VENV)/.run
 	$(BIN)/python benchmarks/methods.py
 
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "site/index.html"
+	$(BIN)/python -m sphinx --conf-dir docs --fail-on-warning --keep-going --quiet . site/html
+	@echo "site/html/index.html"
 
 pictures: $(VENV)/.test
 	$(BIN)/python tools/pictures.py

@@ -4,9 +4,10 @@
     python benchmarks/flower.py --quick     a small model, to see that it runs
 
 Timed is `aggregate_train` on the same reply messages: reading them, aggregating, and making the record that goes out next.
-The core alone is `Aggregator.apply` on a matrix of updates that is already there. Every strategy is called in turn, several
-times over; the best time of each counts. The batch counters of batch normalisation are left out of the messages: Flower's
-QFedAvg stops at whole numbers.
+The core alone is `Aggregator.apply` on a matrix of updates that is already there. A checkpoint costs the round its foreground
+time; the background time is how long it is written while clients train. Every strategy is called in turn, several times over;
+the best time of each counts. The batch counters of batch normalisation are left out of the messages: Flower's QFedAvg stops at
+whole numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import logging
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +33,8 @@ import fedheal
 from fedheal import Updates, aggregate
 from fedheal.flower import FedHEAL, Uniform, messages
 from fedheal.models import build
+
+Call = Callable[[], dict[str, float]]  # seconds by name
 
 # Messages name the task that made them; a benchmark is its own.
 TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
@@ -60,36 +64,36 @@ def replies(asked: list[Message], model: dict[str, torch.Tensor]) -> list[Messag
     return made
 
 
-def calls(model_name: str, number: int) -> tuple[dict[str, Callable[[], Any]], int]:
+def calls(model_name: str, number: int, folder: str) -> tuple[list[Call], list[Call], int]:
+    """Return what to time of ours and of Flower's own, and the model's size."""
     torch.manual_seed(0)
     whole = build(model_name, classes=10).state_dict()
     model = {name: value for name, value in whole.items() if value.is_floating_point()}
     initial = ArrayRecord(model)
     layout = messages.infer_layout(initial)
     grid: Any = Nodes(number)
-    ours = {
-        "fedheal.flower.FedHEAL": FedHEAL(min_available_nodes=number),
-        "fedheal.flower.Uniform": Uniform(min_available_nodes=number),
-    }
-    theirs = {
-        "flwr FedAvg": FedAvg(min_available_nodes=number),
-        "flwr QFedAvg": QFedAvg(client_learning_rate=0.01, q=1.0, min_available_nodes=number),
-    }
     asked = FedAvg(min_available_nodes=number).configure_train(1, initial, ConfigRecord(), grid)
     answered = replies(list(asked), model)
 
-    def strategy(one: Any) -> Callable[[], Any]:
-        rounds = itertools.count(1)
+    def strategy(name: str, one: Any) -> Call:
+        rounds, folder = itertools.count(1), getattr(one, "folder", None)
+        if folder is not None:
+            one._num_rounds = 10**9  # as `start` does: no result is written after each round
 
-        def call() -> Any:
+        def call() -> dict[str, float]:
             number = next(rounds)
             one.configure_train(number, initial, ConfigRecord(), grid)
             # Some strategies empty the records they read: each gets its own, over the same bytes.
             copies = [_copied(message) for message in answered]
             begin = time.perf_counter()
-            out = one.aggregate_train(number, copies)
-            call.seconds = time.perf_counter() - begin  # type: ignore[attr-defined]
-            return out
+            one.aggregate_train(number, copies)
+            aggregated = time.perf_counter()
+            if folder is None:
+                return {name: aggregated - begin}
+            one.aggregate_evaluate(number, [])
+            ended = time.perf_counter()
+            folder.settle()
+            return {f"{name}, foreground": ended - aggregated, f"{name}, background": time.perf_counter() - ended}
 
         return call
 
@@ -102,20 +106,30 @@ def calls(model_name: str, number: int) -> tuple[dict[str, Callable[[], Any]], i
         torch.stack([one.buffers for one in local]),
     )
 
-    def core(aggregator: aggregate.Aggregator) -> Callable[[], None]:
+    def core(name: str, aggregator: aggregate.Aggregator) -> Call:
         state = [aggregator.init(layout)]
 
-        def call() -> None:
+        def call() -> dict[str, float]:
             begin = time.perf_counter()
             state[0] = aggregator.apply(before, updates, state[0], donate=True).state
-            call.seconds = time.perf_counter() - begin  # type: ignore[attr-defined]
+            return {name: time.perf_counter() - begin}
 
         return call
 
-    made: dict[str, Callable[[], Any]] = {"core alone, fedheal()": core(aggregate.fedheal())}
-    made["core alone, uniform()"] = core(aggregate.uniform())
-    made |= {name: strategy(one) for name, one in {**ours, **theirs}.items()}
-    return made, layout.sizes().params
+    keys = {"min_available_nodes": number}
+    ours = [
+        core("core alone, fedheal()", aggregate.fedheal()),
+        strategy("fedheal.flower.FedHEAL", FedHEAL(**keys)),
+        strategy("checkpoint of FedHEAL", FedHEAL(**keys, folder=f"{folder}/fedheal")),
+        core("core alone, uniform()", aggregate.uniform()),
+        strategy("fedheal.flower.Uniform", Uniform(**keys)),
+        strategy("checkpoint of Uniform", Uniform(**keys, folder=f"{folder}/uniform")),
+    ]
+    theirs = [
+        strategy("flwr FedAvg", FedAvg(**keys)),
+        strategy("flwr QFedAvg", QFedAvg(client_learning_rate=0.01, q=1.0, **keys)),
+    ]
+    return ours, theirs, layout.sizes().params
 
 
 def _copied(message: Message) -> Message:
@@ -126,15 +140,15 @@ def _copied(message: Message) -> Message:
     return copy
 
 
-def measured(made: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def measured(made: list[Call], repeats: int) -> dict[str, float]:
     """The best time of each, called in turn, so that a busy moment of the machine is nobody's alone."""
-    times: dict[str, list[float]] = {name: [] for name in made}
+    found: dict[str, float] = {}
     for turn in range(repeats + 1):
-        for name, call in made.items():
-            call()
-            if turn:  # the first warms up
-                times[name].append(call.seconds)  # type: ignore[attr-defined]
-    return {name: min(found) for name, found in times.items()}
+        for call in made:
+            for name, seconds in call().items():
+                if turn:  # the first warms up
+                    found[name] = min(seconds, found.get(name, seconds))
+    return found
 
 
 def main() -> None:
@@ -143,11 +157,10 @@ def main() -> None:
     quick = parser.parse_args().quick
     logging.getLogger("flwr").setLevel(logging.ERROR)
     number = 4 if quick else 20
-    made, size = calls("small_cnn" if quick else "resnet10", number)
-    # The slow ones by themselves: what they allocate and free would weigh on the others.
-    slow = {name: call for name, call in made.items() if name.startswith("flwr")}
-    found = measured({name: call for name, call in made.items() if name not in slow}, 2 if quick else 20)
-    found |= measured(slow, 1 if quick else 5)
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs, size = calls("small_cnn" if quick else "resnet10", number, folder)
+        # The slow ones by themselves: what they allocate and free would weigh on the others.
+        found = measured(ours, 2 if quick else 20) | measured(theirs, 1 if quick else 5)
     cores = len(os.sched_getaffinity(0))
     print(
         f"{platform.machine()}, {cores} CPU cores; Python {platform.python_version()}, fedheal {fedheal.__version__}, "

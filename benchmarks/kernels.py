@@ -49,7 +49,7 @@ REST = "everything else"
 # What each variant replaces: module, name, replacement.
 VARIANTS: dict[str, list[tuple[ModuleType, str, Callable[..., Any]]]] = {
     "default": [],
-    "plain-norm": [(fused_norm, "_load_kernels", lambda *_: None)],
+    "plain-norm": [(fused_norm, "import_triton_kernels", lambda *_: None)],
     "separate-casts": [(resnet, "cast_weights", lambda *_: nullcontext())],
 }
 VARIANTS["neither"] = VARIANTS["plain-norm"] + VARIANTS["separate-casts"]

@@ -126,7 +126,8 @@ def serve(asked: Connection, protocol: Protocol, way: Way) -> None:
             made = plain_loop(fed, 5)
             asked.send({"train": made.train, "aggregate": 0.0, "evaluate": made.evaluate})
         return
-    with open_engine(fed.local_training, "serial", workers=way.processes, threads=way.threads) as engine:
+    tests = list(fed.tests.values())
+    with open_engine(fed.local_training, "serial", way.processes, way.threads, evaluated=tests) as engine:
         state = initial_state(fed)
         while asked.recv():
             state, record = run_round(fed, state, engine)

@@ -1,4 +1,6 @@
-"""Write docs/reference.md: every field of an experiment and every parameter of a method, from their declarations.
+"""Write docs/reference.md: every command, every field of an experiment and every parameter of a method.
+
+They come from their declarations. The Python names come from their docstrings (docs/api).
 
 python tools/reference.py > docs/reference.md
 """
@@ -6,10 +8,18 @@ python tools/reference.py > docs/reference.md
 from __future__ import annotations
 
 import typing
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
+
+with warnings.catch_warnings():  # typer still imports names that click has deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import typer
+
+    from fedheal import cli
 
 from fedheal import methods
 from fedheal.core.parameter import Parameter, get_parameters
@@ -71,15 +81,42 @@ NAMES: dict[Any, str] = {str: "text", int: "whole number", float: "number", bool
 
 def make_page() -> str:
     """Return the page as Markdown."""
-    return "\n".join([*_list_fields(), "", *_list_parameters(), ""])
+    head = [
+        "# Reference",
+        "",
+        "Written by `tools/reference.py` from the code; a test fails if it is out of date.",
+        "[Python API](api/index.md) has the names to import.",
+    ]
+    return "\n".join([*head, "", *_list_commands(), "", *_list_fields(), "", *_list_parameters(), ""])
+
+
+def _list_commands() -> list[str]:
+    lines = [
+        "## Commands",
+        "",
+        "`fedheal COMMAND --help` explains each option.",
+        "",
+        "| command | what it does | options |",
+        "|---|---|---|",
+    ]
+    for usage, command in _walk_commands(typer.main.get_command(cli.app), "fedheal"):
+        options = (f"`{max(option.opts, key=len)}`" for option in command.params if option.param_type_name == "option")
+        lines.append(f"| `{usage}` | {command.get_short_help_str(200).replace('<', '&lt;')} | {', '.join(options)} |")
+    return lines
+
+
+def _walk_commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield each command with its usage, such as `fedheal run [FILE.toml] [key=value ...]`."""
+    if hasattr(command, "commands"):
+        for key, inner in command.commands.items():
+            yield from _walk_commands(inner, f"{name} {key}")
+    else:
+        pieces = command.collect_usage_pieces(command.make_context(name, [], resilient_parsing=True))
+        yield " ".join([name, *(piece for piece in pieces if piece != "[OPTIONS]")]), command
 
 
 def _list_fields() -> list[str]:
     lines = [
-        "# Reference",
-        "",
-        "Written by `tools/reference.py` from the code; a test fails if it is out of date.",
-        "",
         "## Fields of an experiment",
         "",
         "For `fedheal run key=value`, a TOML file and `fedheal.Experiment(...)`. A data set's protocol may have other",

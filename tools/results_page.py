@@ -212,8 +212,9 @@ def _compare_to_independent(runs: Sequence[Run], data: str) -> list[str]:
     limits = ", ".join(f"{limit:g} on {column}" for column, limit in LIMITS.items())
     notes = [
         INDEPENDENT_SOURCE,
-        f"Bold is a flag: ours is further from its first line than {limits} (points). What is flagged counts as a bug, in "
-        f"either of the two, until it is explained. Flagged: {', '.join(beyond) or 'nothing'}.",
+        f"Bold is a flag: ours is further from its first line than {limits} (points). Flagged: "
+        f"{', '.join(beyond) or 'nothing'}. [The findings](../docs/findings.md#an-independent-implementation) discuss what is "
+        "flagged.",
     ]
     table = format_table(["row", "", *name_columns(INDEPENDENT_COLUMNS, data)], lines)
     return ["### Beside an independent implementation", table, format_list(notes)]

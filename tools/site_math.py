@@ -1,4 +1,4 @@
-"""A hook of the site's generator: formulas between dollar signs become pictures that need no script and no network.
+"""A Sphinx extension: formulas become pictures that need no script and no network.
 
 They are set by matplotlib's own mathematics, whose dialect of LaTeX they must keep to; a formula it cannot set fails the build.
 """
@@ -12,29 +12,31 @@ import zlib
 from functools import cache
 from typing import Any
 
+from docutils import nodes
 from matplotlib import mathtext
 from matplotlib.font_manager import FontProperties
 
 BIGGER = 1.12  # than the text around it, whose letters are larger than these for the same size
 SIZE = 60  # of the type; large, since matplotlib rounds a formula's size to whole points
-CODE = re.compile(r"(```.*?```|~~~.*?~~~|`[^`\n]+`)", re.S)
-BLOCK = re.compile(r"^\$\$(.+?)\$\$\s*$", re.S | re.M)
-INLINE = re.compile(r"(?<![\\$\w])\$([^$\n]+?)\$(?![\w$])")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turn formulas outside code into SVG."""
-    parts = CODE.split(markdown)
-    parts[::2] = [
-        INLINE.sub(lambda match: draw_formula(match[1].strip()), BLOCK.sub(_draw_block, part)) for part in parts[::2]
-    ]
-    return "".join(parts)
+def setup(app: Any) -> dict[str, bool]:
+    """Register the renderer, which `html_math_renderer` names."""
+    app.add_html_math_renderer("picture", (write_inline, None), (write_block, None))
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-def _draw_block(match: re.Match[str]) -> str:
-    lines = [line for line in match[1].strip().splitlines() if line.strip()]
-    drawn = "<br>".join(draw_formula(" ".join(line.strip().rstrip("\\").split())) for line in lines)
-    return f'<p style="text-align:center;line-height:2.4">{drawn}</p>\n'
+def write_inline(writer: Any, node: nodes.Element) -> None:
+    writer.body.append(draw_formula(node.astext().strip()))
+    raise nodes.SkipNode
+
+
+def write_block(writer: Any, node: nodes.Element) -> None:
+    """Write a displayed formula, each of its lines on a line of its own."""
+    lines = [" ".join(line.rstrip("\\ ").split()) for line in node.astext().splitlines() if line.strip()]
+    drawn = "<br>".join(map(draw_formula, lines))
+    writer.body.append(f'<p style="text-align:center;line-height:2.4;overflow-x:auto">{drawn}</p>\n')
+    raise nodes.SkipNode
 
 
 @cache

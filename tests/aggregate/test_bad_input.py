@@ -583,7 +583,7 @@ def test_the_state_of_another_aggregator_is_refused(make):
         before = frozen(theirs)
         if memory(before[1]) == memory(frozen(state)[1]):
             continue  # the same kind of memory: both can use it
-        with pytest.raises(ValueError, match="made by another") as refused:
+        with pytest.raises(ValueError, match="give a state ") as refused:
             aggregator.apply(model(), updates(seed=5), theirs)
         one_sentence(refused.value)
         assert frozen(theirs) == before

@@ -378,7 +378,7 @@ def test_random_federations_match_the_independent_reading(
         ({"forget": 0.1, "fphl": False}, r"forget = 0\.1 with fphl = False: there are no sign counts"),
         ({"per_domain": True, "fael": "exact"}, "per_domain = True with fael = 'exact'"),
         ({"per_domain": True, "fael": False}, "per_domain = True with fael = False"),
-        ({"forget": 1.0}, r"forget = 1\.0: use a number from 0 to 1, but less than 1"),
+        ({"forget": 1.0}, r"forget = 1\.0: use a number of at least 0 and below 1"),
         ({"forget": -0.1}, r"forget = -0\.1"),
         ({"forget": True}, "forget = True"),
         ({"soft": 1}, "soft = 1: use True or False"),
@@ -409,5 +409,5 @@ def test_a_damaged_state_is_refused() -> None:
     for key in arrays:
         with pytest.raises(ValueError, match=r"damaged|belong|shape"):
             State.from_arrays({**arrays, key: arrays[key][:1]}, described)
-    with pytest.raises(ValueError, match="made by another one"):
+    with pytest.raises(ValueError, match="give a state that it made itself"):
         fedheal(forget=0.5, variant="released").apply(torch.zeros(1), sent, state)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
+import torch
 
 from fedheal.campaign import sweep
 from fedheal.campaign.pool import run_all
 from fedheal.campaign.sweep import (
     Search,
     Trial,
+    ValidationData,
     choose_best,
     count_equals,
+    measure_validation,
     parse_space,
     search_grid,
     search_randomly,
     search_with_optuna,
 )
+from fedheal.simulate.build import build_federation, load_domains
 from tiny_data import QUICK
 
 
@@ -32,10 +37,9 @@ def search(tmp_path, **more):
     return Search({"tau": [0.0, 0.9], "lr": [0.05, 0.0005]}, fixed, [0], tmp_path, **more)
 
 
-def test_the_choice_is_made_on_validation_data_alone():
+def test_the_highest_mean_is_chosen():
     better, worse = Trial({"tau": 0.1}, {"avg": (60.0, 62.0)}), Trial({"tau": 0.9}, {"avg": (59.0, 61.0)})
     assert choose_best([worse, better], "avg") is better
-    assert not hasattr(better, "test")  # results on the test set are not read at all
 
 
 def test_lower_is_better_for_std():
@@ -91,8 +95,39 @@ def test_a_grid_runs_every_point_and_reads_its_validation(finished_grid):
     ]
     stored = json.loads((wanted.jobs(trials[0].point)[0].folder / "result.json").read_text())
     assert trials[0].validation["avg"] == (stored["validation"]["avg"],)
-    assert not any(hasattr(trial, "test") for trial in trials)  # the test set has no part in it
     assert choose_best(trials, "avg").point["lr"] == 0.05  # the other one hardly learns
+
+
+def test_results_on_the_test_set_change_no_trial(tmp_path, finished_grid):
+    folder, trials = finished_grid
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for number, path in enumerate(sorted(tmp_path.glob("*/result.json"))):
+        stored = json.loads(path.read_text())
+        stored |= {key: float(number) for key in ("avg", "std", "worst", "best", "gap", "jain")}
+        stored["domains"] = dict.fromkeys(stored["domains"], float(number))
+        path.write_text(json.dumps(stored))
+    assert search_grid(search(tmp_path), run) == trials
+
+
+def test_validation_examples_are_counted_as_a_run_holds_them_out(tmp_path):
+    (job,) = search(tmp_path).jobs({"tau": 0.0, "lr": 0.05})
+    data = measure_validation(job.experiment)
+    assert data.sizes == {"plain": 10, "noisy": 6, "dark": 3}  # 20 % of 2 x 24, 2 x 16 and 13, rounded per client
+    federation = build_federation(job.experiment, load_domains(job.experiment), torch.device("cpu"))
+    labels = {d: [] for d in data.sizes}
+    for client, split in federation.validation.items():
+        labels[federation.client_domains[client]] += split.labels.tolist()
+    constant = [np.mean([np.mean(np.equal(labels[d], c)) for d in labels]) for c in range(3)]
+    assert data.chance == pytest.approx(100 * max(constant))
+    (halved,) = Search({"lr": [1, 2]}, QUICK | {"method": "fedce"}, [0], tmp_path).jobs({"lr": 1})
+    assert measure_validation(halved.experiment).sizes == {"plain": 4, "noisy": 2, "dark": 1}  # the rest sets weights
+
+
+def test_a_point_is_at_chance_up_to_two_standard_errors_above_it():
+    data = ValidationData({"a": 100, "b": 100}, chance=10.0)  # two errors of a mean over 200 examples: 4.24
+    assert data.is_chance(Trial({}, {"avg": (14.2,)}))
+    assert not data.is_chance(Trial({}, {"avg": (14.3,)}))
+    assert not data.is_chance(Trial({}, {"avg": (14.2, 14.2)}))  # two seeds: 3.0
 
 
 def test_random_search_tries_different_points_of_the_grid_and_repeats_itself(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 import fedheal
 from command_line import assert_sentence, read_files
-from fedheal.campaign.sweep import METRICS
+from fedheal.campaign.sweep import METRICS, SEARCHES
 from fedheal.cli.data import data_app
 from fedheal.report import tables
 from fedheal.reproduce import RECIPES
@@ -43,7 +43,8 @@ except SystemExit as end:
     ("words", "code"),
     [
         (["--version"], 0), (["--help"], 0), (["-h"], 0), (["compare", "-h"], 0), ([], 2),
-        (["rnu"], 2), (["run", "--rounds"], 2),
+        (["rnu"], 2), (["run", "--rounds"], 2), (["run", "fedheal"], 2), (["compare", "fedavg", "--jobs", "-1"], 2),
+        (["sweep", "tau=0,1", "--search", "al"], 2), (["reproduce", "table9"], 2),
     ],
 )  # fmt: skip
 def test_help_the_version_and_mistakes_import_nothing_slow(tmp_path: Path, words: list[str], code: int) -> None:
@@ -117,6 +118,7 @@ def test_the_options_name_what_the_library_has(call) -> None:
     app = sys.modules["fedheal.cli.app"]
     assert set(app.REPORT_FORMATS) == {*tables.FORMATS, "csv", "parquet"}
     assert ", ".join(RECIPES) == app.RESULTS
+    assert tuple(SEARCHES) == app.SEARCHES
     assert f"{', '.join(list(METRICS)[:-1])} or {list(METRICS)[-1]}" in " ".join(
         call("sweep", "--help").out.replace("│", "").split()
     )

@@ -55,6 +55,24 @@ def test_what_any_run_needs_is_checked_before_the_first_one_starts(call, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--data", "folder:/nowhere"], "data = 'folder:/nowhere': there is no folder '/nowhere'"),
+        (["--data", "digitz"], "there is no data set 'digitz' (did you mean 'digits'?)"),
+        (["--data", "nothing_there:load"], "nothing_there"),
+        (["--track", "wandbb"], "unknown tracker 'wandbb' (did you mean 'wandb'?)"),
+    ],
+)
+def test_data_and_trackers_that_do_not_exist_are_refused_before_the_first_run(
+    given: list[str], says: str, call, tmp_path: Path
+) -> None:
+    done = call("compare", "fedavg", "--seeds", "2", *given)
+    assert_sentence(done, says)  # and no title
+    assert "(in the run" not in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_finished_run_without_numbers_is_named_in_a_comparison(call, tmp_path: Path) -> None:
     given = [word for word in WORDS if not word.startswith("data=")]
     command = ["compare", "fedavg", "--data", "tiny_data:load", "--seeds", "1", "--out", "here", "--jobs", "1", *given]

@@ -6,6 +6,7 @@ import json
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
 from PIL import Image
@@ -39,7 +40,7 @@ def test_check_says_counts_balance_and_what_stands_in(root: Path, call) -> None:
         "MATLAB",
         "stand-in",
         "4 (0) to 4 (0) in 10 classes",
-        "73,257 / 26,032",
+        "73,257 training and 26,032 test images",
     ):
         assert said in done.out
 
@@ -57,18 +58,55 @@ def test_classes_that_not_every_domain_has_are_named(call, tmp_path: Path) -> No
     layouts.image_folders(tmp_path / "pets" / "photos", {"cat": 10, "dog": 10, "horze": 10, "newt": 5}, 2)
     layouts.image_folders(tmp_path / "pets" / "sketches", {"cat": 10, "dog": 10, "horse": 10}, 3)
     note = (
-        "3 class(es) left out because not every domain has them: 'horse' (in art, sketches), 'horze' (in photos; did you "
+        "3 classes are left out because not every domain has them: 'horse' (in art, sketches), 'horze' (in photos; did you "
         "mean 'horse'?), 'newt' (in photos); rename folders that are misspelt; classes=union keeps them"
     )
     checked = call("data", "check", "folder:pets")
     assert checked.code == 1, checked
     assert f"folder:pets: {note}" in checked.out
     done = call("run", "data=folder:pets", *QUICK, "name=one")
-    assert f"Note: {note}." in done.out, done
+    assert done.out.startswith(f"Note: {note}.\n"), done  # before the first round
     assert json.loads((tmp_path / "runs" / "one" / "result.json").read_text())["data_notes"] == [note]
     for words in (["data", "check", "folder:pets"], ["data", "prepare", "folder:pets"]):
         union = call(*words, "classes=union")
         assert (union.code, "left out" in union.out) == (0, False)
+        assert (
+            "class names that may be misspelt: 'horze' (in photos; did you mean 'horse'?); rename folders that are"
+            in union.out
+        )
+
+
+@pytest.mark.parametrize(
+    "command", [["compare", "fedavg", "--data", "folder:pets"], ["sweep", "data=folder:pets", "lr=1,2"]]
+)
+def test_classes_that_are_left_out_are_named_before_the_first_of_many_runs(
+    call, tmp_path: Path, command, monkeypatch
+) -> None:
+    for seed, classes in enumerate((["cat", "dog", "newt"], ["cat", "dog"])):
+        layouts.image_folders(tmp_path / "pets" / f"domain{seed}", dict.fromkeys(classes, 10), seed)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no run today")
+
+    monkeypatch.setattr("fedheal.campaign.pool._run_here", refuse)
+    done = call(*command, *QUICK, "--seeds", "1")
+    note = "Note: 1 class is left out because not every domain has it: 'newt' (in domain0); classes=union keeps it."
+    assert (done.code, done.err, note in done.out) == (2, "fedheal: no run today\n", True), done
+
+
+def test_check_says_that_images_of_16_bits_use_fewer(call, tmp_path: Path) -> None:
+    """12 bits in files of 16, as microscopes and X-ray detectors write them, become nearly black."""
+    for domain, factor in (("dark", 1), ("bright", 16)):
+        for name in ("a", "b"):
+            (tmp_path / "cells" / domain / name).mkdir(parents=True)
+            for number in range(10):
+                shades = np.arange(64, dtype=np.uint16).reshape(8, 8) * 65 * factor  # up to 4095 of 65535
+                Image.fromarray(shades).save(tmp_path / "cells" / domain / name / f"{number}.png")
+    done = call("data", "check", "folder:cells")
+    assert done.code == 0, done
+    said = "its images have 16 bits per pixel, but use only 12 of them, so they will be nearly black"
+    assert f"dark: found in cells/dark: {said}: multiply their values by 16, or save them with 8 bits\n" in done.out
+    assert "bright: found in cells/bright\n" in done.out
 
 
 def test_check_refuses_domains_without_a_common_class_as_a_run_does(call, tmp_path: Path) -> None:
@@ -77,7 +115,7 @@ def test_check_refuses_domains_without_a_common_class_as_a_run_does(call, tmp_pa
     for words in (["data", "check", "folder:pets"], ["run", "data=folder:pets", *QUICK]):
         done = call(*words)
         assert done.code == 2, done
-        assert "has 1 class(es); at least two are needed (a has v, w, x and 1 more; b has y, z)" in done.err
+        assert "has 1 class; at least two are needed (a has v, w, x and 1 more; b has y, z)" in done.err
 
 
 def test_check_without_a_name_looks_for_all(root: Path, call) -> None:

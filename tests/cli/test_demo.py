@@ -35,7 +35,7 @@ def load_small() -> Domains:
 def test_the_demo_gives_a_table_and_the_bits_of_a_single_run(
     call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedheal.data._load_embedded_once", load_small)
+    monkeypatch.setattr("fedheal.data.datasets._load_embedded_once", load_small)
     done = call("demo", "--rounds", "1", "--jobs", "1", "--out", "one")
     assert (done.code, done.err) == (0, "")
     assert CONTROL.search(done.out) is None

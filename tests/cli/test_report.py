@@ -52,7 +52,9 @@ def test_options_without_effect_are_refused(call, tmp_path: Path) -> None:
     assert_sentence(call("report", "runs", "--html", "--reference", "bogus"), "reference = bogus")
     assert_sentence(call("report", "runs", "--figures", "drawn", "-f", "csv"), "format = csv", "--figures")
     assert_sentence(call("report", "runs", "--figures", "drawn", "--out", "x"), "out = x", "--figures")
-    assert_sentence(call("report", "runs", "-f", "csv", "--reference", "bogus"), "reference = bogus", "leave it out")
+    assert_sentence(
+        call("report", "runs", "-f", "csv", "--reference", "bogus"), "reference = bogus", "leave out --reference"
+    )
 
 
 def test_the_text_report_says_what_its_marks_and_numbers_are(call, tmp_path: Path) -> None:
@@ -88,8 +90,25 @@ def test_a_diagnosis_that_cannot_be_made_is_refused(call, tmp_path: Path) -> Non
 def test_a_report_of_what_is_not_there_says_what_is(call, tmp_path: Path) -> None:
     (tmp_path / "runs" / "compare-embedded-rounds=2").mkdir(parents=True)
     done = call("report", "runs/compare-embedded")
-    assert_sentence(done, "runs/compare-embedded does not exist; there is runs/compare-embedded-rounds=2")
-    assert_sentence(call("report", "runs/other"), "runs/other does not exist\n")
+    assert_sentence(done, "runs/compare-embedded does not exist: did you mean runs/compare-embedded-rounds=2?")
+    assert_sentence(
+        call("report", "runs/other"), "runs/other does not exist: name a folder that fedheal run, compare, "
+    )
+    for name in "abcdef":
+        run_folder(tmp_path / "runs" / name / "one")
+    said = "runs/other does not exist: folders with finished runs are runs/a, runs/b, runs/c, runs/d, runs/e and 1 more"
+    assert_sentence(call("report", "runs/other"), said)
+
+
+def test_a_damaged_line_of_the_rounds_is_named_and_the_report_goes_on(call, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "runs" / "fedavg", rounds=4)
+    whole = call("report", "runs").out
+    lines = (folder / "rounds.jsonl").read_text().splitlines()
+    (folder / "rounds.jsonl").write_text("\n".join([*lines[:2], lines[2][:40], lines[3]]) + "\n")
+    done = call("report", "runs")
+    caution = "runs/fedavg/rounds.jsonl is damaged in line 3. Tables do not need that file, but figures do.\n"
+    assert (done.code, done.err, done.out.replace(caution, "")) == (0, "", whole)
+    assert_sentence(call("report", "runs", "--html"), "runs/fedavg/rounds.jsonl has 2 rounds and is damaged in line 3")
 
 
 def test_runs_of_other_settings_that_cannot_stand_in_one_table_say_which_settings(call) -> None:

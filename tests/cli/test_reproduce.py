@@ -32,7 +32,7 @@ def test_a_result_of_the_paper_beside_ours(call, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["table9"], "there is no result 'table9'; choose one of headline, table1"),
+        (["table9"], "there is no result 'table9': choose one of headline, table1"),
         (["table1", "--smoke", "--rows", "bogus"], "rows = bogus"),
         (["table1", "--smoke", "--rounds", "0"], "rounds = 0"),
         (["table1", "--smoke", "--seeds", "x"], "seeds = x"),

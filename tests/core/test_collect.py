@@ -244,7 +244,7 @@ def test_a_bad_reply_is_named_and_left_out(flaw, place):
     ("reply", "said"),
     [
         (("bad", np.ones(4), 1), r"update has length 4 where length 3 is expected"),
-        (("bad", np.ones(3, np.int32), 1), "int32; float32, float64, bfloat16 and float16 will do"),
+        (("bad", np.ones(3, np.int32), 1), "int32; use float32, float64, bfloat16 or float16"),
         (("bad", np.ones(3), "many"), r"num_examples.*many"),
         (("bad", np.ones(3), 1, None, None, {"loss": "low"}), r"loss.*low"),
         (("bad", None, 1), "update"),

@@ -13,6 +13,7 @@ from torch import nn
 
 from fedheal import Layout, Packed
 from fedheal.core.layout import Sizes
+from tiny_data import normed
 
 
 class Bag(nn.Module):
@@ -325,3 +326,39 @@ def test_a_flat_layout_is_one_parameter_tensor():
 def test_a_flat_layout_needs_a_positive_whole_size(size):
     with pytest.raises((TypeError, ValueError), match=f"size.*{size}"):
         Layout.flat(size)
+
+
+class Doubling(nn.Linear):
+    """Loads something else than it is given."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        super()._load_from_state_dict({k: 2 * v for k, v in state_dict.items()}, prefix, *rest)
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(3, 2)
+
+    def clear_bias(module, keys):
+        nn.init.zeros_(module.bias)
+
+    module.register_load_state_dict_post_hook(clear_bias)
+    return module
+
+
+def half() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3, dtype=torch.bfloat16), nn.Linear(3, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [tied, lambda: normed(3, 16), lambda: Doubling(3, 2), hooked, half],
+    ids=["tied", "normed", "own loading", "hook", "dtypes"],
+)
+def test_load_into_gives_the_bits_of_load_state_dict(make):
+    torch.manual_seed(0)
+    given, fast, slow = make(), make(), make()
+    layout = Layout.of(given)
+    layout.load_into(fast, layout.pack(given.state_dict()))
+    slow.load_state_dict(layout.unpack(layout.pack(given.state_dict())))
+    assert all(torch.equal(value, slow.state_dict()[name]) for name, value in fast.state_dict().items())
+    assert [name for name, _ in fast.named_parameters()] == [name for name, _ in slow.named_parameters()]

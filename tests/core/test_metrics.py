@@ -61,7 +61,7 @@ def test_units_may_come_in_any_order() -> None:
 
 
 def test_no_units_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match="no units"):
+    with pytest.raises(ValueError, match="there are no accuracies"):
         fairness({})
 
 

@@ -178,6 +178,26 @@ def test_a_file_that_holds_no_such_state_is_refused(tmp_path: Path) -> None:
         State.load(tmp_path / "absent")
 
 
+def test_one_flipped_bit_in_a_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    outer().save(path)
+    whole = path.read_bytes()
+    numbers = 8 + int.from_bytes(whole[:8], "little")  # after the header and its length
+    for place in (whole.index(b"test-outer"), *range(numbers, len(whole))):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(
+            ValueError, match=r"state\.safetensors is damaged \(its checksum does not fit its contents\)"
+        ):
+            State.load(path)
+
+
+def test_a_file_of_an_earlier_version_without_a_checksum_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    arrays, described = outer().to_arrays()
+    path.write_bytes(save({k: v.clone() for k, v in arrays.items()}, {"fedheal-state": json.dumps(described)}))
+    assert State.load(path) == outer()
+
+
 def test_a_state_that_cannot_be_written_names_its_path_and_leaves_nothing(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere" / "s.safetensors", tmp_path):  # no such folder; a folder
         with pytest.raises(OSError, match=r".") as error:

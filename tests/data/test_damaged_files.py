@@ -144,7 +144,7 @@ def test_an_image_that_claims_to_be_enormous_is_one_that_cannot_be_read(tmp_path
     (tmp_path / "d" / "a" / "x" / "0000.png").write_bytes(bomb_png(side))
     done = call("data", "prepare", f"folder:{tmp_path / 'd'}")
     assert done.code == 0, done.err
-    assert "a: 1 image(s) could not be read" in done.out
+    assert "a: 1 image could not be read" in done.out
     assert "0000.png" in done.out
 
 

@@ -33,7 +33,7 @@ def test_valid_data_pass() -> None:
             r"images must be uint8 \[N, 3, H, W\], got torch.float32 of shape \(4, 3, 8, 8\)",
         ),
         (Split(IMAGES, LABELS[:3]), r"labels must be int64 \[4\], got torch.int64 of shape \(3,\)"),
-        (Split(IMAGES, LABELS + 1), "labels from 1 to 2 for 2 classes"),
+        (Split(IMAGES, LABELS + 1), "labels must be 0 to 1, got 1 to 2"),
     ],
 )
 def test_invalid_splits(train: Any, message: str) -> None:
@@ -44,11 +44,23 @@ def test_invalid_splits(train: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("clients_per_domain", ("3",), "the entries of clients_per_domain must be int >= 1, got '3'"),
-        ("clients_per_domain", (0,), "the entries of clients_per_domain must be int >= 1, got 0"),
-        ("clients_per_domain", (True,), "the entries of clients_per_domain must be int >= 1, got True"),
+        (
+            "clients_per_domain",
+            ("3",),
+            "the entries of clients_per_domain must be whole numbers of at least 1, got '3'",
+        ),
+        ("clients_per_domain", (0,), "the entries of clients_per_domain must be whole numbers of at least 1, got 0"),
+        (
+            "clients_per_domain",
+            (True,),
+            "the entries of clients_per_domain must be whole numbers of at least 1, got True",
+        ),
         ("clients_per_domain", 3, "clients_per_domain must be tuple, got int"),
-        ("samples_per_client", (1.5,), "the entries of samples_per_client must be int >= 0, got 1.5"),
+        (
+            "samples_per_client",
+            (1.5,),
+            "the entries of samples_per_client must be whole numbers of at least 0, got 1.5",
+        ),
         ("samples_per_client", (1, 2), "samples_per_client has 2 entries for 1 domains"),
         ("domains", None, "domains must be tuple, got NoneType"),
         ("domains", ("photos",), r"domains\[0\] must be fedheal.data.domains.Domain, got str"),

@@ -312,7 +312,7 @@ def test_the_command_says_what_it_cannot_fetch_but_fetches_the_rest(tiny: Path, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--domain", "mnist"], "the domains of 'digits' are usps, syn"),
+        (["--domain", "mnist"], "domain = mnist: use one of usps, syn, the domains of 'digits'"),
         (["--from", "elsewhere"], "use hub or web"),
         (["--from", "hub", "--domain", "usps"], "cannot be downloaded from the hub"),
     ],

@@ -126,7 +126,7 @@ def test_bytes_that_are_no_image_are_named_and_counted(tmp_path: Path) -> None:
         write(folder / f"{part}.parquet", {"image": broken, "label": [i % 10 for i in range(20)]})
     found = data.load_dataset("digits", data.DataRequest(str(tmp_path), allow_missing=True))
     assert len(found["usps"].train) == 18
-    assert any("usps: 4 image(s) could not be read" in note for note in found.notes)
+    assert any("usps: 4 images could not be read" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_filling_when_all_samples_of_a_domain_are_shared_out() -> None:
 
 
 def test_both_at_once_and_no_labels_are_refused() -> None:
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         split(dirichlet=0.1, class_filling=True)
     with pytest.raises(ValueError, match="need labels"):
         partition_samples({"a": 10}, {"a": 1}, {"a": 5}, 0, dirichlet=0.1)

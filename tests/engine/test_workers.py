@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from fedheal import Method
 from fedheal.core.layout import Layout
 from fedheal.engine import Engine, open_engine
 from fedheal.engine.serial import Task
-from fedheal.engine.workers import WorkerPool
+from fedheal.engine.workers import WorkerPool, _make_sendable
 from fedheal.local.term import Term
 from fedheal.methods import get
 from fedheal.simulate.build import build_federation
@@ -40,19 +42,30 @@ def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on() -> None:
-    """With statistics and tied weights; the module of this process is not touched by theirs."""
-    keys = {"model": "tiny_data:tied", "participation": 0.8, "dropout": 0.2, "augment": "crop-flip"}
+def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on(monkeypatch) -> None:
+    """With statistics and tied weights; the module of this process is not touched by theirs, nor does it evaluate."""
+    keys = {"validation": 0.25} | {
+        "model": "tiny_data:tied",
+        "participation": 0.8,
+        "dropout": 0.2,
+        "augment": "crop-flip",
+    }
     federation = build_federation(quick(**keys), load(), torch.device("cpu"))
     module = nn.Sequential(nn.BatchNorm2d(3), federation.local_training.module)
     local_training = replace(federation.local_training, module=module, layout=Layout.of(module))
     federation = replace(federation, local_training=local_training)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with open_engine(local_training, workers=2) as engine:
+    evaluated = [*federation.tests.values(), *federation.validation.values()]
+    with open_engine(local_training, workers=2, evaluated=evaluated) as engine, monkeypatch.context() as patch:
+        patch.delattr("fedheal.simulate.evaluation.find_correct_in_turn")
         state = initial_state(federation)
         tasks = [Task(client, 1) for client in ("dark-0", "plain-1", "noisy-0")]
+        next(engine.train(state.model, (), tasks))  # whose other results nobody waits for
         results = [list(engine.train(state.model, (), tasks))]
         ends = [run_rounds(federation, engine)]
+        with pytest.raises(ValueError, match="do not fit this layout") as raised:
+            list(engine.train(replace(state.model, params=torch.zeros(7)), (), tasks))
+        assert "In a worker process:" in raised.value.__notes__[0]
         with pytest.raises(KeyError, match="nobody"):
             list(engine.train(state.model, (), [Task("nobody", 1)]))
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -69,15 +82,48 @@ def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on()
     for one, two in zip(*results, strict=True):
         assert torch.equal(one.reply.delta, two.reply.delta)
         assert one.reply.metrics == two.reply.metrics
-    assert ends[0].keys() == ends[1].keys()
-    assert all(torch.equal(array, ends[1][name]) for name, array in ends[0].items())
+    (two, evaluated_by_two), (one, evaluated_by_one) = ends
+    assert two.keys() == one.keys()
+    assert all(torch.equal(array, one[name]) for name, array in two.items())
+    assert evaluated_by_two == evaluated_by_one
+    assert evaluated_by_one[-1][2].keys() == {"plain", "noisy", "dark"}
 
 
-def run_rounds(federation: Federation, engine: Engine) -> dict[str, torch.Tensor]:
-    state = initial_state(federation)
+def run_rounds(federation: Federation, engine: Engine) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Return the state after three rounds, and what the evaluations gave."""
+    state, evaluations = initial_state(federation), []
     for _ in range(3):
-        state, _ = run_round(federation, state, engine, evaluate=False)
-    return dict(state.to_arrays()[0])
+        state, record = run_round(federation, state, engine)
+        evaluations.append((record.domains, record.clients, record.validation))
+    return dict(state.to_arrays()[0]), evaluations
+
+
+@pytest.mark.slow
+def test_a_thousand_clients_need_few_open_files() -> None:
+    """Torch would open two files for each client's examples."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        keys = {"data": "tiny_data:many", "model": "tiny_data:broad", "method": "scaffold", "participation": 0.05}
+        result = fedheal.run(quick(workers=2, rounds=1, **keys), progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert result.history[-1].replied == 50
+
+
+class Picky(Exception):
+    """Cannot be unpickled: it needs two arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+@pytest.mark.parametrize(("error", "kind"), [(KeyError("a"), KeyError), (Picky("a", "b"), RuntimeError)])
+def test_an_error_that_cannot_be_sent_is_described(error: Exception, kind: type[Exception]) -> None:
+    sent = _make_sendable(error)
+    assert type(sent) is kind
+    assert "a" in str(sent)
+    assert sent.__notes__[0].startswith("In a worker process:\n")
 
 
 class Sendable(Term):
@@ -96,7 +142,7 @@ def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: 
         monkeypatch.setattr(Sendable, "__module__", "a_notebook")
         monkeypatch.setitem(sys.modules, "a_notebook", sys.modules[__name__])
     workers = 1 if term is Sendable else 2  # one process that fails will do: each takes seconds to start
-    monkeypatch.setattr("fedheal.engine.WorkerPool", lambda training, number, threads: WorkerPool(training, workers, 1))
+    monkeypatch.setattr("fedheal.engine.WorkerPool", lambda training, *_: WorkerPool(training, workers, 1))
     own = Method((term(),), get("fedavg").aggregator, "mine")
     with pytest.raises(
         ChildProcessError,

@@ -309,8 +309,8 @@ def test_a_client_without_a_needed_metric_is_skipped():
     [
         (metric("accuracy", 7.0), r"^accuracy = 7\.0: use a number from 0 to 1$"),
         (metric("num-examples", 0), "^num-examples = 0 must be positive"),
-        (metric("num-examples", [3.0]), "^it sends no metric 'num-examples' that is a number$"),
-        (without_metrics, "^it sends no metric 'num-examples' that is a number$"),
+        (metric("num-examples", [3.0]), "^it sends no metric 'num-examples' that is a number: put it into"),
+        (without_metrics, "^it sends no metric 'num-examples' that is a number: put it into"),
         (error, "^its node reports an error: RuntimeError: out of memory$"),
     ],
 )

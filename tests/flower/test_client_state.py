@@ -7,7 +7,7 @@ import torch
 from flwr.app import Context, RecordDict
 
 from fedheal.flower.client import get_client_name
-from fedheal.flower.client_state import ContextStore, FolderStore, load_before_round, open_store
+from fedheal.flower.client_state import ContextStore, FolderStore, SavedState, load_before_round, open_store
 
 
 def test_a_nodes_name():
@@ -33,18 +33,18 @@ def test_state_of_rounds_that_were_not_accepted_is_dropped(store):
     def remember(number):
         store.save(number, {"n": torch.tensor([number])}, {"about": number})
 
-    assert load_before_round(store, 1, None) == ({}, {})
+    assert load_before_round(store, 1, None) == SavedState({}, {})
     remember(1)
-    assert load_before_round(store, 2, 1) == ({"n": torch.tensor([1])}, {"about": 1})
+    assert load_before_round(store, 2, 1) == ({"n": torch.tensor([1])}, {"about": 1}, 1)
     remember(2)
     remember(3)
     assert store.rounds() == [1, 2, 3]
-    arrays, described = load_before_round(store, 4, 2)  # round 3 never counted
+    arrays, described, _ = load_before_round(store, 4, 2)  # round 3 never counted
     assert (arrays["n"].item(), described["about"]) == (2, 2)
     assert store.rounds() == [1, 2][-store.accepted_rounds_kept :]
     remember(4)
     assert load_before_round(store, 4, None)[1] == {"about": 2}  # round 4 is done again
-    assert load_before_round(store, 3, 0) == ({}, {})  # nothing ever counted
+    assert load_before_round(store, 3, 0) == SavedState({}, {})  # nothing ever counted
 
 
 def test_clients_with_one_folder_keep_separate_states(tmp_path):

@@ -258,7 +258,7 @@ def test_fused_normalisation_equals_the_plain_one(dtype, shape, shortcut, relu):
 
     from fedheal.models import fused_norm
 
-    assert fused_norm._load_kernels("cuda") is not None
+    assert fused_norm.import_triton_kernels(fused_norm.KERNELS, "cuda") is not None
     channels = shape[1]
     norm, plain = nn.BatchNorm2d(channels).cuda(), nn.BatchNorm2d(channels).cuda()
     torch.manual_seed(0)

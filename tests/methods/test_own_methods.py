@@ -217,7 +217,7 @@ def test_values_are_what_the_function_returned() -> None:
         ("mine:plain:k=1.5", "k = 1.5: use a whole number"),
         ("mine:whole:time=1", "no parameter 'time'.*did you mean 'times'"),
         ("mine:pull:mu", "should be key=value"),
-        ("mine:average+uniform", "is a method of its own and takes no stage"),
+        ("mine:average+uniform", "is a whole method and takes no stage"),
         ("fedprox+mine:pull", "is not a stage"),
         ("mine:even+uniform", "two of these stages give weights"),
         ("no_such_module_here:method", "cannot be imported: ModuleNotFoundError"),

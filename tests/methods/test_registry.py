@@ -170,7 +170,7 @@ def test_a_parameter_makes_a_difference() -> None:
 
 REFUSED = [
     ("fedheal:soft=true,fphl=false", {}, "no mask to soften"),
-    ("fedheal:forget=1", {}, "forget = 1.0: use a number from 0 to 1, but less than 1"),
+    ("fedheal:forget=1", {}, "forget = 1.0: use a number of at least 0 and below 1"),
     ("fedheal:per_domain=true,fael=exact", {}, "only fael = 'momentum' moves weight between domains"),
     ("uniform+fphl:forget=0.1", {"per_domain": True}, "no parameter 'per_domain'"),
     ("fedhael", {}, "no method part 'fedhael'.*did you mean 'fedheal'"),

@@ -115,7 +115,9 @@ def test_resnet_takes_the_sizes_of_both_comparisons() -> None:
 
 
 def test_small_cnn_refuses_small_images() -> None:
-    with pytest.raises(ValueError, match=r"^small_cnn needs images of at least 32 x 32 pixels, not 16 x 20$"):
+    with pytest.raises(
+        ValueError, match=r"^small_cnn needs images of at least 32 x 32 pixels, got 16 x 20: set image_size=32$"
+    ):
         SmallCNN(10)(torch.randn(1, 3, 16, 20))
 
 
@@ -144,7 +146,11 @@ def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "sentence"),
     [
-        ("resnet11", {}, "there is no model 'resnet11'; choose one of small_cnn, resnet10"),
+        (
+            "resnet11",
+            {},
+            r"there is no model 'resnet11' \(did you mean 'resnet1\d'\?\); choose one of small_cnn, resnet10",
+        ),
         ("resnet10", {"size": 3}, "the model 'resnet10' cannot be built from classes, size: .*'size'"),
         ("no_such_package:make", {}, "the model 'no_such_package:make' cannot be imported: ModuleNotFoundError"),
         (":make", {}, "the model ':make' cannot be imported"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,50 @@ from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.simulate.experiment import Experiment
 
 ROOT = Path(__file__).parents[2]
+PUBLIC_MODULES = (
+    "fedheal",
+    "fedheal.aggregate",
+    "fedheal.analysis.domain_changes",
+    "fedheal.analysis.paired_tests",
+    "fedheal.core.parameter",
+    "fedheal.data",
+    "fedheal.data.domains",
+    "fedheal.flower",
+    "fedheal.flower.client",
+    "fedheal.local.term",
+    "fedheal.methods",
+    "fedheal.models",
+    "fedheal.report.diagnose",
+    "fedheal.tracking",
+)
+
+
+def list_public(module_name: str) -> dict[str, Any]:
+    """Return the public functions and classes of a module by name."""
+    module = importlib.import_module(module_name)
+    values = {name: getattr(module, name) for name in module.__all__}
+    return {n: v for n, v in values.items() if inspect.isclass(v) or inspect.isfunction(v)}
+
+
+def find_flaws(name: str, value: Any) -> list[str]:
+    """Return what the docstring of a function or class lacks."""
+    text = inspect.getdoc(value) or ""
+    if not text:
+        return [f"{name} has no docstring"]
+    flaws = []
+    if inspect.isclass(value):
+        arguments = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        methods = [key for key, member in vars(value).items() if inspect.isfunction(member) and not key.startswith("_")]
+        flaws = [f"{name}.{key} has no docstring" for key in methods if not inspect.getdoc(getattr(value, key))]
+    else:
+        signature = inspect.signature(value)
+        arguments = list(signature.parameters)
+        if signature.return_annotation not in (None, "None") and not re.search("^Return", text, re.M):
+            flaws = [f"{name} does not say what it returns"]
+    missing = [
+        a for a in arguments if not a.startswith("_") and not re.search(rf"^    [\w, *]*\b{a}\b[\w, ]*:", text, re.M)
+    ]
+    return flaws + [f"{name} does not describe {argument}" for argument in missing]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +82,13 @@ def test_every_field_is_described_and_no_other(reference: ModuleType) -> None:
 def test_the_page_is_current(reference: ModuleType) -> None:
     written = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert written == reference.make_page(), "run: python tools/reference.py > docs/reference.md"
+
+
+def test_every_command_is_shown_with_its_options(reference: ModuleType) -> None:
+    page = reference.make_page()
+    assert "| `fedheal data list` | List the data sets" in page
+    row = next(line for line in page.splitlines() if line.startswith("| `fedheal compare METHOD... [key=value ...]` |"))
+    assert "`--seeds`" in row
 
 
 def test_limits_are_shown_as_the_validation_has_them(reference: ModuleType) -> None:
@@ -78,3 +133,18 @@ def test_the_command_shows_a_methods_parameters(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     for words in ("0.01 (here 0.1)", "Li et al. 2020 tune 0.001 to 1", "per_domain", "Chen et al. 2024 for Digits"):
         assert words in out
+
+
+@pytest.mark.parametrize("module_name", PUBLIC_MODULES)
+def test_docstrings_of_public_names_are_complete(module_name: str) -> None:
+    pytest.importorskip("flwr") if "flower" in module_name else None
+    flaws = [flaw for name, value in list_public(module_name).items() for flaw in find_flaws(name, value)]
+    assert flaws == []
+
+
+def test_every_public_module_is_in_the_api_reference() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    for module_name in PUBLIC_MODULES[1:]:
+        assert f".. automodule:: {module_name}\n" in pages, module_name
+    for name in list_public("fedheal"):
+        assert re.search(rf":: (fedheal\.)?{name}\b", pages) or name == "Method", name

@@ -244,13 +244,13 @@ def test_its_rounds_stand_beside_as_many_of_ours(page_tool, tmp_path):
     ("keys", "said"),
     [
         ({"weights": "half"}, "weights must be 'size' or 'uniform', got 'half'"),
-        ({"seed": "0"}, "seed must be a valid integer, got '0'"),
-        ({"split": True}, "split must be a valid integer, got True"),
+        ({"seed": "0"}, "seed must be a whole number, got '0'"),
+        ({"split": True}, "split must be a whole number, got True"),
         ({"width": 4}, "width must be 64, got 4"),
         ({"epochs": 1}, "epochs must be 10, got 1"),
         ({"rounds": [{"mnist": 1.0}] * 4}, "rounds must have at least 5 items"),
         ({"rounds": [{"mnist": 1.0}] * 5 + [{"usps": 1.0}]}, "rounds must all have the same domains"),
-        ({"rounds": [{"mnist": "x"}] * 5}, "rounds.0.mnist must be a valid number, got 'x'"),
+        ({"rounds": [{"mnist": "x"}] * 5}, "rounds.0.mnist must be a number, got 'x'"),
     ],
 )
 def test_a_record_that_is_none_is_named(page_tool, tmp_path, keys, said):

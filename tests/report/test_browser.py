@@ -55,27 +55,41 @@ def open_page(tab):
     assert problems == []
 
 
-def draw_all(tab):
-    for plot in tab.query_selector_all(".plot"):
-        plot.scroll_into_view_if_needed()
-        tab.wait_for_function("node => node.matches('.js-plotly-plot, .none')", arg=plot)
+def wait_until_drawn(tab):
+    tab.wait_for_selector("html[data-drawn]")
 
 
 def list_traces(tab, plot):
     return tab.evaluate(f"document.querySelector('[data-plot={plot}]').data.map(t => [t.type, t.name || ''])")
 
 
-def test_figures_wait_until_they_are_in_view(open_page, few):
+def test_every_figure_is_drawn_without_scrolling(open_page, few):
     tab = open_page(few, fresh=True)
-    assert tab.query_selector("[data-plot=seconds].js-plotly-plot") is None
-    draw_all(tab)
-    assert tab.query_selector("[data-plot=seconds].js-plotly-plot")
+    wait_until_drawn(tab)
+    assert tab.evaluate("scrollY") == 0
+    assert len(tab.query_selector_all(".js-plotly-plot")) == len(PLOTS)
+
+
+def test_rounds_have_ticks_at_whole_numbers(open_page, tmp_path):
+    run_folder(tmp_path / "short", "fedavg+fedheal", rounds=4)
+    tab = open_page(tmp_path)
+    wait_until_drawn(tab)
+    for plot in ("measure", "curves", "weights", "layers"):
+        ticks = [tick.text_content() for tick in tab.query_selector_all(f"[data-plot={plot}] .xtick text")]
+        assert ticks, plot
+        assert all(tick.isdigit() for tick in ticks), (plot, ticks)
+
+
+@pytest.mark.parametrize(("width", "is_cut"), [(390, True), (1280, False)])
+def test_a_table_wider_than_the_screen_says_that_it_scrolls(open_page, few, width, is_cut):
+    tab = open_page(few, width)
+    assert tab.locator("text=Scroll the table sideways for more columns.").is_visible() == is_cut
 
 
 @pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1280, "light")])
 def test_every_figure_is_drawn_and_nothing_overflows(open_page, few, width, theme):
     tab = open_page(few, width, theme)
-    draw_all(tab)
+    wait_until_drawn(tab)
     for plot in PLOTS:
         assert list_traces(tab, plot), plot
         box = tab.query_selector(f"[data-plot={plot}]").bounding_box()
@@ -89,7 +103,7 @@ def test_every_figure_is_drawn_and_nothing_overflows(open_page, few, width, them
 
 def test_choices_change_figures(open_page, few):
     tab = open_page(few)
-    draw_all(tab)
+    wait_until_drawn(tab)
     label = "document.querySelector('[data-plot=measure]').layout.yaxis.title.text"
     assert tab.evaluate(label) == "AVG, %"
     tab.select_option("select[data-choice=measure]", "STD")
@@ -105,7 +119,7 @@ def test_choices_change_figures(open_page, few):
 
 def test_the_theme_can_be_switched(open_page, few):
     tab = open_page(few)
-    draw_all(tab)
+    wait_until_drawn(tab)
     colour = "document.querySelector('[data-plot=curves]').data.at(-1).line.color"
     before, ground = tab.evaluate(colour), tab.evaluate("getComputedStyle(document.body).backgroundColor")
     tab.click("#theme")
@@ -160,7 +174,7 @@ def test_on_a_phone_every_name_is_shown_and_overlaps_no_other(open_page, tmp_pat
     for method in names:
         run_folder(tmp_path / method.replace(":", "_"), method, rounds=3)
     tab = open_page(tmp_path, 390)
-    draw_all(tab)
+    wait_until_drawn(tab)
     expected = {"domains": ["mnist", "usps", "svhn", "syn"], "seconds": names}
     for plot, words in expected.items():
         labels = tab.query_selector_all(f"[data-plot={plot}] .ytick text")
@@ -181,7 +195,7 @@ def test_bounds_alone_have_one_figure(open_page, tmp_path):
     summary = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(summary | {"pool": True}))
     tab = open_page(tmp_path)
-    draw_all(tab)
+    wait_until_drawn(tab)
     assert [plot.get_attribute("data-plot") for plot in tab.query_selector_all(".plot")] == ["domains"]
     assert list_traces(tab, "domains")
 
@@ -191,5 +205,5 @@ def test_56_runs_of_200_rounds_open_quickly(open_page, table1_page):
     # A busy machine takes several times what an idle one does.
     loaded = tab.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
     assert loaded < 10_000
-    draw_all(tab)
+    wait_until_drawn(tab)
     assert len(tab.query_selector_all(".js-plotly-plot")) == 2 * len(PLOTS)

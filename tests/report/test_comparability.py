@@ -133,19 +133,19 @@ def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, 
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ({"avg": "x"}, "avg must be a valid number, got 'x'"),
-        ({"averaged": "five"}, "averaged must be a valid integer, got 'five'"),
-        ({"seconds": {"train": "long"}}, "seconds.train must be a valid number, got 'long'"),
-        ({"trained": {"a": []}}, "trained.a must be a valid string, got []"),
-        ({"only": [["a"]]}, "only.0 must be a valid string, got ['a']"),
-        ({"data_notes": [{}]}, "data_notes.0 must be a valid string, got {}"),
+        ({"avg": "x"}, "avg must be a number, got 'x'"),
+        ({"averaged": "five"}, "averaged must be a whole number, got 'five'"),
+        ({"seconds": {"train": "long"}}, "seconds.train must be a number, got 'long'"),
+        ({"trained": {"a": []}}, "trained.a must be a string, got []"),
+        ({"only": [["a"]]}, "only.0 must be a string, got ['a']"),
+        ({"data_notes": [{}]}, "data_notes.0 must be a string, got {}"),
         (
             {"consistency": {"a": [0.5, 0.5], "b": [1.0]}},
             "consistency must have lists of one length, got {'a': [0.5",
         ),
-        ({"consistency": {"a": "even"}}, "consistency.a must be a valid list, got 'even'"),
+        ({"consistency": {"a": "even"}}, "consistency.a must be a list, got 'even'"),
         ({"validation": {"avg": 80.0}}, "there is no validation.std"),
-        ({"versions": ["1"]}, "versions must be a valid dictionary, got ['1']"),
+        ({"versions": ["1"]}, "versions must be a dictionary, got ['1']"),
     ],
 )
 def test_a_result_that_is_not_what_a_run_writes_is_refused_by_name(runs, said, sentence):

@@ -56,6 +56,13 @@ def test_the_page_opens_with_the_answer(few):
     assert text.count('class="tile"') == 3
 
 
+def test_the_two_numbers_of_seeds_that_tests_need_are_told_apart(few):
+    page = render_page(load_rows(few))
+    assert "corrected for 4 comparisons, whatever the data (smallest possible p = 1); 8 or more can." in page
+    needs = "with 8 differences tested together, that takes 9 or more seeds (a difference in AVG or STD takes 8)."
+    assert needs in page
+
+
 def test_differences_have_intervals_and_nothing_is_marked_that_no_test_supports(few):
     (drawn,) = numbers(render_page(load_rows(few)))["sets"]
     assert {d["row"] for d in drawn["differences"]} == {"AVG", "STD", "mnist", "usps", "svhn", "syn"}

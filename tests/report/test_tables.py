@@ -224,7 +224,7 @@ def test_a_reference_need_not_be_run_on_every_data_set():
     assert said.count("There is no run of") == 1
     assert list_cautions(ROWS, "fedheal") == []
     for refused in (format_report, lambda *words: render_page(words[0], reference=words[2]), figures_of):
-        with pytest.raises(ValueError, match="reference = bogus: the methods are fedavg, fedheal, scaffold"):
+        with pytest.raises(ValueError, match="reference = bogus: use one of fedavg, fedheal, scaffold"):
             refused([*ROWS, *other], "text", "bogus")
 
 

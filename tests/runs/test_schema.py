@@ -32,9 +32,9 @@ def test_the_deviation_is_that_of_the_means_and_not_the_mean_of_the_rounds_devia
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"cohort": True}, "cohort must be a valid integer, got True"),
-        ({"weights": [0.5]}, "weights must be a valid dictionary, got [0.5]"),
-        ({"weights": {"a": "1"}}, "weights.a must be a valid number, got '1'"),
+        ({"cohort": True}, "cohort must be a whole number, got True"),
+        ({"weights": [0.5]}, "weights must be a dictionary, got [0.5]"),
+        ({"weights": {"a": "1"}}, "weights.a must be a number, got '1'"),
         ({"report": {"kept": {"a": True}}}, "report.kept must map names to numbers, got {'a': True}"),
     ],
 )

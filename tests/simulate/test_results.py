@@ -16,7 +16,7 @@ import fedheal
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.devices import describe_hardware
 from fedheal.simulate.experiment import Experiment
-from tiny_data import CLIENTS, TEST, load, quick
+from tiny_data import CLIENTS, TEST, linear, load, quick
 from tiny_runs import IDS, Stop, bits, run
 
 # What is evaluated
@@ -165,6 +165,13 @@ def test_load_of_an_unfinished_run_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "run" / "result.json").unlink()  # as after a stop between the model and the result
     with pytest.raises(ValueError, match="no finished run"):
         fedheal.load(tmp_path / "run")
+
+
+def test_load_and_resume_say_what_they_need(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"module is a function: give the module itself, such as make_model\(10\)"):
+        fedheal.load(tmp_path, linear)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="resume = True, but out is None: give the run folder as out"):
+        fedheal.run(quick(), resume=True)
 
 
 def test_a_run_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

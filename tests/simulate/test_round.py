@@ -139,7 +139,7 @@ SERVERS = [{"server_lr": 0.5}, {"server_momentum": 0.9}, {"server_optimizer": "a
     ("method", "why"), [("fedce", "out of the average"), ("ditto:feedback=true", "personal models' average")]
 )
 def test_a_servers_step_that_a_method_has_no_room_for_is_refused(method: str, why: str, server: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"server_lr = .*{why}.*; use 'sgd', 1 and 0$"):
+    with pytest.raises(ValueError, match=rf"server_lr = .*{why}.*; use 'sgd', server_lr=1 and server_momentum=0$"):
         federation(method=method, validation=0.25, **server)
     federation(method=method, validation=0.25, server_lr=1)
     federation(method="ditto", **server)

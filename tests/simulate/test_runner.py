@@ -186,8 +186,8 @@ def test_damaged_files_of_a_finished_run_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('{"round": 3, "cohort": true}', "cohort must be a valid integer, got True"),
-        ('{"round": 3, "domains": {"a": "good"}}', "domains.a must be a valid number, got 'good'"),
+        ('{"round": 3, "cohort": true}', "cohort must be a whole number, got True"),
+        ('{"round": 3, "domains": {"a": "good"}}', "domains.a must be a number, got 'good'"),
     ],
 )
 def test_rounds_that_no_run_writes_are_named(tmp_path, line, sentence):
@@ -206,7 +206,7 @@ def test_a_result_that_lacks_something_is_named(tmp_path, key, value):
     path.write_text(
         json.dumps({k: v for k, v in summary.items() if k != key} | ({} if value is None else {key: value}))
     )
-    said = f"there is no {key}" if value is None else f"{key} must be a valid .*, got "
+    said = f"there is no {key}" if value is None else f"{key} must be .*, got "
     with pytest.raises(ValueError, match=rf"result\.json: {said}"):
         fedheal.run(quick(), tmp_path / "run", resume=True)
     if key == "classes":

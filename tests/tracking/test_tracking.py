@@ -443,7 +443,7 @@ def test_what_fails_later_is_a_warning(name: str, place: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patched:
         patched.setattr(type(writer), "_log", full)
-        with pytest.warns(RuntimeWarning, match=f"^{name} no longer records this run: no space left$"):
+        with pytest.warns(RuntimeWarning, match=f"^{name} no longer records this run, which continues: no space left$"):
             writer.round(record(2))
         writer.round(record(3))  # says nothing more
         writer.finished(RESULT)

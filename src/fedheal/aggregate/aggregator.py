@@ -25,7 +25,12 @@ Reducer = Callable[[Draft, Floats], tuple[Packed, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class AggregatorState(State, kind="aggregator"):
-    """Everything an aggregator remembers, and the sizes of the model it was made for."""
+    """Everything an aggregator remembers between rounds.
+
+    Attributes:
+        sizes: The sizes of the model that the state was made for.
+        stage: The state of the stages.
+    """
 
     sizes: Sizes
     stage: State
@@ -33,13 +38,21 @@ class AggregatorState(State, kind="aggregator"):
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregated:
-    """The result of one round's aggregation."""
+    """The result of one round's aggregation.
 
-    model: Any  # the new global model, of the type that was given
-    weights: Tensor  # [K], in the order of `updates.clients`; 0 for a skipped client
-    unnormalised_weights: Tensor  # [K], before they are normalised over this cohort, comparable between rounds
-    state: AggregatorState  # after the round
-    report: dict[str, Any]  # JSON-ready: the `skipped` clients with the reason, and what the stages report
+    Attributes:
+        model: The new global model, of the type that was given.
+        weights: `[K]`, in the order of `updates.clients`; 0 for a skipped client.
+        unnormalised_weights: `[K]`, before they are normalised over this cohort; comparable between rounds.
+        state: The state after the round.
+        report: JSON-ready: the `skipped` clients with the reason, and what the stages report.
+    """
+
+    model: Any
+    weights: Tensor
+    unnormalised_weights: Tensor
+    state: AggregatorState
+    report: dict[str, Any]
 
     def __repr__(self) -> str:
         """Return the model's size, the weights and what the report holds, without states."""

@@ -25,7 +25,13 @@ from fedheal.core.updates import FLOATS, Updates
 
 
 class Share(NamedTuple):
-    """A client's part: its update with the other entries zero, which entries it keeps, and its distance for FAEL."""
+    """A client's part of FPHL.
+
+    Attributes:
+        masked: The update, with 0 where an entry is not kept.
+        kept: Which entries the client keeps.
+        distance: The client's distance, for FAEL.
+    """
 
     masked: Tensor
     kept: Tensor
@@ -87,6 +93,9 @@ def combine(model: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
         model: The global parameters `[G]`.
         numerator: The sum of `u * kept * D`.
         denominator: The sum of `u * kept`. An entry where it is 0 does not move.
+
+    Returns:
+        The new global parameters `[G]`.
 
     >>> combine(torch.zeros(2), torch.tensor([3.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
     [1.5, 0.0]

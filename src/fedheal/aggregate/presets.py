@@ -49,13 +49,30 @@ def _name_unknown(preset: Preset) -> Preset:
 
 @_name_unknown
 def fedavg(**options: Unpack[AggregatorOptions]) -> Aggregator:
-    """McMahan et al. 2017: the mean, weighted by this round's examples."""
+    """FedAvg (McMahan et al. 2017): the mean, weighted by this round's examples.
+
+    Args:
+        **options: `on_bad_update` and `kernel`, as for `Aggregator`.
+
+    Returns:
+        The aggregator.
+
+    >>> fedavg()
+    Aggregator(...)
+    """
     return Aggregator(chain(), **options)
 
 
 @_name_unknown
 def uniform(**options: Unpack[AggregatorOptions]) -> Aggregator:
-    """The plain mean over clients."""
+    """The plain mean over clients, the control of every fair method.
+
+    Args:
+        **options: `on_bad_update` and `kernel`, as for `Aggregator`.
+
+    Returns:
+        The aggregator.
+    """
     return Aggregator(STAGES["uniform"](), **options)
 
 
@@ -69,9 +86,13 @@ def afl(
     """AFL (Mohri et al. 2019): weights that climb towards the clients with the largest `loss`.
 
     Args:
-        gamma: how fast weights climb; 0 is uniform averaging.
-        floor: the least weight, as a share of `1/M`, M the clients ever seen.
-        reset: start from equal weights every round.
+        gamma: How fast weights climb; 0 is uniform averaging.
+        floor: The least weight, as a share of `1/M`, M the clients ever seen.
+        reset: Start from equal weights every round.
+        **options: `on_bad_update` and `kernel`, as for `Aggregator`.
+
+    Returns:
+        The aggregator.
 
     >>> import torch
     >>> from fedheal import Layout, Updates
@@ -89,9 +110,13 @@ def qffl(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **options: Un
     """q-FFL (Li et al. 2020): weights in proportion to `loss^q`, and a step shrunk by the curvature.
 
     Args:
-        q: the power of the loss; 0 is uniform averaging.
+        q: The power of the loss; 0 is uniform averaging.
         mode: `"qfedavg_eff"`, the published update with L the inverse of the effective step (the client metric `reach`);
             `"qfedavg"`, with L = 1/lr (`lr`); `"reweight"`, the weights alone, which oscillates for large q.
+        **options: `on_bad_update` and `kernel`, as for `Aggregator`.
+
+    Returns:
+        The aggregator.
     """
     return Aggregator(STAGES["qffl"](q, mode), **options)
 
@@ -103,8 +128,12 @@ def fedfv(
     """FedFV (Wang et al. 2021): conflicts between updates are projected away.
 
     Args:
-        alpha: share of the clients with the largest losses whose updates stay as they are.
-        tau: rounds whose absent clients' conflicts count.
+        alpha: Share of the clients with the largest losses whose updates stay as they are.
+        tau: Rounds whose absent clients' conflicts count.
+        **options: `on_bad_update` and `kernel`, as for `Aggregator`.
+
+    Returns:
+        The aggregator.
     """
     return Aggregator(fedfv_stage(alpha, tau), **options)
 
@@ -116,8 +145,12 @@ def fedpw(
     """FedPW (Guan et al. 2025): small entries dropped, agreement stressed, weights by loss and alignment.
 
     Args:
-        beta: how fast weights follow loss and alignment.
-        rho: mean share of the entries that are dropped, and stressed.
+        beta: How fast weights follow loss and alignment.
+        rho: Mean share of the entries that are dropped, and stressed.
+        **options: `on_bad_update` and `kernel`, as for `Aggregator`.
+
+    Returns:
+        The aggregator.
     """
     return Aggregator(fedpw_stage(beta, rho), **options)
 
@@ -138,18 +171,22 @@ def fedheal(
     """FedHEAL (CVPR 2024): FPHL's mask and FAEL's weights. The last four parameters are extensions, off by default.
 
     Args:
-        tau: the least consistency of an entry that is kept.
-        beta: how fast weights follow distances.
+        tau: The least consistency of an entry that is kept.
+        beta: How fast weights follow distances.
         variant: `"paper"`, or `"released"` for the rules of the authors' code.
         fphl: False keeps every entry.
         fael: `"momentum"`, `"exact"` (the objective itself), `"exact-reg"` (held towards uniform) or False (example shares).
-        per_step: measure distances per unit of `reach`.
-        soft: count what is kept by its consistency (`masks/soft.py`).
-        forget: the share of a client's sign counts that fades with each of its rounds (`masks/forgetting.py`).
-        per_domain: move weight between domains instead of clients (`weights/per_domain.py`).
+        per_step: Measure distances per unit of `reach`.
+        soft: Count what is kept by its consistency (`masks/soft.py`).
+        forget: The share of a client's sign counts that fades with each of its rounds (`masks/forgetting.py`).
+        per_domain: Move weight between domains instead of clients (`weights/per_domain.py`).
+        **options: `on_bad_update` and `kernel`, as for `Aggregator`.
+
+    Returns:
+        The aggregator.
 
     Raises:
-        ValueError: if a parameter is out of range, or contradicts another.
+        ValueError: If a parameter is out of range, or contradicts another.
 
     >>> import torch
     >>> from fedheal import Layout, Updates

@@ -88,4 +88,6 @@ def check_plain_server(server: Server, why: str) -> None:
     """Raise ValueError unless the server takes over the aggregated model as it is, which some methods need."""
     if (server.optimizer, server.lr, server.momentum) != ("sgd", 1, 0):
         settings = f"server_lr = {server.lr:g}, server_momentum = {server.momentum:g}"
-        raise ValueError(f"server_optimizer = {server.optimizer!r}, {settings}: {why}; use 'sgd', 1 and 0")
+        raise ValueError(
+            f"server_optimizer = {server.optimizer!r}, {settings}: {why}; use 'sgd', server_lr=1 and server_momentum=0"
+        )

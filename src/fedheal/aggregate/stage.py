@@ -24,14 +24,23 @@ from fedheal.core.state import Nothing, State, expect
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of an aggregator."""
+    """One part of an aggregator.
 
-    init: Callable[[Layout], State]  # before the first round
-    apply: Callable[[Draft, State], tuple[Draft, State]]  # for one round
-    needs: frozenset[str] = frozenset()  # client metrics it must be given; "domain" stands for the clients' domains
-    gives: frozenset[str] = frozenset({"weights"})  # "weights", "mask", both, or nothing if the stage only reports
-    parts: tuple[Stage, ...] | None = None  # the stages of a chain in the order they run; None if this is no chain
-    name: str = ""  # of a user's own stage, for error messages; by default that of `apply`
+    Attributes:
+        init: Returns the state before the first round, given the layout.
+        apply: Fills in the draft of one round; returns it with the new state.
+        needs: The client metrics it must be given; "domain" stands for the clients' domains.
+        gives: "weights", "mask", both, or nothing if the stage only reports.
+        parts: The stages of a chain in the order they run; None if this is no chain.
+        name: The name of a user's own stage, for error messages; by default that of `apply`.
+    """
+
+    init: Callable[[Layout], State]
+    apply: Callable[[Draft, State], tuple[Draft, State]]
+    needs: frozenset[str] = frozenset()
+    gives: frozenset[str] = frozenset({"weights"})
+    parts: tuple[Stage, ...] | None = None
+    name: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or name_if_custom(self.apply))
@@ -133,6 +142,12 @@ class ChainState(State, kind="chain"):
 def chain(*stages: Stage) -> Stage:
     """Run stages one after another, masks first, as one flat chain; no stage at all means FedAvg's weights and no mask.
 
+    Args:
+        *stages: The stages, in any order.
+
+    Returns:
+        The chain, itself a stage.
+
     Raises:
         ValueError: Two stages give weights, or two give a mask.
     """
@@ -146,7 +161,7 @@ def chain(*stages: Stage) -> Stage:
         states = expect(state, ChainState).states
         if len(states) != len(parts):
             raise ValueError(
-                f"this state has {len(states)} parts, the aggregator {len(parts)}: it was made by another one"
+                f"this state has {len(states)} parts, but the aggregator has {len(parts)}: give a state that it made itself"
             )
         after = []
         for stage, before in zip(parts, states, strict=True):

@@ -21,13 +21,21 @@ import scipy
 from fedheal.analysis.paired_tests import LEVEL, Comparison, Seed, compare_all, correct_family
 from fedheal.analysis.standard_error import sampling_error
 
+__all__ = ["compare_domains", "is_supported"]
+
 
 def compare_domains(
     results: Mapping[str, Mapping[Seed, Mapping[str, float]]], reference: str, sizes: Mapping[str, float]
 ) -> list[Comparison]:
     """Compare every other method with the reference in every domain: one comparison each, whose `metric` is the domain.
 
-    `results` are accuracies in percent by method, seed and domain, `sizes` the numbers of test images (0: not known).
+    Args:
+        results: Accuracies in percent, by method, seed and domain.
+        reference: The method to compare with.
+        sizes: The number of test images of each domain; 0 if it is not known.
+
+    Returns:
+        The comparisons.
 
     >>> runs = {seed: {"photo": 80.0, "sketch": 60.0} for seed in range(8)}
     >>> fairer = {seed: {"photo": 79.0, "sketch": 72.0 + seed / 4} for seed in range(8)}
@@ -58,5 +66,10 @@ def _add_interval(
 
 
 def is_supported(c: Comparison, alpha: float = 1 - LEVEL) -> bool:
-    """Return whether a difference may be stated: the paired test supports it, and its interval, if any, excludes 0."""
+    """Return whether a difference may be stated: the paired test supports it, and its interval, if any, excludes 0.
+
+    Args:
+        c: The comparison.
+        alpha: The level of significance.
+    """
     return c.p_adjusted <= alpha and (c.low is None or c.high is None or not c.low <= 0 <= c.high)

@@ -28,6 +28,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedheal.core.metrics import fairness
 
+__all__ = ["Comparison", "compare_all", "compare_pair", "seeds_needed", "verdict"]
+
 Floats = NDArray[np.float64]
 Seed = TypeVar("Seed", bound=Hashable)
 
@@ -41,7 +43,24 @@ HIGHER_IS_BETTER = {"avg": True, "worst": True, "best": True, "std": False, "gap
 
 @dataclass(frozen=True)
 class Comparison:
-    """`a - b` over the seeds that both have; the module's docstring explains each number."""
+    """`a - b` over the seeds that both have; the module's docstring explains each number.
+
+    Attributes:
+        a: The method that is compared.
+        b: The method that it is compared with.
+        n: The number of seeds that both have.
+        mean: The mean difference.
+        sd: The standard deviation of the differences; None with one seed.
+        low: The lower end of the interval of the mean; None with one seed.
+        high: The upper end.
+        p_value: The p-value of the paired test.
+        equal: The number of seeds in which both are the same.
+        p_adjusted: The p-value after the correction for the family.
+        smallest_p_adjusted: The smallest that any data could give.
+        comparisons: The size of the family that was corrected for.
+        unpaired: The number of seeds that only one of the two has; they are left out.
+        metric: The name of the value that is compared.
+    """
 
     a: str
     b: str
@@ -51,16 +70,24 @@ class Comparison:
     low: float | None
     high: float | None
     p_value: float
-    equal: int  # seeds in which a and b are the same
+    equal: int
     p_adjusted: float
-    smallest_p_adjusted: float  # that any data could give
-    comparisons: int = 1  # size of the family that was corrected for
-    unpaired: int = 0  # seeds that only one of the two has; they are left out
+    smallest_p_adjusted: float
+    comparisons: int = 1
+    unpaired: int = 0
     metric: str = ""
 
 
 def compare_pair(a: ArrayLike, b: ArrayLike, names: tuple[str, str] = ("a", "b")) -> Comparison:
-    """Compare two methods. Entry i of `a` and `b` belongs to the same seed.
+    """Compare two methods.
+
+    Args:
+        a: The values of one method.
+        b: Those of the other; entry i of `a` and `b` belongs to the same seed.
+        names: The names of the methods.
+
+    Returns:
+        The comparison.
 
     >>> c = compare_pair([72.0, 74.0, 71.0, 75.0, 73.0, 76.0], [70.0, 71.0, 70.0, 71.0, 71.0, 72.0])
     >>> round(c.mean, 2), round(c.low, 2), round(c.high, 2), c.p_value
@@ -169,6 +196,13 @@ def smallest_p(n: int) -> float:
 def seeds_needed(alpha: float = 0.05, comparisons: int = 1) -> int:
     """Return the fewest seeds with which each of so many comparisons can be significant after Holm's correction.
 
+    Args:
+        alpha: The level of significance.
+        comparisons: The number of comparisons.
+
+    Raises:
+        ValueError: If no number of seeds that is tested exactly is enough.
+
     >>> seeds_needed(0.05), seeds_needed(0.05, comparisons=7)
     (6, 9)
     """
@@ -203,6 +237,9 @@ def compare_all(results: Mapping[str, Mapping[Seed, float]], reference: str, met
         results: By method and seed, a value in percent.
         reference: The method to compare with.
         metric: The name of the value; `verdict` needs it to know whether higher is better.
+
+    Returns:
+        A comparison for each other method.
 
     Raises:
         ValueError: The reference has no results, or shares no seed with a method.
@@ -264,6 +301,13 @@ def correct_family(family: list[Comparison]) -> list[Comparison]:
 
 def verdict(c: Comparison, alpha: float = 0.05) -> str:
     """Return one sentence that says what may be concluded. Higher is better except for metrics such as "std".
+
+    Args:
+        c: The comparison.
+        alpha: The level of significance.
+
+    Raises:
+        ValueError: If `alpha` does not lie between 0 and 1.
 
     >>> print(verdict(compare_pair([2.0, 3.0, 4.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0, 2.0], ("fedheal", "fedavg"))))
     5 seeds cannot show a difference at 0.05 with a two-sided exact sign-flip test, whatever the data (smallest possible

@@ -1,4 +1,4 @@
-"""Check that every run of a campaign can start before the first one does. No data are loaded, and nothing is trained."""
+"""Check that every run of a campaign can start before the first one does. No images are read, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ import torch
 
 from fedheal.campaign import placement
 from fedheal.campaign.jobs import Job
-from fedheal.data import SPECS
+from fedheal.data import SPECS, find_loader
 from fedheal.data.embedded.scenes import SIZE as EMBEDDED_SIZE
 from fedheal.engine import check_engine
 from fedheal.engine.precision import resolve_precision
-from fedheal.simulate.build import build_module, check_features
+from fedheal.simulate.build import build_module, check_features, make_data_request
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
+from fedheal.simulate.objects import check_is_name
 
 CLASSES = 10  # of the embedded data, and of a model on data whose classes are not known before they are loaded
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
-    """Raise ValueError if the engine, the precision, the model or what the method needs of it would stop a run at its start.
+    """Raise ValueError if the data, the engine, the precision, the model or what the method needs would stop a run's start.
 
     Runs that differ only in what cannot matter here are checked once.
     """
+    experiments = [job.experiment for job in jobs]
+    for name, request in dict.fromkeys((e.data, make_data_request(e)) for e in experiments if e.data_object is None):
+        check_is_name("data", name)
+        find_loader(name, request)
     checked = set()
-    for job in jobs:
-        e = job.experiment
+    for e in experiments:
         features = any(term.features for term in e.resolved_method.local)
         kind = (e.data, e.image_size, e.model, e.width, e.device, e.precision, e.engine, e.workers, features)
         if kind not in checked:
             checked.add(kind)
             _check_start(e, features)
+
+
+def check_trackers(jobs: Sequence[Job]) -> None:
+    """Raise ValueError if a tracker is unknown or its library is not installed."""
+    for job in {job.track: job for job in jobs}.values():
+        if job.track is not None:
+            job.make_tracker()
 
 
 def _check_start(experiment: Experiment, features: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedheal.engine.memory import release_gpu_memory
 from fedheal.simulate.build import check_method
+from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.runner import check_folder_owner, run
 
@@ -28,13 +29,16 @@ class Job:
         check_folder_owner(self.folder, self.experiment)
         return (self.folder / "result.json").exists()
 
+    def make_tracker(self) -> Callback:
+        """Return the tracker of this run, which has one. Raise ValueError if that is not possible."""
+        from fedheal.tracking import tracker  # imported late: its libraries are optional
+
+        assert self.track is not None
+        return tracker(self.track, self.folder)
+
 
 def run_job(job: Job) -> None:
     """Run or resume a job in this process, without a progress display."""
-    callbacks = []
-    if job.track is not None:
-        from fedheal.tracking import tracker  # imported late: its libraries are optional
-
-        callbacks.append(tracker(job.track, job.folder))
+    callbacks = [] if job.track is None else [job.make_tracker()]
     run(job.experiment, job.folder, resume=True, callbacks=callbacks, progress=False)
     release_gpu_memory()  # other processes may share the GPU

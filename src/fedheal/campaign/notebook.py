@@ -18,7 +18,7 @@ from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.report.comparability import check_reference
 from fedheal.report.html_page import render_page
-from fedheal.report.rows import Row, build_rows, find_results, load_summary
+from fedheal.report.rows import NO_RUNS, Row, build_rows, find_results, load_summary
 from fedheal.report.tables import flatten_rows
 from fedheal.report.text_report import format_report
 from fedheal.runs.folder import check_folder, make_folder, write_text
@@ -28,10 +28,15 @@ from fedheal.simulate.objects import wrap_objects
 
 @dataclass(frozen=True)
 class Report:
-    """Finished runs as tables and conclusions. A notebook shows it; `print` gives the same text."""
+    """Finished runs as tables and conclusions. A notebook shows it; `print` gives the same text.
+
+    Attributes:
+        rows: A row for each method and seed, with `method`, `seed`, `domains` and `fairness`.
+        reference: The method that the others are compared with; FedAvg or the first if None.
+    """
 
     rows: tuple[Row, ...]
-    reference: str | None = None  # the method that the others are compared with; FedAvg or the first if None
+    reference: str | None = None
 
     def __str__(self) -> str:
         """Return a table for each data set, and what may be concluded from it."""
@@ -129,8 +134,11 @@ def make_report(*folders: str | Path, reference: str | None = None) -> Report:
     """Read finished runs.
 
     Args:
-        folders: Run folders, or folders of them.
+        *folders: Run folders, or folders of them.
         reference: The method that the others are compared with; FedAvg or the first by default.
+
+    Returns:
+        The report.
 
     Raises:
         ValueError: There is no finished run, a result is damaged, or no run is of the reference.
@@ -142,7 +150,7 @@ def make_report(*folders: str | Path, reference: str | None = None) -> Report:
         check_type("a folder", folder, str | PathLike, "give paths one by one, such as make_report('runs/a', 'runs/b')")
     summaries = find_results([Path(folder) for folder in folders])
     if not summaries:
-        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}")
+        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}: {NO_RUNS}")
     return _build_report(summaries, reference)
 
 

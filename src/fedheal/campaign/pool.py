@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 
 from fedheal.campaign import placement
-from fedheal.campaign.checks import check_jobs
+from fedheal.campaign.checks import check_jobs, check_trackers
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.placement import VISIBLE_DEVICES, DeviceSlots, least_loaded, plan_slots
 from fedheal.campaign.ray import run_on_ray
+from fedheal.core.checks import check_main_guard
 from fedheal.engine.workers import end_with_parent, explain_broken_pool
 from fedheal.simulate.interrupts import stop_on_terminate
 
@@ -31,6 +32,7 @@ def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> 
     `ray` is the address of a cluster to run on instead. An error in one job stops the rest; finished runs stay.
     """
     unfinished = [job for job in jobs if not job.is_finished]
+    check_trackers(unfinished)
     if ray is None:  # a cluster has devices of its own
         describe_schedule(unfinished, processes)  # raises if a device cannot be used
         check_jobs(unfinished)
@@ -65,7 +67,8 @@ def _group_by_device(jobs: Sequence[Job]) -> list[list[Job]]:
 def _run_here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
     for group in _group_by_device(jobs):
         places = plan_slots([job.experiment for job in group], processes)
-        if sum(place.slots for place in places) > 1:
+        if (slots := sum(place.slots for place in places)) > 1:
+            check_main_guard("jobs", slots)
             yield from _run_in_pools(group, places)
             continue
         for job in group:  # in this process, which compiles its kernels once for all of them

@@ -52,7 +52,9 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
-        raise ValueError(f"no Ray cluster answers at {address!r}: {error.strerror or error}") from None
+        raise ValueError(
+            f"no Ray cluster answers at {address!r} ({error.strerror or error}): start one, or use --ray local"
+        ) from None
 
 
 def _choose_resources(experiment: Experiment, has_gpus: bool) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Search over any fields, judged on validation data: examples held out of the clients' training data, never the test set.
+"""Search over any fields, scored on validation data: examples held out of the clients' training data, never the test set.
 
 Grid and random search are built in; Optuna's TPE sampler is an extra. Results on the test set are neither read nor shown: a
 comparison of the choice on other seeds gives them.
@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedheal.campaign.jobs import Job
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.rows import load_summary
+from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import PER_DOMAIN, Experiment, format_value, parse_override
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
@@ -44,6 +47,32 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class ValidationData:
+    """The examples that points are scored on: how many per domain, and the AVG that a model without skill reaches."""
+
+    sizes: Mapping[str, int]
+    chance: float  # percent: the best AVG of always predicting one class
+
+    def is_chance(self, trial: Trial) -> bool:
+        """Return whether a point's AVG is at most two standard errors above chance."""
+        accuracies, share = trial.validation["avg"], self.chance / 100
+        variance = share * (1 - share) * sum(1 / size for size in self.sizes.values()) / len(self.sizes) ** 2
+        return float(np.mean(accuracies)) <= self.chance + 200 * math.sqrt(variance / len(accuracies))
+
+
+def measure_validation(experiment: Experiment) -> ValidationData:
+    """Load the data of an experiment, and count the examples that its accuracy on validation data is measured on."""
+    data, counts = load_domains(experiment), dict[str, Tensor]()
+    halves = 2 if any(term.validates for term in experiment.resolved_method.local) else 1  # one half sets weights
+    for client in partition_clients(experiment, data):
+        scored = client.indices[len(client.indices) - client.held_out // halves :]
+        classes = torch.bincount(data[client.domain].labels[scored], minlength=len(data.classes))
+        counts[client.domain] = counts.get(client.domain, 0) + classes
+    shares = torch.stack([classes / classes.sum() for classes in counts.values()])
+    return ValidationData({d: int(classes.sum()) for d, classes in counts.items()}, 100 * float(shares.mean(0).max()))
+
+
+@dataclass(frozen=True)
 class Search:
     """A search: `space` has several values per field, `fixed` one."""
 
@@ -58,9 +87,11 @@ class Search:
             raise ValueError("nothing to search: give a field several values, such as tau=0:0.9:0.1 or beta=0,0.4,1")
         if self.metric not in METRICS:
             raise ValueError(f"metric = {self.metric}: use one of {', '.join(METRICS)}")
-        for field in ("seed", *SEED_FIELDS, "name", "validation"):
+        remedies = dict.fromkeys(("seed", *SEED_FIELDS), "use --seeds")
+        remedies |= {"name": "leave it out", "validation": "give it one value"}
+        for field, remedy in remedies.items():
             if field in self.space:
-                raise ValueError(f"{field} cannot be searched{': use --seeds' if 'seed' in field else ''}")
+                raise ValueError(f"{field} cannot be searched: {remedy}")
         for field in ("seed", "name"):
             if field in self.fixed:
                 remedy = f": use --seeds {self.fixed[field]}-{self.fixed[field]}" if field == "seed" else ""
@@ -169,7 +200,9 @@ def _read_trial(point: Point, jobs: Sequence[Job]) -> Trial:
             load_summary(job.folder, ["validation", *(f"validation.{name}" for name in METRICS)])["validation"]
         )
         if results[-1] is None:
-            raise ValueError(f"{job.folder / 'result.json'}: there is no accuracy on validation data")
+            raise ValueError(
+                f"{job.folder / 'result.json'}: there is no accuracy on validation data; remove this run and rerun the sweep"
+            )
     return Trial(point, {name: tuple(float(result[name]) for result in results) for name in METRICS})
 
 
@@ -199,13 +232,13 @@ def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, A
         key, value = parse_override(word)
         text = word.partition("=")[2]
         if key in space or key in fixed:
-            raise ValueError(f"'{key}' is given twice")
+            raise ValueError(f"'{key}' is given twice: write all its values in one word, such as {key}=1,2")
         if re.fullmatch(r"[-+.\deE]+(:[-+.\deE]+)+", text):
             space[key] = _parse_range(word, text)
         elif "," in text and value == text and not _is_single_value(key, text):
             space[key] = [parse_override(f"{key}={part.strip()}")[1] for part in text.split(",")]
             if len(set(map(str, space[key]))) < len(space[key]):
-                raise ValueError(f"'{word}' has a value twice")
+                raise ValueError(f"'{word}' has a value twice: leave one out")
         else:
             fixed[key] = value
     return space, fixed

@@ -1,6 +1,6 @@
 """The command line: parse options, call the library, show the result. Bad input gets one sentence and exit code 2.
 
-Commands import what they need themselves: PyTorch takes seconds, and `fedheal --help` does without it.
+Commands import what they need themselves, after simple checks: PyTorch takes seconds, and `fedheal --help` does without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import typer
 from typer.core import TyperGroup
 
 from fedheal.cli.errors import INTERRUPTED, describe_usage_error, report_errors
-from fedheal.cli.words import check_files, is_file, is_override
+from fedheal.cli.words import check_files, check_jobs_option, is_file, is_override
+from fedheal.core.errors import format_count
 from fedheal.simulate.interrupts import stop_on_terminate
 from fedheal.version import __version__
 
@@ -58,21 +59,25 @@ DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released
 REPORT_FORMATS = ("text", "markdown", "latex", "csv", "parquet")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-Jobs = Annotated[int, typer.Option(help="Runs at a time; 0: one per core, or as many as the GPUs take.")]
+JOBS_HELP = "Runs at a time; 0: one per core, or as many as the GPUs take."
+Jobs = Annotated[int, typer.Option(help=JOBS_HELP, callback=check_jobs_option)]
 SEEDS_HELP = "A number of seeds (5), a range (3-7) or a list (1,4)."
 VARY_HELP = "Instead of --seeds, those of split, init and batch, crossed for variance components: split=10,init=3."
 Seeds = Annotated[str, typer.Option(help=SEEDS_HELP)]
 Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]
-Ray = Annotated[str | None, typer.Option(help="Run on the Ray cluster here instead ('auto', 'local', HOST:PORT).")]
+Ray = Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: auto, local or HOST:PORT.")]
 RunFolder = Annotated[Path | None, typer.Option(help="The run folder; default: runs/<name>.")]
 RunsFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/<command>-...")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume a stopped run; --resume --out FOLDER is enough.")]
-Fields = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields unlike the paper's.")]
+Fields = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields that differ from the paper's settings.")
+]
 FigureFolder = Annotated[Path | None, typer.Option(help="A folder for figures as SVG, PDF and PNG, fit for a paper.")]
 HTML_HELP = "One page with tables and figures: --out, or report.html in the first folder."
-DIAGNOSE_HELP = "Who is under-served in one run, since when, its weight and what was kept."
+DIAGNOSE_HELP = "Show which domains or clients of one run are under-served, since when, with which weight."
+SEARCHES = ("grid", "random", "optuna")
 RESULTS = "headline, table1, table2, ablation, beta, tau, consistency, convergence"
-SMOKE_HELP = "A few rounds, on the embedded data unless --data names others: minutes on a CPU, numbers without meaning."
+SMOKE_HELP = "A few rounds, on the embedded data unless --data names others: minutes on a CPU, to try the command."
 
 
 def main() -> None:
@@ -123,6 +128,8 @@ def run_command(
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
+    files = [word for word in words or () if is_file(word)]
+    check_files(files, words or [])
     from rich.console import Console
 
     from fedheal.cli import display
@@ -132,8 +139,6 @@ def run_command(
     from fedheal.simulate.progress import Progress
     from fedheal.simulate.runner import run
 
-    files = [word for word in words or () if is_file(word)]
-    check_files(files, words or [])
     overrides = [word for word in words or () if word not in files]
     if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
         files = [str(out / "experiment.toml")]
@@ -143,11 +148,13 @@ def run_command(
             )
     experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.run_name
-    callbacks: list[Callback] = [Progress(Console(quiet=quiet or as_json))]
+    console = Console(quiet=quiet or as_json)
+    callbacks: list[Callback] = [Progress(console)]
     if track is not None:
         from fedheal.tracking import tracker  # imported late: its libraries are optional
 
         callbacks.append(tracker(track, folder))
+    display.print_class_notes([experiment], console)
     result = run(experiment, folder, resume, callbacks, progress=False)
     if as_json:
         typer.echo(json.dumps(dict(result.summary), indent=2))
@@ -194,7 +201,7 @@ def demo(
 def compare(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="METHOD... [key=value ...]", help="Methods or bounds, and fields of all runs."),
+        typer.Argument(metavar="METHOD... [key=value ...]", help="Methods or bounds, and fields that all runs share."),
     ],
     data: Annotated[str, typer.Option(help="The data set.")] = "embedded",
     seeds: Annotated[str | None, typer.Option(help=SEEDS_HELP, show_default="8")] = None,
@@ -225,7 +232,7 @@ def compare(
     overrides = [word for word in words if is_override(word)]
     values = parse_overrides(overrides)
     if "data" in values:
-        raise ValueError(f"the data set is set by --data: use --data {values['data']}")
+        raise ValueError(f"data={values['data']} is not a field of a comparison: use --data {values['data']}")
     methods = [word for word in words if not is_override(word)]
     numbers = comparison.choose_seeds(seeds, vary)
     name = ["compare", data.replace(":", "."), *comparison.name_design(numbers), *sorted(overrides)]
@@ -248,7 +255,7 @@ def compare(
 def sweep_command(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="key=values ...", help="Several values: 0:0.9:0.1 or 0,0.4,1. One value: fixed."),
+        typer.Argument(metavar="key=values ...", help="Fields to search: 0:0.9:0.1 or 0,0.4,1. One value is fixed."),
     ],
     seeds: Seeds = "1",
     metric: Annotated[str, typer.Option(help="The metric to choose by: avg, worst, std, gap or jain.")] = "avg",
@@ -268,6 +275,10 @@ def sweep_command(
 
     Example: fedheal sweep method=fedheal tau=0:0.9:0.1 beta=0,0.4,1 rounds=10
     """
+    if search not in SEARCHES:
+        raise ValueError(f"search = {search}: use {', '.join(SEARCHES)}")
+    from rich.console import Console
+
     from fedheal.campaign import sweep
     from fedheal.campaign.compare import parse_seeds
     from fedheal.cli import display
@@ -279,8 +290,9 @@ def sweep_command(
     folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
     wanted = sweep.Search(space, fixed, parse_seeds(seeds), folder, metric)
     run_jobs = functools.partial(_run_jobs, quiet=quiet or as_json, title="", jobs=jobs, ray=ray, is_search=True)
-    if search not in sweep.SEARCHES:
-        raise ValueError(f"search = {search}: use {', '.join(sweep.SEARCHES)}")
+    first = wanted.jobs(wanted.point(0))[0]
+    if ray is None and not first.is_finished:
+        display.print_class_notes([first.experiment], Console(quiet=quiet or as_json))
     found = list(sweep.SEARCHES[search](wanted, run_jobs, trials))
     best = sweep.choose_best(found, metric)
     summary = {
@@ -294,7 +306,9 @@ def sweep_command(
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     elif not quiet:
-        display.show_search(wanted, found, best)
+        # A cluster's data need not be on this machine.
+        data = sweep.measure_validation(wanted.jobs(best.point)[0].experiment) if ray is None else None
+        display.show_search(wanted, found, best, data)
 
 
 @app.command()
@@ -330,7 +344,7 @@ def report(
         raise ValueError(f"by = {by}: --by needs --diagnose; add --diagnose or leave out --by")
     runs = rows.find_rows(folders)
     if not runs:
-        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}")
+        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}: {rows.NO_RUNS}")
     with suppress(ValueError):  # the report refuses unknown names
         reference = reference and method_table.get(reference).name
     if html:
@@ -356,11 +370,14 @@ def _check_report_options(
         (diagnose and option, f"--diagnose writes its own table and figure: leave out {option}"),
         (
             html and has_format,
-            f"format = {form}: --html writes a page with tables in all formats; leave one of them out",
+            f"format = {form}: --html writes a page with tables in all formats; leave out --format",
         ),
-        (has_figures and has_format, f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave one out"),
-        (has_figures and out and not html, f"out = {out}: --figures names the folder itself; leave out --out"),
-        (no_comparisons, f"reference = {reference}: {form} has no comparisons; leave it out"),
+        (
+            has_figures and has_format,
+            f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave out --format",
+        ),
+        (has_figures and out and not html, f"out = {out}: --figures already names a folder; leave out --out"),
+        (no_comparisons, f"reference = {reference}: {form} has no comparisons; leave out --reference"),
         (form == "parquet" and out is None, "Parquet cannot be printed: name a file with --out"),
     ):
         if is_wrong:
@@ -383,12 +400,14 @@ def reproduce(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a result of the paper with ours.
+    """Reproduce a table or figure of the paper, and show its numbers with ours.
 
     Finished runs are not run again (results share them) and stopped ones are resumed, so the command may be repeated.
 
     Example: fedheal reproduce table1 --smoke
     """
+    if result not in RESULTS.split(", "):
+        raise ValueError(f"there is no result '{result}': choose one of {RESULTS}")
     from fedheal.campaign.compare import parse_seeds
     from fedheal.cli import display
     from fedheal.reproduce import RECIPES, Options, make_suffix, plan_recipe
@@ -396,8 +415,6 @@ def reproduce(
     from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import parse_overrides
 
-    if result not in RECIPES:
-        raise ValueError(f"there is no result '{result}'; choose one of {RESULTS}")
     options_as_words = [f"{k}={v}" for k, v in {"rounds": rounds, "device": device}.items() if v is not None]
     values = parse_overrides([*options_as_words, *(words or [])])  # which refuses a field that is set in both forms
     row_list, data_list = ([w.strip() for w in text.split(",") if w.strip()] for text in (row_names, data))
@@ -441,10 +458,10 @@ def _run_jobs(
     from fedheal.campaign.pool import describe_schedule, run_all
     from fedheal.cli import display
 
-    if jobs < 0:
-        raise ValueError(f"jobs = {jobs}: use 0 for as many as this machine takes, or a number of runs at a time")
     console, schedule = Console(quiet=quiet), describe_schedule(planned, jobs, ray)
     finished = run_all(planned, jobs, ray)  # checks all of them before anything is printed
+    if ray is None and not is_search:
+        display.print_class_notes((job.experiment for job in planned if not job.is_finished), console)
     if title:
         console.print(f"{title}, {schedule}:", highlight=False, markup=False, soft_wrap=True)
     with display.LiveTable(console, planned, is_search) as table:
@@ -453,7 +470,7 @@ def _run_jobs(
 
 
 def _count_runs(planned: Sequence[Job], folder: Path) -> str:
-    return f"{len(planned)} {'run' if len(planned) == 1 else 'runs'} into {folder}"
+    return f"{format_count(len(planned), 'run')} into {folder}"
 
 
 def _find_command() -> str:

@@ -24,7 +24,7 @@ from fedheal.data.cache import prepare_data
 from fedheal.data.download import download_domain
 from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
 from fedheal.data.specs import DatasetSpec
-from fedheal.data.splits import choose_classes, note_dropped_classes
+from fedheal.data.splits import choose_classes, note_class_differences
 from fedheal.runs.folder import make_folder
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
 from fedheal.simulate.experiment import Experiment, parse_overrides
@@ -81,9 +81,10 @@ def check_command(
         exit_code = max(exit_code, *(EXIT_CODES.get(status.state, 0) for status in statuses))
         owned = {status.name: status.classes for status in statuses if status.classes}
         if owned and not spec.classes:
-            note = note_dropped_classes(owned, choose_classes(owned, request.classes, name), limit=1000)
+            choose_classes(owned, request.classes, name)  # raises if there are too few
+            note = note_class_differences(owned, request.classes, limit=1000)
             typer.echo(f"{name}: {note}\n" if note else "", nl=False)
-            exit_code = max(exit_code, 1 if note else 0)
+            exit_code = max(exit_code, 1 if note and request.classes == "intersection" else 0)
     raise typer.Exit(exit_code)
 
 
@@ -138,7 +139,7 @@ def fetch_command(
     root = resolve_root(request.root)
     names = [domain_spec.name for domain_spec in spec.domains]
     for name in set(domain or ()).difference(names):
-        raise ValueError(f"domain = {name}: the domains of '{data}' are {', '.join(names)}")
+        raise ValueError(f"domain = {name}: use one of {', '.join(names)}, the domains of '{data}'")
     errors = []
     for location in locate_domains(spec, root):
         if domain and location.spec.name not in domain:
@@ -164,7 +165,9 @@ def prepare_command(
     data: Data,
     data_root: Root = None,
     allow_missing: AllowMissing = False,
-    again: Annotated[bool, typer.Option("--again", help="Make it again, even if it is in the cache.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Prepare the data again, even if they are in the cache.")
+    ] = False,
     words: Words = None,
 ) -> None:
     """Decode a data set once, into memory-mapped files.

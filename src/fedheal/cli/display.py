@@ -22,15 +22,19 @@ from fedheal import methods as method_table
 from fedheal.aggregate.registry import STAGES
 from fedheal.campaign import sweep
 from fedheal.campaign.jobs import Job
+from fedheal.core.errors import format_count
 from fedheal.core.metrics import fairness
 from fedheal.core.parameter import get_parameters
+from fedheal.data import SPECS, find_spec
+from fedheal.data.on_disk import FOLDER_PREFIX, note_classes, open_dataset
 from fedheal.report import rows, tables
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
 from fedheal.report.figures import save_figure
 from fedheal.report.html_page import Section, render_page
 from fedheal.report.text_report import format_blocks, format_data_notes, format_report
 from fedheal.runs import folder as records
-from fedheal.simulate.experiment import format_value
+from fedheal.simulate.build import make_data_request
+from fedheal.simulate.experiment import Experiment, format_value
 
 PROSE_WIDTH = 30  # columns more than the longest words, for a table of prose to be readable
 
@@ -82,7 +86,12 @@ def show_comparison(summaries: Sequence[Mapping[str, Any]]) -> None:
         typer.echo(tables.LEGEND)
 
 
-def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep.Trial) -> None:
+def show_search(
+    search: sweep.Search,
+    trials: Sequence[sweep.Trial],
+    best: sweep.Trial,
+    data: sweep.ValidationData | None = None,
+) -> None:
     """Print what a search tried, how sure its scores are, what it chose, and the command that tests the choice."""
     columns = dict.fromkeys([search.metric, *rows.FAIRNESS_COLUMNS.values()])
     body = []
@@ -95,11 +104,19 @@ def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep
     print_table(["point", *columns, ""], body, f"Accuracy on validation data in percent, {spread}")
     point = " ".join(f"{key}={value}" for key, value in best.point.items())
     typer.echo(f"Chosen by {search.metric} on validation data: {point}. The test set had no part in the choice.")
+    if data is not None:
+        sizes = ", ".join(f"{domain} {size:,}" for domain, size in data.sizes.items())
+        points = 100 / min(data.sizes.values())
+        typer.echo(f"Validation examples per domain: {sizes}. One example is up to {points:.2g} points of accuracy.")
+        if all(data.is_chance(trial) for trial in trials):
+            typer.echo(
+                f"No point is better than chance (AVG {data.chance:.1f}), so the choice means nothing: train for more rounds, "
+                "or search other values."
+            )
     equals = sweep.count_equals(trials, best, search.metric)
     if equals and number > 1:
-        typer.echo(
-            f"{_count(equals, 'other point')} within one standard error of it: these seeds do not tell them apart."
-        )
+        others = f"{format_count(equals, 'other point')} {'is' if equals == 1 else 'are'}"
+        typer.echo(f"{others} within one standard error of it: these seeds do not tell them apart.")
     elif equals:
         typer.echo(f"{equals + 1} points are equally good: this is the first of them, and no better than the others.")
     if number == 1:
@@ -108,8 +125,14 @@ def show_search(search: sweep.Search, trials: Sequence[sweep.Trial], best: sweep
     typer.echo(f"  {search.format_next_command(best)}")
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun} is" if number == 1 else f"{number} {noun}s are"
+def print_class_notes(experiments: Iterable[Experiment], console: Console) -> None:
+    """Name the classes of image folders that not every domain has, before clients train without them."""
+    requests = dict.fromkeys((e.data, make_data_request(e)) for e in experiments)
+    for name, request in requests:
+        if name in SPECS or name.startswith(FOLDER_PREFIX):
+            note = note_classes(open_dataset(*find_spec(name, request)))
+            if note:
+                console.print(f"Note: {note}.", highlight=False, markup=False, soft_wrap=True)
 
 
 def write_report(runs: Sequence[rows.Row], form: str, out: Path | None, reference: str | None) -> None:

@@ -27,3 +27,10 @@ def is_override(word: str) -> bool:
     """Return whether a word is a field, with = and no earlier `:`; `fedprox:mu=0.1` is a method."""
     before, equals, _ = word.partition("=")
     return bool(equals) and ":" not in before
+
+
+def check_jobs_option(jobs: int) -> int:
+    """Return the number of runs at a time. Raise ValueError if it is negative."""
+    if jobs < 0:
+        raise ValueError(f"jobs = {jobs}: use 0 for as many as this machine takes, or a number of runs at a time")
+    return jobs

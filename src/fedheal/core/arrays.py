@@ -20,7 +20,7 @@ def as_tensor(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
         return array.detach()
     values = np.asarray(array)
     if values.dtype.kind not in "fiubc" or values.dtype in (np.longdouble, np.clongdouble):
-        raise TypeError(f"{name} is an array of dtype {values.dtype}, which does not hold numbers that torch knows")
+        raise TypeError(f"{name} is an array of dtype {values.dtype}, which torch does not support: give numbers")
     if not values.flags.writeable:
         values = values.view()
         try:

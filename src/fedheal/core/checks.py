@@ -1,5 +1,8 @@
 """Check arguments that are no parameters of a method; the error names the argument, its value and what is allowed."""
 
+import sys
+import traceback
+from pathlib import Path
 from types import UnionType
 
 from fedheal.core.errors import add_article
@@ -15,6 +18,24 @@ def check_type(name: str, value: object, wanted: type | UnionType, remedy: str) 
     """
     if not isinstance(value, wanted):
         raise TypeError(f"{name} is {add_article(type(value).__name__)}: {remedy}")
+
+
+def check_main_guard(field: str, value: int) -> None:
+    """Raise ValueError if new processes would run the calling script again, since it has no `if __name__ == "__main__":`.
+
+    A process that is spawned imports the main script. A call at the top of that script would then start processes, too.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    is_at_top = any(frame.f_globals is vars(main) and frame.f_code.co_name == "<module>" for frame in frames)
+    if path is None or not is_at_top or Path(path).name == "__main__.py":  # processes do not import that one
+        return
+    if "__name__" not in Path(path).read_text(encoding="utf-8", errors="replace"):
+        raise ValueError(
+            f"{field} = {value}: each new process would run {Path(path).name} again; put what it does under "
+            f'`if __name__ == "__main__":`, or use {field}=1'
+        )
 
 
 def check_share(name: str, value: float) -> None:

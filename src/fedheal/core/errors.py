@@ -1,8 +1,8 @@
-"""Parts of error messages: what an exception says, who raised it, and the name that a misspelt word may have meant."""
+"""Parts of messages: what an exception says, who raised it, counts, and the name that a misspelt word may have meant."""
 
 import difflib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,48 @@ def format_error(error: Exception) -> str:
     """
     reason = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number and its noun.
+
+    >>> format_count(1, "class"), format_count(1200, "run"), format_count(2, "class")
+    ('1 class', '1,200 runs', '2 classes')
+    """
+    plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+# Beginnings of pydantic's types of errors -> what is allowed.
+_ALLOWED = {
+    "int_": "a whole number",
+    "float_": "a number",
+    "finite_": "a finite number",
+    "bool_": "true or false",
+    "string_": "a string",
+    "list_": "a list",
+    "tuple_": "a list",
+    "dict_": "a dictionary",
+    "model_": "a dictionary",
+    "greater_than_equal": "a number of at least {ge}",
+    "greater_than": "a number above {gt}",
+    "less_than_equal": "a number of at most {le}",
+    "less_than": "a number below {lt}",
+    "literal_": "{expected}",
+}
+
+
+def describe_allowed(problem: Mapping[str, Any]) -> str:
+    """Return what a field may be, from one of the errors of a pydantic `ValidationError`.
+
+    >>> describe_allowed({"type": "int_parsing"}), describe_allowed({"type": "less_than", "ctx": {"lt": 1.0}})
+    ('a whole number', 'a number below 1')
+    """
+    for beginning, allowed in _ALLOWED.items():
+        if problem["type"].startswith(beginning):
+            bounds = {key: f"{x:.0f}" if x in (0.0, 1.0) else x for key, x in problem.get("ctx", {}).items()}
+            return allowed.format(**bounds)
+    return str(problem["msg"]).removeprefix("Input should be ")
 
 
 def suggest(word: str, known: list[str]) -> str:

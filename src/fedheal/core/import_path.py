@@ -1,7 +1,9 @@
-"""Import a user's function by its path, "package.module:function"."""
+"""Import a user's function by its path, "package.module:function", and our kernels where they can run."""
 
 import importlib
 from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from fedheal.core.errors import format_error
@@ -24,3 +26,12 @@ def import_function(what: str, path: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"the {what} {path!r} cannot be imported: {module!r} has no function {attribute!r}")
     return function  # type: ignore[no-any-return]
+
+
+@cache
+def import_triton_kernels(module: str, device_type: str) -> ModuleType | None:
+    """Return a module of Triton kernels, or None if the device is not a GPU or torch comes without Triton."""
+    try:
+        return importlib.import_module(module) if device_type == "cuda" else None
+    except ImportError:
+        return None

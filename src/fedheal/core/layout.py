@@ -23,7 +23,13 @@ ALIGNED = 16  # entries: rows that start at such a multiple are read fastest on 
 
 @dataclass(frozen=True)
 class Packed:
-    """A model as vectors: `params [G]`, float `buffers [B]`, integer `counters [C]`."""
+    """A model as three vectors.
+
+    Attributes:
+        params: `[G]`, floats.
+        buffers: `[B]`, floats, such as BatchNorm's running statistics.
+        counters: `[C]`, integers, such as BatchNorm's count of batches.
+    """
 
     params: Tensor
     buffers: Tensor
@@ -72,6 +78,9 @@ class Sizes:
 class Layout:
     """Map names and shapes to slices of the flat vectors.
 
+    Attributes:
+        entries: The tensors of the `state_dict`, in order, with their places in the vectors.
+
     >>> layout = Layout.of(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     >>> layout.sizes()
     Sizes(tensors=(('0.weight', 6), ('0.bias', 3), ('1.weight', 3), ('1.bias', 3)), buffers=6, counters=1)
@@ -112,6 +121,7 @@ class Layout:
         return Layout((Entry("params", "param", (size,), torch.float32, 0, size),))
 
     def sizes(self) -> Sizes:
+        """Return the names and lengths of the parameters, and the lengths of buffers and counters."""
         tensors = tuple((e.name, e.stop - e.start) for e in self._distinct("param"))
         return Sizes(tensors, self._length("buffer"), self._length("counter"))
 
@@ -131,13 +141,7 @@ class Layout:
     def unpack(self, packed: Packed) -> dict[str, Tensor]:
         """Return the `state_dict` of these vectors, in new memory. Raise ValueError if one has not the layout's length."""
         check_type("packed", packed, Packed, "give what `pack` or an aggregator's `apply` returned for a packed model")
-        given: dict[Kind, Tensor] = {"param": packed.params, "buffer": packed.buffers, "counter": packed.counters}
-        vectors = {kind: vector.detach().clone() for kind, vector in given.items()}
-        for kind, vector in vectors.items():
-            if vector.shape != (self._length(kind),):
-                raise ValueError(
-                    f"{kind}s of shape {tuple(vector.shape)} do not fit this layout, which has {self._length(kind)} of them"
-                )
+        vectors = {kind: vector.detach().clone() for kind, vector in self._list_vectors(packed).items()}
         made: dict[tuple[Kind, int, int], Tensor] = {}
         result: dict[str, Tensor] = {}
         for e in self.entries:
@@ -146,6 +150,30 @@ class Layout:
                 made[where] = restore_dtype(vectors[e.kind][e.start : e.stop], e.dtype).reshape(e.shape)
             result[e.name] = made[where]
         return result
+
+    def load_into(self, module: nn.Module, packed: Packed) -> None:
+        """Load vectors into a module, as `module.load_state_dict(self.unpack(packed))` does, without copies in between."""
+        if (
+            packed.params.device.type != "cpu"
+            or not _loads_plainly(module)
+            or any(e.dtype.is_complex for e in self.entries)
+        ):
+            module.load_state_dict(self.unpack(packed))
+            return
+        state = module.state_dict()
+        vectors = self._list_vectors(packed)
+        for e in self.entries:
+            state[e.name].copy_(vectors[e.kind][e.start : e.stop].view(e.shape))
+
+    def _list_vectors(self, packed: Packed) -> dict[Kind, Tensor]:
+        """Return the vectors by kind. Raise ValueError if one has not the layout's length."""
+        vectors: dict[Kind, Tensor] = {"param": packed.params, "buffer": packed.buffers, "counter": packed.counters}
+        for kind, vector in vectors.items():
+            if vector.shape != (self._length(kind),):
+                raise ValueError(
+                    f"{kind}s of shape {tuple(vector.shape)} do not fit this layout, which has {self._length(kind)} of them"
+                )
+        return vectors
 
     def _distinct(self, kind: Kind) -> list[Entry]:
         distinct: dict[tuple[int, str], Entry] = {}
@@ -190,6 +218,20 @@ class Layout:
             bits = [as_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (tensor, state_dict[twin])]
             if not torch.equal(bits[0], bits[1].to(bits[0].device)):
                 raise ValueError(f"'{e.name}' and '{twin}' are tied in this layout but differ in the state_dict")
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Return whether loading a state_dict only copies its tensors: no class or hook of the module does anything else."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return False
+    plain = (nn.Module._load_from_state_dict, nn.BatchNorm2d._load_from_state_dict)  # the latter knows old versions
+    for part in module.modules():
+        hooks = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
+        if hooks or part._state_dict_hooks or type(part)._load_from_state_dict not in plain:
+            return False
+        if type(part).set_extra_state is not nn.Module.set_extra_state:
+            return False
+    return True
 
 
 def _real_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -23,7 +23,7 @@ def fairness(accuracy: Mapping[str, float]) -> dict[str, float]:
     (42.426, 60.0, 0.25, 0.8)
     """
     if not accuracy:
-        raise ValueError("fairness of no units is not defined: give at least one accuracy")
+        raise ValueError("there are no accuracies: give at least one")
     x = np.array(list(accuracy.values()), np.float64)
     k, total = len(x), float(x.sum())
     mean = total / k

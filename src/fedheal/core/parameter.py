@@ -1,5 +1,7 @@
 """Declare a method's parameter once: what it means, where its default comes from and which values it takes.
 
+A declaration stands beside the function or class that takes the parameter::
+
     MU = Parameter("mu", 0.01, "pull towards the received model", "Li et al. 2020", ge=0)
 
     @declare_parameters(MU)
@@ -15,6 +17,8 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar, cast
+
+__all__ = ["Parameter", "declare_parameters", "get_parameters"]
 
 Constructor = TypeVar("Constructor", bound=Callable[..., Any])
 
@@ -57,12 +61,12 @@ class Parameter:
         if isinstance(self.default, bool):
             return "True or False"
         if isinstance(self.default, str):
-            return "a text"
+            return "a string"
         number = "a whole number" if isinstance(self.default, int) else "a number"
         if self.ge is not None and self.le is not None:
             return f"{number} from {self.ge} to {self.le}"
         if self.ge is not None and self.lt is not None:
-            return f"{number} from {self.ge} to {self.lt}, but less than {self.lt}"
+            return f"{number} of at least {self.ge} and below {self.lt}"
         words = {"above": self.gt, "of at least": self.ge, "at most": self.le, "below": self.lt}
         bounds = " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
         if self.le is None and self.lt is None:
@@ -117,6 +121,9 @@ class Parameter:
 def declare_parameters(*declared: Parameter) -> Callable[[Constructor], Constructor]:
     """Return a decorator that checks the arguments of a function or class against these declarations.
 
+    Args:
+        *declared: The parameters, each an argument of the function or class with the same default.
+
     >>> @declare_parameters(Parameter("mu", default=0.01, ge=0))
     ... def double(mu=0.01):
     ...     return 2 * mu
@@ -154,6 +161,9 @@ def declare_parameters(*declared: Parameter) -> Callable[[Constructor], Construc
 
 def get_parameters(constructor: Callable[..., Any]) -> dict[str, Parameter]:
     """Return the parameters of a function or class by name: those it declares, or else those of its signature.
+
+    Args:
+        constructor: A function or class that makes a term or a stage.
 
     >>> get_parameters(lambda mu=0.01: mu)["mu"].default
     0.01

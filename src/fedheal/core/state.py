@@ -9,6 +9,7 @@ donated state takes them with it.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -30,6 +31,7 @@ from fedheal.core.checks import check_type
 from fedheal.core.layout import Packed
 
 METADATA = "fedheal-state"  # where a state's file holds its JSON
+CHECKSUM = "fedheal-checksum"  # and the checksum of it and the arrays
 PATH_REMEDY = "give the path of a file, such as 'state.safetensors'"
 ARRAY = "array"  # stands in the JSON for a value that is among the arrays
 
@@ -76,7 +78,8 @@ class State:
         copies = {name: array.detach().cpu().contiguous().clone() for name, array in arrays.items()}
         temporary = Path(f"{path}.tmp")
         try:
-            temporary.write_bytes(save(copies, {METADATA: dumps(described)}))
+            checksum = str(compute_checksum(copies, described))
+            temporary.write_bytes(save(copies, {METADATA: dumps(described), CHECKSUM: checksum}))
             temporary.replace(path)
         except OSError as error:
             with suppress(OSError):  # the folder may be missing
@@ -95,10 +98,14 @@ class State:
         check_type("path", path, str | PathLike, PATH_REMEDY)
         try:
             with safe_open(path, "pt") as file:
-                described = loads((file.metadata() or {}).get(METADATA, "null"))
+                metadata = file.metadata() or {}
+                described = loads(metadata.get(METADATA, "null"))
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
         except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({error})") from error
+            raise ValueError(f"{path} is damaged ({error}): use an earlier copy") from error
+        # Files of earlier versions have no checksum.
+        if CHECKSUM in metadata and metadata[CHECKSUM] != str(compute_checksum(arrays, described)):
+            raise ValueError(f"{path} is damaged (its checksum does not fit its contents): use an earlier copy")
         if described is None:
             raise ValueError(f"{path} holds no state of fedheal: give a file that a state's `save` wrote")
         try:
@@ -117,6 +124,16 @@ class State:
         return _restore_state(State, "", arrays, json)
 
 
+def compute_checksum(arrays: Mapping[str, Tensor], metadata: Any) -> int:
+    """Return a checksum over the JSON, and the tensors' names, shapes, dtypes and bytes."""
+    value = zlib.crc32(dumps(metadata, sort_keys=True).encode())
+    for name in sorted(arrays):
+        tensor = arrays[name].contiguous()
+        value = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), value)
+        value = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data, value) if tensor.numel() else value
+    return value
+
+
 S = TypeVar("S", bound=State)
 
 
@@ -125,7 +142,7 @@ def expect(state: State, wanted: type[S]) -> S:
     if not isinstance(state, wanted):
         kind = getattr(state, "kind", type(state).__name__)
         raise ValueError(
-            f"this state is of kind '{kind}', the aggregator needs '{wanted.kind}': it was made by another one"
+            f"this state is of kind '{kind}', but the aggregator needs '{wanted.kind}': give a state that it made itself"
         )
     return state
 
@@ -223,7 +240,7 @@ def _restore_state(wanted: type[State], path: str, arrays: Mapping[str, Tensor],
         raise ValueError(f"state of kind {kind!r} is unknown; this version knows {sorted(State.kinds)}")
     cls = State.kinds[kind]
     if not issubclass(cls, wanted):
-        raise ValueError(f"state of kind '{kind}' is damaged or misplaced: '{wanted.kind}' is expected here")
+        raise ValueError(f"state of kind '{kind}' found where kind '{wanted.kind}' is expected")
     try:
         values = _restore_fields(cls, path, arrays, json)
         if "clients" in values:

@@ -25,7 +25,17 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Reply(NamedTuple):
-    """One client's reply; a plain tuple `(client, delta, num_examples)` works as well."""
+    """One client's reply; a plain tuple `(client, delta, num_examples)` works as well.
+
+    Attributes:
+        client: The client's id.
+        delta: Local minus global parameters, `[G]`.
+        num_examples: How many examples the client trained on.
+        buffers: The client's float buffers, `[B]`; None keeps the model's.
+        counters: The client's counters, `[C]`; None keeps the model's.
+        metrics: Numbers by name, for example the `loss` of the received model.
+        domain: The client's domain, if it is known.
+    """
 
     client: str | int
     delta: Array
@@ -76,7 +86,7 @@ class Updates:
     ) -> None:
         ids = tuple(client_id(c) for c in clients)
         if isinstance(domains, str) or not all(isinstance(domain, str) for domain in domains or ()):
-            raise TypeError(f"domains = {domains!r}: give a list with a name a client")
+            raise TypeError(f"domains = {domains!r}: give a list with one name per client")
         if domains is not None and len(domains) != len(ids):
             raise ValueError(f"domains has {len(domains)} names for {len(ids)} clients")
         vars(self).update(  # the dataclass is frozen
@@ -193,7 +203,7 @@ def client_id(client: object) -> str:
 def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...]) -> Tensor:
     if not isinstance(value, (Tensor, np.ndarray)):
         if not isinstance(value, Sequence):
-            raise TypeError(f"{name} is a {type(value).__name__}: give a matrix, or a list with a vector a client")
+            raise TypeError(f"{name} is a {type(value).__name__}: give a matrix, or a list with one vector per client")
         for client, row in zip(clients, value, strict=False):
             if isinstance(row, Mapping | Packed | nn.Module):
                 remedy = "give its flat parameters, local minus global, or use Updates.from_modules"
@@ -217,7 +227,7 @@ def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...])
 def _column(name: str, value: Array | Sequence[float], clients: tuple[str, ...]) -> Tensor:
     given = as_tensor(value, name)
     if given.is_complex():
-        raise TypeError(f"{name} is {given.dtype}: real numbers are needed")
+        raise TypeError(f"{name} is {given.dtype}: give real numbers")
     column = given.to("cpu", torch.float64)
     if column.shape != (len(clients),):
         raise ValueError(f"{name} has shape {tuple(column.shape)}; {len(clients)} clients need ({len(clients)},)")
@@ -301,7 +311,7 @@ def _read_reply(given: Any) -> tuple[Tensor, Reply]:
     if delta.ndim != 1:
         raise ValueError(f"its update has shape {tuple(delta.shape)}, not one dimension")
     if delta.dtype not in FLOATS:
-        raise ValueError(f"its update is {delta.dtype}; float32, float64, bfloat16 and float16 will do")
+        raise ValueError(f"its update is {delta.dtype}; use float32, float64, bfloat16 or float16")
     if not isinstance(reply.metrics, Mapping):
         raise TypeError(f"its metrics are a {type(reply.metrics).__name__}, not a mapping of names to numbers")
     if reply.domain is not None and not isinstance(reply.domain, str):

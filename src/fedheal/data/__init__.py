@@ -2,101 +2,32 @@
 
 A data set is a `Domains`: the same classes in several domains. Those of the paper and some others are read from disk by name.
 Your own are image folders ("folder:PATH") or a function without arguments that returns a `Domains` ("package.module:function").
+
+Public names are imported when they are first used: a worker process needs `domains` and `augment` alone.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from fedheal.core.deprecated_paths import warn_of_renames
-from fedheal.core.errors import format_error, suggest
-from fedheal.core.import_path import import_function
-from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
-from fedheal.data.catalogue.image_folders import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
-from fedheal.data.domains import Domains, check_domains
-from fedheal.data.embedded.dataset import load_embedded
-from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_from_disk, make_folder_spec
-from fedheal.data.specs import DatasetSpec
 
-__all__ = ["DATASETS", "SPECS", "DataRequest", "Dataset", "find_spec", "get_protocol", "load_dataset"]
+if TYPE_CHECKING:
+    from fedheal.data.datasets import DATASETS, SPECS, Dataset, find_loader, find_spec, get_protocol, load_dataset
+    from fedheal.data.on_disk import DataRequest
+
+__all__ = ["DATASETS", "SPECS", "DataRequest", "Dataset", "find_loader", "find_spec", "get_protocol", "load_dataset"]
 
 _RENAMED = {
     "DESCRIPTIONS": "SPECS", "Wanted": "DataRequest", "description": "find_spec", "load": "load_dataset",
     "protocol": "get_protocol",
 }  # fmt: skip
-__getattr__ = warn_of_renames(__name__, _RENAMED)
+_find_renamed = warn_of_renames(__name__, _RENAMED)
 
-SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
+if not TYPE_CHECKING:  # a type checker would take any name for a public one
 
-
-@dataclass(frozen=True)
-class Dataset:
-    """A named data set: how to load it, and the default settings of an experiment on it."""
-
-    load: Callable[[DataRequest], Domains]
-    protocol: Mapping[str, Any]
-    about: str
-
-
-_load_embedded_once = functools.cache(load_embedded)  # runs of a process share it; nothing writes to it
-DATASETS = {
-    "embedded": Dataset(
-        lambda _: _load_embedded_once(),
-        {"model": "small_cnn", "rounds": 20, "epochs": 2, "batch_size": 32, "lr": 0.01, "augment": "none"},
-        "ten digits in four domains, made offline: handwritten, print, street, display",
-    ),
-    **{n: Dataset(functools.partial(load_from_disk, spec), spec.protocol, spec.about) for n, spec in SPECS.items()},
-}
-
-
-def load_dataset(name: str, request: DataRequest | None = None) -> Domains:
-    """Load a data set: a name of `DATASETS`, "folder:PATH", or "package.module:function".
-
-    The request says where it is on disk and what may be missing. Raise ValueError if it is unknown, missing or damaged.
-    """
-    request = request or DataRequest()
-    if name.startswith(FOLDER_PREFIX):
-        return load_from_disk(*find_spec(name, request))
-    if request.size is not None and (":" in name or name == "embedded"):
-        raise ValueError(f"image_size = {request.size}: the images of {name!r} are not resized; leave it out")
-    if name in DATASETS:
-        return DATASETS[name].load(request)
-    if ":" not in name:
-        raise ValueError(
-            f"there is no data set {name!r}{suggest(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
-            f"or use your own image folders as '{FOLDER_PREFIX}PATH', or your own function by its import path "
-            '"package.module:function"'
-        )
-    return check_loaded(name, import_function("data set", name))
-
-
-def check_loaded(name: str, loader: Callable[[], Any]) -> Domains:
-    """Return what a user's function loads. Raise ValueError if it fails, or returns no consistent `Domains`."""
-    try:
-        data = loader()
-    except Exception as error:  # a user's function may raise anything
-        raise ValueError(f"the data set's function {name!r} raised {format_error(error)}") from error
-    if not isinstance(data, Domains):
-        raise ValueError(f"{name!r} must return a fedheal.data.domains.Domains, got {type(data).__name__}")
-    check_domains(data, name)
-    return data
-
-
-def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpec, DataRequest]:
-    """Return the specification of a data set that is read from disk, and the request to open it with."""
-    request = request or DataRequest()
-    if name.startswith(FOLDER_PREFIX):
-        if request.root is not None:
-            raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
-        return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))
-    if name not in SPECS:
-        raise ValueError(f"'{name}' is not read from disk; choose one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
-    return SPECS[name], request
-
-
-def get_protocol(name: str) -> dict[str, Any]:
-    """Return the default settings of an experiment on a data set; none for one of your own."""
-    return dict(DATASETS[name].protocol) if name in DATASETS else {}
+    def __getattr__(name: str) -> Any:
+        if name in {*__all__, "Domains", "check_loaded"}:
+            return getattr(importlib.import_module("fedheal.data.datasets"), name)
+        return _find_renamed(name)

@@ -28,6 +28,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import UnreadableImageError
 from fedheal.data.splits import EncodedImages, Labels, Pixels, RawDomain, RawSplit
+from fedheal.runs.schema import explain_problem
 
 STRIP = 1000  # images in a PNG, one below the other
 MAX_BYTES = 1 << 28  # of one member
@@ -95,7 +96,9 @@ def find_export(root: Path, name: str) -> Path | None:
     if root.is_file():
         exported = read_manifest(root).name
         if exported != name:
-            raise ValueError(f"{root} is an export of '{exported}', not of '{name}'")
+            raise ValueError(
+                f"{root} is an export of '{exported}', not of '{name}': use data={exported}, or another data_root"
+            )
         return root
     paths = []
     for path in sorted(root.glob("*.export")):
@@ -104,7 +107,9 @@ def find_export(root: Path, name: str) -> Path | None:
         except ValueError as error:  # another file may be the right one
             _warn_once(str(error))
     if len(paths) > 1:
-        raise ValueError(f"{root} has several exports of '{name}': choose one of {', '.join(p.name for p in paths)}")
+        raise ValueError(
+            f"{root} has several exports of '{name}': set data_root to one of {', '.join(p.name for p in paths)}"
+        )
     return paths[0] if paths else None
 
 
@@ -121,9 +126,10 @@ def read_manifest(path: Path) -> ExportManifest:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ValueError(f"{path} is not an export that this version can read ({reason})") from error
+        reason = explain_problem(error.errors()[0])
+        raise ValueError(
+            f"{path} is not an export that this version can read ({reason}): export the data again"
+        ) from error
     except DAMAGE as error:
         raise ValueError(f"{path} is not an export, or is damaged ({error})") from error
 

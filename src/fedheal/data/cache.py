@@ -99,7 +99,9 @@ class PreparedData:
             """Map a file copy-on-write: changes of the tensor do not reach the file."""
             path = self.folder / f"{number}.{name}"
             if not path.is_file() or path.stat().st_size != math.prod(shape) * np.dtype(dtype).itemsize:
-                raise ValueError(f"the prepared data in {self.folder} are damaged: run 'fedheal data prepare --again'")
+                raise ValueError(
+                    f"the prepared data in {self.folder} are damaged: run 'fedheal data prepare DATA --again'"
+                )
             return torch.from_numpy(np.memmap(path, dtype=dtype, mode="c", shape=shape))
 
         def map_split(part: str, count: int) -> Split:
@@ -156,7 +158,7 @@ def _write_domain(folder: Path, number: int, raw: RawDomain, size: int) -> Cache
     whole = 0
     if raw.excerpt is not None:
         if unreadable:
-            raise ValueError(f"the export is damaged: {unreadable[0]}")
+            raise ValueError(f"the export is damaged ({unreadable[0]}): export the data again")
         _write_integers(folder / f"{number}.positions", raw.excerpt.positions.numpy())
         _write_integers(folder / f"{number}.whole", raw.excerpt.labels.numpy())
         whole = len(raw.excerpt.labels)

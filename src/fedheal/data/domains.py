@@ -13,13 +13,20 @@ from numbers import Integral
 
 import torch
 
+__all__ = ["Domain", "Domains", "Split"]
+
 
 @dataclass(frozen=True)
 class Split:
-    """Images and their labels."""
+    """Images and their labels.
 
-    images: torch.Tensor  # uint8 [N, 3, H, W]
-    labels: torch.Tensor  # int64 [N], indices into the classes of the data set
+    Attributes:
+        images: uint8 `[N, 3, H, W]`.
+        labels: int64 `[N]`, indices into the classes of the data set.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -35,13 +42,21 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Domain:
-    """One domain, e.g. photographs or sketches."""
+    """One domain, e.g. photographs or sketches.
 
-    name: str  # in tables and results
+    Attributes:
+        name: The name in tables and results.
+        train: The training images.
+        test: The test images.
+        nominal: The number of training images of the full data set, if known.
+        excerpt: Set if `train` holds only some of the training images.
+    """
+
+    name: str
     train: Split
     test: Split
-    nominal: int = 0  # training images of the full data set, if known
-    excerpt: Excerpt | None = None  # set if `train` holds only some of the training images
+    nominal: int = 0
+    excerpt: Excerpt | None = None
 
     @property
     def labels(self) -> torch.Tensor:
@@ -63,15 +78,25 @@ class Domain:
 
 @dataclass(frozen=True)
 class Domains:
-    """A data set: the same classes in several domains, and the default numbers of clients and of samples per client."""
+    """A data set: the same classes in several domains.
+
+    Attributes:
+        name: The name of the data set.
+        classes: The names of the classes.
+        domains: The domains, in the order of tables and results.
+        clients_per_domain: How many clients each domain has by default.
+        samples_per_client: Training images a client, by domain; 0 divides a domain's images evenly among its clients.
+        identity: The fingerprint, if it is known without reading all images.
+        notes: Notes for readers of a result, such as that a domain is missing.
+    """
 
     name: str
-    classes: tuple[str, ...]  # their names
-    domains: tuple[Domain, ...]  # in the order of tables and results
+    classes: tuple[str, ...]
+    domains: tuple[Domain, ...]
     clients_per_domain: tuple[int, ...]
-    samples_per_client: tuple[int, ...]  # 0 divides a domain's training images evenly among its clients
-    identity: str = ""  # the fingerprint, if it is known without reading all images
-    notes: tuple[str, ...] = ()  # for readers of a result, e.g. that a domain is missing
+    samples_per_client: tuple[int, ...]
+    identity: str = ""
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return names and numbers, without the images."""
@@ -99,10 +124,14 @@ def check_domains(data: Domains, name: str) -> None:
     for field, minimum in (("clients_per_domain", 1), ("samples_per_client", 0)):
         numbers = getattr(data, field)
         if len(numbers) != len(names):
-            raise ValueError(f"data '{name}': {field} has {len(numbers)} entries for {len(names)} domains")
+            raise ValueError(
+                f"data '{name}': {field} has {len(numbers)} entries for {len(names)} domains: give one per domain"
+            )
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, Integral) or number < minimum:
-                raise ValueError(f"data '{name}': the entries of {field} must be int >= {minimum}, got {number!r}")
+                raise ValueError(
+                    f"data '{name}': the entries of {field} must be whole numbers of at least {minimum}, got {number!r}"
+                )
 
 
 def _check_split(split: Split, where: str, classes: int) -> None:
@@ -119,7 +148,7 @@ def _check_split(split: Split, where: str, classes: int) -> None:
             f"{where}: labels must be int64 [{len(images)}], got {labels.dtype} of shape {tuple(labels.shape)}"
         )
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ValueError(f"{where} has labels from {int(labels.min())} to {int(labels.max())} for {classes} classes")
+        raise ValueError(f"{where}: labels must be 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
 
 
 def _require_type(value: object, types: tuple[type, ...], where: str) -> None:

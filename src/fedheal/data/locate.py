@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from fedheal.data.readers.images import SUFFIXES
+from fedheal.data.readers.images import SUFFIXES, measure_depth
 from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainFiles, DomainSpec
-from fedheal.data.splits import explain_empty_split, shorten_list
+from fedheal.data.splits import EncodedImages, RawSplit, explain_empty_split, shorten_list
 
 VARIABLE = "FEDHEAL_DATA"
+DEPTH_SAMPLE = 20  # images that are opened to see whether they use their 16 bits
+UNUSED_BITS = 2  # from which on images are visibly dark
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,9 @@ def resolve_root(data_root: str | None) -> Path:
         )
     root = Path(value).expanduser()
     if not os.path.exists(root) or not value.isprintable():  # Path.exists raises if a name is too long
-        raise ValueError(f"{'data_root' if data_root else VARIABLE} = {value!r}: there is no such folder")
+        raise ValueError(
+            f"{'data_root' if data_root else VARIABLE} = {value!r}: there is no such folder; name that of the data"
+        )
     return root
 
 
@@ -92,10 +97,15 @@ def _inspect_domain(location: DomainLocation, root: Path) -> DomainStatus:
         return DomainStatus(files.name, "damaged", files.layout, str(files.folder), detail=str(error))
     state, detail = "found", ""
     if len(raw.train) < spec.train or len(raw.test) < spec.test:
-        state, detail = "incomplete", f"the full data set has {spec.train:,} / {spec.test:,}"
+        state, detail = "incomplete", f"the full data set has {spec.train:,} training and {spec.test:,} test images"
     if files.layout == IMAGE_FOLDERS and not any(path.parent.name in raw.classes for path in files.files):
         names = shorten_list(raw.classes, ", ")
         detail = f"all images are in folders below its classes ({names}): is the path one folder too high?"
+    elif bits := _find_unused_bits(raw.train):
+        detail = (
+            f"its images have 16 bits per pixel, but use only {bits} of them, so they will be nearly black: multiply their "
+            f"values by {1 << 16 - bits}, or save them with 8 bits"
+        )
     if not len(raw.train) or not len(raw.test):
         state, detail = "unusable", explain_empty_split(files.name, len(raw.train), len(raw.test))
     if location.is_stand_in:
@@ -105,6 +115,19 @@ def _inspect_domain(location: DomainLocation, root: Path) -> DomainStatus:
     balance = f"{low} to {high} in {len(raw.classes)} classes"
     found = files.name, state, files.layout, str(files.folder)
     return DomainStatus(*found, len(raw.train), len(raw.test), balance, detail, raw.classes)
+
+
+def _find_unused_bits(images: RawSplit) -> int:
+    """Return how many bits a sample of 16-bit grey images uses, if they leave the upper ones unused, else 0."""
+    if not isinstance(images, EncodedImages) or not len(images):
+        return 0
+    depths = []
+    for name in images.names[:: max(1, len(images) // DEPTH_SAMPLE)]:
+        with suppress(ValueError):  # `fedheal data prepare` lists unreadable files
+            depths.append(measure_depth(images.read(name)))
+        if depths[-1:] == [0]:
+            break  # not 16 bits, as in most data sets: do not read the rest
+    return max(depths) if depths and 0 < min(depths) <= max(depths) <= 16 - UNUSED_BITS else 0
 
 
 def _locate_domain(domain: DomainSpec, root: Path, classes: tuple[str, ...]) -> DomainLocation:

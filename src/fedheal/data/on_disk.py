@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedheal.core.errors import format_count
 from fedheal.data import archive
 from fedheal.data.cache import CacheInputs, PreparedData, prepare_data
 from fedheal.data.domains import Domain, Domains, Excerpt, fingerprint
 from fedheal.data.locate import DomainLocation, explain_missing, locate_domains, resolve_root
 from fedheal.data.partition import Client
 from fedheal.data.readers.folders import list_subfolders
-from fedheal.data.specs import DatasetSpec, DomainSpec, FolderLayout
-from fedheal.data.splits import RawDomain, align_labels, choose_classes, note_dropped_classes, shorten_list
+from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainSpec, FolderLayout
+from fedheal.data.splits import RawDomain, align_labels, choose_classes, note_class_differences, shorten_list
 from fedheal.runs.folder import make_folder
 
 FOLDER_PREFIX = "folder:"
@@ -27,12 +28,19 @@ FOLDER_NAME = "folder"  # the data set's name in an export of such a folder
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A request for a data set."""
+    """A request for a data set on disk.
 
-    root: str | None = None  # the folder to search, or an export; None: the environment variable FEDHEAL_DATA
-    allow_missing: bool = False  # load the other domains if some are missing
-    classes: str = "intersection"  # or "union" of the domains' classes, for data sets without a fixed list
-    size: int | None = None  # resize images to size x size; None: the data set's own size
+    Attributes:
+        root: The folder to search, or an export; None takes the environment variable FEDHEAL_DATA.
+        allow_missing: Whether to load the other domains if some are missing.
+        classes: "intersection" or "union" of the domains' classes, for data sets without a fixed list.
+        size: Resize images to size x size; None keeps the data set's own size.
+    """
+
+    root: str | None = None
+    allow_missing: bool = False
+    classes: str = "intersection"
+    size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ def make_folder_spec(name: str) -> DatasetSpec:
             )
         domains = [domain.name for domain in manifest.domains]
     elif not value or not path.is_dir():
-        raise ValueError(f"data = {name!r}: there is no folder {value!r}")
+        raise ValueError(f"data = {name!r}: there is no folder {value!r}; give one that contains <domain>/<class>/...")
     else:
         domains = list_subfolders(path)
     if not domains:
@@ -88,7 +96,7 @@ def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
     present = [location.files for location in locations if location.files]
     missing = [explain_missing(location, root) for location in locations if location.files is None]
     if not present:
-        raise ValueError(f"no domain of '{spec.name}' is below {root}: {missing[0]}")
+        raise ValueError(f"no domain of '{spec.name}' was found below {root}: {missing[0]}")
     if missing and not request.allow_missing:
         raise ValueError(
             f"'{spec.name}' lacks {len(missing)} of {len(locations)} domains below {root}: {'; '.join(missing)}; "
@@ -112,9 +120,8 @@ def find_fuller_export(spec: DatasetSpec, locations: Sequence[DomainLocation], r
     return export if export and not {d.name for d in archive.read_manifest(export).domains} <= present else None
 
 
-def load_from_disk(spec: DatasetSpec, request: DataRequest) -> Domains:
-    """Load a data set, with notes on what is missing or unreadable."""
-    dataset = open_dataset(spec, request)
+def load_opened(dataset: OnDiskDataset) -> Domains:
+    """Load a data set that was located, with notes on what is missing or unreadable."""
     return build_domains(dataset, prepare_data(dataset.inputs))
 
 
@@ -128,8 +135,11 @@ def build_domains(dataset: OnDiskDataset, prepared: PreparedData) -> Domains:
     else:
         identity = manifest.fingerprint
         notes = _note_locations(dataset.locations, prepared) + _note_absent_classes(domains, manifest.classes)
-        dropped = note_dropped_classes({d.name: d.dropped_classes for d in manifest.domains})
-        notes += [dropped] if dropped and not spec.classes else []
+        owned: dict[str, Sequence[str]] = {d.name: d.dropped_classes for d in manifest.domains}
+        if (rule := dataset.inputs.class_rule) == "union":
+            owned = {d.name: _list_classes(d, manifest.classes) for d in domains}
+        note = "" if spec.classes else note_class_differences(owned, rule)
+        notes += [note] if note else []
     return Domains(
         name=spec.name,
         classes=manifest.classes,
@@ -179,6 +189,20 @@ def list_missing_domains(spec: DatasetSpec, export: Path) -> list[str]:
     return [s.name for s in spec.domains if not {s.name, s.stand_in.name if s.stand_in else ""} & present]
 
 
+def note_classes(dataset: OnDiskDataset) -> str:
+    """Return a note on classes that not every domain has, or "". It is known before images are read for image folders only."""
+    present = [location.files for location in dataset.locations if location.files]
+    if dataset.spec.classes or not present or any(files.layout != IMAGE_FOLDERS for files in present):
+        return ""
+    return note_class_differences({files.name: files.read().classes for files in present}, dataset.inputs.class_rule)
+
+
+def _list_classes(domain: Domain, classes: Sequence[str]) -> list[str]:
+    """Return the names of the classes that a domain has images of."""
+    counts = torch.bincount(torch.cat([domain.labels, domain.test.labels]), minlength=len(classes))
+    return [name for name, count in zip(classes, counts.tolist(), strict=True) if count]
+
+
 def _note_absent_classes(domains: Sequence[Domain], classes: Sequence[str]) -> list[str]:
     notes = []
     for domain in domains:
@@ -206,5 +230,5 @@ def _note_locations(locations: Sequence[DomainLocation], prepared: PreparedData)
             notes.append(f"{name}: {train} training and {test} test images on disk")
         if domain.unreadable:
             reasons = shorten_list(domain.unreadable, "; ")
-            notes.append(f"{name}: {len(domain.unreadable)} image(s) could not be read: {reasons}")
+            notes.append(f"{name}: {format_count(len(domain.unreadable), 'image')} could not be read: {reasons}")
     return notes

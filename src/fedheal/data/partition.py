@@ -62,13 +62,13 @@ def partition_samples(
         if count * each > size:
             raise ValueError(
                 f"{count} clients with {each} samples each need {count * each} samples of domain {domain!r}, "
-                f"which has {size}"
+                f"which has {size}: use fewer clients_per_domain or samples_per_client"
             )
         order, held_out = _shuffle(size, domain, seed), round(validation * each)
         if dirichlet is None and not class_filling:
             indices = [order[k * each : (k + 1) * each].copy() for k in range(count)]
         elif labels is None or (dirichlet is not None and class_filling):
-            raise ValueError("dirichlet and class_filling need labels, and exclude each other")
+            raise ValueError("dirichlet and class_filling need labels and cannot be combined: leave one out")
         elif dirichlet is not None:
             indices = assign_by_dirichlet(order, labels[domain].numpy(), count, each, dirichlet, seed, domain)
         else:

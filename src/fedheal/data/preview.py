@@ -1,6 +1,6 @@
-"""Draw contact sheets of the domains, and the label distribution of the clients.
+r"""Draw contact sheets of the domains, and the label distribution of the clients.
 
-Names are drawn with fonts that have their characters. A character that no installed font has is written as `\\uXXXX`.
+Names are drawn with fonts that have their characters. A character that no installed font has is written as `\uXXXX`.
 """
 
 from __future__ import annotations

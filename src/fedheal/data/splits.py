@@ -7,13 +7,14 @@ read one at a time. Only an export treats them differently, since it copies imag
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from fedheal.core.errors import format_count
 from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import decode_image
 
@@ -86,30 +87,39 @@ def choose_classes(owned: ClassesByDomain, rule: str, data: str) -> tuple[str, .
     if len(chosen) < 2:
         details = "; ".join(f"{domain} has {shorten_list(classes, ', ')}" for domain, classes in owned.items())
         raise ValueError(
-            f"data '{data}': the {rule} of the classes of {', '.join(owned)} has {len(chosen)} class(es); at least two "
-            f"are needed ({details})"
+            f"data '{data}': the {rule} of the classes of {', '.join(owned)} has "
+            f"{format_count(len(chosen), 'class')}; at least two are needed ({details}): name folders of "
+            f"one class alike{', or set classes=union' if rule == 'intersection' else ''}"
         )
     return tuple(chosen)
 
 
-def note_dropped_classes(owned: ClassesByDomain, classes: Collection[str] = (), limit: int = 10) -> str:
-    """Name each class that is not used, the domains that have it, and a class of similar spelling that they lack."""
+def note_class_differences(owned: ClassesByDomain, rule: str, limit: int = 10) -> str:
+    """Name each class that not every domain has, its domains, and a class of similar spelling that they lack.
+
+    The union of the classes keeps them all: only those that may be misspelt are named then. Return "" if there is none to name.
+    """
+    shared = set[str].intersection(*map(set, owned.values()))
     owners: dict[str, list[str]] = {}
     for domain, names in owned.items():
-        for name in set(names).difference(classes):
+        for name in set(names) - shared:
             owners.setdefault(name, []).append(domain)
-    described = []
+    described, misspelt = [], []
     for name, domains in sorted(owners.items()):
         others = {n.lower(): n for n, d in owners.items() if len(d) >= len(domains) and not set(d) & set(domains)}
         close = difflib.get_close_matches(name.lower(), others, 1, SIMILAR)
         hint = f"; did you mean '{others[close[0]]}'?" if close else ""
         described.append(f"'{name}' (in {', '.join(domains)}{hint})")
-    if not described:
+        misspelt += described[-1:] if close else []
+    if rule == "union" and misspelt:
+        return f"class names that may be misspelt: {shorten_list(misspelt, ', ', limit)}; rename folders that are"
+    if rule == "union" or not described:
         return ""
+    is_one = len(described) == 1
+    left_out, it = ("1 class is", "it") if is_one else (f"{len(described)} classes are", "them")
     names = shorten_list(described, ", ", limit)
-    rename = "rename folders that are misspelt; " if any("did you mean" in text for text in described) else ""
-    remedy = f"{rename}classes=union keeps them"
-    return f"{len(described)} class(es) left out because not every domain has them: {names}; {remedy}"
+    rename = "rename folders that are misspelt; " if misspelt else ""
+    return f"{left_out} left out because not every domain has {it}: {names}; {rename}classes=union keeps {it}"
 
 
 def explain_empty_split(domain: str, train: int, test: int) -> str:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from fedheal.core.layout import Packed
+from fedheal.data.domains import Split
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
 from fedheal.engine.workers import WorkerPool
@@ -24,12 +25,17 @@ class Engine(Protocol):
 
 @contextmanager
 def open_engine(
-    local_training: LocalTraining, engine: str = "auto", workers: int = 1, threads: int = 1, lanes: int | None = None
+    local_training: LocalTraining,
+    engine: str = "auto",
+    workers: int = 1,
+    threads: int = 1,
+    lanes: int | None = None,
+    evaluated: Sequence[Split] = (),
 ) -> Iterator[Engine]:
     """Open an engine for as long as the context lasts: `serial`, `lanes`, or `auto` (`lanes` on a GPU, else `serial`).
 
     `workers` are the processes of the serial engine, with so many `threads` each; `lanes` are the clients that are trained side
-    by side on a GPU, None for as many as fill it.
+    by side on a GPU, None for as many as fill it. `evaluated` are splits that workers can evaluate models on.
     """
     check_engine(local_training.device, engine, workers)
     if engine == "lanes" or (engine == "auto" and local_training.device.type == "cuda"):
@@ -37,7 +43,7 @@ def open_engine(
     elif workers <= 1:
         yield SerialEngine(local_training)
     else:
-        with WorkerPool(local_training, workers, threads) as pool:
+        with WorkerPool(local_training, workers, threads, evaluated) as pool:
             yield pool
 
 

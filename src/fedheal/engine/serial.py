@@ -63,7 +63,7 @@ class LocalTraining:
 
     def load_model(self, model: Packed, training: bool) -> nn.Module:
         """Load a model into the module and return it, in training or in evaluation mode."""
-        self.module.load_state_dict(self.layout.unpack(model))
+        self.layout.load_into(self.module, model)
         return self.module.train(training)
 
 
@@ -331,13 +331,15 @@ def gradient_batches(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
 
 def eval_batches(split: Split, cached: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
     """Return a split in batches; `cached`: that fit into a CPU's caches, where the batch size does not change the outcome."""
+    return _cut(split, choose_eval_batch_size(split, cached))
+
+
+def choose_eval_batch_size(split: Split, cached: bool = False) -> int:
+    """Return the size of the batches in which a split is evaluated."""
     height, width = split.images.shape[-2:]
-    size = EVALUATE_BATCH
     if split.images.device.type == "cuda":
-        size = max(16, min(1 << 12, EVALUATE_PIXELS // (height * width)))
-    elif cached:
-        size = max(4, min(EVALUATE_BATCH, CACHED_PIXELS // (height * width)))
-    return _cut(split, size)
+        return max(16, min(1 << 12, EVALUATE_PIXELS // (height * width)))
+    return max(4, min(EVALUATE_BATCH, CACHED_PIXELS // (height * width))) if cached else EVALUATE_BATCH
 
 
 def _cut(split: Split, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -355,9 +357,23 @@ def find_correct(module: nn.Module, split: Split, precision: str = "fp32") -> Te
     return torch.cat(correct)
 
 
+def find_correct_in_turn(local_training: LocalTraining, pairs: Sequence[tuple[Packed, Split]]) -> list[Tensor]:
+    """Return, for each pair of a model and a split, which examples the model classifies correctly."""
+    correct, loaded = [], None
+    for model, split in pairs:
+        if model is not loaded:
+            local_training.load_model(model, training=False)
+            loaded = model
+        correct.append(find_correct(local_training.module, split, local_training.precision))
+    return correct
+
+
 @contextmanager
 def use_seed(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's global generators for the context and restore them afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        if torch.cuda.is_available() or device.type != "cpu":
+            torch.manual_seed(seed)
+        else:  # the same numbers; `torch.manual_seed` formats a stack trace for a GPU that may come later
+            torch.default_generator.manual_seed(seed)
         yield

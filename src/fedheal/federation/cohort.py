@@ -4,9 +4,9 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from fedheal.federation.model_arrays import widen_bfloat16
 from fedheal.federation.reply_limits import escape_text, find_far_norms
 from fedheal.local.term import Arrays, ServerContext, Term
 
+# Numbers of a model that all clients are compared with before the next ones: half a megabyte of float32.
+BLOCK = 1 << 17
 AUTO = "auto"  # as max_norm: leave out norms far above the median of the round
 
 
@@ -94,30 +96,74 @@ class Sender(Protocol):
 R = TypeVar("R", bound=Sender)
 
 
-def write_delta(
-    layout: Layout, reply: TrainReply, model: Packed, row: NDArray[Any]
+Block = tuple[str, slice, slice]  # an array's name, a part of it, and its place in the vector of parameters
+
+
+def split_parameters(layout: Layout) -> list[Block]:
+    """Split the parameters into parts of at most `BLOCK` numbers."""
+    # A tied tensor appears once. A complex number is two real ones.
+    places = {(entry.start, entry.stop): entry.name for entry in layout.entries if entry.kind == "param"}
+    return [
+        (name, slice(i - start, min(i + BLOCK, stop) - start), slice(i, min(i + BLOCK, stop)))
+        for (start, stop), name in places.items()
+        for i in range(start, stop, BLOCK)
+    ]
+
+
+def write_deltas(
+    blocks: Iterable[Block], replies: Sequence[TrainReply], model: NDArray[Any], rows: NDArray[Any], pool: Executor
+) -> dict[str, float]:
+    """Write local minus global parameters into the rows; return the finite ones of their norms by client.
+
+    Every client's part of one block comes before the next block: so much of the model stays in a core's cache.
+    """
+    flat = [{name: _view_flat(array) for name, array in reply.arrays.items()} for reply in replies]
+
+    def write_block(block: Block) -> list[float]:
+        name, part, place = block
+        squares = []
+        with np.errstate(over="ignore", invalid="ignore"):  # the aggregator names updates that are not finite
+            for reply, arrays, row in zip(replies, flat, rows, strict=True):
+                delta = row[place]
+                start = 0 if reply.is_difference else model[place]
+                np.subtract(arrays[name][part], start, out=delta, casting="same_kind")
+                if reply.mask is not None:
+                    np.multiply(delta, reply.mask[place], out=delta)  # what the client says it dropped does not count
+                squares.append(float(np.dot(delta, delta)))
+        return squares
+
+    norms = {}
+    for reply, row, squares in zip(replies, rows, zip(*pool.map(write_block, blocks), strict=True), strict=True):
+        norm = math.sqrt(total) if math.isfinite(total := sum(squares)) else _measure_slowly(row)
+        if math.isfinite(norm):
+            norms[reply.client] = norm
+    return norms
+
+
+def _view_flat(array: NDArray[Any]) -> NDArray[Any]:
+    flat = array.reshape(-1)
+    return flat.view(flat.real.dtype) if np.iscomplexobj(flat) else flat
+
+
+def _measure_slowly(row: NDArray[Any]) -> float:
+    """Return a norm whose square may be infinite in the row's own dtype only."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(np.linalg.norm(row.astype(np.float64)))
+
+
+def read_extras(
+    layout: Layout, arrays: Mapping[str, NDArray[Any]], model: Packed
 ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-    """Write local minus global parameters into `row`; return the local buffers and counters as vectors."""
-    sizes, global_params = layout.sizes(), model.params.numpy()
-    extras: dict[str, list[NDArray[Any]]] = {"buffer": [], "counter": []}
-    seen: set[tuple[str, int, int]] = set()
+    """Return the local buffers and counters as vectors."""
+    parts: dict[str, dict[int, NDArray[Any]]] = {"param": {}, "buffer": {}, "counter": {}}
     for entry in layout.entries:
-        place = (entry.kind, entry.start, entry.stop)
-        if place in seen or entry.start == entry.stop:
-            continue  # a tied tensor appears once
-        seen.add(place)
-        local = reply.arrays[entry.name].reshape(-1)
-        if entry.kind == "param":
-            span = slice(entry.start, entry.stop)
-            real = local.view(local.real.dtype) if np.iscomplexobj(local) else local
-            with np.errstate(over="ignore", invalid="ignore"):  # the aggregator names updates that are not finite
-                start = 0 if reply.is_difference else global_params[span]
-                np.subtract(real, start, out=row[span], casting="same_kind")
-        else:
-            extras[entry.kind].append(local)
-    buffers = np.concatenate(extras["buffer"]).astype(model.buffers.numpy().dtype) if sizes.buffers else None
-    counters = np.concatenate(extras["counter"]).astype(np.int64) if sizes.counters else None
-    return buffers, counters
+        if entry.kind != "param" and entry.start != entry.stop:
+            parts[entry.kind].setdefault(entry.start, arrays[entry.name].reshape(-1))  # a tied tensor appears once
+    buffers, counters = list(parts["buffer"].values()), list(parts["counter"].values())
+    return (
+        np.concatenate(buffers).astype(model.buffers.numpy().dtype) if buffers else None,
+        np.concatenate(counters).astype(np.int64) if counters else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -140,29 +186,29 @@ class Cohort:
         return replace(self, updates=nobody, replies={}, skipped=skipped, missing_requirement=None)
 
 
-class CohortBuilder:
+class CohortBuilder(Generic[R]):
     """Reads replies into a matrix that is reused from round to round: allocating it anew costs more than filling it."""
 
     def __init__(
-        self, layout: Layout, requirements: ReplyRequirements, terms: Sequence[Term] = (), budget: int | None = None
-    ) -> None:
-        self.layout, self.requirements, self.terms, self.budget = layout, requirements, terms, budget
-        self._matrix = torch.empty(0, 0)
-
-    def build(
         self,
-        received: Iterable[R],
-        read: Callable[[R, Layout, ReplyRequirements], TrainReply],
-        state: RunState,
-        known_digests: Mapping[str, str],
-    ) -> Cohort:
-        """Build the cohort. `read` checks one reply; `known_digests`: of each client's last usable messages."""
+        layout: Layout,
+        requirements: ReplyRequirements,
+        read: Callable[[R, Layout, ReplyRequirements], TrainReply],  # reads and checks one reply
+        terms: Sequence[Term] = (),
+        budget: int | None = None,
+    ) -> None:
+        self.layout, self.requirements, self.read = layout, requirements, read
+        self.terms, self.budget = terms, budget
+        self._matrix, self._blocks = torch.empty(0, 0), split_parameters(layout)
+
+    def build(self, received: Iterable[R], state: RunState, known_digests: Mapping[str, str]) -> Cohort:
+        """Build the cohort. `known_digests`: of each client's last usable messages."""
         replies: dict[str, TrainReply] = {}
         skipped: dict[str, str] = {}
         missing: list[str] = []
         for reply in received:
             try:
-                replies[reply.client] = read(reply, self.layout, self.requirements)
+                replies[reply.client] = self.read(reply, self.layout, self.requirements)
             except RejectedReply as error:
                 skipped[reply.client] = str(error)
                 missing += [error.needed] if isinstance(error, MissingRequirement) else []
@@ -206,8 +252,10 @@ class CohortBuilder:
             self._matrix = torch.empty(num_rows, size, dtype=dtype)
         norms: dict[str, float] = {}
 
-        def make_update(reply: TrainReply, row: Tensor) -> Reply:
-            return self._make_update(reply, wide, row, norms)
+        def make_updates(some: Sequence[TrainReply]) -> list[Reply]:
+            rows = self._matrix[: len(some)]
+            norms.update(write_deltas(self._blocks, some, wide.params.numpy(), rows.numpy(), pool))
+            return [self._make_update(reply, wide, row) for reply, row in zip(some, rows, strict=True)]
 
         def keep_valid(updates: Iterable[Reply]) -> Iterator[Reply]:
             far = find_far_norms(norms) if self.requirements.max_norm == AUTO else {}
@@ -220,30 +268,20 @@ class CohortBuilder:
 
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy releases the GIL
             if exceeds_budget:
-                updates: Iterable[Reply] = (make_update(reply, self._matrix[0]) for reply in replies.values())
                 if self.requirements.max_norm == AUTO:  # the median must be known before the first row is written
                     for reply in replies.values():
-                        make_update(reply, self._matrix[0])
+                        make_updates([reply])
+                updates: Iterable[Reply] = (make_updates([reply])[0] for reply in replies.values())
             else:
-                updates = list(pool.map(make_update, replies.values(), self._matrix))
+                updates = make_updates(list(replies.values()))
             budget = self.budget if exceeds_budget else None
             collected = Updates.collect(
                 keep_valid(updates), budget, on_bad_update="skip", layout=self.layout, keep=not exceeds_budget
             )
         return collected, {c: why for c, why in find_far_norms(norms).items() if c not in skipped}
 
-    def _make_update(self, reply: TrainReply, model: Packed, row: Tensor, norms: dict[str, float]) -> Reply:
-        """Write a client's update into its row, and its norm into `norms` if that is finite."""
-        delta = row.numpy()
-        buffers, counters = write_delta(self.layout, reply, model, delta)
-        if reply.mask is not None:
-            np.multiply(delta, reply.mask, out=delta)  # entries that the client says it dropped do not count
-        with np.errstate(over="ignore", invalid="ignore"):
-            norm = float(np.linalg.norm(delta))
-            if norm == math.inf:  # its square may be infinite in float32 only
-                norm = float(np.linalg.norm(delta.astype(np.float64)))
-        if math.isfinite(norm):
-            norms[reply.client] = norm
+    def _make_update(self, reply: TrainReply, model: Packed, row: Tensor) -> Reply:
+        buffers, counters = read_extras(self.layout, reply.arrays, model)
         return Reply(reply.client, row, reply.num_examples, buffers, counters, reply.metrics, reply.domain)
 
     def _find_norm_problem(self, norm: float | None, far: str | None) -> str | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from fedheal.core.layout import Layout
 from fedheal.federation.cohort import MissingRequirement, RejectedReply, ReplyRequirements
 from fedheal.federation.reply_limits import MAX_COUNTER, MAX_METRIC
+
+V = TypeVar("V")
 
 ACCURACY = ("accuracy", "eval_acc")  # names that clients give to their accuracy, from 0 to 1
 
@@ -28,12 +30,12 @@ def to_float(value: SupportsFloat) -> float:
         return math.inf
 
 
-def take_num_examples(metrics: dict[str, float], requirements: ReplyRequirements) -> float:
+def take_num_examples(metrics: dict[str, float], requirements: ReplyRequirements, remedy: str) -> float:
     """Remove the number of examples from the metrics and return it."""
     key, most = requirements.examples_key, requirements.max_examples
     num_examples = metrics.pop(key, None)
     if num_examples is None:
-        raise RejectedReply(f"it sends no metric '{key}' that is a number")
+        raise RejectedReply(f"it sends no metric '{key}' that is a number: {remedy}")
     if not 0 < num_examples <= most:
         raise RejectedReply(f"{key} = {num_examples:g} must be positive and at most max_examples = {most:g}")
     return num_examples
@@ -59,20 +61,18 @@ def find_accuracy(metrics: Mapping[str, float]) -> float | None:
     return next(iter(accuracies.values()), None)
 
 
-def match_arrays(
-    names: Collection[str], view: Callable[[str], NDArray[Any]], layout: Layout
-) -> dict[str, NDArray[Any]]:
+def match_arrays(given: Mapping[str, V], view: Callable[[V], NDArray[Any]], layout: Layout) -> dict[str, NDArray[Any]]:
     """View a model's arrays by name. Raise RejectedReply if a name, shape or dtype is wrong."""
-    missing = [entry.name for entry in layout.entries if entry.name not in names]
-    unknown = sorted(set(names) - {entry.name for entry in layout.entries})
-    if missing or unknown:
+    names = [entry.name for entry in layout.entries]
+    if given.keys() != set(names):
+        missing, unknown = [name for name in names if name not in given], sorted(given.keys() - set(names))
         problems = [f"lacks {missing[:3]}"] if missing else []
         problems += [f"has unknown {unknown[:3]}"] if unknown else []
         raise RejectedReply(f"its model {' and '.join(problems)}")
     arrays = {}
     for entry in layout.entries:
         try:
-            values = view(entry.name)
+            values = view(given[entry.name])
         except ValueError as error:
             raise RejectedReply(f"its '{entry.name}' cannot be read: {error}") from None
         kinds = "iub" if entry.kind == "counter" else "c" if entry.dtype.is_complex else "f"

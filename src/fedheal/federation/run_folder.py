@@ -4,8 +4,9 @@
     rounds.jsonl        as in `fedheal.runs.folder`; each line also has the domains of the round's clients as `homes`
     state/, model.safetensors, result.json        as in `fedheal.runs.folder`
 
-Every round ends with a checkpoint, written after the round's line: a resume repeats at most the round that was under way. The
-checkpoint decides: damaged lines are cut, and the run continues from the state.
+A round's checkpoint is written after its line, in the background while clients train; the next server step waits for it. With
+`save_seconds` rounds in between have none, and a resume repeats them. The checkpoint decides: later and damaged lines are cut,
+and the run continues from the state.
 Only the owner may read what is written here; a folder that exists keeps its own permissions. There is a model and a result
 only while they belong to all the rounds in `rounds.jsonl`.
 """
@@ -13,10 +14,14 @@ only while they belong to all the rounds in `rounds.jsonl`.
 import hashlib
 import json
 import logging
+import math
 import platform
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -66,11 +71,15 @@ class Framework(Generic[K]):
 class RunFolder(Generic[K]):
     """One federation's run folder."""
 
-    def __init__(self, path: Path, resume: bool, framework: Framework[K]) -> None:
-        self.path, self.resume, self.framework = path, resume, framework
+    def __init__(self, path: Path, resume: bool, framework: Framework[K], save_seconds: float = 0.0) -> None:
+        self.path, self.resume, self.framework, self.save_seconds = path, resume, framework, save_seconds
         self.settings: dict[str, Any] = {}
         self.owner = ""
         self.is_resumed = False  # whether the folder held a federation, if only one that finished no round
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self._write_unsaved: Callable[[], None] | None = None  # of the last round, if it was not due
+        self._saved_at = -math.inf
 
     def open(self, settings: Mapping[str, Any], layout: Layout) -> tuple[RunState, K, list[RoundRecord]] | None:
         """Create the folder, or resume from it. Raise ValueError if it cannot be used.
@@ -79,6 +88,7 @@ class RunFolder(Generic[K]):
             The newest state, what the server knew about clients, and the rounds; None if the folder holds no round.
         """
         self.settings = dict(settings)
+        self.settle()
         shapes = [(e.name, e.kind, e.shape, str(e.dtype)) for e in layout.entries]
         decisive = [self.settings.get(key) for key in DECISIVE_SETTINGS]
         self.owner = hashlib.sha256(json.dumps([decisive, shapes]).encode()).hexdigest()
@@ -135,14 +145,43 @@ class RunFolder(Generic[K]):
             lock.release()
 
     @keep_private()
-    def save_round(self, state: RunState, record: RoundRecord, clients: K) -> None:
-        """Write a round's line, then the checkpoint: a crash in between costs that round, no more."""
+    def save_round(self, state: RunState, record: RoundRecord, clients: K, is_due: bool = False) -> None:
+        """Write a round's line, and start to write its checkpoint if `save_seconds` have passed since the last, or `is_due`.
+
+        The checkpoint is written from the state's own memory: call `settle` before that is used again.
+        """
+        self.settle()
         drop_result(self.path)
         files.append_round(self.path, record)
+        (self.path / "state").mkdir(exist_ok=True)
         arrays, described = state.to_arrays()
-        files.save_checkpoint(
-            self.path, state.round, arrays, described | {self.framework.key: asdict(clients)}, self.owner
+        described |= {self.framework.key: asdict(clients)}  # a copy
+        self._write_unsaved = partial(
+            files.save_checkpoint, self.path, state.round, arrays, described, self.owner, mode=0o600
         )
+        if is_due or time.monotonic() - self._saved_at >= self.save_seconds:
+            self._start_writing()
+
+    def _start_writing(self) -> None:
+        assert self._write_unsaved is not None
+        self._writing, self._write_unsaved = self._pool.submit(self._write_unsaved), None
+        self._saved_at = time.monotonic()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint under way, and give up one that was not due. Raise OSError if it could not be written."""
+        writing, self._writing, self._write_unsaved = self._writing, None, None
+        if writing is not None:
+            try:
+                writing.result()
+            except OSError as error:
+                remedy = "make room or restore access, then resume: the checkpoint before it is whole"
+                raise OSError(error.errno, f"{self.path}: a checkpoint was not written ({error}); {remedy}") from error
+
+    def flush(self) -> None:
+        """Write the last round's checkpoint even if it is not due, and wait for it."""
+        if self._write_unsaved is not None:
+            self._start_writing()
+        self.settle()
 
     @keep_private()
     def replace_last_round(self, record: RoundRecord) -> None:

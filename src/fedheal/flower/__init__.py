@@ -1,7 +1,9 @@
 """Fair aggregation in a Flower federation: a drop-in strategy, and a helper for clients.
 
+Give the strategy in place of Flower's own::
+
     from fedheal.flower import FedHEAL
-    strategy = FedHEAL(tau=0.3, beta=0.4, folder="runs/hospitals")     # in place of FedAvg(...)
+    strategy = FedHEAL(tau=0.3, beta=0.4, folder="runs/hospitals")  # in place of FedAvg(...)
 
 The server side is `strategy.py`, the client side `client.py`; `messages.py` has what travels between them.
 """

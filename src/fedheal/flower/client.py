@@ -1,7 +1,7 @@
 """The client's side: what a Flower client adds so that fair aggregation knows it and can ask more of it.
 
 With a training loop of your own, answer with `reply`: it sends the client's name and domain along, and masks the update if the
-server asks for that. `train` and `evaluate` do the whole work with fedheal's own engine, local terms included:
+server asks for that. `train` and `evaluate` do the whole work with fedheal's own engine, local terms included::
 
     app = ClientApp()
 
@@ -14,7 +14,7 @@ The state that a method keeps with a client is saved in `context.state`, or in a
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +33,9 @@ from fedheal.federation.model_arrays import match_bfloat16
 from fedheal.flower import client_state, messages
 from fedheal.flower.client_state import ClientStore, SavedState, load_newest, open_store
 from fedheal.flower.messages import CLIENT_INFO, RoundInstructions
+from fedheal.local.term import Term
+
+__all__ = ["evaluate", "get_client_name", "introduce", "read_model", "reply", "reply_evaluation", "train"]
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -44,6 +47,9 @@ __getattr__ = warn_of_renames(__name__, RENAMED)
 
 def get_client_name(context: Context) -> str:
     """Return the site's name: `name` in the node's config, else its partition.
+
+    Args:
+        context: The context that Flower gives.
 
     Raises:
         ValueError: The node's config has neither.
@@ -59,12 +65,27 @@ def get_client_name(context: Context) -> str:
 
 
 def read_model(message: Message, key: str = "arrays") -> dict[str, Tensor]:
-    """Return the model that the server sent, as a `state_dict`."""
+    """Return the model that the server sent, as a `state_dict`.
+
+    Args:
+        message: The message that Flower gives.
+        key: The model's record in it.
+    """
     return messages.record_to_tensors(message.content.array_records[key])
 
 
 def introduce(message: Message, context: Context, name: str | None = None, domain: str | None = None) -> Message:
-    """Answer a roll call with the client's name, for `@app.query()`."""
+    """Answer a roll call with the client's name, for `@app.query()`.
+
+    Args:
+        message: The message that Flower gives.
+        context: The context that Flower gives.
+        name: The client's name; by default `get_client_name(context)`.
+        domain: The client's domain, which a report groups by.
+
+    Returns:
+        The answer.
+    """
     return Message(_make_content(name or get_client_name(context), domain, message, 0, {}), reply_to=message)
 
 
@@ -86,7 +107,8 @@ def reply(
     If the server leaves FPHL to its clients, entries that disagree with this client's history are reset to the received ones.
 
     Args:
-        message, context: As Flower gives them.
+        message: The message that Flower gives.
+        context: The context that Flower gives.
         model: The trained model, as a `state_dict`.
         num_examples: The number of training examples.
         metrics: Metrics to send. AFL, q-FFL and FedFV need the `loss` of the *received* model, q-FFL also `reach`.
@@ -95,6 +117,9 @@ def reply(
         folder: Where to save the client's history; by default `context.state`.
         layout: The model's layout; only needed if the strategy was given the module as `model`.
         key: The model's record in the messages.
+
+    Returns:
+        The answer.
     """
     name = name or get_client_name(context)
     content = _make_content(name, domain, message, num_examples, metrics or {})
@@ -124,9 +149,15 @@ def reply_evaluation(
     """Answer an evaluation message.
 
     Args:
-        message, context, name, domain: As for `reply`.
+        message: The message that Flower gives.
+        context: The context that Flower gives.
         num_examples: The number of test examples.
         metrics: Metrics to send; a report shows `accuracy`, from 0 to 1.
+        name: The client's name; by default `get_client_name(context)`.
+        domain: The client's domain, which a report groups by.
+
+    Returns:
+        The answer.
     """
     name = name or get_client_name(context)
     return Message(_make_content(name, domain, message, num_examples, metrics), reply_to=message)
@@ -147,10 +178,16 @@ def train(
     Random numbers derive from (the seed of `local_training`, the round, the client), so results are those of a simulation.
 
     Args:
-        message, context, domain, key: As for `reply`.
+        message: The message that Flower gives.
+        context: The context that Flower gives.
         local_training: How to train; it holds the client's examples.
         client: The client's name there; by default `get_client_name(context)`.
+        domain: The client's domain, which a report groups by.
         folder: Where to save what the method keeps with the client; by default `context.state`.
+        key: The model's record in the messages.
+
+    Returns:
+        The answer.
     """
     client = client or get_client_name(context)
     instructions = RoundInstructions.from_message(message)
@@ -160,7 +197,7 @@ def train(
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])
     rounds, received_loss = instructions.rounds or local_training.rounds, "loss" in instructions.needs
     local_training = replace(local_training, rounds=rounds, received_loss=received_loss)
-    task = Task(client, instructions.round, _read_slots(session.loaded, num_terms))
+    task = Task(client, instructions.round, session.read_slots(local_training.terms))
     result = serial.train_client(local_training, model, shared, task)
     local = Packed(
         model.params + torch.as_tensor(result.reply.delta),
@@ -195,8 +232,17 @@ def evaluate(
     """Evaluate the received model, or the client's personalised one, on the client's own test examples, and answer.
 
     Args:
-        message, context, local_training, client, domain, folder, key: As for `train`.
+        message: The message that Flower gives.
+        context: The context that Flower gives.
+        local_training: How the client trains; it holds the module and the terms.
         test: The client's test examples.
+        client: The client's name; by default `get_client_name(context)`.
+        domain: The client's domain, which a report groups by.
+        folder: Where `train` saves what the method keeps with the client; by default `context.state`.
+        key: The model's record in the messages.
+
+    Returns:
+        The answer.
     """
     client = client or get_client_name(context)
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])
@@ -219,6 +265,7 @@ class _ClientSession:
 
     store: ClientStore
     instructions: RoundInstructions
+    accepted: int | None  # the client's last accepted round; None if the server does not say
     warning: str | None  # about a state that is missing
     loaded: SavedState
     arrays: dict[str, Tensor] = field(default_factory=dict)
@@ -230,12 +277,18 @@ class _ClientSession:
         accepted = instructions.get_accepted_round(client, store.read_token())
         warning = client_state.describe_missing_state(store, client, accepted)
         loaded = client_state.load_before_round(store, instructions.round, accepted)
-        return cls(store, instructions, warning, loaded)
+        return cls(store, instructions, accepted, warning, loaded)
+
+    def read_slots(self, terms: Sequence[Term]) -> tuple[dict[str, Tensor], ...]:
+        """Return what the terms kept with this client; a slot from before the server's sums over slots began anew is void."""
+        is_void = self.accepted is not None and self.accepted <= self.instructions.restarted
+        slots = _read_slots(self.loaded, len(terms))
+        return tuple({} if term.sums_slots and is_void else slot for term, slot in zip(terms, slots, strict=True))
 
     def mask(self, content: RecordDict, layout: Layout, received: Packed, local: Packed) -> Packed:
         """Reset the entries that disagree with the client's history, and put the mask into the reply."""
         assert self.instructions.tau is not None
-        arrays, described = self.loaded
+        arrays, described, _ = self.loaded
         signs = {k.removeprefix(f"{SIGNS}."): v for k, v in arrays.items() if k.startswith(f"{SIGNS}.")}
         history = State.from_arrays(signs, described[SIGNS]) if signs else None
         delta = local.params - received.params
@@ -246,7 +299,7 @@ class _ClientSession:
         return replace(local, params=torch.where(share.kept, local.params, received.params))
 
     def save(self, content: RecordDict) -> None:
-        """Save for the next round, and put the client's token into the reply.
+        """Save for the next round. Put the client's token, and the round whose state it continued from, into the reply.
 
         Only a method that saves something can have lost it, so the warning comes here.
         """
@@ -254,7 +307,8 @@ class _ClientSession:
             log.warning("%s", self.warning)
         if not self.store.read_token():
             self.store.write_token(secrets.token_hex(16))
-        content.config_records[CLIENT_INFO]["token"] = self.store.read_token()
+        info = content.config_records[CLIENT_INFO]
+        info["token"], info["state_round"] = self.store.read_token(), self.loaded.round
         self.store.save(self.instructions.round, self.arrays, self.described)
 
 

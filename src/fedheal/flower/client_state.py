@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Context
 from torch import Tensor
@@ -25,7 +25,13 @@ from fedheal.runs import folder as files
 
 log = logging.getLogger("flwr.fedheal")
 
-SavedState = tuple[dict[str, Tensor], dict[str, Any]]  # arrays and JSON
+
+class SavedState(NamedTuple):
+    """What a client saved after a round; round 0: nothing."""
+
+    arrays: dict[str, Tensor]
+    described: dict[str, Any]
+    round: int = 0
 
 
 class ContextStore:
@@ -44,7 +50,7 @@ class ContextStore:
         if about["owner"] != self.owner:
             raise files.CheckpointError(f"this node's state of round {number} belongs to another federation")
         arrays = record_to_tensors(self.state.array_records[f"fedheal.memory.{number}"])
-        return arrays, json.loads(str(about["json"]))
+        return SavedState(arrays, json.loads(str(about["json"])), number)
 
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
         self.state[f"fedheal.memory.{number}"] = tensors_to_record(arrays)
@@ -74,7 +80,7 @@ class FolderStore:
         return sorted(int(path.stem) for path in files.list_checkpoints(self.folder) if path.stem.isdigit())
 
     def load(self, number: int) -> SavedState:
-        return files.load_checkpoint(self._path(number), self.owner)
+        return SavedState(*files.load_checkpoint(self._path(number), self.owner), number)
 
     @keep_private()
     def save(self, number: int, arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
@@ -129,7 +135,7 @@ def load_newest(store: ClientStore, last: int) -> SavedState:
         except files.CheckpointError as error:
             log.warning("%s: this client continues without its saved state", error)
             store.drop(number)
-    return {}, {}
+    return SavedState({}, {})
 
 
 def describe_missing_state(store: ClientStore, client: str, accepted: int | None) -> str | None:

@@ -11,7 +11,6 @@ stock client, whose `load_state_dict` rounds to the model's own dtype, gets the 
 import hashlib
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import lru_cache
@@ -52,6 +51,7 @@ class RoundInstructions:
     federation: str = ""  # id of the federation, drawn at its start
     tau: float | None = None  # threshold for clients that mask their own update
     accepted: str | None = None  # JSON: digest of a client's name -> its last accepted round
+    restarted: int = 0  # the last round that ended with the terms' sums over clients' slots begun anew
 
     @classmethod
     def from_message(cls, message: Message) -> Self:
@@ -148,14 +148,14 @@ def view_array(array: Array) -> NDArray[Any]:
     """View an array's bytes as numbers, without a copy. Raise ValueError if they are not a numeric numpy array."""
     if array.stype != "numpy.ndarray":
         raise ValueError(f"it is serialised as '{array.stype}', not as a numpy array")
+    data = array.data
     try:
-        if array.data[:8] not in NPY_HEADERS:
+        if (magic := data[:8]) not in NPY_HEADERS:
             raise ValueError("they do not begin with numpy's magic string")
-        start = 8 + NPY_HEADERS[array.data[:8]][0]
-        start += int.from_bytes(array.data[8:start], "little")
-        shape, is_fortran, dtype = _parse_header(array.data[:start])
-        flat = np.frombuffer(array.data, dtype, math.prod(shape), start)
-        return flat.reshape(shape, order="F" if is_fortran else "C")
+        start = 8 + NPY_HEADERS[magic][0]
+        start += int.from_bytes(data[8:start], "little")
+        shape, is_fortran, dtype = _parse_header(data[:start])
+        return np.ndarray(shape, dtype, data, start, order="F" if is_fortran else "C")
     except Exception as error:  # numpy and Python's parser raise nearly anything, and no client's bytes may end a run
         raise ValueError(f"its bytes are not an array ({str(error)[:200] or type(error).__name__})") from None
 
@@ -217,7 +217,7 @@ def mask_to_record(mask: Tensor) -> ArrayRecord:
 def record_to_mask(record: ArrayRecord, length: int) -> NDArray[np.uint8]:
     """Unpack a mask into zeros and ones."""
     if "bits" not in record:
-        raise ValueError("its mask is missing")
+        raise ValueError("its mask is missing: answer with fedheal.flower.client.reply or client.train")
     packed_bits = view_array(record["bits"])
     if packed_bits.dtype != np.uint8 or packed_bits.shape != (-(-length // 8),):
         raise ValueError(f"its mask has shape {packed_bits.shape}; {length} entries need {-(-length // 8)} bytes")

@@ -1,9 +1,10 @@
 """Which client each node is, and whether a message is a valid reply to this round.
 
 A client's name is the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else
-`partition-<id>` if the reply holds a `partition-id`, else `node-<id>`. Only the last does not survive a node's restart. A
-reply that names less than an earlier one of its node (for example a stock evaluation) keeps the known name and domain. A node
-keeps the first name it gives in a run: otherwise it could fill the state with a new client each round.
+`partition-<id>` if the reply holds a `partition-id` or Flower's simulation says so, else `node-<id>`. Only the last does not
+survive a node's restart. A reply that names less than an earlier one of its node (for example a stock evaluation) keeps the
+known name and domain. A node keeps the first name it gives in a run: otherwise it could fill the state with a new client each
+round.
 """
 
 import logging
@@ -15,6 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from flwr.app import Error, Message, Metadata
+from flwr.serverapp import Grid
+from flwr.superlink.grid import InMemoryGrid
 
 from fedheal.federation.reply_limits import MAX_ERROR, MAX_NAME, escape_text, find_bad_name
 from fedheal.flower.messages import CLIENT_INFO
@@ -34,6 +37,7 @@ class ReceivedReply:
     is_named: bool  # whether the client gave its name
     problem: str | None = None
     token: str = ""  # see `client_state`
+    state_round: int | None = None  # the round whose state the client continued from, 0: none; None: it keeps none
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,26 @@ class NodeRegistry:
 
     def __init__(self, names: Mapping[int, str] | None = None, limits: ReplyLimits | None = None) -> None:
         self.names, self.limits = dict(names or {}), limits or ReplyLimits()
-        self._named_in_this_run: set[int] = set()  # a resume may correct a name
+        self.partition_names: dict[int, str] = {}  # of a simulation's nodes, for clients that send no name
+        self._named_in_this_run: set[int] = set()  # not saved: a resume may correct a name
+
+    def name_partitions(self, grid: Grid, nodes: Iterable[int]) -> None:
+        """Name the nodes of Flower's simulation, which registers them in the order of their partitions; no others.
+
+        Node ids are new in every simulation. With the partitions' names a resumed one has the same clients.
+        """
+        if isinstance(grid, InMemoryGrid) and any(node not in self.partition_names for node in nodes):
+            registered = sorted((info.registered_at, info.node_id) for info in grid.get_nodes())
+            if len({moment for moment, _ in registered}) == len(registered):  # else the order is unknown
+                self.partition_names = {node: f"partition-{i}" for i, (_, node) in enumerate(registered)}
+
+    def get_name(self, node: int) -> str:
+        return self.names.get(node) or self.partition_names.get(node, f"node-{node}")
 
     def track_requests(self, messages: Sequence[Message]) -> OpenRequests:
         """Note which nodes these messages go to."""
         sent = [message.metadata for message in messages]
-        return OpenRequests({m.dst_node_id: self.names.get(m.dst_node_id, f"node-{m.dst_node_id}") for m in sent}, sent)
+        return OpenRequests({m.dst_node_id: self.get_name(m.dst_node_id) for m in sent}, sent)
 
     def identify_replies(
         self,
@@ -116,12 +134,12 @@ class NodeRegistry:
         if message.has_error():
             # The SuperLink reports a dead node under an id of its own.
             node = requests.node_by_message.get(message.metadata.reply_to_message_id, node)
-            client = self.names.get(node, f"node-{node}")
+            client = self.get_name(node)
             failure = f"its node reports an error: {_describe_error(message.error)}"
             return ReceivedReply(message, node, client, domain=client, is_named=True, problem=failure)
         known = self.names.get(node)
         if (excess := self.limits.find_excess(message.content)) is not None:  # not even its name is read
-            client = known or f"node-{node}"
+            client = self.get_name(node)
             return ReceivedReply(message, node, client, client_domains.get(client, client), False, excess)
         info: Mapping[str, Any] = message.content.config_records.get(CLIENT_INFO, {})
         client, is_named = self._find_name(message, info, node)
@@ -131,11 +149,13 @@ class NodeRegistry:
         if bad_name is None and known not in (None, client) and node in self._named_in_this_run:
             bad_name = f"its node is '{known}' and now calls itself '{client}': a node keeps its name during a run"
         if bad_name is not None:
-            client, is_named = known or f"node-{node}", False
+            client, is_named = self.get_name(node), False
             domain = client_domains.get(client, client)
         problem = bad_name or _find_staleness(message, info.get("round", round_number), round_number, requests)
         token = escape_text(info.get("token", ""), MAX_NAME)
-        return ReceivedReply(message, node, client, domain, is_named, problem, token)
+        state_round = info.get("state_round")
+        state_round = state_round if isinstance(state_round, int) else None
+        return ReceivedReply(message, node, client, domain, is_named, problem, token, state_round)
 
     def _find_name(self, message: Message, info: Mapping[str, Any], node: int) -> tuple[str, bool]:
         """Return the sender's name, and whether the reply gives it."""
@@ -147,16 +167,16 @@ class NodeRegistry:
             return name, True
         if isinstance(partition, (int, float, str)) and (known or "partition-").startswith("partition-"):
             return f"partition-{partition:g}" if isinstance(partition, float) else f"partition-{partition}", True
-        return known or f"node-{node}", False
+        return self.get_name(node), False
 
     def remember(self, replies: Iterable[ReceivedReply], connected: Collection[int]) -> None:
         """Remember the names of valid replies, and forget nodes that had these names and are gone."""
         for reply in replies:
             if reply.problem is not None:
                 continue
-            if not reply.is_named and reply.node not in self.names:
+            if not reply.is_named and reply.node not in {**self.names, **self.partition_names}:
                 problem = f"node {reply.node} sends no client name and is called '{reply.client}'"
-                risk = "if it restarts without a node key, or in another simulation, it is a new client without history"
+                risk = "if it restarts without a node key, it is a new client without history"
                 log.warning("%s: %s; fedheal.flower.client.reply sends a name", problem, risk)
             others = [n for n, client in self.names.items() if client == reply.client and n != reply.node]
             if others and self.names.get(reply.node) != reply.client:

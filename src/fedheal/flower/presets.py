@@ -48,12 +48,19 @@ def FedHEAL(
     and the server keeps four numbers per client instead of a byte per client and parameter. The results are the same.
 
     Args:
-        tau, beta, variant, fphl, fael: as for `fedheal.aggregate.fedheal`.
-        placement: `"server"` or `"client"`.
-        settings: the settings of `FairStrategy`.
+        tau: The least consistency of an entry that is kept.
+        beta: How fast weights follow distances.
+        variant: `"paper"` or `"released"`.
+        fphl: Whether to mask updates.
+        fael: `"momentum"`, `"exact"`, `"exact-reg"` or False, as for `fedheal.aggregate.fedheal`.
+        placement: `"server"` or `"client"`: who masks.
+        **settings: The settings of `FairStrategy`.
+
+    Returns:
+        The strategy.
 
     Raises:
-        ValueError: if a parameter is out of range, or if the mask cannot be placed on the clients.
+        ValueError: If a parameter is out of range, or if the mask cannot be placed on the clients.
 
     >>> FedHEAL(tau=0.4).name
     'fedavg+fedheal:tau=0.4'
@@ -78,31 +85,64 @@ def AFL(
     reset: bool = AFL_RESET.default,
     **settings: Any,
 ) -> FairStrategy:
-    """AFL (Mohri et al. 2019); see `fedheal.aggregate.afl` for its parameters.
+    """AFL (Mohri et al. 2019) as a strategy.
 
     Clients must send the `loss` of the received model, as `fedheal.flower.client` does.
+
+    Args:
+        gamma: How fast weights climb; 0 is uniform averaging.
+        floor: The least weight, as a share of 1/M, M the clients ever seen.
+        reset: Start from equal weights every round.
+        **settings: The settings of `FairStrategy`.
+
+    Returns:
+        The strategy.
     """
     return FairStrategy(methods.get("afl", gamma=gamma, floor=floor, reset=reset), **settings)
 
 
 @_take_names_only
 def QFFL(*, q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings: Any) -> FairStrategy:
-    """q-FFL (Li et al. 2020); see `fedheal.aggregate.qffl` for its parameters.
+    """q-FFL (Li et al. 2020) as a strategy.
 
     Clients must send the `loss` of the received model and, by default, `reach`, the effective step of their local steps:
     the learning rate times their number, without momentum (see `fedheal.local.term.effective_step`). `mode="qfedavg"` needs
     their learning rate as `lr` instead, `mode="reweight"` neither. `fedheal.flower.client.train` sends what is asked for.
+
+    Args:
+        q: The power of the loss; 0 is uniform averaging.
+        mode: `"qfedavg_eff"`, `"qfedavg"` or `"reweight"`, as for `fedheal.aggregate.qffl`.
+        **settings: The settings of `FairStrategy`.
+
+    Returns:
+        The strategy.
     """
     return FairStrategy(methods.get("qffl", q=q, mode=mode), **settings)
 
 
 @_take_names_only
 def FedFV(*, alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, **settings: Any) -> FairStrategy:
-    """FedFV (Wang et al. 2021); see `fedheal.aggregate.fedfv`. Clients must send the `loss` of the received model."""
+    """FedFV (Wang et al. 2021) as a strategy. Clients must send the `loss` of the received model.
+
+    Args:
+        alpha: Share of the clients with the largest losses whose updates stay as they are.
+        tau: Rounds whose absent clients' conflicts count.
+        **settings: The settings of `FairStrategy`.
+
+    Returns:
+        The strategy.
+    """
     return FairStrategy(methods.get("fedfv", alpha=alpha, tau=tau), **settings)
 
 
 @_take_names_only
 def Uniform(**settings: Any) -> FairStrategy:
-    """The plain mean over clients, whatever their numbers of examples."""
+    """The plain mean over clients as a strategy, whatever their numbers of examples.
+
+    Args:
+        **settings: The settings of `FairStrategy`.
+
+    Returns:
+        The strategy.
+    """
     return FairStrategy(methods.get("uniform"), **settings)

@@ -16,17 +16,17 @@ from fedheal.flower.messages import CLIENT_INFO, MASK, TERM_MESSAGES, view_array
 from fedheal.flower.node_registry import ReceivedReply
 from fedheal.local.term import Arrays
 
+EXAMPLES_REMEDY = "put it into the reply's MetricRecord"
+
 
 def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRequirements) -> TrainReply:
     """Read a training reply and check all but its parameters' values. Raise RejectedReply if it cannot count."""
     content = reply.message.content
-    metrics = read_metrics(content.metric_records)
-    num_examples = take_num_examples(metrics, requirements)
-    _check_requirements(content, metrics, requirements)
+    num_examples, metrics = read_train_metrics(content, requirements)
     mask, records = None, content.array_records
     try:
         model = _find_model_record(records, requirements.arrays_key)
-        arrays = match_arrays(model.keys(), lambda name: view_array(model[name]), layout)
+        arrays = match_arrays(dict(model.items()), view_array, layout)
         groups = messages.record_to_terms(records.get(TERM_MESSAGES), len(requirements.terms))
         if requirements.masked:
             mask = messages.record_to_mask(records.get(MASK, ArrayRecord()), layout.sizes().params)
@@ -36,12 +36,20 @@ def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRe
     return TrainReply(reply.client, reply.domain, arrays, num_examples, metrics=metrics, messages=groups, mask=mask)
 
 
+def read_train_metrics(content: RecordDict, requirements: ReplyRequirements) -> tuple[float, dict[str, float]]:
+    """Return a reply's number of examples and other metrics. Raise RejectedReply if they, or its terms, cannot count."""
+    metrics = read_metrics(content.metric_records)
+    num_examples = take_num_examples(metrics, requirements, EXAMPLES_REMEDY)
+    _check_requirements(content, metrics, requirements)
+    return num_examples, metrics
+
+
 def read_evaluate_reply(reply: ReceivedReply, requirements: ReplyRequirements) -> EvaluateReply:
     """Read and check an evaluation reply. Raise RejectedReply if it cannot count."""
     if reply.problem is not None:
         raise RejectedReply(reply.problem)
     metrics = read_metrics(reply.message.content.metric_records)
-    num_examples = take_num_examples(metrics, requirements)
+    num_examples = take_num_examples(metrics, requirements, EXAMPLES_REMEDY)
     return EvaluateReply(reply.client, reply.domain, num_examples, find_accuracy(metrics))
 
 
@@ -83,7 +91,7 @@ def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRec
         return records[key]
     others = [record for name, record in records.items() if not name.startswith("fedheal")]
     if len(others) != 1:
-        raise RejectedReply(f"it holds {len(others)} array records and none called '{key}'")
+        raise RejectedReply(f"it holds {len(others)} array records and none called '{key}': send the model as '{key}'")
     return others[0]
 
 

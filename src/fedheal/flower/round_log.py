@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,15 @@ class FederationState(KnownClients):
     tokens: dict[str, str] = field(default_factory=dict)  # of clients that keep a state; see `client_state`
     message_digests: dict[str, str] = field(default_factory=dict)  # of the last messages of its local terms
     nodes: dict[str, str] = field(default_factory=dict)  # node -> client: with node keys, ids outlive a run
+    restarted: int = 0  # see `RoundInstructions`
+
+    def find_lost_states(self, received: Iterable[ReceivedReply]) -> dict[str, int]:
+        """Return the clients that continued from another state than that of their last accepted round, and its round.
+
+        The client itself may not know: a new node that lost the client's token is told nothing about the client.
+        """
+        states = ((r.client, r.state_round) for r in received if r.problem is None)
+        return {c: n for c, n in states if n is not None and c in self.accepted and n != self.accepted[c]}
 
 
 def restore_federation(**saved: Any) -> FederationState:
@@ -84,6 +93,7 @@ class OpenRound:
         self.report = dict(aggregated.report) | {"skipped": skipped, "missing": missing}
         if cohort.far_norms:
             self.report["far_norms"] = cohort.far_norms
+        self._record_lost_states(received, outcome, federation)
         if outcome.is_refused:
             log.warning("round %d: the model stays as it was: %s", self.number, outcome.refusal)
             self.report["unmoved"] = outcome.refusal
@@ -95,6 +105,21 @@ class OpenRound:
             reply.client: reply.token for reply in received if reply.client in outcome.absorbed and reply.token
         }
         federation.client_domains |= {reply.client: reply.domain for reply in received if reply.client in accepted}
+
+    def _record_lost_states(
+        self, received: Sequence[ReceivedReply], outcome: StepOutcome, federation: FederationState
+    ) -> None:
+        lost = {}
+        for client, number in federation.find_lost_states(received).items():
+            start = f"continued with that of round {number}" if number else "continued without one"
+            lost[client] = f"it has no state of round {federation.accepted[client]}, its last accepted one, and {start}"
+        effect = "; the sums over all clients' controls begin anew, and every client discards its own"
+        for client, what in lost.items():
+            log.warning("round %d: '%s': %s%s", self.number, client, what, effect if outcome.is_restarted else "")
+        if lost:
+            self.report["lost_states"] = lost
+        if outcome.is_restarted:
+            federation.restarted = self.number
 
     def to_record(self, client_domains: Mapping[str, str]) -> RoundRecord:
         """Return the round's record, with the domains of its clients."""

@@ -39,6 +39,7 @@ class RoundSettings:
     min_evaluate_nodes: int
     min_available_nodes: int
     wait_seconds: float
+    save_seconds: float
 
     def __post_init__(self) -> None:
         check_among("placement", self.placement, PLACEMENTS)
@@ -48,7 +49,8 @@ class RoundSettings:
             check_share(name, getattr(self, name))
         for name in ("seed", "min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
             check_count(name, getattr(self, name))
-        check_not_negative("wait_seconds", self.wait_seconds)
+        for name in ("wait_seconds", "save_seconds"):
+            check_not_negative(name, getattr(self, name))
         for name, least in (
             ("min_replies", 1),
             ("max_empty_rounds", 1),

@@ -63,6 +63,8 @@ class FairStrategy(Strategy):
         method: An `Aggregator`, a `Method`, or a name such as "fedprox+fedheal:tau=0.4"; local terms need our client.
         model: The module, or its `Layout`. Without it, torch's names tell float buffers from parameters.
         folder: The run folder, written after every round.
+        save_seconds: How many seconds lie at least between two checkpoints in `folder`; a resume repeats the rounds since the
+            last one. 0: every round has one, as always where clients keep a state of their own.
         resume: Whether to continue the run in `folder`.
         data, name: The names of the data and of the method in reports. An aggregator of your own is identified by its name.
         seed: The seed of the cohorts.
@@ -88,7 +90,7 @@ class FairStrategy(Strategy):
 
     def __init__(
         self, method: Aggregator | Method | str, *, model: nn.Module | Layout | None = None,
-        folder: str | Path | None = None, resume: bool = False,
+        folder: str | Path | None = None, resume: bool = False, save_seconds: float = 0.0,
         data: str = "federation", name: str | None = None, seed: int = 0,
         fraction_train: float = 1.0, fraction_evaluate: float = 1.0,
         min_train_nodes: int = 2, min_evaluate_nodes: int = 2, min_available_nodes: int = 2,
@@ -122,7 +124,7 @@ class FairStrategy(Strategy):
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or average_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or average_metrics
-        self.folder = None if folder is None else RunFolder(Path(folder), resume, FLOWER)
+        self.folder = None if folder is None else RunFolder(Path(folder), resume, FLOWER, save_seconds)
         self.layout = resolve_layout(model)
         self._num_rounds, self._timeout = 0, TIMEOUT
         self._reset()
@@ -134,9 +136,11 @@ class FairStrategy(Strategy):
         self.federation = FederationState()
         self.registry = NodeRegistry()
         self._round: OpenRound | None = None
-        self._cohort_builder: CohortBuilder | None = None
+        self._cohort_builder: CohortBuilder[ReceivedReply] | None = None
         self._sent: ArrayRecord | None = None
         self._first_round = 1  # of this run
+        # These two are not in the checkpoint. A resume comes after the cause was mended: a node that was silent is asked again,
+        # which costs one timeout if it is still silent, and `max_empty_rounds` are counted anew, or the run would end at once.
         self._silent = SilentNodes()
         self._empty_rounds: list[frozenset[int]] = []  # the latest ones in a row, with the nodes they asked
 
@@ -155,11 +159,17 @@ class FairStrategy(Strategy):
         """Run rounds up to `num_rounds`, from the folder's checkpoint if it holds one.
 
         Args:
-            grid, initial_arrays, train_config, evaluate_config: As in Flower.
+            grid: The connection to the nodes.
+            initial_arrays: The initial model.
             num_rounds: The number of the last round.
             timeout: How many seconds a round waits for replies, once for training and once for evaluation. A node that does
                 not reply is not asked again until it answers a short query.
+            train_config: Sent with every training message.
+            evaluate_config: Sent with every evaluation message.
             evaluate_fn: Evaluates the model on the server, called with the round and the model.
+
+        Returns:
+            Flower's result: the final model and the metrics of each round.
 
         Raises:
             NotEnoughNodes: Too few nodes are connected and answer.
@@ -174,16 +184,20 @@ class FairStrategy(Strategy):
         first = self._state.round + 1
         if evaluate_fn and first == 1:
             _store(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
-        for number in range(first, num_rounds + 1):
-            messages = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
-            arrays, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=timeout))
-            result.arrays = arrays
-            _store(result.train_metrics_clientapp, number, metrics)
-            messages = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
-            replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
-            _store(result.evaluate_metrics_clientapp, number, self.aggregate_evaluate(number, replies))
-            if evaluate_fn:
-                _store(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
+        try:
+            for number in range(first, num_rounds + 1):
+                messages = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
+                arrays, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=timeout))
+                result.arrays = arrays
+                _store(result.train_metrics_clientapp, number, metrics)
+                messages = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
+                replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
+                _store(result.evaluate_metrics_clientapp, number, self.aggregate_evaluate(number, replies))
+                if evaluate_fn:
+                    _store(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
+        except BaseException:
+            self._save_after_error()
+            raise
         self.finish()
         return result
 
@@ -191,7 +205,9 @@ class FairStrategy(Strategy):
         """Return the model of the folder's newest checkpoint, or else the initial one, and prepare the first round."""
         self._reset()
         layout = self.layout = self.layout or wire.infer_layout(initial_arrays)
-        self._cohort_builder = CohortBuilder(layout, self.requirements, self.terms, self.settings.budget)
+        self._cohort_builder = CohortBuilder(
+            layout, self.requirements, read_train_reply, self.terms, self.settings.budget
+        )
         self.state = RunState(
             round=0,
             seed=self.settings.seed,
@@ -222,6 +238,7 @@ class FairStrategy(Strategy):
         responsive: list[int] = []
         if fraction:
             responsive = self._wait_for_nodes(grid, min_nodes)
+            self.registry.name_partitions(grid, responsive)
             if self.settings.roll_call:
                 responsive = self._call_roll(grid, responsive, server_round)
             nodes = self._sample(responsive, fraction, min_nodes, "cohort", server_round)
@@ -251,7 +268,12 @@ class FairStrategy(Strategy):
         seen = {*self.federation.accepted, *cohort.replies}
         num_clients = self.settings.clients or max(len(seen), len(current.connected), 1)
         terms = {client: ClientTerms(reply.messages) for client, reply in cohort.replies.items()}
-        outcome = apply_server_step(self._make_step(cohort), self._state, cohort.updates, terms, num_clients)
+        # A slot from before the last restart is void, and cannot be lost once more.
+        accepted_before, restarted = self.federation.accepted, self.federation.restarted
+        lost = [c for c in self.federation.find_lost_states(received) if accepted_before[c] > restarted]
+        if self.folder is not None:  # the step reuses the memory that a checkpoint is written from
+            self.folder.settle()
+        outcome = apply_server_step(self._make_step(cohort), self._state, cohort.updates, terms, num_clients, lost)
         current.record_training(received, cohort, outcome, self.federation)
         sent = outcome.state.sent + current.bytes_sent
         received_bytes = outcome.state.received + sum(count_bytes(m.content) for m in messages if m.has_content())
@@ -309,7 +331,8 @@ class FairStrategy(Strategy):
         nodes += f" (waiting up to {settings.wait_seconds:g} s), at least {settings.min_replies} usable replies"
         log.info("%s with %.0f %% of the nodes a round: %s", self.name, 100 * settings.fraction_train, nodes)
         log.info(
-            "a round waits up to timeout = %g s for replies; who is late is not asked until it answers", self._timeout
+            "a round waits up to timeout = %g s for replies; a late node is not asked again until it answers a query",
+            self._timeout,
         )
         if self.folder is not None:
             log.info("run folder: %s", self.folder.path.resolve())
@@ -317,10 +340,18 @@ class FairStrategy(Strategy):
     def finish(self) -> None:
         """Write the final model and the result, and release the folder."""
         if self.folder is not None:
+            self.folder.flush()
             self.folder.write_result(self._layout, self._state, self.history, self.federation)
             self.folder.release()
             if not any(record.domains for record in self.history):
                 log.warning("no client sent an 'accuracy': %s has no result.json to report", self.folder.path)
+
+    def _save_after_error(self) -> None:
+        try:
+            if self.folder is not None:
+                self.folder.flush()
+        except OSError as error:  # beside the error that ends the run
+            log.error("%s", error)
 
     @property
     def _state(self) -> RunState:
@@ -360,7 +391,7 @@ class FairStrategy(Strategy):
 
     def _sample(self, connected: list[int], fraction: float, min_nodes: int, purpose: str, number: int) -> list[int]:
         rng = generator(self.settings.seed, purpose, number)
-        return sample_nodes(connected, fraction, min_nodes, rng, self.registry.names)
+        return sample_nodes(connected, fraction, min_nodes, rng, self.registry.partition_names | self.registry.names)
 
     def _call_roll(self, grid: Grid, nodes: list[int], number: int) -> list[int]:
         """Ask new nodes for their names, and return the nodes without those that are silent."""
@@ -376,7 +407,9 @@ class FairStrategy(Strategy):
     ) -> list[Message]:
         needs, federation = self.requirements.needs, self.federation.federation
         tau = self.settings.tau if self.settings.clients_mask else None
-        instructions = RoundInstructions(number, self._num_rounds, needs, federation, tau)
+        instructions = RoundInstructions(
+            number, self._num_rounds, needs, federation, tau, restarted=self.federation.restarted
+        )
         accepted, messages = self.federation.accepted, []
         # A node without a name may be any client that keeps a state. Without its token it learns nothing about the others.
         tokens = self.federation.tokens
@@ -409,7 +442,7 @@ class FairStrategy(Strategy):
         """Build the cohort to aggregate. Raise ValueError if the app, not a client, lacks what the method needs."""
         assert self._cohort_builder is not None
         valid = [reply for reply in received if reply.problem is None]
-        cohort = self._cohort_builder.build(valid, read_train_reply, self._state, self.federation.message_digests)
+        cohort = self._cohort_builder.build(valid, self._state, self.federation.message_digests)
         # A silent or failing client might have had it, and one of many says nothing about the others.
         all_replied = {reply.node for reply in valid} >= current.requests.nodes.keys()
         is_conclusive = all_replied and len(valid) >= min(2, len(current.connected))
@@ -437,14 +470,18 @@ class FairStrategy(Strategy):
         log.info("[round %d] %s", current.number, describe_round(record))
         if self.folder is not None:
             self.federation.nodes = {str(node): client for node, client in self.registry.names.items()}
-            self.folder.save_round(self._state, record, self.federation)
+            # Clients keep a state for the server's last two checkpoints, not for older ones.
+            self.folder.save_round(self._state, record, self.federation, is_due=bool(self.federation.tokens))
             if ending is not None:
+                self.folder.flush()
                 self.folder.release()
             elif not self._num_rounds:  # Flower's own loop: any round may be the last
+                self.folder.flush()
                 self.folder.write_result(self._layout, self._state, self.history, self.federation)
         self._round = None
         if ending is not None:
-            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}")
+            remedy = "mend the cause and resume, or set max_empty_rounds=None"
+            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}: {remedy}")
 
     def _find_ending(self, current: OpenRound) -> str | None:
         """Return why the run ends here, or None. One bad client that is drawn again and again does not end it."""

@@ -39,6 +39,7 @@ class FedDyn(Term):
     eval_model: str = FEDDYN_EVAL_MODEL.default
     fair_controls: str = FAIR_CONTROLS.default
     clip: float = FEDDYN_CLIP.default
+    sums_slots = True
 
     def init(self, layout: Layout) -> Arrays:
         return {"h": torch.zeros(layout.sizes().params)}

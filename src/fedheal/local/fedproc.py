@@ -15,7 +15,9 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.prototypes import PROTO_WEIGHTS, Prototypes, compare_cosine, get_known_classes
 from fedheal.local.term import Batch, Context
 
-FEDPROC_TEMPERATURE = Parameter("temperature", 1.0, "of the contrast", "MarsFL, which has none", gt=0)
+FEDPROC_TEMPERATURE = Parameter(
+    "temperature", 1.0, "temperature of the contrastive loss", "MarsFL, which has none", gt=0
+)
 FIRST_ROUND_CE = Parameter(
     "first_round_ce",
     True,

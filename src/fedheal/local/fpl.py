@@ -25,7 +25,7 @@ from fedheal.local.prototypes import Prototypes, check_messages, compare_cosine,
 from fedheal.local.term import Arrays, Batch, Context, ServerContext
 
 FPL_TEMPERATURE = Parameter(
-    "temperature", 0.02, "of the contrast", "Huang et al. 2023, released code; MarsFL: 0.2", gt=0
+    "temperature", 0.02, "temperature of the contrastive loss", "Huang et al. 2023, released code; MarsFL: 0.2", gt=0
 )
 
 

@@ -18,9 +18,11 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.term import Arrays, Batch, Context, Term
 
 MOON_MU = Parameter(
-    "mu", 5.0, "weight of the contrast", "Li, He and Song 2021, CIFAR-10 example; RethinkFL; MarsFL: 1", ge=0
+    "mu", 5.0, "weight of the contrastive loss", "Li, He and Song 2021, CIFAR-10 example; RethinkFL; MarsFL: 1", ge=0
 )
-MOON_TEMPERATURE = Parameter("temperature", 0.5, "of the contrast", "Li, He and Song 2021; RethinkFL, MarsFL", gt=0)
+MOON_TEMPERATURE = Parameter(
+    "temperature", 0.5, "temperature of the contrastive loss", "Li, He and Song 2021; RethinkFL, MarsFL", gt=0
+)
 
 
 @declare_parameters(MOON_MU, MOON_TEMPERATURE)

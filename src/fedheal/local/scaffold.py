@@ -45,6 +45,7 @@ class Scaffold(Term):
     fair_controls: str = FAIR_CONTROLS.default
     clip: float = SCAFFOLD_CLIP.default
     sends: tuple[str, ...] = ("c",)
+    sums_slots = True
 
     def init(self, layout: Layout) -> Arrays:
         return {"c": torch.zeros(layout.sizes().params)}

@@ -21,42 +21,73 @@ from fedheal.core.errors import CustomPartError, add_article, check_returned, fr
 from fedheal.core.layout import Layout, Packed, restore_dtype
 from fedheal.core.updates import Updates
 
+__all__ = ["Batch", "Context", "ServerContext", "Term", "effective_step"]
+
 Arrays = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A training batch as `Term.loss` gets it."""
+    """A training batch as `Term.loss` gets it.
 
-    x: Tensor  # the normalised images
-    y: Tensor  # the labels
-    logits: Tensor  # the module's outputs
-    ce: Tensor  # the mean cross-entropy
-    features: Tensor | None = None  # the module's features, if a term has `features = True`
-    last_epoch: bool = False  # whether this is the client's last epoch of the round
+    Attributes:
+        x: The normalised images.
+        y: The labels.
+        logits: The module's outputs.
+        ce: The mean cross-entropy.
+        features: The module's features, if a term has `features = True`.
+        last_epoch: Whether this is the client's last epoch of the round.
+    """
+
+    x: Tensor
+    y: Tensor
+    logits: Tensor
+    ce: Tensor
+    features: Tensor | None = None
+    last_epoch: bool = False
 
 
 @dataclass(frozen=True)
 class Context:
-    """A client's round as the client-side hooks of a term get it."""
+    """A client's round as the client-side hooks of a term get it.
 
-    client: str  # its id
-    round: int  # from 1
-    rounds: int  # how many the run has
+    Attributes:
+        client: The client's id.
+        round: The number of the round, from 1.
+        rounds: The number of rounds of the run.
+        lr: The learning rate.
+        momentum: The momentum.
+        steps: The number of steps that the client takes this round.
+        classes: The number of classes.
+        module: The module in training.
+        layout: The layout of the module.
+        received: The global model that the client received.
+        slot: What the term kept with this client.
+        shared: The term's shared values, as broadcast.
+        fit: `fit(start, strength)` trains a second model, with a proximal term of that strength.
+        gradient: Returns the flat gradient of the mean loss over the client's data at given parameters.
+        validate: Returns loss and accuracy (0 to 1) on the client's held-out examples.
+        scratch: The term's own values for this client and round.
+        nets: Frozen copies of the module by name; reused for other clients.
+    """
+
+    client: str
+    round: int
+    rounds: int
     lr: float
     momentum: float
-    steps: int  # how many the client takes this round
-    classes: int  # how many there are
-    module: nn.Module  # in training
+    steps: int
+    classes: int
+    module: nn.Module
     layout: Layout
-    received: Packed  # the global model that the client received
-    slot: Arrays  # what the term kept with this client
-    shared: Arrays  # the term's shared values, as broadcast
-    fit: Callable[..., Packed]  # `fit(start, strength)` trains a second model, with a proximal term of that strength
-    gradient: Callable[[Packed], Tensor]  # of the mean loss over the client's data at these parameters, flat
-    validate: Callable[[Packed], tuple[float, float]]  # loss and accuracy (0 to 1) on the client's held-out examples
-    scratch: dict[str, Any] = field(default_factory=dict)  # the term's own values for this client and round
-    nets: dict[str, nn.Module] = field(default_factory=dict)  # frozen copies by name; reused for other clients
+    received: Packed
+    slot: Arrays
+    shared: Arrays
+    fit: Callable[..., Packed]
+    gradient: Callable[[Packed], Tensor]
+    validate: Callable[[Packed], tuple[float, float]]
+    scratch: dict[str, Any] = field(default_factory=dict)
+    nets: dict[str, nn.Module] = field(default_factory=dict)
 
     def net(self, name: str, model: Packed) -> nn.Module:
         """Return the frozen copy of the module of that name, in evaluation mode, with these values."""
@@ -84,16 +115,27 @@ class Context:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """A round as `Term.absorb` gets it."""
+    """A round as `Term.absorb` gets it.
 
-    round: int  # from 1
-    rounds: int  # how many the run has
-    clients: int  # how many the federation has
-    updates: Updates  # of the accepted clients
-    weights: Tensor  # theirs in the average, float64 `[k]`, sum 1
-    unnormalised_weights: Tensor  # the same before they were normalised over this cohort
+    Attributes:
+        round: The number of the round, from 1.
+        rounds: The number of rounds of the run.
+        clients: The number of clients of the federation.
+        updates: The updates of the accepted clients.
+        weights: Their weights in the average, float64 `[k]`, sum 1.
+        unnormalised_weights: The weights before they were normalised over this cohort.
+        layout: The layout of the module.
+        slots: What each client seen so far keeps, after this round; empty if that stays on clients (Flower).
+    """
+
+    round: int
+    rounds: int
+    clients: int
+    updates: Updates
+    weights: Tensor
+    unnormalised_weights: Tensor
     layout: Layout
-    slots: Mapping[str, Arrays]  # of all clients seen so far, after this round; empty if they stay on clients (Flower)
+    slots: Mapping[str, Arrays]
 
 
 class NotCapturableError(Exception):
@@ -157,6 +199,7 @@ class Term:
     personalised: bool = False  # whether clients evaluate models of their own
     validates: bool = False  # whether clients hold examples out of their training data
     sends: tuple[str, ...] = ()  # the shared values that the server sends to every client
+    sums_slots = False  # whether its shared values are sums over the clients' slots: a lost slot makes them wrong
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -222,6 +265,11 @@ class Term:
 
 def effective_step(lr: float, momentum: float, steps: int) -> float:
     """Return how far K steps on a constant unit gradient move, `eta [K - rho (1 - rho^K) / (1 - rho)] / (1 - rho)`.
+
+    Args:
+        lr: The learning rate, eta.
+        momentum: The momentum, rho.
+        steps: The number of steps, K.
 
     >>> round(effective_step(1.0, 0.9, 10), 1), effective_step(0.5, 0.0, 4)
     (41.4, 2.0)

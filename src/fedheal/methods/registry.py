@@ -44,12 +44,19 @@ PRESET = Parameter("preset", "ours", GROUP, "ours: the method as published", cho
 
 @dataclass(frozen=True)
 class Local:
-    """Local training, as terms that add up."""
+    """Local training, as terms that add up.
+
+    Attributes:
+        terms: The terms.
+        uniform: Whether all clients count alike where no stage gives weights.
+        aggregator: The aggregator of a whole method, which takes no stage.
+        training: The fields of the experiment that the method sets, such as `momentum`.
+    """
 
     terms: tuple[Term, ...] = ()
-    uniform: bool = False  # whether all clients count alike where no stage gives weights
-    aggregator: Aggregator | None = None  # of a whole method, which no stage joins
-    training: Mapping[str, float] = field(default_factory=dict)  # fields of the experiment, such as `momentum`
+    uniform: bool = False
+    aggregator: Aggregator | None = None
+    training: Mapping[str, float] = field(default_factory=dict)
 
 
 @declare_parameters()
@@ -101,7 +108,9 @@ def _make_feddyn(
 def _check_default(parameter: Parameter, value: Any) -> None:
     """Raise ValueError if a parameter that preset=group sets has another value than its default."""
     if value != parameter.default:
-        raise ValueError(f"{parameter.name} = {value} contradicts preset=group, which brings its own {parameter.name}")
+        raise ValueError(
+            f"{parameter.name} = {value} cannot be combined with preset=group, which sets its own: leave one out"
+        )
 
 
 def _add_term(stage: Callable[..., Stage], term: Callable[[], Term]) -> Callable[..., Local]:
@@ -143,11 +152,11 @@ class Method:
     """A whole algorithm as a value. A run folder identifies it by its name: give a changed method another.
 
     Attributes:
-        local: the terms of local training; none is plain training.
-        aggregator: the aggregator; that of FedAvg by default.
-        name: the canonical name, which leaves defaults out.
-        training: the fields of the experiment that the method sets, such as `momentum`.
-        parts: the parts of the name, if `get` made it; a changed copy has none.
+        local: The terms of local training; none is plain training.
+        aggregator: The aggregator; that of FedAvg by default.
+        name: The canonical name, which leaves defaults out.
+        training: The fields of the experiment that the method sets, such as `momentum`.
+        parts: The parts of the name, if `get` made it; a changed copy has none.
     """
 
     local: tuple[Term, ...] = ()
@@ -164,7 +173,7 @@ class Method:
             check_type(f"local[{i}]", term, Term, "give an instance of a Term")
         object.__setattr__(self, "local", tuple(self.local))
         check_type("aggregator", self.aggregator, Aggregator, "give an Aggregator, such as Aggregator(stage)")
-        check_type("name", self.name, str, "give the method's name as a text")
+        check_type("name", self.name, str, "give the method's name as a string")
 
     @property
     def full_name(self) -> str:
@@ -191,11 +200,11 @@ def get(name: str, **keys: Any) -> Method:
 
     Args:
         name: `<local>[:key=value,...]{+<stage>[:key=value,...]}`.
-        keys: parameters, each for the part that has it.
+        **keys: Parameters, each for the part that has it.
 
     Raises:
-        TypeError: if the name is no string.
-        ValueError: if there is no such method or parameter, or if parts or values contradict each other.
+        TypeError: If the name is no string.
+        ValueError: If there is no such method or parameter, or if parts or values contradict each other.
 
     >>> get("fedheal", tau=0.4).name
     'fedavg+fedheal:tau=0.4'
@@ -214,9 +223,9 @@ def get(name: str, **keys: Any) -> Method:
     local, stages = _to_local(parts[0], built[0]), built[1:]
     for part, stage in zip(parts[1:], stages, strict=True):
         if not isinstance(stage, Stage) or part.name in WHOLE:
-            raise ValueError(f"method '{name}': '{part.name}' is not a stage; only one part can say how clients train")
+            raise ValueError(f"method '{name}': '{part.name}' is not a stage: name one local method, then stages")
     if stages and (local.aggregator or parts[0].name in WHOLE):
-        raise ValueError(f"method '{name}': {parts[0].name} is a method of its own and takes no stage")
+        raise ValueError(f"method '{name}': {parts[0].name} is a whole method and takes no stage: leave out the rest")
     aggregator = local.aggregator or _make_aggregator(parts[1:], stages, local.uniform, name)
     short_name = "+".join(part.format(defaults=False) for part in parts)
     method = Method(local=local.terms, aggregator=aggregator, name=short_name, training=local.training)
@@ -232,12 +241,20 @@ _CACHE: dict[str, Method] = {}  # by full name, which is what an experiment keep
 
 
 def parse(name: str) -> list[Part]:
-    """Return the parts of a method's name as they are written."""
+    """Return the parts of a method's name as they are written.
+
+    Args:
+        name: The method's name.
+    """
     return parse_parts(name, PARTS)
 
 
 def is_known(name: str) -> bool:
-    """Whether `get` has a method of that name."""
+    """Return whether `get` has a method of that name.
+
+    Args:
+        name: The method's name.
+    """
     try:
         get(name)
     except ValueError:

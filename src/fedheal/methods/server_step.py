@@ -3,7 +3,7 @@
 aggregate -> server optimiser -> each term absorbs its messages -> check that model and terms are finite -> next state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +46,7 @@ class StepOutcome:
     aggregated: Aggregated
     accepted: tuple[str, ...]  # the clients whose updates count
     absorbed: tuple[str, ...]  # those of them who keep what the round's training left with them
+    is_restarted: bool = False  # whether sums over the clients' slots began anew: no client may use its slot in them
     refusal: str = ""  # why model or terms would not be finite: `state` then has the old ones, and the old optimiser
 
     @property
@@ -54,9 +55,17 @@ class StepOutcome:
 
 
 def apply_server_step(
-    step: ServerStep, state: RunState, updates: Updates, replies: Mapping[str, ClientTerms], num_clients: int
+    step: ServerStep,
+    state: RunState,
+    updates: Updates,
+    replies: Mapping[str, ClientTerms],
+    num_clients: int,
+    lost_slots: Collection[str] = (),
 ) -> StepOutcome:
-    """Take one server step; a cohort without weight moves nothing. The old state must not be used again."""
+    """Take one server step; a cohort without weight moves nothing. The old state must not be used again.
+
+    `lost_slots`: clients whose slots are gone. What they had added to a term's sums is unknown, so these sums begin anew.
+    """
     try:
         aggregated = step.aggregator.apply(state.model, updates, state.aggregator, donate=True)
     except BadUpdate as error:
@@ -69,11 +78,13 @@ def apply_server_step(
     if not aggregated.weights.any():
         return kept
     stepped, moments = step.optimizer.apply(state.model, aggregated.model, state.server)
-    model, terms = _absorb(step, state, stepped, updates, aggregated, replies, accepted, num_clients)
+    restarts = any(term.sums_slots for term in step.terms) and not set(lost_slots).isdisjoint(accepted)
+    model, terms = _absorb(step, state, stepped, updates, aggregated, replies, accepted, num_clients, restarts)
     why = _find_overflow(step, model, stepped, aggregated, terms)
     if why:
         return replace(kept, refusal=why)
-    return replace(kept, state=replace(unmoved, model=model, server=moments, terms=terms), absorbed=accepted)
+    after = replace(unmoved, model=model, server=moments, terms=terms)
+    return replace(kept, state=after, absorbed=accepted, is_restarted=restarts)
 
 
 def mean_train_loss(updates: Updates, accepted: Sequence[str]) -> float | None:
@@ -104,6 +115,7 @@ def _absorb(
     replies: Mapping[str, ClientTerms],
     accepted: Sequence[str],
     num_clients: int,
+    restarts: bool,
 ) -> tuple[Packed, tuple[TermState, ...]]:
     """Let each term take its part in the step. A skipped client leaves no trace: its slots stay as they were."""
     if not step.terms:
@@ -125,8 +137,11 @@ def _absorb(
             layout=step.layout,
             slots=slots,
         )
-        messages = [replies[client].messages[i] for client in accepted]
-        model, shared = term.absorb(state.model, model, messages, before.shared, context)
+        messages, shared = [replies[client].messages[i] for client in accepted], before.shared
+        if restarts and term.sums_slots:  # the round's model counts, but the sums begin as those of a cohort of nobody
+            nobody = Updates([], updates.deltas[:0], [])
+            messages, shared, context = [], term.init(step.layout), replace(context, updates=nobody)
+        model, shared = term.absorb(state.model, model, messages, shared, context)
         after.append(TermState(shared, slots))
     return model, tuple(after)
 
@@ -143,7 +158,7 @@ def _find_overflow(
     """Return why the model or a term's shared values are not finite, or an empty string. The aggregated model is."""
     if model is not aggregated.model and not _is_finite(model):
         if not _is_finite(stepped):
-            return f"server_lr = {step.optimizer.lr}: this round's step makes the global model infinite; use less"
+            return f"server_lr = {step.optimizer.lr}: this round's step makes the global model infinite; use a smaller value"
         names = ", ".join(type(term).__name__ for term in step.terms)
         remedy = "use a smaller learning rate or more regularisation"
         return f"the server step of {names} makes the global model infinite; {remedy}"
@@ -151,7 +166,7 @@ def _find_overflow(
         for name, value in after.shared.items():
             if value.is_floating_point() and not is_finite(value.reshape(-1)):
                 owner = f"'{name}' of {type(term).__name__}, which the server keeps"
-                return f"the clients' messages make {owner}, infinite; use a smaller learning rate or find the client"
+                return f"the clients' messages make {owner}, infinite; use a smaller learning rate, or leave the client out"
     return ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fedheal.core.errors import format_error
+from fedheal.core.errors import format_error, suggest
 from fedheal.core.import_path import import_function
 from fedheal.models.resnet import BLOCKS, ResNet, build_resnet
 from fedheal.models.small_cnn import SmallCNN
@@ -44,7 +44,7 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
     """
     if ":" not in name and name not in MODELS:
         raise ValueError(
-            f"there is no model {name!r}; choose one of {', '.join(MODELS)}, "
+            f"there is no model {name!r}{suggest(name, list(MODELS))}; choose one of {', '.join(MODELS)}, "
             "or name your own factory by import path, 'package.module:factory'"
         )
     factory = import_function("model", name) if ":" in name else MODELS[name]

@@ -6,18 +6,18 @@ measures both). Elsewhere and in evaluation it is the plain composition. Sums ov
 repeat bit for bit.
 """
 
-import importlib
-from functools import cache
-from types import ModuleType
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedheal.core.import_path import import_triton_kernels
+
+KERNELS = "fedheal.models._fused_norm_cuda"
+
 
 def norm_relu(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None, relu: bool = True) -> Tensor:
     """Return `relu(norm(x) + shortcut)`, without the shortcut if it is None and without ReLU if `relu` is False."""
-    kernels = _load_kernels(x.device.type)
+    kernels = import_triton_kernels(KERNELS, x.device.type)
     if kernels is not None and isinstance(norm, nn.BatchNorm2d) and _is_supported(norm, x, shortcut):
         if shortcut is not None:
             shortcut = shortcut.contiguous(memory_format=torch.channels_last)
@@ -37,12 +37,3 @@ def _is_supported(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None) -> b
     is_same = shortcut is None or (shortcut.shape == x.shape and shortcut.dtype == x.dtype)
     is_float = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and norm.weight.dtype == torch.float32
     return is_plain and is_same and is_float and x.numel() > x.shape[1] > 0 and x.shape[1] % 16 == 0
-
-
-@cache
-def _load_kernels(device_type: str) -> ModuleType | None:
-    """Return the Triton kernels, or None if the device is not a GPU or torch comes without Triton."""
-    try:
-        return importlib.import_module("fedheal.models._fused_norm_cuda") if device_type == "cuda" else None
-    except ImportError:
-        return None

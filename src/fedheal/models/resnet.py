@@ -73,18 +73,30 @@ class ResNet(nn.Module):
         self.head = nn.Linear(self.feature_size, classes)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the features of images, `[N, feature_size]`."""
         conv, norm, _ = self.stem
         with cast_weights([part for part in self.modules() if isinstance(part, nn.Conv2d)], x.device):
             maps: torch.Tensor = self.groups(norm_relu(norm, conv(x)))
         return maps.mean(dim=(2, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of images, `[N, classes]`."""
         logits: torch.Tensor = self.head(self.features(x))
         return logits
 
 
 def build_resnet(classes: int, depth: int = 10, width: int = 64, channels: int = 3) -> ResNet:
-    """Return a residual network of 10, 12, 18, 20 or 34 layers."""
+    """Return a residual network.
+
+    Args:
+        classes: The number of outputs.
+        depth: 10, 12, 18, 20 or 34 layers.
+        width: The channels of the first layer.
+        channels: The channels of the images.
+
+    Raises:
+        ValueError: If there is no network of that depth.
+    """
     if depth not in BLOCKS:
         raise ValueError(f"depth = {depth}: there is no such ResNet; use one of {', '.join(map(str, BLOCKS))}")
     return ResNet(BLOCKS[depth], classes, width, channels)

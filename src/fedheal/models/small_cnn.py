@@ -33,13 +33,17 @@ class SmallCNN(nn.Module):
         self.head = nn.Linear(self.feature_size, classes)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the features of images, `[N, feature_size]`."""
         if min(x.shape[-2:]) < 8 * GRID:
-            raise ValueError(f"small_cnn needs images of at least 32 x 32 pixels, not {x.shape[-2]} x {x.shape[-1]}")
+            raise ValueError(
+                f"small_cnn needs images of at least 32 x 32 pixels, got {x.shape[-2]} x {x.shape[-1]}: set image_size=32"
+            )
         maps: torch.Tensor = self.body(x.contiguous(memory_format=torch.channels_last))
         if maps.shape[-2:] != (GRID, GRID):  # its gradient has no deterministic kernel on GPUs
             maps = functional.adaptive_avg_pool2d(maps, GRID)
         return maps.flatten(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of images, `[N, classes]`."""
         logits: torch.Tensor = self.head(self.features(x))
         return logits

@@ -89,8 +89,10 @@ def evaluate_site(
     """Evaluate the received model on the site's own test examples, and return the answer.
 
     Args:
-        received, local_training, domain: As for `train_site`.
+        received: The task, as `flare.receive()` gives it.
+        local_training: As for `train_site`.
         test: The site's test examples.
+        domain: As for `make_reply`.
     """
     model = pack_params(local_training.layout, received.params)
     _, accuracy = serial.evaluate_split(local_training, model, test)

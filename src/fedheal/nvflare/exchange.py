@@ -32,6 +32,7 @@ TEST_EXAMPLES = "fedheal.test_examples"
 DOMAIN = "fedheal.domain"
 CLIENT: str = "client_name"  # set by the workflow, from the connection that the reply came on
 ADVICE = "send it in the metrics of the training reply"
+EXAMPLES_REMEDY = "put it into the meta of the FLModel"
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ def read_site_reply(reply: SiteReply, layout: Layout, requirements: ReplyRequire
         raise RejectedReply("it sends no parameters by name")
     metrics = _read_numbers(content.metrics, {*requirements.needs, "train_loss"})
     metrics |= _read_numbers(content.meta, {requirements.examples_key})
-    num_examples = take_num_examples(metrics, requirements)
+    num_examples = take_num_examples(metrics, requirements, EXAMPLES_REMEDY)
     check_metrics(metrics, requirements.needs, ADVICE)
-    arrays = match_arrays(content.params.keys(), lambda name: view(content.params[name]), layout)
+    arrays = match_arrays(content.params, view, layout)
     is_difference = content.params_type == ParamsType.DIFF
     if is_difference:
         arrays |= _add_to_model(layout, reply.sent, arrays)
@@ -98,7 +99,7 @@ def read_site_reply(reply: SiteReply, layout: Layout, requirements: ReplyRequire
 def read_site_evaluation(reply: SiteReply, max_examples: float) -> EvaluateReply:
     """Read the accuracy in a reply and how many examples it was measured on. Raise RejectedReply if it cannot count."""
     requirements = ReplyRequirements(examples_key=TEST_EXAMPLES, max_examples=max_examples)
-    num_examples = take_num_examples(_read_numbers(reply.content.meta, {TEST_EXAMPLES}), requirements)
+    num_examples = take_num_examples(_read_numbers(reply.content.meta, {TEST_EXAMPLES}), requirements, EXAMPLES_REMEDY)
     accuracy = find_accuracy(_read_numbers(reply.content.metrics, set(ACCURACY)))
     return EvaluateReply(reply.client, read_domain(reply), num_examples, accuracy)
 

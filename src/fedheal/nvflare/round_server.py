@@ -139,7 +139,7 @@ class RoundServer:
         self.clients, self.history = KnownClients(), list[RoundRecord]()
         self._state: RunState | None = None
         self._round: SiteRound | None = None
-        self._builder: CohortBuilder | None = None
+        self._builder: CohortBuilder[SiteReply] | None = None
         self._empty_rounds = 0
 
     @property
@@ -160,7 +160,7 @@ class RoundServer:
         model = layout.pack(match_bfloat16(layout, initial))
         if not (is_finite(model.params) and is_finite(model.buffers)):
             raise ValueError("the initial model holds NaN or infinity: start from a finite one")
-        self._builder = CohortBuilder(layout, self.requirements, (), self.settings.budget)
+        self._builder = CohortBuilder(layout, self.requirements, read_site_reply, (), self.settings.budget)
         self._state = RunState(
             round=0,
             seed=self.settings.seed,
@@ -187,6 +187,8 @@ class RoundServer:
         current, state = self.current, self.state
         assert self.layout is not None
         current.clock.end_phase("train")
+        if self.folder is not None:  # the step reuses the memory that the last checkpoint is written from
+            self.folder.settle()
         replies = self._name_replies(results)
         repeated = {client: n for client, n in Counter(r.client for r in replies).items() if n > 1}
         skipped = {**failures, **{client: f"it replied {n} times in this round" for client, n in repeated.items()}}
@@ -248,7 +250,8 @@ class RoundServer:
         self._round = None
         if ending is not None:
             self.release()
-            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}")
+            remedy = "mend the cause and resume, or set max_empty_rounds=None"
+            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}: {remedy}")
 
     def amend_last_round(self, evaluations: Sequence[EvaluateReply]) -> None:
         """Add accuracies to the last round's record: sites evaluate its model when the next round begins."""
@@ -266,15 +269,19 @@ class RoundServer:
         if self.folder is None:
             return
         assert self.layout is not None
+        self.folder.flush()
         self.folder.write_result(self.layout, self.state, self.history, self.clients)
         if not any(record.domains for record in self.history):
             log.warning("no site sent an 'accuracy': %s has no result.json to report", self.folder.path)
         self.release()
 
     def release(self) -> None:
-        """Unlock the folder."""
+        """Wait for the checkpoint under way, and unlock the folder."""
         if self.folder is not None:
-            self.folder.release()
+            try:
+                self.folder.flush()
+            finally:
+                self.folder.release()
 
     def _name_replies(self, results: Sequence[FLModel]) -> list[SiteReply]:
         named = [(str((result.meta or {}).get(CLIENT, "")), result) for result in results]
@@ -283,7 +290,7 @@ class RoundServer:
     def _build_cohort(self, replies: Sequence[SiteReply]) -> Cohort:
         """Build the cohort to aggregate. Raise ValueError if no site sends what the method needs."""
         assert self._builder is not None
-        cohort = self._builder.build(replies, read_site_reply, self.state, {})
+        cohort = self._builder.build(replies, self.state, {})
         # A silent site might have had it, and one of many says nothing about the others.
         is_conclusive = len(replies) >= len(self.current.asked) and not self.clients.accepted
         if cohort.missing_requirement and is_conclusive:

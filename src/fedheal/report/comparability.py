@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.report.rows import BOUND_SETTINGS, BOUNDS, Row, collect_data_notes, read_settings
 from fedheal.report.seed_levels import list_fixed_sources
+from fedheal.runs.folder import find_damaged_line
 from fedheal.runs.schema import FREE
 
 ROW_SETTINGS = frozenset({"name", "seed", *SEED_FIELDS, "method"})  # reports show them already
@@ -39,7 +41,7 @@ def check_reference(rows: Sequence[Row], reference: str | None) -> None:
     """Raise ValueError if no row is of the reference method."""
     methods = list_methods(rows)
     if reference is not None and reference not in methods:
-        raise ValueError(f"reference = {reference}: the methods are {', '.join(methods)}")
+        raise ValueError(f"reference = {reference}: use one of {', '.join(methods)}")
 
 
 def choose_reference(rows: Sequence[Row], reference: str | None = None) -> str:
@@ -85,7 +87,7 @@ def find_discrepancies(rows: Sequence[Row], reference: str) -> Discrepancies:
 
 
 def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str]:
-    """Return sentences on what limits a comparison of these rows: settings, methods, data, or the reference itself."""
+    """Return sentences on what limits a comparison of these rows: settings, methods, data, damaged files, or the reference."""
     used_reference = choose_reference(rows, reference)
     discrepancies = find_discrepancies(rows, used_reference)
     cautions = []
@@ -106,6 +108,12 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
             f"{_list_some(runs)}."
         )
     cautions += list_fixed_sources(rows)
+    for summary in (summary for row in rows for summary in row.summaries):
+        folder = Path(str(summary.get("folder", "")))
+        if damaged := find_damaged_line(folder):
+            cautions.append(
+                f"{folder / 'rounds.jsonl'} is damaged in line {damaged}. Tables do not need that file, but figures do."
+            )
     if reference not in (None, used_reference):
         there = used_reference or "no method"
         cautions.append(f"There is no run of {reference} on {rows[0].data}: {there} is the reference there.")

@@ -11,6 +11,7 @@ import numpy as np
 from fedheal.analysis.domain_changes import compare_domains, is_supported
 from fedheal.analysis.paired_tests import HIGHER_IS_BETTER, Comparison, compare_metrics, seeds_needed, verdict
 from fedheal.analysis.standard_error import note_on_test_sets
+from fedheal.core.errors import format_count
 from fedheal.report.comparability import choose_reference, select_comparable
 from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, Seeds
 from fedheal.report.seed_levels import share_levels
@@ -172,9 +173,12 @@ def explain_gains(found: Findings) -> str:
     several = max(c.n for c in found.domains) > 1
     errors = "the spread over seeds and the drawing of the test images" if several else "the drawing of the test images"
     held = "" if count == 1 else f" and hold for all {count} differences together"
-    sentence = f"Intervals (95 %) are from {errors}{held}. A gain or loss is stated where the paired test agrees"
+    sentence = f"Intervals (95 %) cover {errors}{held}. A gain or loss is stated where the paired test agrees"
     if min(c.smallest_p_adjusted for c in found.domains) > ALPHA:
-        sentence += f", for which {seeds_needed(ALPHA, count)} or more seeds are needed"
+        hopeless = [c.comparisons for c in found.metrics if c.smallest_p_adjusted > ALPHA]
+        fewer = f" (a difference in AVG or STD takes {seeds_needed(ALPHA, max(hopeless))})" if hopeless else ""
+        needed = seeds_needed(ALPHA, count)
+        sentence += f": with {count} differences tested together, that takes {needed} or more seeds{fewer}"
     return f"{sentence}."
 
 
@@ -189,7 +193,7 @@ def _explain_too_few_seeds(comparisons: Sequence[Comparison]) -> list[str]:
     seeds, smallest_p = min(c.n for c in comparisons), max(c.smallest_p_adjusted for c in comparisons)
     family_size = max(c.comparisons for c in comparisons)
     return [
-        f"{seeds} {'seed' if seeds == 1 else 'seeds'} cannot show a difference at {ALPHA} with a two-sided paired test "
+        f"{format_count(seeds, 'seed')} cannot show a difference at {ALPHA} with a two-sided paired test "
         f"corrected for {family_size} comparisons, whatever the data (smallest possible p = {smallest_p:.2g}); "
         f"{seeds_needed(ALPHA, family_size)} or more can."
     ]

@@ -18,12 +18,15 @@ import numpy as np
 
 from fedheal.analysis.standard_error import sampling_error
 from fedheal.core.deprecated_paths import warn_of_renames
+from fedheal.core.errors import format_count
 from fedheal.core.metrics import count_averaged
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, label_rounds
 from fedheal.report.series import Floats, mean_ignoring_nan, read_complete_rounds
 from fedheal.runs.folder import read_result
 from fedheal.runs.schema import RoundRecord
+
+__all__ = ["Diagnosis", "Unit", "diagnose_run", "explain_diagnosis", "format_diagnosis"]
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,17 +44,29 @@ __getattr__ = warn_of_renames(
 
 @dataclass(frozen=True)
 class Unit:
-    """A domain or client by round; NaN where nothing was recorded."""
+    """A domain or client by round; NaN where nothing was recorded.
+
+    Attributes:
+        name: The domain or the client.
+        clients: The number of its clients.
+        accuracy: The accuracy by round.
+        weight: The weight of its clients together, by round.
+        equal_share: Its clients' weight if all present weighed the same, by round.
+        kept: The kept fraction of its clients' updates, by round.
+        distance: The mean distance of its clients, by round.
+        rounds_present: The number of rounds in which any of its clients took part.
+        test_images: The number of its test images; 0 if it is not known.
+    """
 
     name: str
     clients: int
     accuracy: Floats
-    weight: Floats  # of its clients together
-    equal_share: Floats  # its clients' weight if all present weighed the same
+    weight: Floats
+    equal_share: Floats
     kept: Floats
     distance: Floats
-    rounds_present: int  # rounds in which any of its clients took part
-    test_images: int = 0  # 0: not known
+    rounds_present: int
+    test_images: int = 0
 
     @property
     def standard_error(self) -> float:
@@ -62,7 +77,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All units of one kind ("domain" or "client") by round."""
+    """How a run served its domains or clients, by round.
+
+    Attributes:
+        kind: "domain" or "client".
+        rounds: The numbers of the rounds.
+        units: The domains or clients.
+    """
 
     kind: str
     rounds: Floats
@@ -99,6 +120,9 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     Args:
         folder: A run folder with `rounds.jsonl`.
         by: "domain" or "client"; by default domains if those of the clients are known, else clients.
+
+    Raises:
+        ValueError: If the folder holds no rounds, or no domains of clients.
     """
     records = read_complete_rounds(folder)
     if not records:
@@ -112,7 +136,7 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     if by not in ("domain", "client"):
         raise ValueError(f"by = {by}: use domain or client")
     if by == "domain" and not client_domains:
-        raise ValueError(f"{folder} does not say which domain a client belongs to: use client")
+        raise ValueError(f"{folder} does not say which domain a client belongs to: use --by client")
     key = f"{by}s"  # of the accuracies in a record
     groups: dict[str, list[str]] = {name: [] for record in reversed(records) for name in getattr(record, key) or {}}
     for client in sorted(_list_clients(records) | client_domains.keys()):
@@ -184,13 +208,17 @@ def _average_last(values: Floats) -> float:
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> list[list[str]]:
-    """Return a table as lines of words: the head, then one line per unit, the worst-served first."""
+    """Return a table as lines of words: the head, then one line per unit, the worst-served first.
+
+    Args:
+        diagnosis: What `diagnose_run` returned.
+    """
     body = []
     gaps = [diagnosis.get_gap(i) for i in range(len(diagnosis.units))]
     for i in sorted(range(len(gaps)), key=lambda i: (np.isnan(gaps[i]), gaps[i])):
         unit, start = diagnosis.units[i], diagnosis.find_start(i)
         since = "on average" if start is None else f"round {start}"
-        clients = f" ({unit.clients} {'client' if unit.clients == 1 else 'clients'})"
+        clients = f" ({format_count(unit.clients, 'client')})"
         share = unit.weight / unit.equal_share
         words = [
             unit.name + (clients if diagnosis.kind == "domain" else ""),
@@ -212,7 +240,11 @@ def _format_last(values: Floats, form: str) -> str:
 
 
 def explain_diagnosis(diagnosis: Diagnosis) -> list[str]:
-    """Return one sentence per under-served unit, or one that says why there is none."""
+    """Return one sentence per under-served unit, or one that says why there is none.
+
+    Args:
+        diagnosis: What `diagnose_run` returned.
+    """
     kind = diagnosis.kind
     if not np.isfinite(diagnosis.gaps).any():
         return [f"No accuracy by {kind} was recorded, so no {kind} can be called under-served; weights are as shown."]

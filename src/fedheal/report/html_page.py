@@ -1,7 +1,7 @@
 """One self-contained HTML page of results: tables, figures, settings, light and dark, for screen and paper.
 
-Plotly's library is embedded in the page, compressed. The page unpacks it after showing its text and tables, and draws a
-figure when it comes into view. All numbers are in one JSON element, rounded to what a figure can show.
+Plotly's library is embedded in the page, compressed. The page unpacks it after showing its text and tables, and draws one
+figure after another. All numbers are in one JSON element, rounded to what a figure can show.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ BOUNDS = {
 }
 BOUND_METHOD = "fedavg"  # the method of every bound
 BOUND_SETTINGS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
+NO_RUNS = "a run is finished when its folder has a result.json; resume it with fedheal run --resume --out FOLDER"
+MAX_SUGGESTED = 5  # folders that an error names
 ORDER_FILE = "comparison.json"  # beside the runs of a comparison
 Seeds = tuple[int, ...]  # of the split, the initial model and the batches
 FAIRNESS_COLUMNS = {"AVG": "avg", "STD": "std", "worst": "worst"}  # columns after the domains -> keys of `fairness`
@@ -72,10 +74,24 @@ def find_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     folders: dict[Path, None] = {}
     for path in paths:
         if not path.exists():
-            similar = sorted(map(str, path.parent.glob(f"{glob.escape(path.name)}*"))) if path.name else []
-            raise ValueError(f"{path} does not exist{f'; there is {similar[0]}' if similar else ''}")
+            raise ValueError(f"{path} does not exist: {_suggest_folder(path)}")
         folders |= dict.fromkeys(sorted(file.parent for file in path.rglob("result.json")))
     return [load_summary(folder) for folder in folders]
+
+
+def _suggest_folder(path: Path) -> str:
+    """Say which folder may be meant instead of one that does not exist, or how to get runs."""
+    similar = sorted(map(str, path.parent.glob(f"{glob.escape(path.name)}*"))) if path.name else []
+    if similar:
+        return f"did you mean {similar[0]}?"
+    files = (
+        file for depth in ("", "*/") for file in path.parent.glob(f"*/{depth}result.json")
+    )  # no deeper: it may be /
+    others = sorted({str(path.parent / file.relative_to(path.parent).parts[0]) for file in files})
+    if others:
+        more = f" and {len(others) - MAX_SUGGESTED} more" if len(others) > MAX_SUGGESTED else ""
+        return f"folders with finished runs are {', '.join(others[:MAX_SUGGESTED])}{more}"
+    return "name a folder that fedheal run, compare, sweep or demo has written to, such as runs/demo"
 
 
 def find_rows(paths: Sequence[Path]) -> list[Row]:

@@ -15,7 +15,7 @@ from fedheal.core.metrics import fairness
 from fedheal.report.comparability import list_methods
 from fedheal.report.rows import FAIRNESS_COLUMNS, Row
 from fedheal.report.seed_levels import count_independent
-from fedheal.runs.folder import read_result, read_rounds
+from fedheal.runs.folder import find_damaged_line, read_result, read_rounds
 from fedheal.runs.schema import RoundRecord
 
 Floats = NDArray[np.float64]
@@ -52,8 +52,12 @@ def read_complete_rounds(folder: Path) -> list[RoundRecord]:
     expected = read_result(folder, ["rounds"])["rounds"] if (folder / "result.json").is_file() else 0
     if len(records) < expected:
         path = folder / "rounds.jsonl"
-        problem = f"has only {len(records)} complete lines" if path.exists() else "is missing"
-        raise ValueError(f"{path} {problem}, but the run has {expected} rounds")
+        damaged = find_damaged_line(folder)
+        problem = f"has {len(records)} rounds" + (f" and is damaged in line {damaged}" if damaged else "")
+        raise ValueError(
+            f"{path} {problem if path.exists() else 'is missing'}, but the run has {expected} rounds: restore the file, or "
+            "report without figures (fedheal report FOLDER)"
+        )
     return records
 
 

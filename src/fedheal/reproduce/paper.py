@@ -1,6 +1,6 @@
-"""The numbers the paper prints, as it prints them: Chen, Huang and Ye, CVPR 2024, tables 2 to 5 (its table 1
-is one of notation, so that what is called `table1` and `table2` here are its first two tables of results).
+"""The numbers the paper prints, as it prints them: Chen, Huang and Ye, CVPR 2024, tables 2 to 5.
 
+Its table 1 is one of notation: what is called `table1` and `table2` here are its first two tables of results.
 Columns are the four domains in the order of `DOMAINS`, then AVG and STD. What cannot be as printed is noted in `MISPRINTS`,
 never corrected here. The paper has one seed, no spread, and chose tau and beta on the test sets.
 """

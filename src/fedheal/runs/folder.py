@@ -16,20 +16,20 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from fedheal.core.state import compute_checksum
 from fedheal.runs.schema import RoundRecord, check_result, dump_json, parse_round
 
 FORMAT = "fedheal-state-4"
 CHECKPOINTS_KEPT = 2
+NO_RESULT = "name the folder of a finished run, or finish this one (fedheal run --resume --out FOLDER)"
 
 
 class CheckpointError(ValueError):
@@ -58,12 +58,13 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all."""
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file, whole or not at all. `mode`: its permissions, less the umask, which other threads may not change."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file")
     temporary = path.with_name(path.name + ".tmp")
     try:
+        temporary.touch(mode)
         temporary.write_bytes(data)
         _sync(temporary)
         temporary.replace(path)
@@ -107,7 +108,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
+        raise ValueError(f"{path} is damaged ({error}): restore the file, or repeat the run") from error
 
 
 def save_checkpoint(
@@ -117,6 +118,7 @@ def save_checkpoint(
     metadata: Mapping[str, Any],
     owner: str,
     keep: int = CHECKPOINTS_KEPT,
+    mode: int = 0o666,
 ) -> None:
     """Write the state after round `number` and remove all but the newest `keep`; `load_checkpoint` needs the same `owner`."""
     states, rounds = folder / "state", folder / "rounds.jsonl"
@@ -124,8 +126,10 @@ def save_checkpoint(
     if rounds.exists():  # a checkpoint on the disk needs the records of its rounds there
         _sync(rounds)
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
-    header = json.dumps({"format": FORMAT, "owner": owner, "sum": _checksum(arrays, metadata), "state": metadata})
-    write_bytes(states / f"{number:08d}.safetensors", save(arrays, {"fedheal": header}))
+    header = json.dumps(
+        {"format": FORMAT, "owner": owner, "sum": compute_checksum(arrays, metadata), "state": metadata}
+    )
+    write_bytes(states / f"{number:08d}.safetensors", save(arrays, {"fedheal": header}), mode)
     for path in (*sorted(states.glob("*.safetensors"))[:-keep], *states.glob("*.tmp")):
         path.unlink(missing_ok=True)
 
@@ -148,7 +152,7 @@ def load_checkpoint(path: Path, owner: str | None) -> tuple[dict[str, Tensor], d
     if owner is not None and header.get("owner") != owner:
         raise CheckpointError(f"{path} belongs to another experiment")
     metadata = header.get("state")
-    if not isinstance(metadata, dict) or header.get("sum") != _checksum(arrays, metadata):
+    if not isinstance(metadata, dict) or header.get("sum") != compute_checksum(arrays, metadata):
         raise CheckpointError(f"{path} is damaged (its checksum does not fit its contents)")
     return arrays, metadata
 
@@ -169,6 +173,18 @@ def read_rounds(folder: Path) -> list[RoundRecord]:
         except ValueError as error:
             raise ValueError(f"{folder / 'rounds.jsonl'}: line {number}: {error}") from None
     return records
+
+
+def find_damaged_line(folder: Path) -> int | None:
+    """Return the number of the first line of `rounds.jsonl` that is not the record of a round, or None."""
+    path = folder / "rounds.jsonl"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            parse_round(json.loads(line))
+        except ValueError:
+            return number
+    return None
 
 
 def drop_damaged_rounds(folder: Path) -> None:
@@ -208,7 +224,7 @@ def read_result(folder: Path, required: Collection[str] = ()) -> dict[str, Any]:
     try:
         summary = read_json(path)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
+        raise ValueError(f"{path} is missing: {NO_RESULT}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
@@ -233,13 +249,3 @@ def _read_whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _checksum(arrays: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> int:
-    """Return a checksum over the JSON, and the tensors' names, shapes, dtypes and bytes."""
-    value = zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
-    for name in sorted(arrays):
-        tensor = arrays[name].contiguous()
-        value = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), value)
-        value = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data, value) if tensor.numel() else value
-    return value

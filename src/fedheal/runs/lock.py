@@ -21,7 +21,7 @@ def acquire_lock(folder: Path) -> BaseFileLock:
     try:
         lock.acquire()
     except Timeout:
-        raise ValueError(f"{folder} is in use by another run that is still alive: stop that one first") from None
+        raise ValueError(f"{folder} is in use by another run: wait until it ends, or stop it") from None
     except OSError:
         pass
     return lock

@@ -39,7 +39,9 @@ def load_newest_checkpoint(
             log.warning("%s; resuming from %s", text, path.name)
         return arrays, described
     if problems:
-        raise ValueError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
+        raise ValueError(
+            f"no checkpoint in {folder} can be used ({'; '.join(problems)}): remove the folder to start again"
+        )
     _truncate(folder, 0, allow_gaps)
     return None
 

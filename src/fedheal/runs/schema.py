@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from fedheal.core.errors import describe_allowed
+
 # Settings that change no result: a resumed run may differ in them.
 FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
 REPORT_NUMBERS = ("kept", "distance", "kept_by_tensor")  # parts of an aggregator's report that map names to numbers
@@ -147,7 +149,7 @@ def check_result(summary: Mapping[str, Any], required: Collection[str] | None = 
         for problem in error.errors(include_url=False):
             field = ".".join(map(str, problem["loc"]))
             if problem["type"] != "missing" or required is None or field in required:
-                raise ValueError(_explain(problem)) from None
+                raise ValueError(explain_problem(problem)) from None
 
 
 def parse_model(model: type[Model], fields: Mapping[str, Any]) -> Model:
@@ -155,7 +157,7 @@ def parse_model(model: type[Model], fields: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(_explain(error.errors(include_url=False)[0])) from None
+        raise ValueError(explain_problem(error.errors(include_url=False)[0])) from None
 
 
 def parse_round(fields: Mapping[str, Any]) -> RoundRecord:
@@ -173,8 +175,11 @@ def dump_json(value: Mapping[str, Any], name: str, indent: int | None = None) ->
         raise ValueError(f"{name} cannot be recorded: {_find_unserialisable(value)}") from error
 
 
-def _explain(problem: Mapping[str, Any]) -> str:
+def explain_problem(problem: Mapping[str, Any]) -> str:
+    """Return one sentence about one of the errors of a pydantic `ValidationError`."""
     field = ".".join(map(str, problem["loc"]))
+    if not field:
+        return str(problem["msg"])
     if problem["type"] == "missing":
         return f"there is no {field}"
     if problem["type"] == "value_error":
@@ -182,7 +187,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "too_short":
         least = problem["ctx"]["min_length"]
         return f"{field} must not be empty" if least == 1 else f"{field} must have at least {least} items"
-    return f"{field} must be {problem['msg'].removeprefix('Input should be ')}, got {reprlib.repr(problem['input'])}"
+    return f"{field} must be {describe_allowed(problem)}, got {reprlib.repr(problem['input'])}"
 
 
 def _find_unserialisable(record: Mapping[str, Any], prefix: str = "") -> str:

@@ -5,35 +5,48 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedheal.core.layout import Packed
 from fedheal.core.metrics import fairness
 from fedheal.core.state import TermState
-from fedheal.engine.serial import find_correct
+from fedheal.engine import Engine
+from fedheal.engine.serial import find_correct_in_turn
+from fedheal.engine.workers import WorkerPool
 from fedheal.simulate.federation import Federation
 
 
-def evaluate_domains(federation: Federation, model: Packed, terms: Sequence[TermState] = ()) -> dict[str, Any]:
+def evaluate_domains(
+    federation: Federation, model: Packed, terms: Sequence[TermState] = (), engine: Engine | None = None
+) -> dict[str, Any]:
     """Return the accuracy (percent) of the model per domain and per client, and the fairness metrics of both.
 
-    A client's accuracy is that on its share of its domain's test examples, which are dealt out in turn.
+    A client's accuracy is that on its share of its domain's test examples, which are dealt out in turn. The workers of
+    `engine` evaluate, if it has any.
     """
-    module, precision = federation.local_training.module, federation.local_training.precision
-    domains: dict[str, float] = {}
-    clients: dict[str, float] = {}
-    validation: dict[str, float] = {}
-    for domain, split in federation.tests.items():
-        members = _load_evaluated_model(federation, model, terms, domain)
-        is_correct = find_correct(module, split, precision).cpu().numpy()
-        domains[domain] = 100.0 * float(is_correct.mean())
-        for i, client in enumerate(members):
-            client_share = is_correct[i :: len(members)]
-            if len(client_share):
-                clients[client] = 100.0 * float(np.mean(client_share))
-        held_out = [federation.validation[client] for client in members if client in federation.validation]
-        if held_out:
-            hits = torch.cat([find_correct(module, examples, precision).cpu() for examples in held_out])
-            validation[domain] = 100.0 * float(hits.double().mean())
+    members = _list_members(federation)
+    models = {d: select_evaluated_model(federation, model, terms, members[d]) for d in federation.tests}
+    held_out = [
+        (domain, federation.validation[client])
+        for domain in federation.tests
+        for client in members[domain]
+        if client in federation.validation
+    ]
+    pairs = [(models[domain], split) for domain, split in [*federation.tests.items(), *held_out]]
+    workers = engine if isinstance(engine, WorkerPool) else None
+    correct = workers.find_correct(pairs) if workers else find_correct_in_turn(federation.local_training, pairs)
+    is_correct = {domain: hits.cpu().numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
+    clients = {
+        client: 100.0 * (np.count_nonzero(share) / len(share))
+        for domain, hits in is_correct.items()
+        for i, client in enumerate(members[domain])
+        if len(share := hits[i :: len(members[domain])])
+    }
+    hits_of: dict[str, list[Tensor]] = {}
+    for (domain, _), hits in zip(held_out, correct[len(federation.tests) :], strict=True):
+        hits_of.setdefault(domain, []).append(hits.cpu())
+    domains = {domain: 100.0 * float(hits.mean()) for domain, hits in is_correct.items()}
+    validation = {domain: 100.0 * float(torch.cat(hits).double().mean()) for domain, hits in hits_of.items()}
     return {
         "domains": domains,
         "clients": clients,
@@ -47,23 +60,22 @@ def count_by_class(
     federation: Federation, model: Packed, terms: Sequence[TermState] = ()
 ) -> dict[str, list[list[int]]]:
     """Return, per domain and for each class, how many test examples the model classifies correctly, and of how many."""
-    counts = {}
+    members, counts = _list_members(federation), {}
     for domain, split in federation.tests.items():
-        _load_evaluated_model(federation, model, terms, domain)
-        is_correct = find_correct(federation.local_training.module, split, federation.local_training.precision).cpu()
+        evaluated = select_evaluated_model(federation, model, terms, members[domain])
+        (is_correct,) = find_correct_in_turn(federation.local_training, [(evaluated, split)])
         labels = split.labels.cpu()
         every = torch.bincount(labels)
-        correct = torch.bincount(labels[is_correct], minlength=len(every))
+        correct = torch.bincount(labels[is_correct.cpu()], minlength=len(every))
         counts[domain] = torch.stack([correct, every], dim=1).tolist()
     return counts
 
 
-def _load_evaluated_model(federation: Federation, model: Packed, terms: Sequence[TermState], domain: str) -> list[str]:
-    """Load the model that a domain is evaluated with into the module; return the domain's clients."""
-    members = sorted(client for client, home in federation.client_domains.items() if home == domain)
-    local_training = federation.local_training
-    evaluated = select_evaluated_model(federation, model, terms, members)
-    local_training.module.load_state_dict(local_training.layout.unpack(evaluated))
+def _list_members(federation: Federation) -> dict[str, list[str]]:
+    """Return the clients of each domain, sorted."""
+    members: dict[str, list[str]] = {domain: [] for domain in federation.tests}
+    for client, domain in sorted(federation.client_domains.items()):
+        members.setdefault(domain, []).append(client)
     return members
 
 

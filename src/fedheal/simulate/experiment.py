@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from fedheal import data as datasets
 from fedheal import methods
 from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
-from fedheal.core.errors import name_value, suggest
+from fedheal.core.errors import describe_allowed, name_value, suggest
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.methods import Method
@@ -36,7 +36,7 @@ class Experiment(BaseModel):
 
     `data` and `model` are names, or objects: a `Domains` or a function that returns one; a module, whose values every run
     starts from whatever the seed, or a function `(num_classes[, input_shape])` that builds one, seeded. The fields `data` and
-    `model` then hold descriptions, "name@fingerprint".
+    `model` then hold descriptions, `name@fingerprint`.
 
     >>> Experiment(method="fedheal", tau=0.4, rounds=3).method_name
     'fedavg+fedheal:tau=0.4'
@@ -212,6 +212,7 @@ class Experiment(BaseModel):
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
 
     def to_toml(self) -> str:
+        """Return the description as TOML, which `read` accepts."""
         return tomli_w.dumps(self.to_dict())
 
     @staticmethod
@@ -338,8 +339,4 @@ def _describe_error(error: ValidationError) -> str:
     first = error.errors()[0]
     if not first["loc"]:
         return str(first["msg"]).removeprefix("Value error, ")
-    field, kind, problem = first["loc"][0], str(first["type"]), str(first["msg"])
-    for words, wanted in (("int_", "an integer"), ("float_", "a number"), ("bool_", "true or false")):
-        if kind.startswith(words):
-            problem = f"input should be {wanted}"
-    return f"{field} = {first['input']!r}: {problem[0].lower()}{problem[1:]}"
+    return f"{first['loc'][0]} = {first['input']!r}: use {describe_allowed(first)}"

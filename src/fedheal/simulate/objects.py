@@ -18,7 +18,7 @@ from torch import nn
 
 from fedheal.core.errors import format_error, name_value
 from fedheal.core.layout import Layout
-from fedheal.data import check_loaded
+from fedheal.data.datasets import check_loaded
 from fedheal.data.domains import Domains, fingerprint
 from fedheal.simulate.model_checks import check_model
 

@@ -70,7 +70,7 @@ def run_round(
         raise ValueError(outcome.refusal)
     after = replace(outcome.state, sent=state.sent + sent, received=state.received + received)
     clock.end_phase("aggregate")
-    evaluation = evaluate_domains(federation, after.model, after.terms) if evaluate else {}
+    evaluation = evaluate_domains(federation, after.model, after.terms, engine) if evaluate else {}
     clock.end_phase("evaluate")
     record = RoundRecord(
         round=number,

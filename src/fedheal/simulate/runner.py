@@ -20,7 +20,7 @@ from torch import nn
 from fedheal import methods
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
 from fedheal.core.arrays import make_frame
-from fedheal.core.checks import check_type
+from fedheal.core.checks import check_main_guard, check_type
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.core.state import RunState
 from fedheal.data.domains import Domains, fingerprint, fingerprint_used
@@ -50,16 +50,27 @@ REQUIRED_FIELDS = ("method", "domains", "averaged", "classes", "avg", "std", "wo
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The result of a run. Accuracies are in percent, means over the last rounds (`summary["averaged"]`)."""
+    """The result of a run. Accuracies are in percent, means over the last rounds (`summary["averaged"]`).
 
-    domains: Mapping[str, float]  # the accuracy of each domain
+    Attributes:
+        domains: The accuracy of each domain.
+        avg: The mean over domains.
+        std: The sample standard deviation over domains.
+        worst: The lowest accuracy of a domain.
+        history: The record of every round.
+        model: The final model.
+        summary: The contents of `result.json`.
+        folder: The run folder, if there is one.
+    """
+
+    domains: Mapping[str, float]
     avg: float
-    std: float  # the sample standard deviation
+    std: float
     worst: float
-    history: tuple[RoundRecord, ...]  # the record of every round
-    model: nn.Module  # the final model
-    summary: Mapping[str, Any]  # the contents of `result.json`
-    folder: Path | None = None  # the run folder, if there is one
+    history: tuple[RoundRecord, ...]
+    model: nn.Module
+    summary: Mapping[str, Any]
+    folder: Path | None = None
 
     def __repr__(self) -> str:
         """Return one line: method, AVG, STD, worst, rounds and folder."""
@@ -103,7 +114,7 @@ def run(
     Raises:
         ValueError: The experiment cannot be run, or the folder holds something else.
     """
-    _check_arguments(experiment, out, callbacks)
+    _check_arguments(experiment, out, resume, callbacks)
     device = resolve_device(experiment.device)
     domains = load_domains(experiment)
     folder = None if out is None else Path(out)
@@ -143,10 +154,16 @@ def run(
     return result
 
 
-def _check_arguments(experiment: Experiment, out: str | Path | None, callbacks: Sequence[Callback]) -> None:
+def _check_arguments(
+    experiment: Experiment, out: str | Path | None, resume: bool, callbacks: Sequence[Callback]
+) -> None:
     check_type("experiment", experiment, Experiment, "give an Experiment, such as Experiment(method='fedheal')")
     if out is not None:
         check_type("out", out, str | PathLike, "give the path of the run folder")
+    elif resume:
+        raise ValueError("resume = True, but out is None: give the run folder as out, or leave out resume")
+    if experiment.workers > 1:
+        check_main_guard("workers", experiment.workers)
     for callback in [callbacks] if callable(callbacks) else callbacks:
         check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
 
@@ -158,13 +175,19 @@ def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
         folder: The run folder.
         module: The module to load the values into; needed only if the run's model was given as a Python object.
 
+    Returns:
+        The module.
+
     Raises:
         ValueError: The folder holds no finished run, or the model's class has changed since.
+        TypeError: `module` is no `torch.nn.Module`.
     """
+    if module is not None:
+        check_type("module", module, nn.Module, "give the module itself, such as make_model(10), not its function")
     path = Path(folder)
     for name in ("experiment.toml", "model.safetensors", "result.json"):
         if not (path / name).exists():
-            raise ValueError(f"{path} holds no finished run: there is no {name}")
+            raise ValueError(f"{path} holds no finished run: there is no {name}; {files.NO_RESULT}")
     # The method does not matter here, and the folder has only the name of a user's own.
     experiment = Experiment.of(files.read_toml(path / "experiment.toml") | {"method": "fedavg"})
     if module is None:
@@ -207,7 +230,8 @@ def _train_to_end(
 ) -> RunState:
     """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong."""
     e = saver.experiment
-    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes)
+    evaluated = [*federation.tests.values(), *federation.validation.values()]
+    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes, evaluated)
     with opened as engine, Interrupts() as interrupts:
         rounds = run_rounds(federation, state, engine, e.rounds, e.eval_every, interrupts.hold)
         try:

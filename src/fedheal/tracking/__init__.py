@@ -23,10 +23,10 @@ def tracker(spec: str, folder: Path) -> Tracker:
 
     Args:
         spec: `tensorboard`, `mlflow`, `mlflow:URI` or `wandb`.
-        folder: where the tracker keeps its files.
+        folder: Where the tracker keeps its files.
 
     Raises:
-        ValueError: if there is no such tracker, or its library is not installed.
+        ValueError: If there is no such tracker, or its library is not installed.
     """
     name, colon, uri = spec.partition(":")
     if name not in _TRACKERS:

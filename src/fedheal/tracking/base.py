@@ -112,7 +112,7 @@ class Tracker(Callback, ABC):
                 action()
         except Exception as error:
             self._abandon_quietly()
-            message = f"{self.name} no longer records this run: {_first_line(error)}"
+            message = f"{self.name} no longer records this run, which continues: {_first_line(error)}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _abandon_quietly(self) -> None:

@@ -17,9 +17,9 @@ class MLflow(base.Tracker):
     """Write to a run of an MLflow experiment.
 
     Args:
-        uri_or_folder: a tracking URI, or a folder for an SQLite database.
-        experiment_name: the MLflow experiment.
-        folder: where the id of an unfinished run is kept for a resume; by default the database's folder.
+        uri_or_folder: A tracking URI, or a folder for an SQLite database.
+        experiment_name: The MLflow experiment.
+        folder: Where the id of an unfinished run is kept for a resume; by default the database's folder.
     """
 
     name = "mlflow"

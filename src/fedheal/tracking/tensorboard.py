@@ -16,7 +16,7 @@ class TensorBoard(Tracker):
     """Write event files: scalars, and the experiment as hyperparameters and as text.
 
     Args:
-        folder: a folder for TensorBoard's `--logdir`; each run gets a subfolder.
+        folder: A folder for TensorBoard's `--logdir`; each run gets a subfolder.
     """
 
     name = "tensorboard"

@@ -17,8 +17,8 @@ class Wandb(Tracker):
     rounds, and leaves the earlier one as it is. With `mode="online"` a resume continues the same run.
 
     Args:
-        project: the W&B project.
-        folder: where W&B's local files go, in a subfolder `wandb`.
+        project: The W&B project.
+        folder: Where W&B's local files go, in a subfolder `wandb`.
         mode: `offline` or `online`.
     """
 

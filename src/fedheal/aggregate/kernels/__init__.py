@@ -11,13 +11,12 @@
 `tensors` are the lengths of the parameter tensors. Work goes in column blocks, so that temporaries stay small.
 """
 
-import importlib
-from functools import cache
 from types import ModuleType
 
 from torch import Tensor
 
 from fedheal.aggregate.kernels import cpu, reference
+from fedheal.core.import_path import import_triton_kernels
 
 __all__ = ["check_kernel", "choose_kernel", "cpu", "reference"]
 
@@ -36,19 +35,10 @@ def choose_kernel(name: str, deltas: Tensor) -> ModuleType:
     if name == "reference":
         return reference
     if name not in ("auto", device_type):
-        raise ValueError(f"kernel = '{name}': the updates are on '{deltas.device}'")
+        raise ValueError(f"kernel = '{name}': the updates are on '{deltas.device}'; use 'auto' or 'reference'")
     if device_type == "cpu":
         return cpu
-    fast = _import_fast(device_type)
+    fast = import_triton_kernels("fedheal.aggregate.kernels.cuda", device_type)
     if fast is None and name != "auto":
         raise ValueError(f"kernel = '{name}' needs Triton, which is not installed: use 'auto' or 'reference'")
     return fast or reference
-
-
-@cache
-def _import_fast(device_type: str) -> ModuleType | None:
-    """Import the Triton kernel if there is a GPU. Triton comes with torch where it can be used."""
-    try:
-        return importlib.import_module("fedheal.aggregate.kernels.cuda") if device_type == "cuda" else None
-    except ImportError:
-        return None

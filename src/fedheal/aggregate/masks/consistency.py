@@ -55,11 +55,13 @@ def consistency_mask(tau: float, variant: str) -> Stage:
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         before = expect(state, ConsistencyState)
         if before.sign != sign:
-            raise ValueError("this state counts signs by the other variant's rule: it was made by another aggregator")
+            raise ValueError(
+                "this state counts signs by the other variant's rule: give a state that this aggregator made"
+            )
         has, needed = before.counts.shape[1], count_entries(draft.sizes, variant)
         if has != needed:
             raise ValueError(
-                f"this state has sign counts for {has} entries, the model has {needed}: it is for another one"
+                f"this state has sign counts for {has} entries, but the model has {needed}: give a state for this model"
             )
         clients, slots = index_clients(before.clients, draft.clients)
         n = extend_column(before.n, len(clients))

@@ -52,8 +52,8 @@ def forgetting_mask(gamma: float, tau: float, variant: str, soft: bool) -> Stage
         has, needed = (before.counts.shape[1], before.sign), (count_entries(draft.sizes, variant), sign)
         if has != needed:
             problem = f"this state has faded counts for {has[0]} entries by the rule of sign {has[1]}"
-            problem += f", this aggregator needs {needed[0]} and {needed[1]}"
-            raise ValueError(f"{problem}: it was made by another one")
+            problem += f", but this aggregator needs {needed[0]} and {needed[1]}"
+            raise ValueError(f"{problem}: give a state that it made itself")
         clients, slots = index_clients(before.clients, draft.clients)
         n = extend_column(before.n, len(clients))
         n[slots] = keep * n[slots] + 1

@@ -28,8 +28,11 @@ FEDGA_S0 = Parameter("s0", 0.2, "first step of the weights; it falls linearly", 
 
 @dataclass(frozen=True, kw_only=True)
 class FedGAState(State, kind="fedga"):
-    """The number of cohorts so far. Per client ever seen: weight `a` (they sum to 1), the validation loss of the model that it
-    sent last, and the number of the cohort it was in then."""
+    """The number of cohorts so far, and the clients ever seen.
+
+    Each client has a weight `a` (they sum to 1), the validation loss of the model that it sent last, and the number of the
+    cohort it was in then.
+    """
 
     rounds: int
     clients: tuple[str, ...]

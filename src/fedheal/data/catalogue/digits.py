@@ -51,7 +51,7 @@ SVHN = DomainSpec(
 )
 SYN_STAND_IN = DomainSpec(
     "syn_standin", 10_000, 2_000, ("digits/syn_standin", "syn_standin"), (SYN_MAT, FOLDER_PER_DIGIT),
-    home="nowhere: it stands in for SYN where that is not at hand",
+    home="no public site: it stands in for SYN if that is missing",
 )
 SYN = DomainSpec(
     "syn", 10_000, 2_000, ("digits/syn", "syn", "SYN", "digits/SynthDigits", "SynthDigits"), (SYN_MAT, FOLDER_PER_DIGIT),

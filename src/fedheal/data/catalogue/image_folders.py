@@ -47,7 +47,7 @@ def _make_dataset(
 
 OFFICE_CALTECH = _make_dataset(
     "office-caltech",
-    "ten kinds of things as Caltech, Amazon, Webcam and DSLR, the paper's protocol: 5 clients a domain, 10 % each",
+    "ten classes of objects in Caltech, Amazon, Webcam and DSLR, the paper's protocol: 5 clients a domain, 10 % each",
     {"caltech": 1123, "amazon": 958, "webcam": 295, "dslr": 157},
     parents=("office_caltech_10", "office-caltech", "OfficeCaltech10", ""),
     home="https://github.com/jindongwang/transferlearning/blob/master/data/dataset.md",
@@ -60,7 +60,7 @@ OFFICE_CALTECH = _make_dataset(
 )  # fmt: skip
 PACS = _make_dataset(
     "pacs",
-    "seven kinds of things as photographs, paintings, cartoons and sketches",
+    "seven classes of objects in photographs, paintings, cartoons and sketches",
     {"photo": 1670, "art_painting": 2048, "cartoon": 2344, "sketch": 3929},
     parents=("PACS", "pacs", "pacs_data", "PACS/kfold"),
     home="https://domaingeneralization.github.io/",
@@ -68,7 +68,7 @@ PACS = _make_dataset(
 )
 OFFICE_HOME = _make_dataset(
     "office-home",
-    "65 kinds of things as art, clip art, product pictures and photographs",
+    "65 classes of objects in art, clip art, product pictures and photographs",
     {"Art": 2427, "Clipart": 4365, "Product": 4439, "Real World": 4357},
     parents=("OfficeHomeDataset_10072016", "OfficeHome", "office_home", "office-home"),
     home="https://www.hemanthdv.org/officeHomeDataset.html",
@@ -76,7 +76,7 @@ OFFICE_HOME = _make_dataset(
 )
 DOMAINNET = _make_dataset(
     "domainnet",
-    "345 kinds of things as clip art, infographics, paintings, doodles, photographs and sketches",
+    "345 classes of objects in clip art, infographics, paintings, doodles, photographs and sketches",
     {
         "clipart": (33_525, 14_604), "infograph": (36_023, 15_582), "painting": (50_416, 21_850),
         "quickdraw": (120_750, 51_750), "real": (120_906, 52_041), "sketch": (48_212, 20_916),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedheal.core.errors import format_count
 from fedheal.data.readers.streams import open_stream, read_exactly
 from fedheal.data.splits import Bytes, Pixels
 
@@ -20,7 +21,7 @@ def read_idx_array(path: Path, rank: int) -> Bytes:
     with open_stream(path) as stream:
         zeros, kind, file_rank = struct.unpack(">HBB", read_exactly(stream, 4, path))
         if zeros != 0 or kind != UNSIGNED_BYTE or file_rank != rank:
-            raise ValueError(f"{path} is not an idx file of unsigned bytes with {rank} dimension(s)")
+            raise ValueError(f"{path} is not an idx file of unsigned bytes with {format_count(rank, 'dimension')}")
         shape = struct.unpack(f">{rank}I", read_exactly(stream, 4 * rank, path))
         if not 0 < math.prod(shape) <= MAX_BYTES:
             raise ValueError(f"{path} has an invalid header: an array of {' x '.join(map(str, shape))} bytes")

@@ -7,6 +7,7 @@ Pillow images, and so what the paper's pipeline saw. Grey images are resized as 
 from __future__ import annotations
 
 import io
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,6 +50,16 @@ def decode_image(data: bytes, name: str) -> Image.Image:
         raise UnreadableImageError(f"{name} is not an image of a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # decoders raise all kinds of errors on damaged bytes
         raise UnreadableImageError(f"{name} cannot be decoded ({quote_unprintable(str(error))})") from error
+
+
+def measure_depth(data: bytes) -> int:
+    """Return how many of its 16 bits the brightest pixel of a 16-bit grey image uses; 0 for another or an unreadable image."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            is_deep = image.mode.startswith("I") and math.prod(image.size) <= MAX_PIXELS
+            return max(1, int(np.asarray(image).max()).bit_length()) if is_deep else 0
+    except Exception:  # `decode_image` explains what is wrong with it
+        return 0
 
 
 def resize_image(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:

@@ -1,7 +1,8 @@
-"""Image data sets as the Hugging Face hub stores them: Parquet files with a column `image` (the encoded bytes), one with the
-label, and a column `domain` if a table holds several domains. Needs pyarrow (`pip install fedheal[hub]`).
+"""Image data sets as the Hugging Face hub stores them: Parquet files.
 
-The files are looked for below `hub/<owner>--<name>/` in the data root, where `fedheal data fetch` puts them.
+A table has a column `image` (the encoded bytes), one with the label, and a column `domain` if it holds several domains. Needs
+pyarrow (`pip install fedheal[hub]`). The files are looked for below `hub/<owner>--<name>/` in the data root, where
+`fedheal data fetch` puts them.
 """
 
 from __future__ import annotations

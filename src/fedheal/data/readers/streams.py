@@ -23,7 +23,9 @@ def open_stream(path: Path) -> Iterator[IO[bytes]]:
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-        raise ValueError(f"{path} is damaged or truncated ({error})") from error  # gzip and bz2 raise OSError, too
+        raise ValueError(
+            f"{path} is damaged or truncated ({error}): get the file again"
+        ) from error  # gzip and bz2 raise OSError, too
 
 
 def read_exactly(stream: IO[bytes], size: int, path: Path) -> bytearray:
@@ -32,6 +34,6 @@ def read_exactly(stream: IO[bytes], size: int, path: Path) -> bytearray:
     while len(data) < size:
         chunk = stream.read(min(CHUNK, size - len(data)))
         if not chunk:
-            raise ValueError(f"{path} ends after {len(data):,} of {size:,} expected bytes")
+            raise ValueError(f"{path} ends after {len(data):,} of {size:,} expected bytes: get the file again")
         data += chunk
     return data

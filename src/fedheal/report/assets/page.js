@@ -42,6 +42,17 @@ for (const table of document.querySelectorAll("table.sortable")) {
     table.tBodies[0].append(...rows);
   }));
 }
+// A line above each table that is wider than the screen.
+const cues = [...document.querySelectorAll(".scroll")].map((box) => {
+  const cue = document.createElement("p");
+  cue.className = "note cue";
+  cue.textContent = "Scroll the table sideways for more columns. →";
+  box.before(cue);
+  return () => { cue.hidden = box.scrollWidth <= box.clientWidth; box.tabIndex = cue.hidden ? -1 : 0; };
+});
+const markWideTables = () => cues.forEach((update) => update());
+addEventListener("resize", markWideTables);
+markWideTables();
 for (const button of document.querySelectorAll("button.copy")) {
   button.addEventListener("click", async () => {
     const source = document.getElementById(button.dataset.from);
@@ -110,7 +121,8 @@ function band(rounds, [means, sds], name, shade, more = {}) {
                    line: { width: 0 }, legendgroup: name, showlegend: false, hoverinfo: "skip", visible: more.visible };
   return [around, line];
 }
-const rounds = { title: "round" };
+// Plotly puts ticks between whole numbers where there are few.
+const roundAxis = (rounds) => ({ title: "round", ...(rounds.at(-1) - rounds[0] <= 12 ? { dtick: 1 } : {}) });
 const method = (set, pick) => set.methods.find((m) => m.name === pick.method);
 const several = (values) => Object.values(values).some((list) => list.some((x) => x !== null));
 
@@ -170,19 +182,19 @@ const draw = {
     const traces = set.methods.flatMap((m) => (m.curves[pick.measure] ? band(m.rounds, m.curves[pick.measure], m.name, methodColour(set, m.name), {
       visible: few(set).has(m.name) ? true : "legendonly", line: { dash: set.looks[m.name].dash },
     }) : []));
-    return traces.length ? [traces, layout({ xaxis: rounds, yaxis: { title: pick.measure + (pick.measure === "STD" ? ", points" : ", %") }, hovermode: "x", ...(set.methods.length > 10 ? { height: 440, legend: { ...below(0.15), maxheight: 0.4 } } : {}) })] : null;
+    return traces.length ? [traces, layout({ xaxis: roundAxis(set.methods.flatMap((m) => m.rounds).sort((a, b) => a - b)), yaxis: { title: pick.measure + (pick.measure === "STD" ? ", points" : ", %") }, hovermode: "x", ...(set.methods.length > 10 ? { height: 440, legend: { ...below(0.15), maxheight: 0.4 } } : {}) })] : null;
   },
   curves(set, pick) {
     const m = method(set, pick);
     if (!m || !several(m.rounds.length ? { m: m.rounds } : {})) return null;
-    return [set.domains.flatMap((d, i) => (m.curves[d] ? band(m.rounds, m.curves[d], d, domainColour(i)) : [])), layout({ xaxis: rounds, yaxis: { title: "accuracy, %" }, hovermode: "x" })];
+    return [set.domains.flatMap((d, i) => (m.curves[d] ? band(m.rounds, m.curves[d], d, domainColour(i)) : [])), layout({ xaxis: roundAxis(m.rounds), yaxis: { title: "accuracy, %" }, hovermode: "x" })];
   },
   weights(set, pick) {
     const m = method(set, pick);
     if (!m || !several(m.weights)) return null;
     const traces = set.domains.flatMap((d, i) => (m.weights[d] ? [{ type: "scatter", mode: "lines", x: m.every, y: m.weights[d], name: d, stackgroup: "one",
       line: { width: 0.8, color: domainColour(i) }, fillcolor: veil(domainColour(i), 0.55), hovertemplate: "%{y:.1%}<extra>" + d + "</extra>" }] : []));
-    return [traces, layout({ xaxis: rounds, yaxis: { title: "share of weight", range: [0, 1], tickformat: ".0%" }, hovermode: "x", legend: { ...below(0.2), traceorder: "normal" } })];
+    return [traces, layout({ xaxis: roundAxis(m.every), yaxis: { title: "share of weight", range: [0, 1], tickformat: ".0%" }, hovermode: "x", legend: { ...below(0.2), traceorder: "normal" } })];
   },
   classes(set, pick) {
     const m = method(set, pick);
@@ -204,7 +216,7 @@ const draw = {
     return [[{ type: "heatmap", x: m.layers.rounds, y: m.layers.names, z: m.layers.kept, zmin: Math.min(0.8, Math.floor(least * 10) / 10), zmax: 1,
       colorscale: "Viridis", colorbar: { thickness: 10, tickformat: ".0%", outlinewidth: 0, len: 1 },
       hovertemplate: "%{y}, round %{x}: %{z:.1%}<extra></extra>" }],
-    layout({ height: Math.max(300, 60 + 15 * names.length), xaxis: { ...rounds, gridcolor: "rgba(0,0,0,0)" }, showlegend: false,
+    layout({ height: Math.max(300, 60 + 15 * names.length), xaxis: { ...roundAxis(m.layers.rounds), gridcolor: "rgba(0,0,0,0)" }, showlegend: false,
       yaxis: { autorange: "reversed", tickvals: m.layers.names, ticktext: names, tickfont: { size: 10.5 } } })];
   },
   consistency(set, pick) {
@@ -227,7 +239,7 @@ const draw = {
 };
 
 const NOTHING = { layers: "This method does not mask updates.", consistency: "This method does not record the consistency of directions.", classes: "These runs do not count results by class." };
-const seen = new Set();
+const drawn = new Set();
 const number = (node) => +node.closest(".figures").dataset.set;
 function show(node) {
   if (typeof Plotly === "undefined") return;
@@ -244,11 +256,16 @@ function show(node) {
   Plotly.react(node, made[0], made[1], { responsive: true, displaylogo: false, displayModeBar: false });
 }
 function redraw(only) {
-  for (const node of seen) if (!only || (only.set === number(node) && only.plots.includes(node.dataset.plot))) show(node);
+  for (const node of drawn) if (!only || (only.set === number(node) && only.plots.includes(node.dataset.plot))) show(node);
 }
-const watch = new IntersectionObserver((entries) => {
-  for (const { isIntersecting, target } of entries) if (isIntersecting) { watch.unobserve(target); seen.add(target); show(target); }
-}, { rootMargin: "300px" });
+// One figure at a time, so that the page stays usable meanwhile.
+function drawNext() {
+  const node = [...document.querySelectorAll(".plot")].find((plot) => !drawn.has(plot));
+  if (!node) { root.dataset.drawn = "true"; return; }
+  drawn.add(node);
+  show(node);
+  setTimeout(drawNext);
+}
 
 // Choices
 
@@ -278,8 +295,8 @@ async function unpackPlotly() {
     for (const node of document.querySelectorAll(".plot")) { node.classList.add("none"); node.textContent = "Figures need a browser of 2023 or later."; }
     return;
   }
-  for (const node of document.querySelectorAll(".plot")) watch.observe(node);
   root.dataset.ready = "true";
+  drawNext();
 }
 
 // Paper is light and shows everything
@@ -288,6 +305,6 @@ addEventListener("beforeprint", () => {
   printing = true;
   unfolded = [...document.querySelectorAll("details:not([open])")];
   unfolded.forEach((node) => { node.open = true; });
-  for (const node of document.querySelectorAll(".plot")) { watch.unobserve(node); seen.add(node); show(node); }
+  for (const node of document.querySelectorAll(".plot")) { drawn.add(node); show(node); }
 });
 addEventListener("afterprint", () => { printing = false; unfolded.forEach((node) => { node.open = false; }); redraw(); });
