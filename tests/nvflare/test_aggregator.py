@@ -8,9 +8,8 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_context import FLContext
 
 from fedheal import Layout
-from fedheal.nvflare import FairModelAggregator, FolderPersistor
+from fedheal.nvflare import FairModelAggregator, FolderPersistor, count_finished_rounds
 from fedheal.nvflare.exchange import TEST_EXAMPLES
-from fedheal.nvflare.persistor import count_finished_rounds
 from fedheal.runs import folder as files
 from nvflare_sites import MODEL, LocalFedAvg, Spoil, fail, make_model, simulate
 

@@ -32,6 +32,8 @@ PUBLIC_MODULES = (
     "fedheal.local.term",
     "fedheal.methods",
     "fedheal.models",
+    "fedheal.nvflare",
+    "fedheal.nvflare.client",
     "fedheal.report.diagnose",
     "fedheal.tracking",
 )

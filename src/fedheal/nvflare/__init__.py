@@ -14,6 +14,6 @@ except ImportError as error:
 
 from fedheal.nvflare.aggregator import FairModelAggregator
 from fedheal.nvflare.controller import FairController
-from fedheal.nvflare.persistor import FolderPersistor
+from fedheal.nvflare.persistor import FolderPersistor, count_finished_rounds
 
-__all__ = ["FairController", "FairModelAggregator", "FolderPersistor"]
+__all__ = ["FairController", "FairModelAggregator", "FolderPersistor", "count_finished_rounds"]

@@ -23,6 +23,8 @@ from fedheal.engine import serial
 from fedheal.engine.serial import LocalTraining, Task
 from fedheal.nvflare.exchange import DOMAIN, EXAMPLES, TEST_EXAMPLES, pack_params
 
+__all__ = ["evaluate_site", "make_evaluation", "make_reply", "train_site"]
+
 
 def make_reply(
     model: Mapping[str, Tensor],
@@ -48,7 +50,13 @@ def make_reply(
 
 
 def make_evaluation(num_examples: float, accuracy: float, *, domain: str | None = None) -> FLModel:
-    """Return the answer to an evaluation task: the accuracy, from 0 to 1, and the number of test examples."""
+    """Return the answer to an evaluation task.
+
+    Args:
+        num_examples: The number of test examples.
+        accuracy: The accuracy of the received model, from 0 to 1.
+        domain: As for `make_reply`.
+    """
     meta = {TEST_EXAMPLES: num_examples} | ({} if domain is None else {DOMAIN: domain})
     return FLModel(metrics={"accuracy": accuracy}, meta=meta)
 
@@ -63,6 +71,9 @@ def train_site(received: FLModel, local_training: LocalTraining, client: str, *,
         local_training: How to train; it holds the site's examples.
         client: The site's name there.
         domain: As for `make_reply`.
+
+    Returns:
+        The answer, for `flare.send`.
 
     Raises:
         ValueError: `local_training` has local terms.
@@ -93,6 +104,9 @@ def evaluate_site(
         local_training: As for `train_site`.
         test: The site's test examples.
         domain: As for `make_reply`.
+
+    Returns:
+        The answer, for `flare.send`.
     """
     model = pack_params(local_training.layout, received.params)
     _, accuracy = serial.evaluate_split(local_training, model, test)

@@ -58,6 +58,13 @@ def load_newest_state(folder: str) -> RunState | None:
 
 
 def count_finished_rounds(folder: str) -> int:
-    """Return how many rounds a run folder has finished: the `start_round` of a stock workflow that resumes it."""
+    """Return how many rounds a run folder has finished: the `start_round` of a stock workflow that resumes it.
+
+    Args:
+        folder: The run folder; it need not exist.
+
+    Raises:
+        ValueError: There are checkpoints, and none can be used.
+    """
     state = load_newest_state(folder)
     return 0 if state is None else state.round
