@@ -31,3 +31,6 @@ if not TYPE_CHECKING:  # a type checker would take any name for a public one
         if name in {*__all__, "Domains", "check_loaded"}:
             return getattr(importlib.import_module("fedheal.data.datasets"), name)
         return _find_renamed(name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

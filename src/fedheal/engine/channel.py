@@ -11,7 +11,6 @@ import pickle
 import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,8 @@ class SharedFile:
         self.descriptor = _open_unnamed_file() if descriptor is None else descriptor
 
     def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.reduction import DupFd  # which Windows lacks: there is one process there
+
         return _inherit, (DupFd(self.descriptor),)
 
     def write(self, parts: Sequence[memoryview]) -> None:
