@@ -21,8 +21,8 @@ from fedheal.federation.model_arrays import widen_bfloat16
 from fedheal.federation.reply_limits import escape_text, find_far_norms
 from fedheal.local.term import Arrays, ServerContext, Term
 
-# Numbers of a model that all clients are compared with before the next ones: half a megabyte of float32.
-BLOCK = 1 << 17
+# Numbers of a model that all clients are compared with before the next ones: a megabyte of float32.
+BLOCK = 1 << 18
 AUTO = "auto"  # as max_norm: leave out norms far above the median of the round
 
 
