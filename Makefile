@@ -1,6 +1,7 @@
 # make run    set up .venv, then show fedheal at work
 # make test   set up .venv with everything the tests need, then run them all
 # make check  the quick part of the tests
+# make soak   the long trials: a deployment with random faults, and tests that take too long for every change
 # make lint   ruff and mypy
 # make bench  the benchmarks
 # make docs   the documentation as a site, into site/html
@@ -14,20 +15,24 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# In two processes, which must collect the same tests: hashes are fixed.
-PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
+# In three processes on two cores, since some tests wait for servers. They must collect the same tests: hashes are fixed.
+PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 
-.PHONY: run test check lint bench docs pictures results audit dist dist-check clean
+.PHONY: run test check soak lint bench docs pictures results audit dist dist-check clean
 
 run: $(VENV)/.run
 	@$(BIN)/fedheal demo
 
 test: lint
-	$(PYTEST)
+	$(PYTEST) -m "not soak"
 
 check: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not soak"
+
+soak: $(VENV)/.test
+	FEDHEAL_TEST_ALL=1 $(BIN)/python -m pytest -m soak
+	$(BIN)/python benchmarks/chaos.py --rounds 60 --seed 0 --seconds 3000 --out runs/chaos
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

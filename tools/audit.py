@@ -135,10 +135,11 @@ def write_page(locked: dict[str, str], found: list[Advisory], database_date: str
         lines += ["| package | version | advisory | fixed in |", "|---|---|---|---|"]
         lines += [f"| {a.package} | {a.version} | {a.identifier} | {a.fixed or 'no version yet'} |" for a in found]
     else:
-        lines.append(f"No advisory of {database_date} or before affects a locked version.")
+        lines.append(f"The database ends on {database_date}. Up to then no advisory affects a locked version.")
+        lines.append("Later ones were not checked.")
     lines += ["", "## Licences", ""]
     if copyleft:
-        lines.append(f"Licences with conditions on redistribution: {', '.join(sorted(copyleft))}.")
+        lines.append(f"Copyleft licences: {', '.join(sorted(copyleft))}.")
     if unstated:
         lines.append(f"Packages that state no licence in a form that can be read here: {', '.join(sorted(unstated))}.")
     if missing:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from needs import needs
 
-pytestmark = pytest.mark.slow
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 SEED = 7  # its first fault is a full disk
 
@@ -31,6 +30,7 @@ def chaos(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_a_seed_plans_every_kind_of_fault_for_every_other_round(chaos):
     faults = chaos.plan_faults(60, seed=0)
     assert faults == chaos.plan_faults(60, seed=0)
@@ -39,6 +39,7 @@ def test_a_seed_plans_every_kind_of_fault_for_every_other_round(chaos):
     assert {fault.kind for fault in faults} == {*chaos.AT_SERVER, *chaos.AT_SITE}
 
 
+@pytest.mark.soak
 def test_a_deployment_whose_disk_was_full_ends_with_the_model_of_its_cohorts(chaos, tmp_path):
     needs("root", "netns", "tmpfs")
     words = ["--rounds", "3", "--seed", str(SEED), "--seconds", "300", "--out", str(tmp_path)]

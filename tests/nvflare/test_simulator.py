@@ -106,7 +106,7 @@ def test_a_killed_server_resumes_and_ends_with_the_model_of_a_simulation(tmp_pat
     assert_model_of_a_simulation(app, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_stock_workflow_ends_with_the_model_of_a_simulation(tmp_path):
     """NVFLARE builds the aggregator inside the workflow, brings it the events, and the sites send differences."""
     needs("netns")

@@ -1,7 +1,7 @@
 """The site's side: what a client script sends so that fair aggregation knows its examples, domain and accuracy.
 
 With a training loop of your own, answer with `make_reply` and `make_evaluation`. `train_site` and `evaluate_site` do the whole
-work with fedheal's own engine:
+work with fedheal's own engine::
 
     flare.init()
     while flare.is_running():
