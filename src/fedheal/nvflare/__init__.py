@@ -1,5 +1,7 @@
 """Fair aggregation in an NVFLARE federation: a controller, an aggregator for the stock FedAvg workflow, a helper for sites.
 
+Add the controller to a job::
+
     from fedheal.nvflare import FairController
     job.to_server(FairController("fedheal", model="net:Net", num_rounds=100, folder="/srv/runs/hospitals"))
 
