@@ -2,5 +2,15 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)  # what is printed must not depend on the terminal that the tests are started from
+
+# Tests of a minute and more run first: one that starts last would keep the other processes waiting.
+LONGEST = ("test_deployment", "test_ray", "test_simulation", "test_simulator", "test_embedded_benchmark", "test_kill")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first, and leave the order of the others."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
