@@ -1,6 +1,6 @@
 # make run    set up .venv, then show fedheal at work
 # make test   set up .venv with everything the tests need, then run them all
-# make check  the quick part of the tests
+# make check  the quick part of the tests, without the documentation
 # make soak   the long trials: a deployment with random faults, and tests that take too long for every change
 # make lint   ruff and mypy
 # make bench  the benchmarks
@@ -28,7 +28,7 @@ test: lint
 	$(PYTEST) -m "not soak"
 
 check: lint
-	$(PYTEST) -m "not slow and not soak"
+	$(PYTEST) -m "not slow and not soak" tests src
 
 soak: $(VENV)/.test
 	FEDHEAL_TEST_ALL=1 $(BIN)/python -m pytest -m soak
