@@ -321,7 +321,7 @@ def run_flower(task: Workload) -> None:
 class Peer:
     name: str
     run: Callable[[Workload], None]
-    library: str = ""  # that has to be installed
+    package: str = ""  # that has to be installed
     launcher: tuple[str, ...] = ()
 
 
@@ -423,14 +423,14 @@ def main() -> None:
         PEERS[asked.process].run(TASKS[asked.tasks])
         return
     keys = asked.peers.split(",")
-    missing = [key for key in keys if importlib.util.find_spec(PEERS[key].library or "torch") is None]
+    missing = [key for key in keys if importlib.util.find_spec(PEERS[key].package or "torch") is None]
     keys = [key for key in keys if key not in missing]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    libraries = ["torch", *(PEERS[key].library for key in keys if PEERS[key].library)]
+    libraries = ["torch", *(PEERS[key].package for key in keys if PEERS[key].package)]
     about = ", ".join(f"{name} {version(name)}" for name in libraries)
     print(f"{date.today()} {cores} cores, load {os.getloadavg()[0]:.1f}, {about}, Python {platform.python_version()}")
     for key in missing:
-        print(f"{PEERS[key].name} is left out: '{PEERS[key].library}' is not installed.")
+        print(f"{PEERS[key].name} is left out: '{PEERS[key].package}' is not installed.")
     for name in asked.tasks.split(","):
         launches: dict[str, list[Launch]] = {key: [] for key in keys}
         for _ in range(asked.launches):

@@ -1,5 +1,7 @@
 """FedHEAL over secure sums: the server sees the sum of the clients' updates, and no single one.
 
+Change one line on each side::
+
     from fedheal.flower.secure import SecureFedHEAL, SecureSumMod
 
     strategy = SecureFedHEAL(folder="runs/hospitals")       # in the ServerApp, in place of FedHEAL(...)

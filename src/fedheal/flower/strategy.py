@@ -139,7 +139,7 @@ class FairStrategy(Strategy):
         self._cohort_builder: CohortBuilder[ReceivedReply] | None = None
         self._sent: ArrayRecord | None = None
         self._first_round = 1  # of this run
-        # These two are not in the checkpoint. A resume comes after the cause was mended: a node that was silent is asked again,
+        # These two are not in the checkpoint. A resume comes after the cause was fixed: a node that was silent is asked again,
         # which costs one timeout if it is still silent, and `max_empty_rounds` are counted anew, or the run would end at once.
         self._silent = SilentNodes()
         self._empty_rounds: list[frozenset[int]] = []  # the latest ones in a row, with the nodes they asked
@@ -480,7 +480,7 @@ class FairStrategy(Strategy):
                 self.folder.write_result(self._layout, self._state, self.history, self.federation)
         self._round = None
         if ending is not None:
-            remedy = "mend the cause and resume, or set max_empty_rounds=None"
+            remedy = "fix the cause and resume, or set max_empty_rounds=None"
             raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}: {remedy}")
 
     def _find_ending(self, current: OpenRound) -> str | None:

@@ -26,8 +26,8 @@ from fedheal.nvflare.round_server import FederationSettings, RoundServer, resolv
 class FairModelAggregator(ModelAggregator):  # type: ignore[misc]
     """Any method without local terms, as the aggregator of the stock FedAvg workflow.
 
-    The accuracies in a training reply are those of the model that the site received, which is the last round's. The model of
-    the last round is not evaluated.
+    An accuracy in a training reply is that of the model the site received, which the previous round made. So the final model
+    is not evaluated.
 
     Args:
         method, folder, resume, data, seed, server, min_responses, max_empty_rounds, max_examples, max_norm, budget: As

@@ -140,7 +140,7 @@ class RoundServer:
         self._state: RunState | None = None
         self._round: SiteRound | None = None
         self._builder: CohortBuilder[SiteReply] | None = None
-        self._empty_rounds = 0
+        self._empty_rounds = 0  # in a row; not in the checkpoint, because a resume comes after the cause was fixed
 
     @property
     def state(self) -> RunState:
@@ -250,7 +250,7 @@ class RoundServer:
         self._round = None
         if ending is not None:
             self.release()
-            remedy = "mend the cause and resume, or set max_empty_rounds=None"
+            remedy = "fix the cause and resume, or set max_empty_rounds=None"
             raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}: {remedy}")
 
     def amend_last_round(self, evaluations: Sequence[EvaluateReply]) -> None:
