@@ -8,11 +8,12 @@ import torch
 
 from fedheal.core.layout import Packed
 from fedheal.data.domains import Split
+from fedheal.engine.cohort import Cohort
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
 from fedheal.engine.workers import WorkerPool
 
-__all__ = ["Engine", "check_engine", "open_engine"]
+__all__ = ["Engine", "check_engine", "describe_engine", "open_engine"]
 
 
 class Engine(Protocol):
@@ -32,13 +33,18 @@ def open_engine(
     lanes: int | None = None,
     evaluated: Sequence[Split] = (),
 ) -> Iterator[Engine]:
-    """Open an engine for as long as the context lasts: `serial`, `lanes`, or `auto` (`lanes` on a GPU, else `serial`).
+    """Open an engine for as long as the context lasts: `serial`, `lanes`, `cohort`, or `auto`.
 
-    `workers` are the processes of the serial engine, with so many `threads` each; `lanes` are the clients that are trained side
-    by side on a GPU, None for as many as fill it. `evaluated` are splits that workers can evaluate models on.
+    `auto` is `serial` on a CPU and on a GPU `cohort`, which uses lanes if a run does not fit it or lanes are faster, or `lanes`
+    if their number is given. `workers` are the processes of the serial engine, with so many `threads` each; `lanes` are the
+    clients that are trained side by side on a GPU, None for as many as fill it. `evaluated` are splits that workers can
+    evaluate models on.
     """
     check_engine(local_training.device, engine, workers)
-    if engine == "lanes" or (engine == "auto" and local_training.device.type == "cuda"):
+    on_gpu = local_training.device.type == "cuda"
+    if engine == "cohort" or (engine == "auto" and on_gpu and lanes is None):
+        yield Cohort(local_training, only_if_faster=engine == "auto")
+    elif engine == "lanes" or (engine == "auto" and on_gpu):
         yield Lanes(local_training, lanes)
     elif workers <= 1:
         yield SerialEngine(local_training)
@@ -47,11 +53,20 @@ def open_engine(
             yield pool
 
 
+def describe_engine(engine: Engine) -> str:
+    """Return which engine trained the clients and, if another one was tried or is usual there, why not that one."""
+    if isinstance(engine, Cohort):
+        return f"lanes, since {engine.fallback_reason}" if engine.fallback_reason else "cohort"
+    if isinstance(engine, Lanes):
+        return f"serial, since {engine.fallback_reason}" if engine.fallback_reason else "lanes"
+    return f"{engine.number} workers" if isinstance(engine, WorkerPool) else "serial"
+
+
 def check_engine(device: torch.device, engine: str, workers: int) -> None:
     """Raise ValueError if the device does not support the engine or several workers."""
     is_gpu = device.type == "cuda"
-    if engine == "lanes" and not is_gpu:
-        raise ValueError(f"engine = 'lanes' needs a GPU, but this run uses '{device}'; use 'auto' or 'serial'")
+    if engine in ("cohort", "lanes") and not is_gpu:
+        raise ValueError(f"engine = '{engine}' needs a GPU, but this run uses '{device}'; use 'auto' or 'serial'")
     if is_gpu and workers > 1:
         raise ValueError(
             f"workers = {workers}: several processes train on CPUs only; on a GPU use workers = 1 and lanes"

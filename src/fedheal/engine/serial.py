@@ -269,6 +269,18 @@ def count_steps(examples: int, training: Training) -> int:
     return training.epochs * -(-examples // training.batch_size) if training.steps is None else training.steps
 
 
+def list_batch_sizes(examples: int, training: Training) -> list[tuple[int, bool]]:
+    """Return the size of each batch of a client's round, and whether it belongs to the last epoch.
+
+    >>> list_batch_sizes(3, Training(lr=0.1, batch_size=2, epochs=2))
+    [(2, False), (1, False), (2, True), (1, True)]
+    """
+    per_epoch, steps = -(-examples // training.batch_size), count_steps(examples, training)
+    sizes = [min(training.batch_size, examples - i * training.batch_size) for i in range(per_epoch)]
+    last_epoch = (steps - 1) // per_epoch * per_epoch
+    return [(sizes[t % per_epoch], t >= last_epoch) for t in range(steps)]
+
+
 def find_smallest_batch_size(examples: int, training: Training) -> int:
     """Return the size of a client's smallest batch in a round: the rest of an epoch, if the steps reach it."""
     full_batches, rest = divmod(examples, training.batch_size)

@@ -120,6 +120,7 @@ class RunResult(Fairness, _RunHead):
     consistency: dict[str, list[float]] | None
     seconds: dict[str, float]
     versions: dict[str, str]
+    engine: str = ""  # which one trained the clients, and why not the usual one
     by_class: dict[str, list[list[int]]] = Field(default_factory=dict)  # correct and all test examples, at the end
     own: list[Any] = Field(default_factory=list)  # what can be seen of a method that is not in the registry
 

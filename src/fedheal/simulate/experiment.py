@@ -84,7 +84,7 @@ class Experiment(BaseModel):
     device: str = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # tf32 on a GPU, fp32 elsewhere
     deterministic: bool = False  # the same bits again on a GPU, at the cost of speed
-    engine: Literal["auto", "serial", "lanes"] = "auto"  # lanes on a GPU
+    engine: Literal["auto", "serial", "lanes", "cohort"] = "auto"
     lanes: int | None = Field(None, ge=1)  # clients trained side by side; chosen by the size of batches
     threads: int = Field(1, ge=1)
     workers: int = Field(1, ge=1)

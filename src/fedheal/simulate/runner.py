@@ -24,7 +24,7 @@ from fedheal.core.checks import check_main_guard, check_type
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.core.state import RunState
 from fedheal.data.domains import Domains, fingerprint, fingerprint_used
-from fedheal.engine import check_engine, open_engine
+from fedheal.engine import check_engine, describe_engine, open_engine
 from fedheal.engine.precision import resolve_precision, use_precision
 from fedheal.runs import folder as files
 from fedheal.runs.lock import hold_lock
@@ -141,8 +141,8 @@ def run(
             stack.enter_context(callback)
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         saver = _Saver(folder, experiment, used, state)
-        state = _train_to_end(federation, state, history, saver, watchers)
-        facts = _describe_run(experiment, state, federation, domains, used)
+        state, engine = _train_to_end(federation, state, history, saver, watchers)
+        facts = _describe_run(experiment, state, federation, domains, used) | {"engine": engine}
         model = select_evaluated_model(federation, state.model, state.terms, sorted(federation.client_domains))
         federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
         result = _make_result(summarise_run(history, **facts), history, federation.local_training.module, folder)
@@ -227,8 +227,12 @@ def check_folder_owner(folder: Path, experiment: Experiment) -> None:
 
 def _train_to_end(
     federation: Federation, state: RunState, history: list[RoundRecord], saver: _Saver, watchers: Sequence[Callback]
-) -> RunState:
-    """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong."""
+) -> tuple[RunState, str]:
+    """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong.
+
+    Returns:
+        The state after the last round, and which engine trained the clients.
+    """
     e = saver.experiment
     evaluated = [*federation.tests.values(), *federation.validation.values()]
     opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes, evaluated)
@@ -249,7 +253,7 @@ def _train_to_end(
                 with nullcontext() if isinstance(error, KeyboardInterrupt) else suppress(OSError):
                     saver.save(state)
             raise
-    return state
+        return state, describe_engine(engine)
 
 
 class _Saver:
