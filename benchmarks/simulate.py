@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedheal.data.augment import MEAN, STD
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.engine import open_engine
-from fedheal.engine.cohort import Cohort
+from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.precision import use_precision
 from fedheal.simulate.build import build_federation
@@ -126,7 +126,7 @@ def timed(fed: Federation, name: str, precision: str, rounds: int, deterministic
         if isinstance(engine, Lanes):
             reason = engine.fallback_reason
             said += f" ({len(engine.lanes)} lanes)" if not reason else f" (serial: {reason})"
-        if isinstance(engine, Cohort):
+        if isinstance(engine, CohortEngine):
             said += f" (lanes: {engine.fallback_reason})" if engine.fallback_reason else ""
     middle = {phase: float(np.median([s[phase] for s in seconds[1:]])) for phase in seconds[0]}
     return Timed(said, **middle, first=sum(seconds[0].values()))

@@ -13,7 +13,7 @@ from fedheal import methods
 from fedheal.core.layout import Layout, Packed
 from fedheal.data.domains import Split
 from fedheal.engine import cohort, describe_engine
-from fedheal.engine.cohort import Cohort, find_faster_in_lanes
+from fedheal.engine.cohort import CohortEngine, find_faster_in_lanes
 from fedheal.engine.cohort_group import list_kinds
 from fedheal.engine.serial import SerialEngine, list_batch_sizes, plan_batches
 from fedheal.local.term import Context, Term
@@ -38,7 +38,7 @@ def test_clients_trained_together_are_those_trained_one_after_another(method: st
     assert method in [*methods.LOCAL, *methods.WHOLE]
     fed = federation(method)
     expected = after(fed, SerialEngine(fed.local_training))
-    engine = Cohort(fed.local_training)
+    engine = CohortEngine(fed.local_training)
     found = after(fed, engine)
     assert engine.fallback_reason == ""
     assert describe_engine(engine) == "cohort"
@@ -52,16 +52,16 @@ def test_clients_of_different_sizes_have_padded_batches() -> None:
     for client, size in zip(examples, (1, 7, 63, 64, 65), strict=False):
         examples[client] = Split(every.images[:size], every.labels[:size])
     fed = replace(fed, local_training=replace(fed.local_training, examples=examples))
-    engine = Cohort(fed.local_training)
+    engine = CohortEngine(fed.local_training)
     assert_close(after(fed, engine), after(fed, SerialEngine(fed.local_training)))
     assert engine.fallback_reason == ""
 
 
 def test_groups_of_two_clients_give_the_same_as_all_at_once() -> None:
     fed = federation("scaffold")
-    small = Cohort(fed.local_training)
+    small = CohortEngine(fed.local_training)
     small.group_size = 2
-    assert_close(after(fed, small), after(fed, Cohort(fed.local_training)), 1e-5)
+    assert_close(after(fed, small), after(fed, CohortEngine(fed.local_training)), 1e-5)
 
 
 class AllKinds(nn.Module):
@@ -114,7 +114,7 @@ def with_module(kind: Any) -> Any:
 
 def test_every_kind_of_layer_is_stacked() -> None:
     fed = with_module(AllKinds)
-    engine = Cohort(fed.local_training)
+    engine = CohortEngine(fed.local_training)
     assert_close(after(fed, engine), after(fed, SerialEngine(fed.local_training)))
     assert engine.fallback_reason == ""
 
@@ -140,7 +140,7 @@ class MixesClients(Term):
 )
 def test_a_module_that_does_not_fit_is_trained_in_lanes(kind: Any, reason: str, caplog: Any) -> None:
     fed = with_module(kind)
-    engine = Cohort(fed.local_training)
+    engine = CohortEngine(fed.local_training)
     found, expected = after(fed, engine, 1), after(fed, SerialEngine(fed.local_training), 1)
     assert reason in engine.fallback_reason
     assert describe_engine(engine).startswith("lanes, since ")
@@ -151,13 +151,13 @@ def test_a_module_that_does_not_fit_is_trained_in_lanes(kind: Any, reason: str, 
 def test_so_is_a_term_that_mixes_clients_and_a_shared_parameter() -> None:
     fed = federation()
     local_training = replace(fed.local_training, terms=(MixesClients(),))
-    engine = Cohort(local_training)
+    engine = CohortEngine(local_training)
     found = after(replace(fed, local_training=local_training), engine, 1)
     assert "another result when they are stacked" in engine.fallback_reason
     assert all(
         map(torch.equal, found, after(replace(fed, local_training=local_training), SerialEngine(local_training), 1))
     )
-    tied = Cohort(federation(model="tiny_data:tied").local_training)
+    tied = CohortEngine(federation(model="tiny_data:tied").local_training)
     after(federation(model="tiny_data:tied"), tied, 1)
     assert "is also" in tied.fallback_reason
 
@@ -165,18 +165,18 @@ def test_so_is_a_term_that_mixes_clients_and_a_shared_parameter() -> None:
 def test_out_of_memory_halves_the_group(monkeypatch: Any, caplog: Any) -> None:
     fed = federation()
     expected, engine, really = (
-        after(fed, Cohort(fed.local_training)),
-        Cohort(fed.local_training),
-        Cohort._train_together,
+        after(fed, CohortEngine(fed.local_training)),
+        CohortEngine(fed.local_training),
+        CohortEngine._train_together,
     )
     engine.group_size = 4
 
-    def scarce(self: Cohort, *arguments: Any) -> Any:
+    def scarce(self: CohortEngine, *arguments: Any) -> Any:
         if self.group_size > 1:
             raise torch.OutOfMemoryError("none left")
         return really(self, *arguments)
 
-    monkeypatch.setattr(Cohort, "_train_together", scarce)
+    monkeypatch.setattr(CohortEngine, "_train_together", scarce)
     assert_close(after(fed, engine), expected, 1e-5)
     assert [r.message for r in caplog.records] == [
         f"out of memory with {n} clients at a time: continuing with half" for n in (4, 2)

@@ -8,7 +8,7 @@ import torch
 
 from fedheal.core.layout import Packed
 from fedheal.data.domains import Split
-from fedheal.engine.cohort import Cohort
+from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
 from fedheal.engine.workers import WorkerPool
@@ -43,7 +43,7 @@ def open_engine(
     check_engine(local_training.device, engine, workers)
     on_gpu = local_training.device.type == "cuda"
     if engine == "cohort" or (engine == "auto" and on_gpu and lanes is None):
-        yield Cohort(local_training, only_if_faster=engine == "auto")
+        yield CohortEngine(local_training, only_if_faster=engine == "auto")
     elif engine == "lanes" or (engine == "auto" and on_gpu):
         yield Lanes(local_training, lanes)
     elif workers <= 1:
@@ -55,7 +55,7 @@ def open_engine(
 
 def describe_engine(engine: Engine) -> str:
     """Return which engine trained the clients and, if another one was tried or is usual there, why not that one."""
-    if isinstance(engine, Cohort):
+    if isinstance(engine, CohortEngine):
         return f"lanes, since {engine.fallback_reason}" if engine.fallback_reason else "cohort"
     if isinstance(engine, Lanes):
         return f"serial, since {engine.fallback_reason}" if engine.fallback_reason else "lanes"

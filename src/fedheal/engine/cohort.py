@@ -44,7 +44,7 @@ class SecondTraining(Exception):
         self.start, self.strength = start, strength
 
 
-class Cohort:
+class CohortEngine:
     """An engine that trains all clients of a round together."""
 
     def __init__(self, local_training: LocalTraining, only_if_faster: bool = False) -> None:

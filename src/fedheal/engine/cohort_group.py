@@ -160,7 +160,7 @@ class CohortGroup:
                 term.grad(ctx)
             for clip in [term.clip for term in local_training.terms if term.clip]:
                 clip_gradients(rows, clip)
-            take_sgd_step(rows, local_training)
+            update_parameters(rows, local_training, uses_kernel=not self.is_check)
             self.total[:active] += ce.detach()
             self.cursor += 1
 
@@ -218,13 +218,13 @@ def clip_gradients(rows: ClientRows, clip: float) -> None:
     gradients *= (clip / (norms + 1e-6)).clamp(max=1.0)
 
 
-def take_sgd_step(rows: ClientRows, local_training: LocalTraining) -> None:
+def update_parameters(rows: ClientRows, local_training: LocalTraining, uses_kernel: bool = True) -> None:
     """Take a step of SGD for the active clients that have examples in this step."""
     training = local_training.training
     settings = (training.lr, training.momentum, training.weight_decay)
-    kernels = import_triton_kernels(KERNELS, rows.params.device.type)
+    kernels = import_triton_kernels(KERNELS, rows.params.device.type) if uses_kernel else None
     if kernels is not None:
-        kernels.take_sgd_step(rows, *settings)
+        kernels.launch_sgd_step(rows, *settings)
         return
     assert rows.gradients is not None
     assert rows.velocity is not None

@@ -13,7 +13,7 @@ from fedheal.core.layout import ALIGNED, Layout, Packed
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPlace:
     """Where a tensor lies: its slice of a flat vector of the layout, where its slice of a row begins, and its shape."""
 
     start: int
@@ -53,17 +53,17 @@ class ClientRows:
         self, layout: Layout, clients: int, device: torch.device, trains: bool = True, low: torch.dtype | None = None
     ) -> None:
         self.layout = layout
-        self.places: dict[str, Place] = {}
-        seen: dict[int, Place] = {}
+        self.places: dict[str, RowPlace] = {}
+        seen: dict[int, RowPlace] = {}
         end = 0
         for entry in layout.entries:
             if entry.kind == "param":
                 if entry.start not in seen:
-                    seen[entry.start] = Place(entry.start, entry.stop, end, entry.shape)
+                    seen[entry.start] = RowPlace(entry.start, entry.stop, end, entry.shape)
                     end += -(-(entry.stop - entry.start) // ALIGNED) * ALIGNED
                 self.places[entry.name] = seen[entry.start]
             else:
-                self.places[entry.name] = Place(entry.start, entry.stop, entry.start, entry.shape)
+                self.places[entry.name] = RowPlace(entry.start, entry.stop, entry.start, entry.shape)
         sizes = layout.sizes()
         dtype = next((entry.dtype for entry in layout.entries if entry.kind == "param"), torch.float32)
         self.params = torch.zeros(clients, end, dtype=dtype, device=device)

@@ -69,7 +69,7 @@ class StackedConvolution(torch.autograd.Function):
         x = _prepare(x)
         ctx.layer, ctx.active = layer, layer.rows.active
         ctx.save_for_backward(x)
-        return convolve(layer, x)
+        return launch_convolution(layer, x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
@@ -106,7 +106,7 @@ def _count_client_entries(x: Tensor, clients: int) -> int:
     return x.numel() // clients
 
 
-def convolve(layer: StackedConv2d, x: Tensor) -> Tensor:
+def launch_convolution(layer: StackedConv2d, x: Tensor) -> Tensor:
     """Return the convolution of `[clients * examples, inputs, height, width]`."""
     size, stride = layer.kernel_size[0], layer.stride[0]
     number, inputs, height, width = x.shape
@@ -114,11 +114,11 @@ def convolve(layer: StackedConv2d, x: Tensor) -> Tensor:
     shape = (number, layer.out_channels, out_height, out_width)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     strides = {"w_input": 1, "w_tap": inputs, "w_output": size * size * inputs}
-    _launch_convolution(layer, x, y, inputs, layer.out_channels, strides, stride=stride, flip=False)
+    _run_convolution(layer, x, y, inputs, layer.out_channels, strides, stride=stride, flip=False)
     return y
 
 
-def _launch_convolution(
+def _run_convolution(
     layer: StackedConv2d, x: Tensor, y: Tensor, inputs: int, outputs: int, strides: dict[str, int], stride: int,
     flip: bool,
 ) -> None:  # fmt: skip
@@ -155,7 +155,7 @@ def input_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> Tensor:
     strides = {"w_input": 1, "w_tap": inputs, "w_output": size * size * inputs}
     if stride == 1:
         turned = {**strides, "w_input": strides["w_output"], "w_output": 1}
-        _launch_convolution(layer, dy, dx, outputs, inputs, turned, stride=1, flip=True)
+        _run_convolution(layer, dy, dx, outputs, inputs, turned, stride=1, flip=True)
         return dx
     rows = number // clients * ((height + 1) // 2) * ((width + 1) // 2)
     tiles = choose_convolution_tiles(outputs, inputs, x.dtype)
@@ -226,7 +226,7 @@ def supports_norm(x: Tensor, shortcut: Tensor | None) -> bool:
     return is_same and x.dtype in FLOATS and x.numel() > 0
 
 
-def apply_norm(layer: StackedBatchNorm, x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
+def normalise_and_scale(layer: StackedBatchNorm, x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
     """Return `relu(norm(x) + shortcut)`."""
     x = x.contiguous(memory_format=torch.channels_last)
     if shortcut is not None:
@@ -374,7 +374,7 @@ def evaluate_norm(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None, relu
     return _launch_scale(x, shortcut, statistics, norm.weight, norm.bias, 0, 1, relu)
 
 
-def take_sgd_step(rows: ClientRows, lr: float, momentum: float, weight_decay: float) -> None:
+def launch_sgd_step(rows: ClientRows, lr: float, momentum: float, weight_decay: float) -> None:
     """Take a step of SGD for the active clients."""
     length, block = rows.params.shape[1], 1024
     _launch(

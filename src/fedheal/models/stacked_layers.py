@@ -131,7 +131,7 @@ class StackedBatchNorm(StackedLayer):
         kernels = import_triton_kernels(KERNELS, x.device.type) if self.uses_kernels else None
         self.count_call(x)
         if kernels is not None and x.ndim == 4 and kernels.supports_norm(x, shortcut):
-            fused: Tensor = kernels.apply_norm(self, x, shortcut, relu)
+            fused: Tensor = kernels.normalise_and_scale(self, x, shortcut, relu)
             return fused
         y = self._normalise(x)
         if shortcut is not None:
