@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedheal.core.clock import Clock
-from fedheal.federation.cohort import Cohort, EvaluateReply
+from fedheal.federation.cohort import Cohort
+from fedheal.federation.replies import EvaluateReply
 from fedheal.federation.round_summary import summarise_evaluations
 from fedheal.federation.run_folder import KnownClients
 from fedheal.flower.node_registry import OpenRequests, ReceivedReply
@@ -77,7 +78,8 @@ class OpenRound:
         skipped = problems | cohort.skipped | {str(c): str(why) for c, why in aggregated.report["skipped"].items()}
         for client, reason in skipped.items():
             log.warning("round %d: '%s' is skipped: %s", self.number, client, reason)
-        for client, how_far in cohort.far_norms.items():
+        far_norms = cohort.find_far_norms()
+        for client, how_far in far_norms.items():
             log.warning(
                 "round %d: the update of '%s' has %s; max_norm='auto' leaves such out", self.number, client, how_far
             )
@@ -91,8 +93,8 @@ class OpenRound:
         if missing:
             log.warning("round %d: no reply from %s", self.number, ", ".join(missing))
         self.report = dict(aggregated.report) | {"skipped": skipped, "missing": missing}
-        if cohort.far_norms:
-            self.report["far_norms"] = cohort.far_norms
+        if far_norms:
+            self.report["far_norms"] = far_norms
         self._record_lost_states(received, outcome, federation)
         if outcome.is_refused:
             log.warning("round %d: the model stays as it was: %s", self.number, outcome.refusal)

@@ -27,8 +27,9 @@ from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
-from fedheal.federation.cohort import Cohort, CohortBuilder, RejectedReply, ReplyRequirements
+from fedheal.federation.cohort import Cohort, CohortBuilder
 from fedheal.federation.node_sampling import TooManyEmptyRounds, sample_nodes, wait_for_nodes
+from fedheal.federation.replies import RejectedReply, ReplyRequirements
 from fedheal.federation.round_summary import describe_causes, describe_round
 from fedheal.federation.run_folder import Framework, RunFolder
 from fedheal.flower import messages as wire

@@ -23,9 +23,10 @@ from fedheal.core.import_path import import_function
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.state import RunState
-from fedheal.federation.cohort import Cohort, CohortBuilder, EvaluateReply, RejectedReply, ReplyRequirements
+from fedheal.federation.cohort import Cohort, CohortBuilder
 from fedheal.federation.model_arrays import infer_tensor_layout, match_bfloat16
 from fedheal.federation.node_sampling import TooManyEmptyRounds
+from fedheal.federation.replies import EvaluateReply, RejectedReply, ReplyRequirements
 from fedheal.federation.round_summary import describe_causes, describe_round, summarise_evaluations
 from fedheal.federation.run_folder import Framework, KnownClients, RunFolder
 from fedheal.methods import Method
@@ -201,7 +202,7 @@ class RoundServer:
         missing = sorted(set(current.asked) - heard)
         current.replied = len(heard - failures.keys())
         current.report = dict(outcome.aggregated.report) | {"skipped": skipped, "missing": missing}
-        current.report |= {"far_norms": cohort.far_norms} if cohort.far_norms else {}
+        current.report |= {"far_norms": far_norms} if (far_norms := cohort.find_far_norms()) else {}
         current.report |= {"unmoved": outcome.refusal} if outcome.is_refused else {}
         current.weights = dict(zip(cohort.updates.clients, outcome.aggregated.weights.tolist(), strict=True))
         current.train_loss = mean_train_loss(cohort.updates, outcome.accepted)
