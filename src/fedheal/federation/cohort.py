@@ -49,9 +49,7 @@ class Cohort:
         """Return the cohort with every client skipped."""
         nobody = Updates([], self.updates.no_rows, [], domains=[])
         skipped = self.skipped | dict.fromkeys(self.updates.clients, reason)
-        return replace(
-            self, updates=nobody, replies={}, skipped=skipped, missing_requirement=None, get_norms=dict
-        )
+        return replace(self, updates=nobody, replies={}, skipped=skipped, missing_requirement=None, get_norms=dict)
 
 
 class CohortBuilder(Generic[R]):

@@ -21,8 +21,8 @@ def average_block(
 ) -> Floats:
     """Write a block of the new model, and return the sum of squares of each client's update in it.
 
-    `share` is 1 for clients that sent a whole model and 0 for those that sent a difference, in the model's dtype.
-    All come in fours: a client with weight 0 whose array is the model changes no bit.
+    `share` is 1 for clients that sent a whole model and 0 for those that sent a difference. All but weights is float32.
+    Clients come in fours: one with weight 0 whose array is the model changes no bit.
     """
     total, squares = np.zeros(len(model)), np.zeros(len(arrays))
     for i in range(0, len(arrays), 4):
@@ -32,10 +32,10 @@ def average_block(
     return squares
 
 
-def compile_for(dtype: np.dtype[Any]) -> None:
-    """Compile for this dtype. In a thread, that could wait for ever for an import of another one."""
-    empty = np.empty(0, dtype)
-    average_block([freeze(empty)] * 4, empty, np.ones(4, dtype), np.ones(4), empty)
+def compile_kernel() -> None:
+    """Compile, or load what was compiled before. In a thread, that could wait for ever for an import of another one."""
+    empty = np.empty(0, np.float32)
+    average_block([freeze(empty)] * 4, empty, np.ones(4, np.float32), np.ones(4), empty)
 
 
 def freeze(array: NDArray[Any]) -> NDArray[Any]:

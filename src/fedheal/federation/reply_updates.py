@@ -84,19 +84,20 @@ def average_replies(
 ) -> tuple[NDArray[Any], list[float]] | None:
     """Return the model moved by the weighted mean of the updates, and their norms, in one pass that writes no update.
 
-    The result has the bits of `write_deltas` and the kernel's mean. None if only those will do: a reply has another dtype than
-    the model, or a mask, or an update that cannot be squared.
+    The result has the bits of `write_deltas` and the kernel's mean. None if only those will do: a reply is not float32, or
+    has a mask, or its update cannot be squared.
     """
     flat = [{name: _view_flat(array) for name, array in reply.arrays.items()} for reply in replies]
     names = {name for name, *_ in blocks}
     arrays = [a for each in flat for name, a in each.items() if name in names]
-    if any(a.dtype != model.dtype or not a.flags.aligned for a in arrays) or any(r.mask is not None for r in replies):
+    is_plain = all(a.dtype == np.float32 and a.flags.aligned for a in arrays)
+    if not is_plain or any(reply.mask is not None for reply in replies):
         return None
     padding = -len(replies) % 4
     share = np.array([not reply.is_difference for reply in replies] + [True] * padding, model.dtype)
     padded_weights = np.append(weights, np.zeros(padding))
     after = np.empty_like(model)
-    mean_kernel.compile_for(model.dtype)
+    mean_kernel.compile_kernel()
 
     def average(block: Block) -> Floats:
         name, part, place = block
@@ -120,8 +121,6 @@ def read_extras(
         np.concatenate(buffers).astype(model.buffers.numpy().dtype) if buffers else None,
         np.concatenate(counters).astype(np.int64) if counters else None,
     )
-
-
 
 
 class UpdateWriter:
@@ -193,17 +192,16 @@ class ReplyUpdates(Updates):
 
     def average_rows(self, rows: Integers, weights: Floats) -> Tensor | None:
         """Return the mean without a matrix, if there is none yet and every client counts."""
-        params = self._model.params
-        is_plain = params.dtype in (torch.float32, torch.float64) and len(rows) == len(self.clients)
-        if "deltas" in vars(self) or not is_plain:
+        if "deltas" in vars(self) or self.no_rows.dtype != torch.float32 or len(rows) < len(self.clients):
             return None
-        replies = [self._replies[row] for row in rows]
+        replies, model = [self._replies[row] for row in rows], self._model.params.numpy()
         with make_pool() as pool:
-            averaged = average_replies(self._writer.blocks, replies, params.numpy(), weights, pool)
+            averaged = average_replies(self._writer.blocks, replies, model, weights, pool)
         if averaged is None:
             return None
-        self._norms = dict(zip((reply.client for reply in replies), averaged[1], strict=True))
-        return torch.from_numpy(averaged[0])
+        params, norms = averaged
+        self._norms = dict(zip((reply.client for reply in replies), norms, strict=True))
+        return torch.from_numpy(params)
 
 
 def make_pool() -> ThreadPoolExecutor:
