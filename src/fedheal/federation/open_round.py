@@ -49,7 +49,8 @@ class OpenRound:
         if outcome.is_refused:
             self.report["unmoved"] = outcome.refusal
         weights = zip(clients, aggregated.weights.tolist(), strict=True)
-        self.weights = {client: weight for client, weight in weights if client not in skipped}
+        # Not by `skipped`: it also has strangers that use the name of a client who counts.
+        self.weights = {client: weight for client, weight in weights if client in outcome.accepted}
         self.train_loss = mean_train_loss(cohort.updates, outcome.accepted)
 
     def log_problems(self, log: logging.Logger) -> None:
