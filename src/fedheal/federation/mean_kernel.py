@@ -3,7 +3,7 @@
 The sums run in the order and precision of `fedheal.aggregate.kernels.cpu`, so both give the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedheal.core.arrays import Floats
 
-STRIP = 4096  # numbers that are measured and added before the next ones: four clients' stay in the nearest cache
+STRIP = 4096  # numbers that are measured and added before the next ones: those of four clients stay in a near cache
 REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets sums of squares use vector registers
 
 
@@ -27,7 +27,8 @@ def average_block(
     total, squares = np.zeros(len(model)), np.zeros(len(arrays))
     for i in range(0, len(arrays), 4):
         four = slice(i, i + 4)
-        _add_block(*arrays[four], model, share[four], weights[four], total, squares[four])
+        x0, x1, x2, x3 = arrays[four]
+        _add_block(x0, x1, x2, x3, model, share[four], weights[four], total, squares[four])
     _finish(model, total, np.cumsum(weights)[-1], after)
     return squares
 
@@ -45,11 +46,7 @@ def freeze(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
-def compiled(**options: Any) -> Callable[[Any], Any]:
-    return numba.njit(nogil=True, cache=True, **options)  # type: ignore[no-any-return]
-
-
-@compiled(fastmath=REASSOCIATE)
+@numba.njit(nogil=True, cache=True, fastmath=REASSOCIATE)
 def _square_four(x0, x1, x2, x3, model, share, squares):  # type: ignore[no-untyped-def]
     s0, s1, s2, s3 = share[0], share[1], share[2], share[3]
     q0 = q1 = q2 = q3 = model.dtype.type(0)
@@ -65,7 +62,7 @@ def _square_four(x0, x1, x2, x3, model, share, squares):  # type: ignore[no-unty
     squares[3] += q3
 
 
-@compiled()
+@numba.njit(nogil=True, cache=True)
 def _add_four(x0, x1, x2, x3, model, share, weights, total):  # type: ignore[no-untyped-def]
     s0, s1, s2, s3 = share[0], share[1], share[2], share[3]
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
@@ -74,7 +71,7 @@ def _add_four(x0, x1, x2, x3, model, share, weights, total):  # type: ignore[no-
         total[j] = (((total[j] + w0 * d0) + w1 * d1) + w2 * d2) + w3 * d3
 
 
-@compiled()
+@numba.njit(nogil=True, cache=True)
 def _add_block(x0, x1, x2, x3, model, share, weights, total, squares):  # type: ignore[no-untyped-def]
     for start in range(0, model.size, STRIP):
         s = slice(start, min(start + STRIP, model.size))
@@ -82,7 +79,7 @@ def _add_block(x0, x1, x2, x3, model, share, weights, total, squares):  # type: 
         _add_four(x0[s], x1[s], x2[s], x3[s], model[s], share, weights, total[s])
 
 
-@compiled()
+@numba.njit(nogil=True, cache=True)
 def _finish(model, total, weight, after):  # type: ignore[no-untyped-def]
     for j in range(model.size):
         after[j] = model[j] + total[j] / weight
