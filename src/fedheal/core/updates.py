@@ -111,6 +111,9 @@ class Updates:
         Args:
             rows: The rows that count, in the order of their sum.
             weights: Their weights, not all 0.
+
+        Returns:
+            The new parameters, or None: take the mean of `deltas` then.
         """
         return None
 
