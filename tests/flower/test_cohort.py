@@ -72,7 +72,7 @@ def test_the_servers_control_stays_the_mean_of_the_clients_controls_as_they_join
     late = {node: grid.contexts.pop(node) for node in list(grid.contexts)[2:]}
 
     def join(node: int, reply: Message) -> list[Message]:
-        if strategy._round.number == 2:
+        if strategy.rounds.current.number == 2:
             grid.contexts.update(late)
         return [reply]
 

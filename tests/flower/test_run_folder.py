@@ -46,7 +46,7 @@ def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
 def test_rounds_have_the_simulators_fields_and_the_missing_clients(tmp_path, caplog):
     sites = Sites(method="fedheal", rounds=2)
     strategy = sites.strategy(folder=tmp_path / "run")
-    grid = sites.grid(lambda node, reply: [] if node == 101 and strategy._round.number == 2 else [reply])
+    grid = sites.grid(lambda node, reply: [] if node == 101 and strategy.rounds.current.number == 2 else [reply])
     with caplog.at_level(logging.INFO, "flwr.fedheal"):
         strategy.start(grid, sites.initial, num_rounds=2)
     first, second = records.read_rounds(tmp_path / "run")
@@ -70,7 +70,7 @@ def test_a_federation_under_way_is_diagnosed_by_domain(tmp_path):
     strategy = sites.strategy(folder=tmp_path / "run")
 
     def spoil(node, reply):
-        if strategy._round.number == 3:
+        if strategy.rounds.current.number == 3:
             raise KeyboardInterrupt
         failed = node == 101 and reply.metadata.message_type == "train"  # judged, though it never counts
         return [] if failed else [reply]

@@ -139,7 +139,7 @@ def _absorb(
         )
         messages, shared = [replies[client].messages[i] for client in accepted], before.shared
         if restarts and term.sums_slots:  # the round's model counts, but the sums begin as those of a cohort of nobody
-            nobody = Updates([], updates.deltas[:0], [])
+            nobody = Updates([], updates.no_rows, [])
             messages, shared, context = [], term.init(step.layout), replace(context, updates=nobody)
         model, shared = term.absorb(state.model, model, messages, shared, context)
         after.append(TermState(shared, slots))

@@ -43,6 +43,13 @@ class RoundRecord(_Record):
     # Written by federations, whose clients come and go; the file calls it `homes`.
     client_domains: dict[str, str | None] | None = Field(None, validation_alias=AliasChoices("homes", "client_domains"))
 
+    @field_validator("report", mode="before")
+    @classmethod
+    def _rename_old_keys(cls, report: Any) -> Any:
+        if isinstance(report, dict) and "not_judged" in report:  # as version 0.1 wrote it
+            return {"not_evaluated" if key == "not_judged" else key: value for key, value in report.items()}
+        return report
+
     def to_json(self) -> str:
         """Return the line of `rounds.jsonl`."""
         try:
