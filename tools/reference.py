@@ -48,6 +48,8 @@ FIELDS = {
     "samples_per_client": "training examples a client, or one number for each domain; the protocol's if not given",
     "fraction": "share of a domain's whole training set that each client holds, instead of a number",
     "dirichlet": "label skew within a domain: the smaller, the stronger; none if not given",
+    "pathological": "label skew within a domain: each client holds this many classes; all if not given",
+    "quantity": "skew of the sizes of a domain's clients: the smaller, the stronger; equal sizes if not given",
     "class_filling": "every client gets every class, as in the code released with the paper",
     "only": "domains or clients that train, no others; all if empty",
     "without": "domains or clients that do not train; the model is still evaluated on their domains",

@@ -148,8 +148,7 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
         _fill_per_domain("samples_per_client", experiment.samples_per_client, samples),
         experiment.get_seed("split"),
         {d.name: d.labels for d in domains.domains},
-        experiment.dirichlet,
-        experiment.class_filling,
+        experiment.skew,
         experiment.validation,
     )
     known = {client.id for client in clients} | set(names)
