@@ -32,9 +32,10 @@ FIELDS = {
     "beside the fields",
     "data": "a data set's name (`fedheal data list`), your own as `package.module:function`, or in Python a `Domains` or a "
     "function that returns one",
-    "model": "a model's name, your own as `package.module:factory`, or in Python a module, whose values every run starts from, "
-    "or a function `(num_classes[, input_shape])`",
+    "model": "a model's name, one of a library as `timm:NAME` or `torchvision:NAME`, your own as `package.module:factory`, "
+    "or in Python a module, whose values every run starts from, or a function `(num_classes[, input_shape])`",
     "width": "the model's width, where it has one; its own default if not given",
+    "weights": "a safetensors file of the model's initial values; random ones if not given",
     "rounds": "communication rounds",
     "seed": "of all that chance decides, unless one of the next three fields is set",
     "split_seed": "of the clients' examples: which ones each holds, trains with and holds out",

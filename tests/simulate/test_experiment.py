@@ -101,6 +101,7 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "steps": 2,
         "clients_per_domain": 1,
         "data_root": "x",
+        "weights": "x.safetensors",
         "image_size": 32,
         "quantity": 0.5,
         "lanes": 3,

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fedheal.core.errors import shorten_list
 from fedheal.data.readers.images import SUFFIXES, measure_depth
 from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainFiles, DomainSpec
-from fedheal.data.splits import EncodedImages, RawSplit, explain_empty_split, shorten_list
+from fedheal.data.splits import EncodedImages, RawSplit, explain_empty_split
 
 VARIABLE = "FEDHEAL_DATA"
 DEPTH_SAMPLE = 20  # images that are opened to see whether they use their 16 bits

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedheal.core.errors import format_count
+from fedheal.core.errors import format_count, shorten_list
 from fedheal.data import archive
 from fedheal.data.cache import CacheInputs, PreparedData, prepare_data
 from fedheal.data.domains import Domain, Domains, Excerpt, fingerprint
@@ -19,7 +19,7 @@ from fedheal.data.locate import DomainLocation, explain_missing, locate_domains,
 from fedheal.data.partition import Client
 from fedheal.data.readers.folders import list_subfolders
 from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainSpec, FolderLayout
-from fedheal.data.splits import RawDomain, align_labels, choose_classes, note_class_differences, shorten_list
+from fedheal.data.splits import RawDomain, align_labels, choose_classes, note_class_differences
 from fedheal.runs.folder import make_folder
 
 FOLDER_PREFIX = "folder:"

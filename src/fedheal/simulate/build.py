@@ -99,9 +99,13 @@ def build_module(experiment: Experiment, classes: int, shape: tuple[int, ...] | 
     given = experiment.model_object
     with use_seed(derive(experiment.get_seed("init"), "model"), torch.device("cpu")):
         if given is not None:
+            if experiment.weights is not None:
+                raise ValueError(
+                    f"weights = {experiment.weights!r}: the model is an object; load them into it yourself"
+                )
             return given.build(classes, shape, **keys)
         check_is_name("model", experiment.model)
-        return models.build(experiment.model, classes, **keys)
+        return models.build(experiment.model, classes, experiment.weights, **keys)
 
 
 def build_server_optimizer(experiment: Experiment) -> Server:

@@ -50,6 +50,7 @@ class Experiment(BaseModel):
     data: str = "embedded"
     model: str = "resnet10"
     width: int | None = Field(None, ge=1)
+    weights: str | None = None  # a safetensors file of the model's initial values
     rounds: int = Field(200, ge=1, le=1_000_000)
     seed: int = Field(0, ge=0, lt=2**63)
     split_seed: int | None = Field(None, ge=0, lt=2**63)  # each instead of `seed`
@@ -309,9 +310,9 @@ def parse_per_domain(field: str, value: Any, kind: type) -> Any:
 
 
 def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields that name folders with absolute paths, so that a run's description works from anywhere."""
+    """Return the fields that name files or folders with absolute paths, so that a run's description works from anywhere."""
     found = {}
-    for key, prefix in (("data", FOLDER_PREFIX), ("data_root", "")):
+    for key, prefix in (("data", FOLDER_PREFIX), ("data_root", ""), ("weights", "")):
         path = str(fields.get(key) or "")
         if path.startswith(prefix) and path != prefix:
             found[key] = prefix + os.path.abspath(os.path.expanduser(path.removeprefix(prefix)))
