@@ -130,6 +130,8 @@ class Experiment(BaseModel):
             raise ValueError(f"{both} exclude each other: give one of them")
         fields |= _make_paths_absolute(fields)
         protocol = datasets.get_protocol(str(fields.get("data", "embedded")))
+        if "epochs" in fields:
+            protocol.pop("steps", None)  # they would win
         method = fields.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
             defaults = {key: protocol[key] for key in protocol.keys() - cls.model_fields.keys()}

@@ -39,7 +39,7 @@ def _make_dataset(
     home: str,
     hub: str = "",
     layout: FolderLayout = ANY_CLASSES,
-    aliases: Mapping[str, tuple[str, ...]] | None = None,  # other names of a domain's folder
+    spellings: Mapping[str, tuple[str, ...]] | None = None,  # of a domain's folder, if it is not called like the domain
     **settings: Any,  # of `DatasetSpec`
 ) -> DatasetSpec:
     """Specify domains `<parent>/<domain>/<class>/...`, which the hub may have in one table."""
@@ -48,8 +48,8 @@ def _make_dataset(
         if isinstance(number, int):
             train = int(find_training_images(number).sum())
             number = train, number - train
-        spellings = (domain, *(aliases or {}).get(domain, ()))
-        folders = tuple(str(PurePath(parent, spelling)) for parent in parents for spelling in spellings)
+        names = (spellings or {}).get(domain, (domain,))
+        folders = tuple(str(PurePath(parent, name)) for parent in parents for name in names)
         table = HubDataset(hub, domain=domain) if hub else None
         domains.append(DomainSpec(domain.lower().replace(" ", "_"), *number, folders, (layout,), home, table))
     return DatasetSpec(name, about, tuple(domains), classes=layout.classes, **settings)
@@ -82,7 +82,7 @@ PACS = _make_dataset(
     size=224,
     clients=1,
     fraction=0.3,
-    protocol=MARSFL | {"model": "resnet34"},
+    protocol={"model": "resnet34", **MARSFL},
 )
 OFFICE_HOME = _make_dataset(
     "office-home",
@@ -91,11 +91,11 @@ OFFICE_HOME = _make_dataset(
     parents=("OfficeHomeDataset_10072016", "OfficeHome", "office_home", "office-home"),
     home="https://www.hemanthdv.org/officeHomeDataset.html",
     hub="flwrlabs/office-home",
-    aliases={"Real World": ("Real_World", "RealWorld")},
+    spellings={"Real World": ("Real World", "Real_World", "RealWorld")},
     size=224,
     clients=1,
     fraction=0.3,
-    protocol=MARSFL | {"model": "resnet18"},
+    protocol={"model": "resnet18", **MARSFL},
 )
 VLCS = _make_dataset(
     "vlcs",
@@ -107,14 +107,14 @@ VLCS = _make_dataset(
     layout=FolderLayout(
         VLCS_CLASSES, "<class>/*.jpg or {full,test}/<class>/*.jpg", train_folders=("full", "train"), is_numbered=True
     ),
-    aliases={
+    spellings={
         "caltech": ("Caltech101", "CALTECH"), "labelme": ("LabelMe", "LABELME"), "pascal": ("VOC2007", "PASCAL"),
         "sun": ("SUN09", "SUN"),
     },
     size=224,
     clients=1,
     fraction=0.3,
-    protocol=MARSFL | {"model": "resnet34"},
+    protocol={"model": "resnet34", **MARSFL},
 )  # fmt: skip
 DOMAINNET = _make_dataset(
     "domainnet",

@@ -110,7 +110,8 @@ def _decode_labels(labels: Variable, count: int, classes: int, names: MatNames, 
         table = values.reshape(labels.shape, order="F")
         if not (np.isin(table, (0, 1)).all() and (table.sum(axis=1) == 1).all()):
             raise ValueError(f"{path} has {names.labels} with rows that are not one-hot")
-        return np.argmax(table, axis=1)
+        found: Labels = table.argmax(axis=1)
+        return found
     if values is None or labels.shape not in ((count, 1), (1, count)):
         raise ValueError(
             f"{path} has {names.labels} of {labels}; it must be {count} x 1 or {count} x {classes} numbers"
