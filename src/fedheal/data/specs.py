@@ -68,9 +68,7 @@ class FolderLayout:
 
     classes: tuple[str, ...] = ()  # classes that must be present, if the data set fixes them
     looks_for: str = f"<class>/*.jpg or {{train,test}}/<class>/*.jpg (or {', '.join(SUFFIXES[1:])})"
-    split_lists: tuple[str, str] | None = (
-        None  # files that may define the split, with {} for the domain, near its folder
-    )
+    split_lists: tuple[str, ...] = ()  # text files near the folder that may define the split; {} is the domain
     train_folders: tuple[str, ...] = folders.TRAIN_NAMES
     is_numbered: bool = False  # the folders of all classes may be called 0, 1, ...
 
@@ -79,11 +77,8 @@ class FolderLayout:
         if not folder.is_dir():
             return []
         lists = self._find_lists(name, folder.parent)
-        if len(lists) == 1:
-            missing = [
-                pattern.format(name) for pattern in self.split_lists or () if pattern.format(name) != lists[0].name
-            ]
-            return [str(lists[0].with_name(file)) for file in missing]
+        if missing := [str(path) for path in lists if not path.is_file()]:
+            return missing
         if lists:
             domain = folders.read_split_lists(name, folder.parent, *lists)
         else:
@@ -94,15 +89,14 @@ class FolderLayout:
         missing = [str(folder / label) for label in self.classes if label not in domain.classes]
         if missing or not domain.classes:
             return missing if len(missing) < len(self.classes) else []
-        return _list_files(domain, folder, "numbered folders" if is_numbered else IMAGE_FOLDERS)
+        return _list_files(domain, folder, "numbered folders" if is_numbered else IMAGE_FOLDERS, lists)
 
     def _find_lists(self, name: str, parent: Path) -> list[Path]:
-        """Return the text files that define the split, from the first folder that has any."""
-        places = [base / part for base in (parent, parent.parent) for part in LIST_FOLDERS]
-        for place in places if self.split_lists else ():
-            paths = [place / pattern.format(name) for pattern in self.split_lists or ()]
-            if found := [path for path in paths if path.is_file()]:
-                return found
+        """Return the text files that define the split, in the first folder that has any of them."""
+        for place in (base / part for base in (parent, parent.parent) for part in LIST_FOLDERS):
+            paths = [place / pattern.format(name) for pattern in self.split_lists]
+            if any(path.is_file() for path in paths):
+                return paths
         return []
 
 
@@ -127,13 +121,14 @@ class CameraTrapLayout:
         if not files or not images.is_dir():
             return [str(base / self.annotations[0])] if images.is_dir() else [str(images)] if files else []
         listed = list_location(self.location, images, files, self.classes)
-        return _list_files(folders.divide_images(name, listed), images, "camera traps") if listed else []
+        return _list_files(folders.divide_images(name, listed), images, "camera traps", files) if listed else []
 
 
-def _list_files(domain: RawDomain, folder: Path, layout: str) -> DomainFiles:
-    images = (domain.train, domain.test)
-    paths = tuple(Path(image) for split in images if isinstance(split, EncodedImages) for image in split.names)
-    return DomainFiles(domain.name, layout, folder, paths, lambda: domain)
+def _list_files(domain: RawDomain, folder: Path, layout: str, descriptions: Sequence[Path]) -> DomainFiles:
+    """Return a domain's images, and the files that divide or describe them: data are prepared again when one changes."""
+    splits = (split for split in (domain.train, domain.test) if isinstance(split, EncodedImages))
+    paths = (Path(image) for split in splits for image in split.names)
+    return DomainFiles(domain.name, layout, folder, (*paths, *descriptions), lambda: domain)
 
 
 @dataclass(frozen=True)
