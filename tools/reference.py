@@ -32,9 +32,10 @@ FIELDS = {
     "beside the fields",
     "data": "a data set's name (`fedheal data list`), your own as `package.module:function`, or in Python a `Domains` or a "
     "function that returns one",
-    "model": "a model's name, your own as `package.module:factory`, or in Python a module, whose values every run starts from, "
-    "or a function `(num_classes[, input_shape])`",
+    "model": "a model's name, one of a library as `timm:NAME` or `torchvision:NAME`, your own as `package.module:factory`, "
+    "or in Python a module, whose values every run starts from, or a function `(num_classes[, input_shape])`",
     "width": "the model's width, where it has one; its own default if not given",
+    "weights": "a safetensors file of the model's initial values; random ones if not given",
     "rounds": "communication rounds",
     "seed": "of all that chance decides, unless one of the next three fields is set",
     "split_seed": "of the clients' examples: which ones each holds, trains with and holds out",
@@ -48,6 +49,8 @@ FIELDS = {
     "samples_per_client": "training examples a client, or one number for each domain; the protocol's if not given",
     "fraction": "share of a domain's whole training set that each client holds, instead of a number",
     "dirichlet": "label skew within a domain: the smaller, the stronger; none if not given",
+    "pathological": "label skew within a domain: each client holds this many classes; all if not given",
+    "quantity": "skew of the sizes of a domain's clients: the smaller, the stronger; equal sizes if not given",
     "class_filling": "every client gets every class, as in the code released with the paper",
     "only": "domains or clients that train, no others; all if empty",
     "without": "domains or clients that do not train; the model is still evaluated on their domains",

@@ -101,15 +101,16 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "steps": 2,
         "clients_per_domain": 1,
         "data_root": "x",
+        "weights": "x.safetensors",
         "image_size": 32,
-        "dirichlet": 0.5,
+        "quantity": 0.5,
         "lanes": 3,
         **dict.fromkeys(SEED_FIELDS, 1),
     }
-    text = tomllib.loads(Experiment(**said, samples_per_client=9).to_toml())
-    other = tomllib.loads(Experiment(**said, fraction=0.1).to_toml())  # instead of samples_per_client
+    text = tomllib.loads(Experiment(**said, samples_per_client=9, dirichlet=0.5).to_toml())
+    other = tomllib.loads(Experiment(**said, fraction=0.1, pathological=2).to_toml())  # instead of these
     assert text.keys() | other.keys() == Experiment.model_fields.keys()
-    assert text.keys() ^ other.keys() == {"samples_per_client", "fraction"}
+    assert text.keys() ^ other.keys() == {"samples_per_client", "fraction", "dirichlet", "pathological"}
     for word in ("tau=0.3", "beta=0.4", "variant=paper", "fphl=true", "fael=momentum"):
         assert word in text["method"]
 

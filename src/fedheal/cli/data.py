@@ -46,7 +46,7 @@ def list_command() -> None:
     rows.append(["folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", ""])
     rows.append(["package.module:function", "your own: a function that returns fedheal.data.domains.Domains", ""])
     make_console().print(_make_table(["data", "what it is", "protocol"], rows))
-    typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
+    typer.echo(f"Models: {', '.join(models.MODELS)}, timm:NAME, torchvision:NAME, or package.module:factory")
 
 
 @data_app.command("check")

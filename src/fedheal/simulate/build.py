@@ -99,9 +99,13 @@ def build_module(experiment: Experiment, classes: int, shape: tuple[int, ...] | 
     given = experiment.model_object
     with use_seed(derive(experiment.get_seed("init"), "model"), torch.device("cpu")):
         if given is not None:
+            if experiment.weights is not None:
+                raise ValueError(
+                    f"weights = {experiment.weights!r}: the model is an object; load them into it yourself"
+                )
             return given.build(classes, shape, **keys)
         check_is_name("model", experiment.model)
-        return models.build(experiment.model, classes, **keys)
+        return models.build(experiment.model, classes, experiment.weights, **keys)
 
 
 def build_server_optimizer(experiment: Experiment) -> Server:
@@ -148,8 +152,7 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
         _fill_per_domain("samples_per_client", experiment.samples_per_client, samples),
         experiment.get_seed("split"),
         {d.name: d.labels for d in domains.domains},
-        experiment.dirichlet,
-        experiment.class_filling,
+        experiment.skew,
         experiment.validation,
     )
     known = {client.id for client in clients} | set(names)

@@ -20,6 +20,7 @@ from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
 from fedheal.core.errors import describe_allowed, name_value, suggest
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.data.on_disk import FOLDER_PREFIX
+from fedheal.data.partition import Skew
 from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.runs.folder import read_toml
@@ -49,6 +50,7 @@ class Experiment(BaseModel):
     data: str = "embedded"
     model: str = "resnet10"
     width: int | None = Field(None, ge=1)
+    weights: str | None = None  # a safetensors file of the model's initial values
     rounds: int = Field(200, ge=1, le=1_000_000)
     seed: int = Field(0, ge=0, lt=2**63)
     split_seed: int | None = Field(None, ge=0, lt=2**63)  # each instead of `seed`
@@ -62,6 +64,8 @@ class Experiment(BaseModel):
     samples_per_client: int | dict[str, int] | None = None
     fraction: float | dict[str, float] | None = None  # of the whole training set, that each client holds
     dirichlet: float | None = Field(None, gt=0, le=1e6)  # label skew within a domain: the smaller, the stronger
+    pathological: int | None = Field(None, ge=1)  # label skew within a domain: classes that each client holds
+    quantity: float | None = Field(None, gt=0, le=1e6)  # skew of the clients' sizes: the smaller, the stronger
     class_filling: bool = False  # every client gets every class, as in the code released with the paper
     only: tuple[str, ...] = ()  # these domains or clients train, no others
     without: tuple[str, ...] = ()  # these do not; the model is still evaluated on their domains
@@ -120,12 +124,14 @@ class Experiment(BaseModel):
         for key, kind in PER_DOMAIN.items():
             if fields.get(key) is not None:
                 fields[key] = parse_per_domain(key, fields[key], kind)
-        for first, second in (("samples_per_client", "fraction"), ("dirichlet", "class_filling")):
-            if fields.get(first) and fields.get(second):
-                both = f"{first} = {fields[first]} and {second} = {fields[second]}"
-                raise ValueError(f"{both} exclude each other: give one of them")
+        samples, fraction = fields.get("samples_per_client"), fields.get("fraction")
+        if samples and fraction:
+            both = f"samples_per_client = {samples} and fraction = {fraction}"
+            raise ValueError(f"{both} exclude each other: give one of them")
         fields |= _make_paths_absolute(fields)
         protocol = datasets.get_protocol(str(fields.get("data", "embedded")))
+        if "epochs" in fields:
+            protocol.pop("steps", None)  # they would win
         method = fields.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
             defaults = {key: protocol[key] for key in protocol.keys() - cls.model_fields.keys()}
@@ -140,6 +146,16 @@ class Experiment(BaseModel):
         server = SERVER_DEFAULTS.get(str(fields.get("server_optimizer", "sgd")), {})
         defaults = {f"server_{name}": value for name, value in server.items()}
         return defaults | {key: value for key, value in protocol.items() if key in cls.model_fields} | fields
+
+    @model_validator(mode="after")
+    def _check_skew(self) -> Experiment:
+        assert self.skew  # raises if fields exclude each other
+        return self
+
+    @property
+    def skew(self) -> Skew:
+        """How the clients of a domain differ in labels and size."""
+        return Skew(self.dirichlet, self.pathological, self.quantity, self.class_filling)
 
     @property
     def data_object(self) -> DataObject | None:
@@ -296,9 +312,9 @@ def parse_per_domain(field: str, value: Any, kind: type) -> Any:
 
 
 def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields that name folders with absolute paths, so that a run's description works from anywhere."""
+    """Return the fields that name files or folders with absolute paths, so that a run's description works from anywhere."""
     found = {}
-    for key, prefix in (("data", FOLDER_PREFIX), ("data_root", "")):
+    for key, prefix in (("data", FOLDER_PREFIX), ("data_root", ""), ("weights", "")):
         path = str(fields.get(key) or "")
         if path.startswith(prefix) and path != prefix:
             found[key] = prefix + os.path.abspath(os.path.expanduser(path.removeprefix(prefix)))

@@ -188,8 +188,8 @@ def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
     for name in ("experiment.toml", "model.safetensors", "result.json"):
         if not (path / name).exists():
             raise ValueError(f"{path} holds no finished run: there is no {name}; {files.NO_RESULT}")
-    # The method does not matter here, and the folder has only the name of a user's own.
-    experiment = Experiment.of(files.read_toml(path / "experiment.toml") | {"method": "fedavg"})
+    # The method and the initial values do not matter here, and the folder has only the name of a user's own method.
+    experiment = Experiment.of(files.read_toml(path / "experiment.toml") | {"method": "fedavg", "weights": None})
     if module is None:
         if DESCRIPTION.fullmatch(experiment.model):
             raise ValueError(f"the model of {path} was a Python object, {experiment.model}: give load(folder, module)")
@@ -335,10 +335,10 @@ def _make_result(
 
 
 def _identify_used(experiment: Experiment, federation: Federation, domains: Domains) -> dict[str, Any]:
-    """Return fingerprints of what a resumed run must find again: the examples and, if it is an object, the model."""
+    """Return fingerprints of what a resumed run must find again: the examples and the model, if it is an object or a file's."""
     examples = fingerprint_used(federation.local_training.examples, federation.tests)
     used = {"fingerprint": examples, "classes": list(domains.classes)}
-    if experiment.model_object is None:
+    if experiment.model_object is None and experiment.weights is None:
         return used
     return used | {"model": fingerprint_module(federation.local_training.module)}
 
