@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from pydantic import ValidationError
 import fedheal
 from fedheal import methods
 from fedheal.core.rng import SEED_FIELDS
-from fedheal.runs.schema import FREE
+from fedheal.runs.schema import FREE, LATER_SETTINGS
+from fedheal.simulate.build import build_server_optimizer
 from fedheal.simulate.experiment import RUN_NAME_LENGTH, Experiment, parse_override
 from tiny_data import QUICK, quick
 from tiny_runs import bits
@@ -59,6 +62,38 @@ def test_adam_on_the_server_has_a_rate_and_momentum_of_its_own_which_the_file_sa
     said = Experiment(server_optimizer="adam", server_lr=1, server_momentum=0)
     assert (said.server_lr, said.server_momentum) == (1.0, 0.0)
     assert (again(said).server_lr, again(said).server_momentum) == (1.0, 0.0)
+
+
+def test_a_methods_server_optimiser_sets_the_fields() -> None:
+    experiment = Experiment(method="fedheal+fedyogi:eta=0.1,eps=0.01")
+    assert (experiment.server_optimizer, experiment.server_lr, experiment.server_momentum) == ("yogi", 0.1, 0.9)
+    assert (experiment.server_beta2, experiment.server_eps) == (0.99, 0.01)
+    assert again(experiment) == experiment
+    assert build_server_optimizer(experiment) == methods.get("fedheal+fedyogi:eta=0.1,eps=0.01").server
+    with pytest.raises(
+        ValueError, match=r"server_lr = 1 contradicts method 'fedavg\+fedadam', which brings server_lr = 0.01"
+    ):
+        Experiment(method="fedadam", server_lr=1)
+
+
+def test_another_method_drops_the_server_optimiser_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.toml"
+    file.write_text(Experiment(method="fedadam").to_toml())
+    assert Experiment.read(file, ["method=fedheal"]).server_optimizer == "sgd"
+    file.write_text(Experiment(method="fedheal").to_toml())
+    assert Experiment.read(file, ["method=fedheal+fedyogi"]).server_optimizer == "yogi"
+    file.write_text(Experiment(method="fedheal", server_optimizer="adam").to_toml())
+    assert Experiment.read(file, ["method=fedavg"]).server_optimizer == "adam"
+
+
+def test_fields_that_earlier_runs_lack_do_not_change_who_owns_a_checkpoint() -> None:
+    """At the values that those runs had. Otherwise they could not be resumed."""
+    experiment = Experiment(method="fedavg")
+    settings = experiment.to_dict()
+    assert settings | LATER_SETTINGS == settings
+    earlier = {key: value for key, value in settings.items() if key not in FREE | LATER_SETTINGS.keys()}
+    assert experiment.identity == hashlib.sha256(json.dumps(earlier, sort_keys=True).encode()).hexdigest()
+    assert Experiment(method="fedavg", server_eps=0.01).identity != experiment.identity
 
 
 @pytest.mark.slow

@@ -70,9 +70,10 @@ def test_the_first_rounds_do_not_depend_on_how_many_there_will_be() -> None:
 
 
 OPTIMISERS = [
-    {"server_lr": 0.5},
     {"server_momentum": 0.9},
     {"server_optimizer": "adam", "server_momentum": 0.9, "server_lr": 0.1},
+    {"method": "fedheal+fedyogi"},
+    {"method": "fedheal+fedadagrad"},
 ]
 
 

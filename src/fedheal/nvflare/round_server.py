@@ -29,7 +29,7 @@ from fedheal.federation.node_sampling import TooManyEmptyRounds
 from fedheal.federation.round_summary import describe_causes, describe_round, summarise_evaluations
 from fedheal.federation.run_folder import Framework, KnownClients, RunFolder
 from fedheal.methods import Method
-from fedheal.methods.server_step import ServerStep, apply_server_step, mean_train_loss
+from fedheal.methods.server_step import ServerStep, apply_server_step, mean_train_loss, resolve_server
 from fedheal.nvflare.exchange import (
     CLIENT,
     EXAMPLES,
@@ -81,6 +81,10 @@ class FederationSettings:
             )
         return method
 
+    def resolve_server(self, method: Method) -> Server:
+        """Return the server optimiser of the settings or of the method."""
+        return resolve_server(method, None if self.server is None else Server(**self.server))
+
     def to_requirements(self, method: Method) -> ReplyRequirements:
         """Return what a reply must hold."""
         needs = tuple(
@@ -130,7 +134,7 @@ class RoundServer:
     def __init__(self, settings: FederationSettings, num_rounds: int, layout: Layout | None) -> None:
         self.settings, self.num_rounds, self.layout = settings, num_rounds, layout
         self.method = settings.resolve_method()
-        self.server = Server(**settings.server or {})
+        self.server = settings.resolve_server(self.method)
         self.requirements = settings.to_requirements(self.method)
         self.aggregator = replace(self.method.aggregator, on_bad_update="skip")
         self.folder = None

@@ -14,7 +14,7 @@ import numpy as np
 from fedheal.core.metrics import fairness
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.runs.folder import read_json, read_result, read_toml, write_text
-from fedheal.runs.schema import FREE
+from fedheal.runs.schema import FREE, LATER_SETTINGS
 
 BOUNDS = {
     "standalone": "one model per client, trained on its own data only; evaluated on its own domain, mean over the domain's "
@@ -149,7 +149,7 @@ def read_settings(summary: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     folder = Path(str(summary.get("folder", "")))
     for name, is_complete in (("experiment.toml", True), ("federation.toml", False)):
         if (folder / name).is_file():
-            return read_toml(folder / name), is_complete
+            return (LATER_SETTINGS if is_complete else {}) | read_toml(folder / name), is_complete
     return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}, False
 
 

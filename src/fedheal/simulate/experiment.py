@@ -16,17 +16,18 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from fedheal import data as datasets
 from fedheal import methods
-from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
+from fedheal.aggregate.server_optimizer import BETA2, EPS, SERVER_DEFAULTS
 from fedheal.core.errors import describe_allowed, name_value, suggest
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.runs.folder import read_toml
-from fedheal.runs.schema import FREE
+from fedheal.runs.schema import FREE, LATER_SETTINGS
 from fedheal.simulate.objects import DataObject, ModelObject, wrap_objects
 
 RUN_NAME_LENGTH = 120
+SERVER_FIELDS = {f"server_{name}": name for name in ("optimizer", "lr", "momentum", "beta2", "eps")}
 # Fields that may have one value for each domain.
 PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
 
@@ -76,9 +77,11 @@ class Experiment(BaseModel):
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
     augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
-    server_optimizer: Literal["sgd", "adam"] = "sgd"
+    server_optimizer: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
     server_lr: float = Field(1.0, gt=0)
     server_momentum: float = Field(0.0, ge=0, lt=1)
+    server_beta2: float = Field(BETA2.default, ge=0, lt=1)  # of adam and yogi
+    server_eps: float = Field(EPS.default, gt=0)  # of adam, yogi and adagrad
     eval_every: int = Field(1, ge=1)
     on_bad_update: Literal["raise", "skip"] = "raise"
     device: str = "auto"
@@ -137,6 +140,7 @@ class Experiment(BaseModel):
             raise ValueError(f"unknown field '{unknown}'{suggest(unknown, list(cls.model_fields))}")
         elif not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' exists already: give yours another name")
+        fields |= _take_server(fields)
         server = SERVER_DEFAULTS.get(str(fields.get("server_optimizer", "sgd")), {})
         defaults = {f"server_{name}": value for name, value in server.items()}
         return defaults | {key: value for key, value in protocol.items() if key in cls.model_fields} | fields
@@ -201,7 +205,8 @@ class Experiment(BaseModel):
     @property
     def identity(self) -> str:
         """A hash of everything that can change the result."""
-        decisive = {key: value for key, value in self.to_dict().items() if key not in FREE}
+        fields = self.to_dict().items()
+        decisive = {key: value for key, value in fields if key not in FREE and LATER_SETTINGS.get(key) != value}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -311,10 +316,27 @@ def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict
     if isinstance(new_method, str):
         parameters = {key for part in methods.parse(new_method) for key in part.explicit}
         parameters -= Experiment.model_fields.keys()
+        both = [name for name in (method, new_method) if isinstance(name, str) and methods.is_known(name)]
+        if any(methods.get(name).server for name in both):  # the fields in the file may be those of its method
+            parameters |= SERVER_FIELDS.keys()
         return {key: value for key, value in values.items() if key not in parameters}
     if isinstance(method, str) and (keys := changes.keys() - Experiment.model_fields.keys()):
         return values | {"method": "+".join(part.unset(keys).format_explicit() for part in methods.parse(method))}
     return values
+
+
+def _take_server(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the server optimiser of the method as fields. Raise ValueError if the fields say something else."""
+    method = fields["method"] if "method" in fields else Experiment.model_fields["method"].default
+    method = method if isinstance(method, Method) else methods.get(method)
+    if method.server is None:
+        return {}
+    brought = {field: getattr(method.server, name) for field, name in SERVER_FIELDS.items()}
+    for field, value in brought.items():
+        if fields.get(field, value) != value:
+            problem = f"{field} = {fields[field]} contradicts method '{method.name}', which brings {field} = {value}"
+            raise ValueError(f"{problem}: leave it out, or give it in the method's name, as in fedadam:eta=0.1")
+    return brought
 
 
 def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping[str, Any]) -> Method:
