@@ -42,6 +42,7 @@ EXPERIMENTS: list[dict[str, Any]] = [
     {"data": "tiny_data:load", "model": "tiny_data:linear", "width": 3, "steps": 7, "clients_per_domain": 2},
     {"name": 'a "quoted" näme\n\\', "seed": 2**63 - 1},
     {"participation": 1e-9, "dropout": 0.999, "lr": 1e-300, "save_seconds": 0, "server_lr": 1 / 3},
+    {"optimizer": "adamw", "lr_schedule": "exponential", "warmup_rounds": 3},
     {"server_optimizer": "adam", "server_momentum": 0.9, "augment": "crop-flip", "on_bad_update": "skip", "threads": 2},
 ]
 
@@ -139,6 +140,8 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "image_size": 32,
         "dirichlet": 0.5,
         "lanes": 3,
+        "lr_schedule": "step",
+        "lr_decay_every": 9,
         **dict.fromkeys(SEED_FIELDS, 1),
     }
     text = tomllib.loads(Experiment(**said, samples_per_client=9).to_toml())
@@ -267,6 +270,13 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"augment": "mixup"}, ["augment", "mixup", "crop"]),
     ({"server_optimizer": "lion"}, ["server_optimizer", "lion", "adam"]),
     ({"server_lr": 0}, ["server_lr", "0"]),
+    ({"optimizer": "lion"}, ["optimizer", "lion", "adamw"]),
+    ({"lr_schedule": "linear"}, ["lr_schedule", "linear", "cosine"]),
+    ({"lr_schedule": "step"}, ["lr_schedule", "step", "lr_decay_every"]),
+    ({"lr_decay": 0.5}, ["lr_decay", "0.5", "lr_schedule", "constant"]),
+    ({"lr_schedule": "exponential", "lr_decay_every": 5}, ["lr_decay_every", "5", "step"]),
+    ({"lr_schedule": "step", "lr_decay_every": 5, "lr_decay": 2}, ["lr_decay", "2"]),
+    ({"rounds": 5, "warmup_rounds": 5}, ["warmup_rounds", "5", "fewer"]),
     ({"server_lr": float("inf")}, ["server_lr", "inf"]),
     ({"server_momentum": 1}, ["server_momentum", "1"]),
     ({"eval_every": 0}, ["eval_every", "0"]),
@@ -367,11 +377,16 @@ def test_everything_else_changes_the_identity(field: str) -> None:
     other: dict[str, Any] = {
         "method": "fedavg", "data": "embedded", "model": "resnet18", "augment": "flip", "server_optimizer": "adam",
         "on_bad_update": "skip", "classes": "union", "fraction": 0.5, "image_size": 64, "engine": "serial", "precision": "fp32",
+        "optimizer": "adam", "lr_schedule": "cosine", "warmup_rounds": 2, "lr_decay": 0.5, "lr_decay_every": 3,
     }  # fmt: skip
-    now = getattr(quick(), field)
+    fixed: dict[str, Any] = {"lr_decay": {"lr_schedule": "exponential"}}.get(field, {})
+    if field == "lr_decay_every":
+        fixed = {"lr_schedule": "step", "lr_decay_every": 1}
+    before = quick(**fixed)
+    now = getattr(before, field)
     by_type: dict[type, Any] = {bool: not now, float: 0.123, tuple: ("plain",), int: 11, type(None): 2}
     value = other[field] if field in other else by_type[type(now)]
-    assert quick(**{field: value}).identity != quick().identity
+    assert quick(**fixed | {field: value}).identity != before.identity
 
 
 def test_a_run_may_be_resumed_with_other_workers_and_saving(tmp_path: Path) -> None:

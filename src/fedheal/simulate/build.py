@@ -115,6 +115,14 @@ def check_method(experiment: Experiment) -> None:
     """Raise ValueError if the experiment lacks something that its method needs, whatever the data."""
     method = experiment.resolved_method
     resolve_server(method, build_server_optimizer(experiment))
+    if experiment.optimizer != "sgd":
+        needs = [term.needs_sgd for term in method.local if term.needs_sgd]
+        if {"lr", "reach"} & method.aggregator.stage.needs:
+            needs.append("its weights depend on the effective step of SGD")
+        if needs:
+            raise ValueError(
+                f"optimizer = '{experiment.optimizer}' with method '{method.name}': {needs[0]}; use optimizer=sgd"
+            )
     if experiment.pool and method.personalised:
         raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
     if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):

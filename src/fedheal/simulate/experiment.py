@@ -20,6 +20,7 @@ from fedheal.aggregate.server_optimizer import BETA2, EPS, SERVER_DEFAULTS
 from fedheal.core.errors import describe_allowed, name_value, suggest
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.data.on_disk import FOLDER_PREFIX
+from fedheal.engine.local_optimizer import DECAYS
 from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.runs.folder import read_toml
@@ -73,7 +74,12 @@ class Experiment(BaseModel):
     epochs: int = Field(10, ge=1)
     steps: int | None = Field(None, ge=1)
     batch_size: int = Field(64, ge=1)
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(0.001, gt=0)
+    lr_schedule: Literal["constant", "cosine", "step", "exponential"] = "constant"  # over the rounds
+    lr_decay: float | None = Field(None, gt=0, le=1)  # the factor of step and exponential
+    lr_decay_every: int | None = Field(None, ge=1)  # rounds from one decay of step to the next
+    warmup_rounds: int = Field(0, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
     augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
@@ -141,9 +147,28 @@ class Experiment(BaseModel):
         elif not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' exists already: give yours another name")
         fields |= _take_server(fields)
+        if fields.get("lr_decay") is None and fields.get("lr_schedule") in DECAYS:
+            fields["lr_decay"] = DECAYS[fields["lr_schedule"]]
         server = SERVER_DEFAULTS.get(str(fields.get("server_optimizer", "sgd")), {})
         defaults = {f"server_{name}": value for name, value in server.items()}
         return defaults | {key: value for key, value in protocol.items() if key in cls.model_fields} | fields
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Experiment:
+        """Raise ValueError if fields of the learning rate's schedule are missing or have no effect."""
+        for field, kinds in (("lr_decay", ("step", "exponential")), ("lr_decay_every", ("step",))):
+            if getattr(self, field) is not None and self.lr_schedule not in kinds:
+                used = " and ".join(f"lr_schedule={kind}" for kind in kinds)
+                raise ValueError(
+                    f"{field} = {getattr(self, field)} is for {used}, not for lr_schedule = '{self.lr_schedule}'"
+                )
+        if self.lr_schedule == "step" and self.lr_decay_every is None:
+            raise ValueError("lr_schedule = 'step' needs the rounds from one decay to the next: give lr_decay_every=50")
+        if self.warmup_rounds >= self.rounds:
+            raise ValueError(
+                f"warmup_rounds = {self.warmup_rounds}: use fewer than the {self.rounds} rounds of the run"
+            )
+        return self
 
     @property
     def data_object(self) -> DataObject | None:
