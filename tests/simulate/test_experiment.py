@@ -378,6 +378,7 @@ def test_everything_else_changes_the_identity(field: str) -> None:
         "method": "fedavg", "data": "embedded", "model": "resnet18", "augment": "flip", "server_optimizer": "adam",
         "on_bad_update": "skip", "classes": "union", "fraction": 0.5, "image_size": 64, "engine": "serial", "precision": "fp32",
         "optimizer": "adam", "lr_schedule": "cosine", "warmup_rounds": 2, "lr_decay": 0.5, "lr_decay_every": 3,
+        "evaluate": "unseen",
     }  # fmt: skip
     fixed: dict[str, Any] = {"lr_decay": {"lr_schedule": "exponential"}}.get(field, {})
     if field == "lr_decay_every":

@@ -165,6 +165,11 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
         unknown = sorted(set(getattr(experiment, key)) - known)
         if unknown:
             raise ValueError(f"{key} names '{unknown[0]}'{suggest(unknown[0], sorted(known))}; the domains are {names}")
+    if experiment.evaluate == "unseen" and (len(experiment.without) != 1 or experiment.without[0] not in names):
+        raise ValueError(
+            f"evaluate = 'unseen' with without = {list(experiment.without)}: one run leaves out one domain, of {names}; "
+            "`fedheal run`, `fedheal compare` and fedheal.compare(...) make one run for each domain if without is not set"
+        )
     if not any(takes_part(experiment, client) for client in clients):
         only, without = list(experiment.only), list(experiment.without)
         raise ValueError(f"only = {only} and without = {without} leave no client to train")

@@ -88,6 +88,7 @@ class Experiment(BaseModel):
     server_momentum: float = Field(0.0, ge=0, lt=1)
     server_beta2: float = Field(BETA2.default, ge=0, lt=1)  # of adam and yogi
     server_eps: float = Field(EPS.default, gt=0)  # of adam, yogi and adagrad
+    evaluate: Literal["all", "unseen"] = "all"  # unseen: each domain with a model that was trained without it
     eval_every: int = Field(1, ge=1)
     on_bad_update: Literal["raise", "skip"] = "raise"
     device: str = "auto"
@@ -154,8 +155,12 @@ class Experiment(BaseModel):
         return defaults | {key: value for key, value in protocol.items() if key in cls.model_fields} | fields
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> Experiment:
-        """Raise ValueError if fields of the learning rate's schedule are missing or have no effect."""
+    def _check_combinations(self) -> Experiment:
+        """Raise ValueError if a field has no effect with the others, or needs another."""
+        if self.evaluate == "unseen" and self.only:
+            raise ValueError(
+                f"only = {list(self.only)} cannot be combined with evaluate=unseen: all domains but one train"
+            )
         for field, kinds in (("lr_decay", ("step", "exponential")), ("lr_decay_every", ("step",))):
             if getattr(self, field) is not None and self.lr_schedule not in kinds:
                 used = " and ".join(f"lr_schedule={kind}" for kind in kinds)
