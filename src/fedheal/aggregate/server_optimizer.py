@@ -9,8 +9,8 @@ there:
 - the others: `m = b1 m + (1-b1) Delta`, `W + lr m / (sqrt(v) + eps)`. `adam`: `v = b2 v + (1-b2) Delta^2`. `yogi`: `v = v -
   (1-b2) Delta^2 sign(v - Delta^2)`, which lets a large v fall slowly. `adagrad`: `v = v + Delta^2`.
 
-v starts at 0; the paper asks for at least eps^2, which its own code does not use either. Where Delta is well above eps, a step
-of an adaptive optimiser is about `lr` whatever Delta: each has defaults of its own.
+v starts at 0; the paper asks for at least eps^2, which changes little beside eps in the denominator. Where Delta is well above
+eps, a step of an adaptive optimiser is about `lr` whatever Delta: each has defaults of its own.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class ServerState(State, kind="server"):
     second: Tensor
 
 
-ADAPTIVE_LR = "ours; Reddi et al. 2021 tune 0.001 to 10"
+ADAPTIVE_LR = "ours; Reddi et al. 2021 tune 0.001 to 1"
 REDDI = "Reddi et al. 2021"
 ETA = Parameter("eta", 0.01, "the server's learning rate", ADAPTIVE_LR, gt=0)
 BETA1 = Parameter("beta1", 0.9, "decay of the mean of updates", REDDI, ge=0, lt=1)
