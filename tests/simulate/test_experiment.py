@@ -81,10 +81,21 @@ def test_another_method_drops_the_server_optimiser_of_a_file(tmp_path: Path) -> 
     file = tmp_path / "experiment.toml"
     file.write_text(Experiment(method="fedadam").to_toml())
     assert Experiment.read(file, ["method=fedheal"]).server_optimizer == "sgd"
+    assert Experiment.read(file, ["eta=0.5"]).server_lr == 0.5
+    with pytest.raises(ValueError, match=r"server_lr = 0\.5 contradicts"):
+        Experiment.read(file, ["server_lr=0.5"])
     file.write_text(Experiment(method="fedheal").to_toml())
     assert Experiment.read(file, ["method=fedheal+fedyogi"]).server_optimizer == "yogi"
     file.write_text(Experiment(method="fedheal", server_optimizer="adam").to_toml())
     assert Experiment.read(file, ["method=fedavg"]).server_optimizer == "adam"
+
+
+def test_another_schedule_drops_the_decay_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.toml"
+    file.write_text(Experiment(lr_schedule="step", lr_decay_every=5).to_toml())
+    assert Experiment.read(file).lr_decay == 0.1
+    assert Experiment.read(file, ["lr_schedule=exponential"]).lr_decay == 0.99
+    assert Experiment.read(file, ["lr_schedule=cosine"]).lr_decay is None
 
 
 def test_fields_that_earlier_runs_lack_do_not_change_who_owns_a_checkpoint() -> None:

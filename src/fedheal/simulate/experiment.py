@@ -341,14 +341,17 @@ def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the method's parameters that are overridden: a file may have them in the method's name, and so may an override."""
+    """Drop what belongs to an overridden method or schedule; a file may have a method's parameters in its name."""
     method, new_method = values.get("method"), changes.get("method")
+    if "lr_schedule" in changes:
+        values = {key: value for key, value in values.items() if key not in ("lr_decay", "lr_decay_every")}
+    if new_method is not None or changes.keys() - Experiment.model_fields.keys():
+        names = [name for name in (method, new_method) if isinstance(name, str) and methods.is_known(name)]
+        if any(methods.get(name).server for name in names):  # the file's fields are those of its method, or overridden
+            values = {key: value for key, value in values.items() if key not in SERVER_FIELDS}
     if isinstance(new_method, str):
         parameters = {key for part in methods.parse(new_method) for key in part.explicit}
         parameters -= Experiment.model_fields.keys()
-        both = [name for name in (method, new_method) if isinstance(name, str) and methods.is_known(name)]
-        if any(methods.get(name).server for name in both):  # the fields in the file may be those of its method
-            parameters |= SERVER_FIELDS.keys()
         return {key: value for key, value in values.items() if key not in parameters}
     if isinstance(method, str) and (keys := changes.keys() - Experiment.model_fields.keys()):
         return values | {"method": "+".join(part.unset(keys).format_explicit() for part in methods.parse(method))}
