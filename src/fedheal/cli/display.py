@@ -195,7 +195,7 @@ def show_parts() -> None:
     body.append(
         ["package.module:function", "your own function that returns a Stage, a Term, a Server or an Aggregator", ""]
     )
-    title = "<local>[:key=value,...]{+<stage>[:key=value,...]}[+<server>[:key=value,...]]"
+    title = "<local>[:key=value,...]{+<stage>[:...]}[+<server>[:...]]"
     print_table(["part", "what it does", "parameters"], body, title, prose=True)
 
 
