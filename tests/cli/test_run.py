@@ -26,6 +26,10 @@ WRONG = [
     (["lr=nan"], ["lr", "nan"]),
     (["server_lr=inf"], ["server_lr", "inf"]),
     (["participation=0"], ["participation"]),
+    (["evaluate=seen"], ["evaluate", "seen", "unseen"]),
+    (["lr_schedule=step"], ["lr_schedule", "lr_decay_every"]),
+    (["method=scaffold", "optimizer=adam"], ["optimizer", "adam", "scaffold", "sgd"]),
+    (["method=fedadam", "server_lr=1"], ["server_lr", "fedadam", "eta"]),
     (["bogus=3"], ["bogus"]),
     (["taw=.3"], ["taw", "tau"]),
     (["taw=0.3"], ["taw", "tau"]),
@@ -104,6 +108,20 @@ def test_json_is_alone_on_stdout_and_the_same_as_the_file(call, tmp_path: Path) 
 def test_quiet_prints_nothing(call, tmp_path: Path) -> None:
     assert call("run", *WORDS, "--quiet", "--out", "here") == Done(0, "", "")
     assert (tmp_path / "here" / "result.json").exists()
+
+
+def test_unseen_domains_have_a_run_each_and_a_table(call, tmp_path: Path) -> None:
+    asked = ["run", *words("rounds=1"), "method=fedavg", "evaluate=unseen", "--out", "here"]
+    done = call(*asked)
+    assert (done.code, done.err) == (0, "")
+    assert "3 runs into here" in done.out
+    assert "tiny_data:load, unseen domains: accuracy of a model that was trained without the domain" in done.out
+    names = [f"fedavg-tiny_data_load-seed0-unseen-{domain}" for domain in ("dark", "noisy", "plain")]
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == names
+    (row,) = json.loads(call(*asked, "--json").out)["rows"]  # of the finished runs
+    assert row["evaluate"] == "unseen"
+    part = json.loads((tmp_path / "here" / names[0] / "result.json").read_text())
+    assert (row["accuracy.dark"], row["ece.dark"]) == (part["domains"]["dark"], part["calibration"]["dark"]["ece"])
 
 
 def test_a_file_and_words_which_win(call, tmp_path: Path) -> None:

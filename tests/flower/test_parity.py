@@ -29,7 +29,7 @@ SLOW = (
     "fedproto",
     "fedheal:variant=released",
     "fedheal:fael=exact",
-    "fedprox+afl",
+    "fedprox+afl+fedadam",
     "fedavg+qffl",
     "fedfv",
     "feddyn",

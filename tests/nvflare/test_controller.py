@@ -28,7 +28,7 @@ def assert_same(ours: Packed, theirs: Packed, tolerance: float = 1e-6) -> None:
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("method", ["fedheal", "fedheal:variant=released", "afl"])
+@pytest.mark.parametrize("method", ["fedheal", "fedheal:variant=released", "afl+fedyogi"])
 def test_the_model_matches_the_simulator(method):
     state, records = simulate(method)
     rounds = run_controller(method=method)._rounds
@@ -220,7 +220,7 @@ def test_another_method_or_framework_is_not_resumed(tmp_path):
         ({"min_replies": 0}, "min_replies"),
         ({"fraction": 1.5}, "fraction"),
         ({"max_norm": -1.0}, "max_norm"),
-        ({"server": {"optimizer": "adagrad"}}, "optimizer"),
+        ({"server": {"optimizer": "lion"}}, "optimizer"),
         ({"model": "nvflare_sites"}, "use 'module:function'"),
         ({"model": "math:pi"}, "cannot be imported"),
         ({"model": "builtins:dict"}, "it must make a torch module"),

@@ -28,6 +28,7 @@ from fedheal.version import __version__
 
 if TYPE_CHECKING:
     from fedheal.campaign.jobs import Job
+    from fedheal.simulate.experiment import Experiment
 
 
 class DataGroup(TyperGroup):
@@ -125,6 +126,7 @@ def run_command(
 
     Fields: method, data, model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (docs/reference.md has all
     of them). The method's own parameters, such as tau and beta, are set the same way; fedheal methods NAME lists them.
+    evaluate=unseen makes one run for each domain, which leaves it out of training, and shows the accuracy there.
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
@@ -148,6 +150,9 @@ def run_command(
             )
     experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.run_name
+    if experiment.evaluate == "unseen" and not experiment.without:
+        _run_unseen(experiment, folder, track, quiet, as_json)
+        return
     console = Console(quiet=quiet or as_json)
     callbacks: list[Callback] = [Progress(console)]
     if track is not None:
@@ -216,7 +221,8 @@ def compare(
     """Compare methods over seeds, paired, and show a table and what may be concluded from it.
 
     Finished runs are not run again and stopped ones are resumed, so the command may be repeated. A word with = and no earlier :
-    is a field. Bounds may be compared with methods: standalone, centralised, leave-one-domain-out.
+    is a field. Bounds may be compared with methods: standalone, centralised, leave-one-domain-out. evaluate=unseen evaluates
+    each domain with a model that was trained without it.
 
     Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 8 rounds=10
     """
@@ -447,6 +453,25 @@ def methods(
         return
     display.show_parts()
     typer.echo("fedheal methods NAME explains the parameters and where their defaults come from.")
+
+
+def _run_unseen(experiment: Experiment, folder: Path, track: str | None, quiet: bool, as_json: bool) -> None:
+    """Run an experiment once without each domain, into folders of this one, and show the accuracy on unseen domains."""
+    from fedheal.campaign.compare import expand_unseen
+    from fedheal.campaign.jobs import Job
+    from fedheal.cli import display
+    from fedheal.report import rows, tables
+    from fedheal.report.text_report import format_report
+    from fedheal.runs.folder import check_folder
+
+    parts = expand_unseen(experiment.to_dict())
+    planned = [Job(part, check_folder(folder) / part.folder_name, track) for part in parts]
+    _run_jobs(planned, quiet or as_json, _count_runs(planned, folder), jobs=1)
+    runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
+    if as_json:
+        typer.echo(json.dumps({"rows": tables.flatten_rows(runs)}, indent=2))
+    elif not quiet:
+        typer.echo(format_report(runs, "text", width=display.find_width()))
 
 
 def _run_jobs(

@@ -1,6 +1,6 @@
 """The serial engine: train one client after another, on any device.
 
-A client starts from the global model with a fresh SGD optimiser, takes its epochs or steps over its own shuffled examples (the
+A client starts from the global model with a fresh optimiser, takes its epochs or steps over its own shuffled examples (the
 last, smaller batch included) and returns what it changed. Terms are called before training, at each step and at the end.
 """
 
@@ -18,9 +18,10 @@ from fedheal.core.rng import derive, generator
 from fedheal.core.updates import Reply
 from fedheal.data.augment import Choices, apply_choices, draw_choices, normalise_images
 from fedheal.data.domains import Split
+from fedheal.engine.local_optimizer import build_optimizer, compute_lr
 from fedheal.engine.precision import autocast
 from fedheal.local.fedprox import FedProx
-from fedheal.local.term import Arrays, Batch, Context, Term, effective_step
+from fedheal.local.term import Arrays, Batch, Context, NotCapturableError, Term, effective_step
 
 __getattr__ = warn_of_renames(__name__, {"Bench": "LocalTraining", "seeded": "use_seed"})
 
@@ -33,7 +34,7 @@ CACHED_PIXELS = 1 << 16  # in a batch on a CPU, so that the network's activation
 
 @dataclass(frozen=True)
 class Training:
-    """How a client trains, by SGD."""
+    """How a client trains."""
 
     lr: float
     batch_size: int
@@ -42,6 +43,19 @@ class Training:
     momentum: float = 0.9
     weight_decay: float = 1e-5
     augment: str = "none"  # or `flip`, `crop`, `crop-flip`
+    optimizer: str = "sgd"  # or `adam`, `adamw`
+    lr_schedule: str = "constant"  # or `cosine`, `step`, `exponential`, over the rounds; see `compute_lr`
+    lr_decay: float | None = None
+    lr_decay_every: int | None = None
+    warmup_rounds: int = 0
+
+    def resolve_lr(self, number: int, rounds: int) -> "Training":
+        """Return the training of a round, with its learning rate and no schedule."""
+        if self.lr_schedule == "constant" and not self.warmup_rounds:
+            return self
+        settings = (self.lr_schedule, self.lr_decay, self.lr_decay_every, self.warmup_rounds)
+        lr = compute_lr(self.lr, number, rounds, *settings)
+        return replace(self, lr=lr, lr_schedule="constant", warmup_rounds=0)
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,8 @@ class SerialEngine:
 
 def train_client(local_training: LocalTraining, model: Packed, shared: Shared, task: Task) -> ClientResult:
     """Train a client for a round, starting from the global `model`."""
+    training = local_training.training.resolve_lr(task.round, local_training.rounds)
+    local_training = replace(local_training, training=training)
 
     def fit(start: Packed, strength: float) -> Packed:
         retraining, contexts = proximal_retraining(local_training, model, task, strength, start)
@@ -139,14 +155,16 @@ def finish_client(
         metrics |= term.metrics(ctx, local)
         finished.append(term.finish(ctx, local))
     steps = count_steps(examples, training)
-    reach = effective_step(training.lr, training.momentum, steps)
+    # How far Adam's steps go does not follow from its learning rate.
+    is_sgd = training.optimizer == "sgd"
+    reach = {"reach": effective_step(training.lr, training.momentum, steps)} if is_sgd else {}
     reply = Reply(
         client=task.client,
         delta=torch.sub(sent.params, model.params, out=out),
         num_examples=examples,
         buffers=sent.buffers if len(sent.buffers) else None,
         counters=sent.counters if len(sent.counters) else None,
-        metrics=metrics | {"steps": float(steps), "lr": training.lr, "reach": reach},
+        metrics=metrics | {"steps": float(steps), "lr": training.lr, **reach},
     )
     return ClientResult(reply, tuple(slot for slot, _ in finished), tuple(message for _, message in finished))
 
@@ -203,7 +221,14 @@ def _fit(
 ) -> tuple[Packed, Tensor]:
     """Train from `start` with all terms; return the local model and its mean cross-entropy."""
     module, training = local_training.load_model(start, training=True), local_training.training
-    optimiser = make_optimiser(local_training)
+    optimiser = build_optimizer(
+        training.optimizer,
+        module.parameters(),
+        training.lr,
+        training.momentum,
+        training.weight_decay,
+        fused=local_training.device.type == "cuda",
+    )
     total, steps = torch.zeros((), dtype=torch.float64, device=local_training.device), 0
     rng = generator(local_training.seed, purpose, task.round, task.client)
     with use_seed(derive_layer_seed(local_training, purpose, task), local_training.device):
@@ -214,8 +239,16 @@ def _fit(
 
 
 def make_optimiser(local_training: LocalTraining) -> torch.optim.SGD:
-    """Return a fresh optimiser of the module's parameters."""
+    """Return a fresh SGD optimiser of the module's parameters, for steps that are captured once.
+
+    Raises:
+        NotCapturableError: The training has another optimiser, or a learning rate that changes from round to round.
+    """
     training = local_training.training
+    if training.optimizer != "sgd":
+        raise NotCapturableError(f"captured steps are those of SGD, not of optimizer = '{training.optimizer}'")
+    if training.lr_schedule != "constant" or training.warmup_rounds:
+        raise NotCapturableError("captured steps have one learning rate, which lr_schedule or warmup_rounds changes")
     return torch.optim.SGD(
         local_training.module.parameters(),
         lr=training.lr,

@@ -7,7 +7,6 @@ from torch import nn
 from fedheal import methods
 from fedheal.aggregate import Aggregator, reduce
 from fedheal.aggregate.fedheal_stages import TAU
-from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.core.checks import check_among, check_count, check_not_negative, check_share, check_switch
 from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
@@ -57,7 +56,7 @@ class RoundSettings(ServerSettings):
         return self.placement == "client"
 
 
-def resolve_method(method: Aggregator | Method | str, name: str | None, clients_mask: bool, server: Server) -> Method:
+def resolve_method(method: Aggregator | Method | str, name: str | None, clients_mask: bool) -> Method:
     """Return the whole method. Raise ValueError if it does not work in a federation with these settings."""
     given: object = method  # a caller may not check types
     if not isinstance(given, Aggregator | Method | str):
@@ -79,8 +78,6 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
             raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
         if isinstance(term, FedCE):
             raise ValueError("fedce sends each client its own weight, which no broadcast can carry: simulate it")
-        if term.needs_plain_server:
-            check_plain_server(server, term.needs_plain_server)
     return resolved
 
 

@@ -41,7 +41,7 @@ from fedheal.flower.round_log import FederationState, NodeRound, restore_federat
 from fedheal.flower.settings import RoundSettings, resolve_layout, resolve_method
 from fedheal.flower.silent_nodes import SilentNodes
 from fedheal.methods import Method
-from fedheal.methods.server_step import ServerStep
+from fedheal.methods.server_step import ServerStep, resolve_server
 from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
@@ -79,7 +79,7 @@ class FairStrategy(Strategy):
         max_norm: The largest norm of an update; None: any; "auto": ten times the median of the round's.
         max_reply_bytes: The most bytes of arrays in a reply; by default derived from the model's size.
         budget: Bytes of updates held in memory; more goes to a temporary file.
-        server: The server optimiser.
+        server: The server optimiser, such as `Server("adam")`; by default that of the method, as in "fedheal+fedadam".
         placement, tau: "client" if clients mask with threshold `tau` (see `FedHEAL`) and `method` only gives weights.
         weighted_by_key, arrayrecord_key, configrecord_key: As in Flower.
         train_metrics_aggr_fn, evaluate_metrics_aggr_fn: As in Flower, for replies that count; by default means by examples.
@@ -106,8 +106,8 @@ class FairStrategy(Strategy):
         arguments = dict(locals())
         check_switch("resume", resume)
         self.settings = RoundSettings(**{field.name: arguments[field.name] for field in fields(RoundSettings)})
-        self.server = server or Server()
-        self.method = resolve_method(method, name, self.settings.clients_mask, self.server)
+        self.method = resolve_method(method, name, self.settings.clients_mask)
+        self.server = resolve_server(self.method, server)
         self.name, self.terms = name or self.method.name, self.method.local
         self.requirements = ReplyRequirements(
             arrays_key=arrayrecord_key,

@@ -217,6 +217,11 @@ class Term:
         """The reason why this term needs the aggregated model to become the global model; "" if any server optimiser works."""
         return ""
 
+    @property
+    def needs_sgd(self) -> str:
+        """The reason why clients must train by SGD with this term; "" if any optimiser works."""
+        return ""
+
     def broadcast(self, client: str, shared: Arrays) -> Arrays:
         """Return the shared values that are sent to this client."""
         return {name: shared[name] for name in self.sends if name in shared}

@@ -41,7 +41,8 @@ class FairController(ModelController):  # type: ignore[misc]
         evaluate_every: Send a task `validate` with the new model every so many rounds, and in the last; 0: never.
         data: The name of the data in reports.
         seed: The seed of the cohorts.
-        server: The server optimiser, such as `{"optimizer": "adam", "lr": 0.01}`.
+        server: The server optimiser, such as `{"optimizer": "adam", "lr": 0.01}`; by default that of the method, as in
+            "fedheal+fedadam".
         max_examples: The largest number of examples that a reply may give.
         max_norm: The largest norm of an update; None: any; "auto": ten times the median of the round's.
         budget: Bytes of updates held in memory; more goes to a temporary file.
@@ -79,7 +80,7 @@ class FairController(ModelController):  # type: ignore[misc]
         self._settings = FederationSettings(
             **{key: getattr(self, key) for key in FederationSettings.__dataclass_fields__}
         )
-        self._settings.resolve_method()
+        self._settings.resolve_server(self._settings.resolve_method())
         self._rounds: SiteRounds | None = None
         self._return_codes: dict[str, str] = {}  # of the sites that replied to the open task
 

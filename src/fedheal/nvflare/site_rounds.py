@@ -23,6 +23,7 @@ from fedheal.federation.round_server import RoundServer, ServerSettings
 from fedheal.federation.round_summary import summarise_evaluations
 from fedheal.federation.run_folder import Framework, KnownClients, RunFolder
 from fedheal.methods import Method
+from fedheal.methods.server_step import resolve_server
 from fedheal.nvflare.exchange import (
     CLIENT,
     EXAMPLES,
@@ -65,6 +66,10 @@ class FederationSettings(ServerSettings):
             )
         return method
 
+    def resolve_server(self, method: Method) -> Server:
+        """Return the server optimiser of the settings or of the method."""
+        return resolve_server(method, None if self.server is None else Server(**self.server))
+
     def to_requirements(self, method: Method) -> ReplyRequirements:
         """Return what a reply must hold."""
         # Every site has a domain, if only its own name.
@@ -83,7 +88,7 @@ class SiteRounds(RoundServer[KnownClients, SiteReply, OpenRound]):
         super().__init__(
             name=self.method.name,
             aggregator=self.method.aggregator,
-            server=Server(**settings.server or {}),
+            server=settings.resolve_server(self.method),
             settings=settings,
             requirements=settings.to_requirements(self.method),
             read=read_site_reply,

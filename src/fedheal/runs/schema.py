@@ -17,6 +17,12 @@ from fedheal.core.errors import describe_allowed
 
 # Settings that change no result: a resumed run may differ in them.
 FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
+# Settings that the files of earlier runs lack, with the values that those runs had: they resume and compare with later ones.
+LATER_SETTINGS: dict[str, Any] = {
+    "optimizer": "sgd", "lr_schedule": "constant", "warmup_rounds": 0, "server_beta2": 0.99, "server_eps": 0.001,
+    "evaluate": "all",
+}  # fmt: skip
+SCHEMA_VERSION = 2  # of the results that this version writes
 REPORT_NUMBERS = ("kept", "distance", "kept_by_tensor")  # parts of an aggregator's report that map names to numbers
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -111,6 +117,7 @@ class RunResult(Fairness, _RunHead):
     only: list[str]
     without: list[str]
     pool: bool
+    evaluate: str = "all"  # or unseen: the run is the part of an evaluation that leaves out the domain of `without`
     classes: list[Any]
     test_sizes: dict[str, float]
     dropouts: int = 0  # of a federation, summed over rounds
@@ -129,6 +136,9 @@ class RunResult(Fairness, _RunHead):
     versions: dict[str, str]
     engine: str = ""  # which one trained the clients, and why not the usual one
     by_class: dict[str, list[list[int]]] = Field(default_factory=dict)  # correct and all test examples, at the end
+    # By domain, after the last round: `ece` in percent, `brier` and `nll`; None if not finite (see `core.calibration`).
+    calibration: dict[str, dict[str, float | None]] = Field(default_factory=dict)
+    schema_version: int = 1  # that of files without the field; 2 has `calibration` and `evaluate`
     own: list[Any] = Field(default_factory=list)  # what can be seen of a method that is not in the registry
 
     @field_validator("test_sizes")

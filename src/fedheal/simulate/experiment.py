@@ -16,18 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from fedheal import data as datasets
 from fedheal import methods
-from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
+from fedheal.aggregate.server_optimizer import BETA2, EPS, SERVER_DEFAULTS
 from fedheal.core.errors import describe_allowed, name_value, suggest
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.data.partition import Skew
+from fedheal.engine.local_optimizer import DECAYS
 from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.runs.folder import read_toml
-from fedheal.runs.schema import FREE
+from fedheal.runs.schema import FREE, LATER_SETTINGS
 from fedheal.simulate.objects import DataObject, ModelObject, wrap_objects
 
 RUN_NAME_LENGTH = 120
+SERVER_FIELDS = {f"server_{name}": name for name in ("optimizer", "lr", "momentum", "beta2", "eps")}
 # Fields that may have one value for each domain.
 PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
 
@@ -76,13 +78,21 @@ class Experiment(BaseModel):
     epochs: int = Field(10, ge=1)
     steps: int | None = Field(None, ge=1)
     batch_size: int = Field(64, ge=1)
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(0.001, gt=0)
+    lr_schedule: Literal["constant", "cosine", "step", "exponential"] = "constant"  # over the rounds
+    lr_decay: float | None = Field(None, gt=0, le=1)  # the factor of step and exponential
+    lr_decay_every: int | None = Field(None, ge=1)  # rounds from one decay of step to the next
+    warmup_rounds: int = Field(0, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
     augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
-    server_optimizer: Literal["sgd", "adam"] = "sgd"
+    server_optimizer: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
     server_lr: float = Field(1.0, gt=0)
     server_momentum: float = Field(0.0, ge=0, lt=1)
+    server_beta2: float = Field(BETA2.default, ge=0, lt=1)  # of adam and yogi
+    server_eps: float = Field(EPS.default, gt=0)  # of adam, yogi and adagrad
+    evaluate: Literal["all", "unseen"] = "all"  # unseen: each domain with a model that was trained without it
     eval_every: int = Field(1, ge=1)
     on_bad_update: Literal["raise", "skip"] = "raise"
     device: str = "auto"
@@ -143,6 +153,9 @@ class Experiment(BaseModel):
             raise ValueError(f"unknown field '{unknown}'{suggest(unknown, list(cls.model_fields))}")
         elif not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' exists already: give yours another name")
+        fields |= _take_server(fields)
+        if fields.get("lr_decay") is None and fields.get("lr_schedule") in DECAYS:
+            fields["lr_decay"] = DECAYS[fields["lr_schedule"]]
         server = SERVER_DEFAULTS.get(str(fields.get("server_optimizer", "sgd")), {})
         defaults = {f"server_{name}": value for name, value in server.items()}
         return defaults | {key: value for key, value in protocol.items() if key in cls.model_fields} | fields
@@ -156,6 +169,27 @@ class Experiment(BaseModel):
     def skew(self) -> Skew:
         """How the clients of a domain differ in labels and size."""
         return Skew(self.dirichlet, self.pathological, self.quantity, self.class_filling)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Experiment:
+        """Raise ValueError if a field has no effect with the others, or needs another."""
+        if self.evaluate == "unseen" and self.only:
+            raise ValueError(
+                f"only = {list(self.only)} cannot be combined with evaluate=unseen: all domains but one train"
+            )
+        for field, kinds in (("lr_decay", ("step", "exponential")), ("lr_decay_every", ("step",))):
+            if getattr(self, field) is not None and self.lr_schedule not in kinds:
+                used = " and ".join(f"lr_schedule={kind}" for kind in kinds)
+                raise ValueError(
+                    f"{field} = {getattr(self, field)} is for {used}, not for lr_schedule = '{self.lr_schedule}'"
+                )
+        if self.lr_schedule == "step" and self.lr_decay_every is None:
+            raise ValueError("lr_schedule = 'step' needs the rounds from one decay to the next: give lr_decay_every=50")
+        if self.warmup_rounds >= self.rounds:
+            raise ValueError(
+                f"warmup_rounds = {self.warmup_rounds}: use fewer than the {self.rounds} rounds of the run"
+            )
+        return self
 
     @property
     def data_object(self) -> DataObject | None:
@@ -217,7 +251,8 @@ class Experiment(BaseModel):
     @property
     def identity(self) -> str:
         """A hash of everything that can change the result."""
-        decisive = {key: value for key, value in self.to_dict().items() if key not in FREE}
+        fields = self.to_dict().items()
+        decisive = {key: value for key, value in fields if key not in FREE and LATER_SETTINGS.get(key) != value}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -322,8 +357,14 @@ def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the method's parameters that are overridden: a file may have them in the method's name, and so may an override."""
+    """Drop what belongs to an overridden method or schedule; a file may have a method's parameters in its name."""
     method, new_method = values.get("method"), changes.get("method")
+    if "lr_schedule" in changes:
+        values = {key: value for key, value in values.items() if key not in ("lr_decay", "lr_decay_every")}
+    if new_method is not None or changes.keys() - Experiment.model_fields.keys():
+        names = [name for name in (method, new_method) if isinstance(name, str) and methods.is_known(name)]
+        if any(methods.get(name).server for name in names):  # the file's fields are those of its method, or overridden
+            values = {key: value for key, value in values.items() if key not in SERVER_FIELDS}
     if isinstance(new_method, str):
         parameters = {key for part in methods.parse(new_method) for key in part.explicit}
         parameters -= Experiment.model_fields.keys()
@@ -331,6 +372,20 @@ def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict
     if isinstance(method, str) and (keys := changes.keys() - Experiment.model_fields.keys()):
         return values | {"method": "+".join(part.unset(keys).format_explicit() for part in methods.parse(method))}
     return values
+
+
+def _take_server(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the server optimiser of the method as fields. Raise ValueError if the fields say something else."""
+    method = fields["method"] if "method" in fields else Experiment.model_fields["method"].default
+    method = method if isinstance(method, Method) else methods.get(method)
+    if method.server is None:
+        return {}
+    brought = {field: getattr(method.server, name) for field, name in SERVER_FIELDS.items()}
+    for field, value in brought.items():
+        if fields.get(field, value) != value:
+            problem = f"{field} = {fields[field]} contradicts method '{method.name}', which brings {field} = {value}"
+            raise ValueError(f"{problem}: leave it out, or give it in the method's name, as in fedadam:eta=0.1")
+    return brought
 
 
 def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping[str, Any]) -> Method:

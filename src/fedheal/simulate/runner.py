@@ -34,7 +34,7 @@ from fedheal.runs.summary import summarise_run
 from fedheal.simulate.build import build_federation, build_module, load_domains
 from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.devices import describe_hardware, resolve_device
-from fedheal.simulate.evaluation import count_by_class, select_evaluated_model
+from fedheal.simulate.evaluation import evaluate_classes, select_evaluated_model
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.interrupts import Interrupts
@@ -349,7 +349,7 @@ def _describe_run(
     device, settings = state.model.params.device, experiment.to_dict()
     libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
     return {
-        **{key: settings[key] for key in ("data", "seed", "rounds", "only", "without", "pool", "threads")},
+        **{key: settings[key] for key in ("data", "seed", "rounds", "only", "without", "pool", "evaluate", "threads")},
         **{key: settings[key] for key in SEED_FIELDS if key in settings},
         "method": experiment.method_name,
         "trained": {client: federation.client_domains.get(client, "") for client in federation.clients},
@@ -363,7 +363,7 @@ def _describe_run(
         "bytes_sent": state.sent,
         "bytes_received": state.received,
         "consistency": bin_consistency(state.aggregator),
-        "by_class": count_by_class(federation, state.model, state.terms),
+        **evaluate_classes(federation, state.model, state.terms),
         "versions": {"fedheal": __version__, "python": platform.python_version(), **libraries},
         "used_fingerprint": used["fingerprint"],
         **({"model_fingerprint": used["model"]} if "model" in used else {}),
