@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fedheal
 from fedheal.core.layout import Layout, Packed
 from fedheal.engine import serial
 from fedheal.local.cross_correlation import correlate_logits, use_batch_statistics
@@ -19,6 +20,7 @@ from fedheal.local.term import Batch, Context
 from fedheal.simulate.round import initial_state
 from local.quadratic import absorbed, context, packed, vector
 from local.rounds import is_same, make_federation, run_rounds
+from tiny_data import quick
 
 TERMS = [FCCL(public_images=8, public_batch=4), FCCLPlus(public_images=8, public_batch=4)]
 
@@ -282,3 +284,14 @@ def test_the_own_model_has_seen_no_other_clients_data() -> None:
     alone = serial.train_client(plain.local_training, state.model, (), serial.Task("plain-0", 1, ()))
     own = result.slots[0]["params"] - state.model.params
     assert float(nn.functional.cosine_similarity(own, alone.reply.delta, dim=0)) > 0.5  # another order of batches
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["fccl", "fcclplus+fedheal"])
+def test_two_workers_give_the_bits_of_one(method: str) -> None:
+    runs = [
+        fedheal.run(quick(method=method, model="tiny_data:featured", workers=workers), progress=False)
+        for workers in (1, 2)
+    ]
+    one, two = (run.model.state_dict() for run in runs)
+    assert all(torch.equal(one[name], two[name]) for name in one)
