@@ -50,6 +50,8 @@ def test_another_data_set_is_used_whole() -> None:
     """All its training images may be drawn, if they have the shape of the clients' images."""
     with pytest.raises(ValueError, match=r"of 'many' has the shape \(3, 32, 32\), but the clients' .* \(3, 8, 8\)"):
         select(public="tiny_data:many")
+    with pytest.raises(ValueError, match="public = 'embeded': there is no data set 'embeded'"):
+        select(public="embeded")
     assert len(select(public="tiny_data:load", data="tiny_data:told")) == 120
     assert len(select(public="tiny_data:load")) == 27  # the same data: what clients hold is not public
 

@@ -42,11 +42,16 @@ class FCCLPlus(CrossCorrelation):
     features: bool = True
     sends: tuple[str, ...] = ("logits", "similarity")
 
+    @property
+    def columns(self) -> int:
+        """The number of images that an image is compared with, itself included."""
+        return min(self.public_batch, self.public_images)
+
     def compute_outputs(self, net: nn.Module, x: Tensor) -> dict[str, Tensor]:
-        """Return logits, and cosines `[images, public_batch]` to the images of the batch, padded with zeros."""
+        """Return logits, and cosines `[images, columns]` to the images of the batch, padded with zeros."""
         features = net.features(x)  # type: ignore[operator]
         unit = functional.normalize(features.to(torch.float32), dim=1)
-        cosines = functional.pad(unit @ unit.T, (0, self.public_batch - len(x)))
+        cosines = functional.pad(unit @ unit.T, (0, self.columns - len(x)))
         return {"logits": net.head(features).to(torch.float32), "similarity": cosines}  # type: ignore[operator]
 
     def public_loss(self, outputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
@@ -58,8 +63,8 @@ class FCCLPlus(CrossCorrelation):
     def check_message(self, message: Arrays, layout: Layout) -> None:
         super().check_message(message, layout)
         shape, images = tuple(message["similarity"].shape), len(message["logits"])
-        if shape != (images, self.public_batch):
-            raise ValueError(f"similarity must have the shape {(images, self.public_batch)}, got {shape}")
+        if shape != (images, self.columns):
+            raise ValueError(f"similarity must have the shape {(images, self.columns)}, got {shape}")
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         if self.inter:

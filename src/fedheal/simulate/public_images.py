@@ -53,7 +53,10 @@ def _load_public(experiment: Experiment, size: int) -> Domains:
     on_disk = name in datasets.SPECS or name.startswith(FOLDER_PREFIX)
     root = None if name.startswith(FOLDER_PREFIX) else experiment.data_root
     request = DataRequest(root, experiment.allow_missing, experiment.classes, size if on_disk else None)
-    return datasets.load_dataset(name, request)
+    try:
+        return datasets.load_dataset(name, request)
+    except ValueError as error:
+        raise ValueError(f"public = '{name}': {error}") from error
 
 
 def _list_free_places(source: Domains, clients: Sequence[Client]) -> list[tuple[int, int]]:
