@@ -89,7 +89,7 @@ class Context:
     validate: Callable[[Packed], tuple[float, float]]
     scratch: dict[str, Any] = field(default_factory=dict)
     nets: dict[str, nn.Module] = field(default_factory=dict)
-    public_batches: Callable[[int], Iterable[Tensor]] = lambda size: ()
+    public_batches: Callable[[int], Iterable[Tensor]] = field(default_factory=lambda: lambda size: ())
 
     def net(self, name: str, model: Packed) -> nn.Module:
         """Return the frozen copy of the module of that name, in evaluation mode, with these values."""
