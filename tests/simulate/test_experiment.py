@@ -102,6 +102,7 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "clients_per_domain": 1,
         "data_root": "x",
         "image_size": 32,
+        "public": "embedded",
         "dirichlet": 0.5,
         "lanes": 3,
         **dict.fromkeys(SEED_FIELDS, 1),
@@ -332,6 +333,7 @@ def test_everything_else_changes_the_identity(field: str) -> None:
     other: dict[str, Any] = {
         "method": "fedavg", "data": "embedded", "model": "resnet18", "augment": "flip", "server_optimizer": "adam",
         "on_bad_update": "skip", "classes": "union", "fraction": 0.5, "image_size": 64, "engine": "serial", "precision": "fp32",
+        "public": "embedded",
     }  # fmt: skip
     now = getattr(quick(), field)
     by_type: dict[type, Any] = {bool: not now, float: 0.123, tuple: ("plain",), int: 11, type(None): 2}
