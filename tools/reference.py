@@ -56,6 +56,8 @@ FIELDS = {
     "without": "domains or clients that do not train; the model is still evaluated on their domains",
     "pool": "one machine that holds the data of all who train",
     "validation": "share of each client's training data that is held out for validation",
+    "public": "the data set of the public images that `fccl` and `fcclplus` need; training images that no client holds if not "
+    "given",
     "participation": "share of the clients that are asked each round",
     "dropout": "probability that a client which was asked does not reply",
     "epochs": "passes over its data that a client makes each round",

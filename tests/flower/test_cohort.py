@@ -93,7 +93,7 @@ def drop_terms(reply: Message) -> list[Message]:
     return [reply]
 
 
-LOCAL = ["scaffold", "feddyn", "fedproto", "fedproc", "fpl", "moon", "ditto", "fedprox", "fedbn"]
+LOCAL = ["scaffold", "feddyn", "fedproto", "fedproc", "fpl", "moon", "ditto", "fedprox", "fedbn", "fccl", "fcclplus"]
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedproto", "moon", "fedprox"])

@@ -35,6 +35,7 @@ SLOW = (
     "feddyn",
     "moon",
     "fedproc+fphl",
+    "fcclplus+fedheal",
     "ditto",
     "fedbn",
     "fpl",

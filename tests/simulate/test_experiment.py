@@ -151,6 +151,7 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "weights": "x.safetensors",
         "image_size": 32,
         "quantity": 0.5,
+        "public": "embedded",
         "lanes": 3,
         "lr_schedule": "step",
         "lr_decay_every": 9,
@@ -391,6 +392,7 @@ def test_everything_else_changes_the_identity(field: str) -> None:
         "on_bad_update": "skip", "classes": "union", "fraction": 0.5, "image_size": 64, "engine": "serial", "precision": "fp32",
         "optimizer": "adam", "lr_schedule": "cosine", "warmup_rounds": 2, "lr_decay": 0.5, "lr_decay_every": 3,
         "evaluate": "unseen",
+        "public": "embedded",
     }  # fmt: skip
     fixed: dict[str, Any] = {"lr_decay": {"lr_schedule": "exponential"}}.get(field, {})
     if field == "lr_decay_every":

@@ -74,6 +74,7 @@ class LocalTraining:
     received_loss: bool = False  # whether clients report the loss of the model that they receive
     validation: dict[str, Split] = field(default_factory=dict)  # each client's held-out examples
     precision: str = "fp32"  # of the arithmetic, see `engine.precision`
+    public: Tensor | None = None  # public images without labels, uint8 `[N, 3, H, W]`, the same for every client
 
     def load_model(self, model: Packed, training: bool) -> nn.Module:
         """Load a model into the module and return it, in training or in evaluation mode."""
@@ -197,6 +198,7 @@ def make_contexts(
             gradient=lambda at: _compute_gradient(local_training, at, task),
             validate=lambda at: evaluate_split(local_training, at, local_training.validation[task.client]),
             nets={} if nets is None else nets,
+            public_batches=lambda size: make_public_batches(local_training.public, size),
         )
         for slot, values in zip(task.slots, shared, strict=True)
     ]
@@ -327,6 +329,13 @@ def make_batches(examples: Split, training: Training, rng: torch.Generator) -> I
         selected = examples.images.index_select(0, index)  # copies whole images, where `images[index]` copies bytes
         images = apply_choices(selected, choices).contiguous(memory_format=torch.channels_last)
         yield normalise_images(images), examples.labels[index], last
+
+
+def make_public_batches(images: Tensor | None, size: int) -> Iterator[Tensor]:
+    """Yield public images in their order, in batches of at most `size` that differ by one image at most."""
+    if images is not None:
+        for batch in torch.tensor_split(images, -(-len(images) // size)):
+            yield normalise_images(batch.contiguous(memory_format=torch.channels_last))
 
 
 def plan_batches(examples: int, training: Training, rng: torch.Generator) -> Iterator[tuple[Tensor, Choices, bool]]:

@@ -9,7 +9,7 @@ passed in and out: a term itself has no state.
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -69,6 +69,7 @@ class Context:
         validate: Returns loss and accuracy (0 to 1) on the client's held-out examples.
         scratch: The term's own values for this client and round.
         nets: Frozen copies of the module by name; reused for other clients.
+        public_batches: Returns the public images, normalised, in batches of at most so many; see `Term.public_images`.
     """
 
     client: str
@@ -88,6 +89,7 @@ class Context:
     validate: Callable[[Packed], tuple[float, float]]
     scratch: dict[str, Any] = field(default_factory=dict)
     nets: dict[str, nn.Module] = field(default_factory=dict)
+    public_batches: Callable[[int], Iterable[Tensor]] = field(default_factory=lambda: lambda size: ())
 
     def net(self, name: str, model: Packed) -> nn.Module:
         """Return the frozen copy of the module of that name, in evaluation mode, with these values."""
@@ -199,6 +201,7 @@ class Term:
     personalised: bool = False  # whether clients evaluate models of their own
     validates: bool = False  # whether clients hold examples out of their training data
     sends: tuple[str, ...] = ()  # the shared values that the server sends to every client
+    public_images: int = 0  # how many public images it uses at most: the same for all clients, without labels
     sums_slots = False  # whether its shared values are sums over the clients' slots: a lost slot makes them wrong
 
     def __init_subclass__(cls) -> None:

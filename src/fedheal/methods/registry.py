@@ -23,6 +23,8 @@ from fedheal.core.errors import suggest
 from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.local.client_weights import FAIR_CONTROLS
 from fedheal.local.ditto import Ditto
+from fedheal.local.fccl import FCCL
+from fedheal.local.fcclplus import FCCLPlus
 from fedheal.local.fedbn import FedBN
 from fedheal.local.fedce import FedCE
 from fedheal.local.feddyn import FEDDYN_ALPHA, FEDDYN_CLIP, FEDDYN_EVAL_MODEL, FedDyn
@@ -136,6 +138,8 @@ LOCAL: dict[str, Callable[..., Local | Term]] = {
     "feddyn": _make_feddyn,
     "fedproc": FedProc,
     "fedproto": FedProto,
+    "fccl": FCCL,
+    "fcclplus": FCCLPlus,
 }
 # Whole methods, which no stage joins.
 WHOLE: dict[str, Callable[..., Local | Term | Stage]] = {

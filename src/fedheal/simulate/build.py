@@ -24,6 +24,7 @@ from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
 from fedheal.simulate.objects import check_is_name
+from fedheal.simulate.public_images import select_public_images
 
 
 def make_data_request(experiment: Experiment) -> datasets.DataRequest:
@@ -79,6 +80,7 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
         received_loss="loss" in method.aggregator.stage.needs,
         validation=validation,
         precision=resolve_precision(experiment.precision, device),
+        public=select_public_images(experiment, domains, clients, device),
     )
     _try_model(experiment.model, local_training, domains)
     return Federation(

@@ -73,6 +73,7 @@ class Experiment(BaseModel):
     without: tuple[str, ...] = ()  # these do not; the model is still evaluated on their domains
     pool: bool = False  # one client that holds the data of all that train
     validation: float = Field(0.0, ge=0, lt=1)  # share of each client's training data that it holds out
+    public: str | None = None  # the data set of the public images; if not given, training images that no client holds
     participation: float = Field(1.0, gt=0, le=1)
     dropout: float = Field(0.0, ge=0, lt=1)
     epochs: int = Field(10, ge=1)
@@ -349,7 +350,7 @@ def parse_per_domain(field: str, value: Any, kind: type) -> Any:
 def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields that name files or folders with absolute paths, so that a run's description works from anywhere."""
     found = {}
-    for key, prefix in (("data", FOLDER_PREFIX), ("data_root", ""), ("weights", "")):
+    for key, prefix in (("data", FOLDER_PREFIX), ("public", FOLDER_PREFIX), ("data_root", ""), ("weights", "")):
         path = str(fields.get(key) or "")
         if path.startswith(prefix) and path != prefix:
             found[key] = prefix + os.path.abspath(os.path.expanduser(path.removeprefix(prefix)))
