@@ -9,15 +9,16 @@ training data, `F(W + rho G / |G|) - F(W)`, with G the gradient of F at W. Losse
 augmentation; G is in training mode (the released code: evaluation mode).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from fedheal.core.layout import Packed
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.fedsam import FedSAM
-from fedheal.local.nearby_loss import TINY, compute_climbed_gradients, compute_norm
+from fedheal.local.nearby_loss import TINY, compute_climbed_gradients, compute_norm, widen
 from fedheal.local.term import Context
 
 FEDISM_RHO = Parameter(
@@ -40,11 +41,7 @@ class FedISM(FedSAM):
         if not self.rho:
             return
         first, second = compute_climbed_gradients(ctx, self.rho)
-        length = compute_norm(second) + TINY
-        inner = torch.stack([(g.conj() * h).sum().real.float() for g, h in zip(first, second, strict=True)]).sum()
-        along = inner / length**2  # of the first gradient, in units of the second
-        for g, h in zip(first, second, strict=True):
-            g.copy_(h - self.alpha * (g - along.to(h.real.dtype) * h))
+        torch._foreach_copy_(first, subtract_orthogonal_part(second, first, self.alpha))
 
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
         if not self.rho:
@@ -53,3 +50,11 @@ class FedISM(FedSAM):
         step = (self.rho / (compute_norm([way]) + TINY)).to(way.dtype)
         climbed = replace(ctx.received, params=ctx.received.params + step * way)
         return {"sharpness": ctx.evaluate(climbed)[0] - ctx.evaluate(ctx.received)[0]}
+
+
+def subtract_orthogonal_part(climbed: Sequence[Tensor], gradients: Sequence[Tensor], alpha: float) -> list[Tensor]:
+    """Return the climbed gradients, less `alpha` times the part of the others that is orthogonal to them."""
+    pairs = list(zip(climbed, gradients, strict=True))
+    inner = torch.stack([widen((g.conj() * h).sum().real) for h, g in pairs]).sum()
+    along = inner / (compute_norm(climbed) + TINY) ** 2  # of the gradients, in units of the climbed ones
+    return [h - alpha * (g - along.to(h.real.dtype) * h) for h, g in pairs]

@@ -28,9 +28,15 @@ def get_trained(ctx: Context) -> dict[str, Tensor]:
 
 
 def compute_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all tensors together."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t).float() for t in tensors]))
+    """Return the norm of all tensors together, in float32 or better."""
+    norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([widen(norm) for norm in norms]))
     return norm
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 if its dtype is smaller."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def keep_batch(batch: Batch, ctx: Context) -> None:
