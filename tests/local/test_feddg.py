@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from typing import Any
 
 import numpy as np
@@ -11,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedheal.core.pixels import get_pixel_scale
 from fedheal.data.augment import normalise_images
 from fedheal.local import feddg
 from fedheal.local.feddg import FedDG
 from local import softmax
-from local.quadratic import absorbed, packed
-from local.rounds import make_federation, run_rounds
+from local.quadratic import absorbed, context, packed
 
 BATCH = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+MEAN, STD = get_pixel_scale(BATCH.device)
 X, Y = normalise_images(BATCH), torch.tensor([0, 1, 2, 0])
 
 
@@ -50,12 +49,7 @@ def test_grey_images_by_hand() -> None:
     amplitudes = torch.zeros(1, 3, 3, 3)
     amplitudes[:, :, 1, 1] = 0.8
     mixed = feddg.to_images(feddg.mix_amplitudes(feddg.to_spectrum(grey), amplitudes, torch.tensor(0.25), 0.13))
-    assert torch.allclose(
-        mixed,
-        (0.5 - torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1))
-        / torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1).expand(1, 3, 8, 8),
-        atol=1e-5,
-    )
+    assert torch.allclose(mixed, ((0.5 - MEAN) / STD).expand(1, 3, 8, 8), atol=1e-5)
 
 
 def test_no_share_or_its_own_amplitudes_leave_an_image_as_it_is() -> None:
@@ -69,9 +63,7 @@ def test_no_share_or_its_own_amplitudes_leave_an_image_as_it_is() -> None:
 def test_pixels_are_clipped() -> None:
     """As bright as a pixel can be, whatever was mixed in."""
     images = feddg.to_images(feddg.to_spectrum(X) * 100)
-    assert torch.allclose(
-        images.amax(dim=(0, 2, 3)), (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
-    )
+    assert torch.allclose(images.amax(dim=(0, 2, 3), keepdim=True), (1 - MEAN) / STD)
 
 
 def test_a_step_equals_the_one_in_numpy() -> None:
@@ -85,39 +77,53 @@ def test_a_step_equals_the_one_in_numpy() -> None:
     expected = w - 0.1 * softmax.episodic(w, x, other_x, Y.numpy(), 0.2, 0.7)
     module = softmax.linear(w).float()
     torch.manual_seed(2)
-    sent, _ = softmax.train(term, module, X, Y, shared={"bank": bank}, slot={"sent": torch.tensor(1)})
+    sent, _ = softmax.train(term, module, X, Y, shared={"bank": bank}, slot={"amplitudes": torch.zeros(8, 3, 5, 5)})
     assert np.allclose(sent.params.numpy(), expected.ravel(), atol=1e-6)
     assert not np.allclose(expected, w - 0.1 * softmax.episodic(w, x, other_x, Y.numpy(), 0.0, 0.7), atol=1e-4)
 
 
-def collected(term: FedDG, **keys: Any) -> tuple[Any, Any]:
+def finished(term: FedDG, slot: Any, x: Tensor = X, y: Tensor = Y) -> tuple[Any, Any]:
     """The slot and the message after a step."""
-    sent, ctx = softmax.train(term, softmax.linear(np.zeros((3, 192))).float(), X, Y, **keys)
+    sent, ctx = softmax.train(term, softmax.linear(np.zeros((3, 192))).float(), x, y, slot=slot)
     return term.finish(ctx, sent)
 
 
-def test_a_client_sends_amplitudes_of_its_images_once() -> None:
-    """Four images make four spectra, though eight may be sent; amplitudes of images, of which the phases stay behind."""
-    slot, message = collected(FedDG(window=0.3))
+def test_a_client_sends_amplitudes_of_its_first_images_and_the_same_ones_ever_after() -> None:
+    """Phases stay behind. Rows of zeros stand for images that a client does not have."""
+    slot, message = finished(FedDG(window=0.3, spectra=5), {})
     spectra = np.fft.fftshift(np.abs(np.fft.fft2(BATCH.numpy() / 255)) / 64, axes=(-2, -1))
-    assert np.allclose(message["amplitudes"].numpy(), spectra[..., 2:7, 2:7], atol=1e-6)
-    assert collected(FedDG(window=0.3), slot=slot) == (slot, {})
-    assert len(collected(FedDG(spectra=3))[1]["amplitudes"]) == 3
+    assert np.allclose(message["amplitudes"][:4].numpy(), spectra[..., 2:7, 2:7], atol=1e-6)
+    assert not message["amplitudes"][4].any()
+    assert slot is message
+    assert finished(FedDG(window=0.3, spectra=5), slot, X.flip(0)) == (slot, slot)
+    assert finished(FedDG(outer=0.0), {}) == ({}, {})
 
 
-def test_without_an_outer_loss_nothing_is_collected() -> None:
-    assert collected(FedDG(outer=0.0)) == ({}, {})
+def fill(messages: list[Any], shared: Any) -> Any:
+    moved = {name: torch.ones(1, dtype=torch.float64) for name in "abc"[: len(messages)]}
+    weights = [1 / len(moved)] * len(moved)
+    return absorbed(FedDG(spectra=2), packed(0.0), moved, messages, shared, weights=weights)[1]
 
 
-def test_a_client_gets_the_spectra_of_the_others_without_their_names() -> None:
-    state = run_rounds(make_federation(method="feddg:spectra=2", participation=0.6), 1)
-    shared, term = state.terms[0].shared, FedDG(spectra=2)
-    name, *others = sorted(shared)
-    bank = term.broadcast(name.removeprefix("amplitudes."), shared)
-    assert list(bank) == ["bank"]
-    assert torch.equal(bank["bank"], torch.cat([shared[other] for other in others]))
-    assert len(term.broadcast("newcomer", shared)["bank"]) == 2 * len(shared) == 6
-    assert term.broadcast("newcomer", {}) == {}
+def test_the_bank_holds_each_clients_last_spectra_and_no_name_is_sent() -> None:
+    one, two, three = torch.rand(3, 2, 3, 3, 3)
+    two[1] = 0  # a client with one image
+    shared = fill([{"amplitudes": one}, {"amplitudes": two}, {}], {})
+    assert torch.equal(shared["bank"], torch.cat([one, two[:1]]))
+    shared = fill([{"amplitudes": three}], shared)  # a lost its slot, and sends others
+    assert torch.equal(shared["bank"], torch.cat([three, two[:1]]))
+    assert list(FedDG().broadcast("a", shared)) == ["bank"]
+    assert fill([{"amplitudes": torch.zeros(2, 3, 3, 3)}], {}).keys() == {"amplitudes.a"}
+
+
+def test_a_client_leaves_its_own_spectra_out() -> None:
+    bank = torch.rand(5, 3, 3, 3)
+    ctx = context(FedDG(), packed(0.0), slot={"amplitudes": bank[1:3]}, shared={"bank": bank})
+    FedDG().prepare(ctx, ctx.received)
+    assert torch.equal(ctx.scratch["bank"], bank[[0, 3, 4]])
+    alone = context(FedDG(), packed(0.0), slot={"amplitudes": bank}, shared={"bank": bank})
+    FedDG().prepare(alone, alone.received)
+    assert "bank" not in alone.scratch
 
 
 GOOD = torch.rand(2, 3, 3, 3)
@@ -126,25 +132,16 @@ GOOD = torch.rand(2, 3, 3, 3)
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (GOOD.double(), "must be float32"),
-        (GOOD[0], r"shape \(n, 3, k, k\)"),
-        (torch.rand(2, 1, 3, 3), r"shape \(n, 3, k, k\)"),
-        (GOOD[:0], "1 to 4, got 0"),
-        (torch.rand(5, 3, 3, 3), "1 to 4, got 5"),
-        (torch.rand(2, 3, 5, 5), "of those in the bank"),
-        (GOOD - 1, "from 0 to 1"),
-        (GOOD + 1, "from 0 to 1"),
-        (GOOD * torch.nan, "from 0 to 1"),
+        (GOOD.double(), r"must be float32 of shape \(2, 3, k, k\), got torch.float64"),
+        (GOOD[0], r"got torch.float32 of shape \(3, 3, 3\)"),
+        (GOOD[:1], r"got torch.float32 of shape \(1, 3, 3, 3\)"),
+        (torch.rand(2, 3, 5, 5), r"\(2, 3, 5, 5\) do not match the bank's \(2, 3, 3, 3\): use images of one size"),
+        (GOOD - 1, "must be from 0 to 1"),
+        (GOOD + 1, "must be from 0 to 1"),
+        (GOOD * torch.nan, "must be from 0 to 1"),
     ],
 )
-def test_spectra_that_cannot_be_used_stay_out_of_the_bank(
-    bad: Tensor, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A client cannot stop the round of the others. Whoever sent spectra before sends none."""
-    before, moved = packed(0.0), {name: torch.ones(1, dtype=torch.float64) for name in "abc"}
-    with caplog.at_level(logging.WARNING):
-        messages = [{"amplitudes": GOOD}, {"amplitudes": bad}, {}]
-        _, shared = absorbed(FedDG(spectra=4), before, moved, messages, {}, weights=[0.2, 0.3, 0.5])
-    assert list(shared) == ["amplitudes.a"]
-    assert "client 'b'" in caplog.text
-    assert re.search(reason, caplog.text)
+def test_spectra_that_cannot_be_used_are_refused(bad: Tensor, reason: str) -> None:
+    """A federation then skips the client."""
+    with pytest.raises(ValueError, match=reason):
+        fill([{"amplitudes": GOOD}, {"amplitudes": bad}], {})

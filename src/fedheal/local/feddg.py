@@ -12,14 +12,14 @@ makes this first-order MAML.
 For classification, both losses are cross-entropies and the boundary term is left out: its contrast is between pixels inside and
 outside of a contour. Other deviations:
 
-- The bank fills as clients take part, so a client's first round has no second version while the bank is empty. Each client
-  sends `spectra` spectra once; in the released code an eighth of its images.
+- The bank fills as clients take part; while it is empty there is no second version. Each client sends the same `spectra`
+  spectra with every reply, so that all messages have one shape; in the released code an eighth of its images. Everyone gets
+  the whole bank, and leaves its own spectra out.
 - `window` is 0.1: 7 x 7 frequencies of a 32 x 32 image. The paper's 0.01 gives 7 x 7 of its 384 x 384 images, and the mean
   alone here. The released loader exchanges only the mean, in full; the released demo and the paper interpolate, as here.
 - Running statistics follow the batch as it is, not the second version. The inner gradient is not clamped (released: +-100).
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,11 +42,10 @@ FEDDG_WINDOW = Parameter(
     lt=0.5,
 )
 FEDDG_SPECTRA = Parameter(
-    "spectra", 8, "spectra that a client sends, once", "ours; original: of 1/8 of the images", ge=1
+    "spectra", 8, "images of which a client sends the spectrum", "ours; original: of 1/8 of the images", ge=1
 )
 FEDDG_META_LR = Parameter("meta_lr", 0.001, "length of the inner step", "Liu et al. 2021", ge=0)
 FEDDG_OUTER = Parameter("outer", 1.0, "weight of the loss after the inner step", "Liu et al. 2021", ge=0)
-log = logging.getLogger(__name__)
 
 
 @declare_parameters(FEDDG_WINDOW, FEDDG_SPECTRA, FEDDG_META_LR, FEDDG_OUTER)
@@ -58,15 +57,17 @@ class FedDG(Term):
     spectra: int = FEDDG_SPECTRA.default
     meta_lr: float = FEDDG_META_LR.default
     outer: float = FEDDG_OUTER.default
-
-    def broadcast(self, client: str, shared: Arrays) -> Arrays:
-        others = [shared[name] for name in sorted(shared) if name.startswith(PREFIX) and name != f"{PREFIX}{client}"]
-        return {"bank": torch.cat(others)} if others else {}  # without the names of clients
+    sends: tuple[str, ...] = ("bank",)
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
-        if self.outer:
-            ctx.scratch["collects"] = "sent" not in ctx.slot
-            ctx.scratch.update(ctx.shared if "bank" in ctx.shared else self.broadcast(ctx.client, ctx.shared))
+        if not self.outer:
+            return start
+        ctx.scratch["collects"] = "amplitudes" not in ctx.slot
+        if "bank" in ctx.shared:
+            bank, own = ctx.shared["bank"], ctx.slot.get("amplitudes", ctx.shared["bank"][:0])
+            is_own = (bank[:, None] == own).flatten(2).all(dim=2).any(dim=1)
+            if not is_own.all():
+                ctx.scratch["bank"] = bank[~is_own]
         return start
 
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
@@ -94,38 +95,36 @@ class FedDG(Term):
         return to_images(mix_amplitudes(spectrum, chosen, share, self.window))
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
-        if not ctx.scratch.get("collects"):
+        if not self.outer:
             return ctx.slot, {}
-        amplitudes = ctx.scratch["amplitudes"]
-        kept = amplitudes[amplitudes.flatten(1).any(dim=1)]  # a small batch leaves rows of zeros
-        return {"sent": torch.ones((), dtype=torch.int64, device=kept.device)}, {"amplitudes": kept}
+        slot = {"amplitudes": ctx.scratch["amplitudes"]} if ctx.scratch["collects"] else ctx.slot
+        return slot, slot
 
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
-        bank = dict(shared)
+        known = {name: value for name, value in shared.items() if name.startswith(PREFIX)}
         for client, message in zip(ctx.updates.clients, messages, strict=True):
-            if "amplitudes" not in message:
-                continue
-            shape = next((tuple(value.shape[1:]) for value in bank.values()), None)
-            if problem := self._find_problem(message["amplitudes"], shape):
-                log.warning("the spectra of client '%s' stay out of the bank: %s", client, problem)
-            else:
-                bank[f"{PREFIX}{client}"] = message["amplitudes"]
-        return aggregated, bank
+            if "amplitudes" in message:
+                self._check(message["amplitudes"], next(iter(known.values()), message["amplitudes"]))
+                known[f"{PREFIX}{client}"] = message["amplitudes"].clone()
+        bank = torch.cat([known[name] for name in sorted(known)]) if known else torch.empty(0, 1)
+        bank = bank[bank.flatten(1).any(dim=1)]  # a client with few images leaves rows of zeros
+        return aggregated, known | ({"bank": bank} if len(bank) else {})
 
-    def _find_problem(self, amplitudes: Tensor, shape: tuple[int, ...] | None) -> str:
-        """Return why a client's spectra cannot be used, or an empty string; `shape` is that of a spectrum in the bank."""
-        own = tuple(amplitudes.shape)
-        if amplitudes.dtype != torch.float32 or len(own) != 4 or own[1] != 3 or own[2] != own[3]:
-            return f"they must be float32 of shape (n, 3, k, k), got {amplitudes.dtype} of shape {own}"
-        if not 1 <= own[0] <= self.spectra:
-            return f"there must be 1 to {self.spectra}, got {own[0]}"
-        if shape is not None and own[1:] != shape:
-            return f"a spectrum must have the shape {shape} of those in the bank, got {own[1:]}"
+    def _check(self, amplitudes: Tensor, like: Tensor) -> None:
+        """Raise ValueError if a client's spectra cannot join the bank, which has spectra such as `like`."""
+        shape, dtype = tuple(amplitudes.shape), amplitudes.dtype
+        if dtype != torch.float32 or len(shape) != 4 or shape[:2] != (self.spectra, 3):
+            raise ValueError(
+                f"spectra must be float32 of shape ({self.spectra}, 3, k, k), got {dtype} of shape {shape}"
+            )
+        if shape != like.shape:
+            raise ValueError(
+                f"spectra of shape {shape} do not match the bank's {tuple(like.shape)}: use images of one size"
+            )
         if not (amplitudes >= 0).all() or not (amplitudes <= 1 + 1e-5).all():
-            return "amplitudes of pixels from 0 to 1 are from 0 to 1"
-        return ""
+            raise ValueError("the amplitudes of pixels from 0 to 1 must be from 0 to 1 too")
 
 
 def to_spectrum(x: Tensor) -> Tensor:
