@@ -39,8 +39,6 @@ SLOW = (
     "fedbn",
     "fpl",
     "feddg",
-    "fedlesam",
-    "fedism",
     "fedheal:per_domain=true",
     "fedheal:soft=true",
     "fphl:forget=0.1",
