@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedheal.data.augment import MEAN, STD
+from fedheal.core.pixels import MEAN, STD
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.engine import open_engine
 from fedheal.engine.cohort import CohortEngine

@@ -309,6 +309,11 @@ ALONG = {
     "fedproto": (PROTOTYPES + 4 * CLASSES, 0, PROTOTYPES + 8 * CLASSES),
     "fccl": (4 * PUBLIC * CLASSES, 0, 4 * PUBLIC * CLASSES),
     "fcclplus": (4 * PUBLIC * (CLASSES + PUBLIC_BATCH), 0, 4 * PUBLIC * (CLASSES + PUBLIC_BATCH)),
+    # Four clients, and 3 x 1 x 1 amplitudes of each of three images: the images have 8 x 8 pixels, of which a tenth is none.
+    "feddg:spectra=3": (4 * 3 * 3, 0, 4 * 4 * 3 * 3),
+    "fedsam": (0, 0, 0),
+    "fedlesam": (0, 0, 0),
+    "fedism": (8, 0, 0),  # the sharpness
     "ditto": (SIZE, 0, 0),
     "fedavg+afl": (8, 0, 0),  # a loss
     "fedavg+qffl": (16, 0, 0),  # and how far the client's steps reach

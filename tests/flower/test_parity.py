@@ -39,6 +39,7 @@ SLOW = (
     "ditto",
     "fedbn",
     "fpl",
+    "feddg",
     "fedheal:per_domain=true",
     "fedheal:soft=true",
     "fphl:forget=0.1",

@@ -196,6 +196,7 @@ def make_contexts(
             shared=values,
             fit=fit,
             gradient=lambda at: _compute_gradient(local_training, at, task),
+            evaluate=lambda at: evaluate_split(local_training, at, examples),
             validate=lambda at: evaluate_split(local_training, at, local_training.validation[task.client]),
             nets={} if nets is None else nets,
             public_batches=lambda size: make_public_batches(local_training.public, size),

@@ -66,6 +66,7 @@ class Context:
         shared: The term's shared values, as broadcast.
         fit: `fit(start, strength)` trains a second model, with a proximal term of that strength.
         gradient: Returns the flat gradient of the mean loss over the client's data at given parameters.
+        evaluate: Returns loss and accuracy (0 to 1) on the client's training examples.
         validate: Returns loss and accuracy (0 to 1) on the client's held-out examples.
         scratch: The term's own values for this client and round.
         nets: Frozen copies of the module by name; reused for other clients.
@@ -86,6 +87,7 @@ class Context:
     shared: Arrays
     fit: Callable[..., Packed]
     gradient: Callable[[Packed], Tensor]
+    evaluate: Callable[[Packed], tuple[float, float]]
     validate: Callable[[Packed], tuple[float, float]]
     scratch: dict[str, Any] = field(default_factory=dict)
     nets: dict[str, nn.Module] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from fedheal.aggregate.server_optimizer import SERVERS, Server
 from fedheal.aggregate.whole.fedce import fedce_stage
 from fedheal.aggregate.whole.fedfv import fedfv_stage
 from fedheal.aggregate.whole.fedga import fedga_stage
+from fedheal.aggregate.whole.fedism import FEDISM_BETA, FEDISM_Q, fedism_stage
 from fedheal.aggregate.whole.fedpw import fedpw_stage
 from fedheal.core.checks import check_type
 from fedheal.core.errors import suggest
@@ -27,11 +28,15 @@ from fedheal.local.fccl import FCCL
 from fedheal.local.fcclplus import FCCLPlus
 from fedheal.local.fedbn import FedBN
 from fedheal.local.fedce import FedCE
+from fedheal.local.feddg import FedDG
 from fedheal.local.feddyn import FEDDYN_ALPHA, FEDDYN_CLIP, FEDDYN_EVAL_MODEL, FedDyn
 from fedheal.local.fedga import FedGA
+from fedheal.local.fedism import FEDISM_ALPHA, FEDISM_RHO, FedISM
+from fedheal.local.fedlesam import FedLESAM
 from fedheal.local.fedproc import FedProc
 from fedheal.local.fedproto import FedProto
 from fedheal.local.fedprox import FEDPROX_MU, FedProx
+from fedheal.local.fedsam import FedSAM
 from fedheal.local.fpl import FPL
 from fedheal.local.moon import Moon
 from fedheal.local.scaffold import SCAFFOLD_CLIP, SCAFFOLD_ETA_G, SCAFFOLD_OPTION, Scaffold
@@ -110,6 +115,17 @@ def _make_feddyn(
     return Local((FedDyn(alpha, eval_model, fair_controls, clip),), uniform=True)
 
 
+@declare_parameters(FEDISM_RHO, FEDISM_ALPHA, FEDISM_Q, FEDISM_BETA)
+def _make_fedism(
+    rho: float = FEDISM_RHO.default,
+    alpha: float = FEDISM_ALPHA.default,
+    q: float = FEDISM_Q.default,
+    beta: float = FEDISM_BETA.default,
+) -> Local:
+    """Wu et al. 2024: flat minima on clients, and weight to clients on whose data the model is sharp."""
+    return Local((FedISM(rho, alpha),), aggregator=Aggregator(fedism_stage(q, beta)))
+
+
 def _check_default(parameter: Parameter, value: Any) -> None:
     """Raise ValueError if a parameter that preset=group sets has another value than its default."""
     if value != parameter.default:
@@ -140,6 +156,9 @@ LOCAL: dict[str, Callable[..., Local | Term]] = {
     "fedproto": FedProto,
     "fccl": FCCL,
     "fcclplus": FCCLPlus,
+    "feddg": FedDG,
+    "fedsam": FedSAM,
+    "fedlesam": FedLESAM,
 }
 # Whole methods, which no stage joins.
 WHOLE: dict[str, Callable[..., Local | Term | Stage]] = {
@@ -150,6 +169,7 @@ WHOLE: dict[str, Callable[..., Local | Term | Stage]] = {
     "fedce": _add_term(fedce_stage, FedCE),
     "fedga": _add_term(fedga_stage, FedGA),
     "fedpw": fedpw_stage,
+    "fedism": _make_fedism,
 }
 PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES, **SERVERS}
 
