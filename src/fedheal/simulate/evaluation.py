@@ -11,8 +11,8 @@ from fedheal.core.layout import Packed
 from fedheal.core.metrics import fairness
 from fedheal.core.state import TermState
 from fedheal.engine import Engine
+from fedheal.engine.pooled import PooledEngine
 from fedheal.engine.serial import find_correct_in_turn
-from fedheal.engine.workers import WorkerPool
 from fedheal.simulate.federation import Federation
 
 
@@ -33,7 +33,7 @@ def evaluate_domains(
         if client in federation.validation
     ]
     pairs = [(models[domain], split) for domain, split in [*federation.tests.items(), *held_out]]
-    workers = engine if isinstance(engine, WorkerPool) else None
+    workers = engine if isinstance(engine, PooledEngine) else None
     correct = workers.find_correct(pairs) if workers else find_correct_in_turn(federation.local_training, pairs)
     is_correct = {domain: hits.cpu().numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
     clients = {
