@@ -1,4 +1,4 @@
-"""Engines train the clients of a round: one after another, in several processes, or side by side on a GPU."""
+"""Engines train the clients of a round: one after another, in several processes or machines, or side by side on a GPU."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +9,8 @@ import torch
 from fedheal.core.layout import Packed
 from fedheal.data.domains import Split
 from fedheal.engine.lanes import Lanes
+from fedheal.engine.ray_actors import ActorPool
+from fedheal.engine.ray_cluster import connect_to_cluster, import_ray
 from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
 from fedheal.engine.workers import WorkerPool
 
@@ -31,14 +33,22 @@ def open_engine(
     threads: int = 1,
     lanes: int | None = None,
     evaluated: Sequence[Split] = (),
+    ray_address: str | None = None,
 ) -> Iterator[Engine]:
-    """Open an engine for as long as the context lasts: `serial`, `lanes`, or `auto` (`lanes` on a GPU, else `serial`).
+    """Open an engine for as long as the context lasts: `serial`, `lanes`, `ray`, or `auto` (`lanes` on a GPU, else `serial`).
 
     `workers` are the processes of the serial engine, with so many `threads` each; `lanes` are the clients that are trained side
-    by side on a GPU, None for as many as fill it. `evaluated` are splits that workers can evaluate models on.
+    by side on a GPU, None for as many as fill it. `evaluated` are splits that workers can evaluate models on. With
+    `ray` the workers are actors of the cluster at `ray_address` (`auto` if None), and 0 means as many as it has room for.
     """
     check_engine(local_training.device, engine, workers)
-    if engine == "lanes" or (engine == "auto" and local_training.device.type == "cuda"):
+    if engine == "ray":
+        with (
+            connect_to_cluster(ray_address or "auto") as ray,
+            ActorPool(ray, local_training, workers, threads, evaluated) as actors,
+        ):
+            yield actors
+    elif engine == "lanes" or (engine == "auto" and local_training.device.type == "cuda"):
         yield Lanes(local_training, lanes)
     elif workers <= 1:
         yield SerialEngine(local_training)
@@ -48,7 +58,10 @@ def open_engine(
 
 
 def check_engine(device: torch.device, engine: str, workers: int) -> None:
-    """Raise ValueError if the device does not support the engine or several workers."""
+    """Raise ValueError if the device does not support the engine or several workers, or Ray is needed and missing."""
+    if engine == "ray":
+        import_ray()
+        return
     is_gpu = device.type == "cuda"
     if engine == "lanes" and not is_gpu:
         raise ValueError(f"engine = 'lanes' needs a GPU, but this run uses '{device}'; use 'auto' or 'serial'")

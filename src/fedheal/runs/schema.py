@@ -16,7 +16,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from fedheal.core.errors import describe_allowed
 
 # Settings that change no result: a resumed run may differ in them.
-FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
+FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root", "ray_address"})
 REPORT_NUMBERS = ("kept", "distance", "kept_by_tensor")  # parts of an aggregator's report that map names to numbers
 Model = TypeVar("Model", bound=BaseModel)
 

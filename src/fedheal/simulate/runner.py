@@ -172,7 +172,7 @@ def _check_arguments(
         check_type("out", out, str | PathLike, "give the path of the run folder")
     elif resume:
         raise ValueError("resume = True, but out is None: give the run folder as out, or leave out resume")
-    if experiment.workers > 1:
+    if experiment.workers > 1 and experiment.engine != "ray":
         check_main_guard("workers", experiment.workers)
     for callback in [callbacks] if callable(callbacks) else callbacks:
         check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
@@ -241,7 +241,7 @@ def _train_to_end(
     """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong."""
     e = saver.experiment
     evaluated = [*federation.tests.values(), *federation.validation.values()]
-    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes, evaluated)
+    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes, evaluated, e.ray_address)
     with opened as engine, Interrupts() as interrupts:
         rounds = run_rounds(federation, state, engine, e.rounds, e.eval_every, interrupts.hold)
         try:
