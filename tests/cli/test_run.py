@@ -14,6 +14,7 @@ import torch
 
 import fedheal
 from command_line import CONTROL, ENVIRONMENT, Done, assert_sentence, read_files
+from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import RoundRecord
 from tiny_data import WORDS, quick, words
 
@@ -310,3 +311,33 @@ def test_what_needs_a_gpu_is_said_before_anything_is_written(call, word: str) ->
 
 def test_more_rounds_than_anyone_waits_for_are_refused(call) -> None:
     assert_sentence(call("run", *WORDS, "rounds=99999999999999999999999"), "rounds = 99999999999999999999999")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--ray", "127.0.0.1:1"], "no Ray cluster answers at '127.0.0.1:1'"),
+        (["engine=ray", "ray_address=127.0.0.1:1"], "no Ray cluster answers at '127.0.0.1:1'"),
+        (["--ray", "auto", "engine=serial"], "'engine' is given twice: engine=serial and engine=ray"),
+        (["--workers", "2", "workers=1"], "'workers' is given twice"),
+        (["workers=0"], "workers = 0: use a number of at least 1"),
+        (["ray_address=auto"], "ray_address = 'auto' needs engine=ray"),
+    ],
+)
+def test_a_run_that_cannot_use_a_cluster_is_a_sentence(call, tmp_path: Path, more: list[str], said: str) -> None:
+    assert_sentence(call("run", *WORDS, *more, "--out", tmp_path / "run"), said)
+
+
+def test_without_ray_a_run_says_how_to_install_it(call, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = call("run", *WORDS, "--ray", "auto", "--out", tmp_path / "run")
+    assert_sentence(done, "Ray is not installed: pip install 'fedheal[ray]'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_a_cluster_is_resumed_with_another_address(call, tmp_path: Path) -> None:
+    """`--ray` is not part of the experiment, apart from the engine."""
+    assert call("run", *WORDS, "--ray", "127.0.0.1:1", "--out", tmp_path / "run").code == 2
+    done = call("run", "--resume", "--ray", "127.0.0.1:2", "--workers", "3", "--out", tmp_path / "run")
+    assert_sentence(done, "no Ray cluster answers at '127.0.0.1:2'")
+    assert read_toml(tmp_path / "run" / "experiment.toml")["workers"] == 3
