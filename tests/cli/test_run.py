@@ -14,7 +14,6 @@ import torch
 
 import fedheal
 from command_line import CONTROL, ENVIRONMENT, Done, assert_sentence, read_files
-from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import RoundRecord
 from tiny_data import WORDS, quick, words
 
@@ -326,6 +325,7 @@ def test_more_rounds_than_anyone_waits_for_are_refused(call) -> None:
 )
 def test_a_run_that_cannot_use_a_cluster_is_a_sentence(call, tmp_path: Path, more: list[str], said: str) -> None:
     assert_sentence(call("run", *WORDS, *more, "--out", tmp_path / "run"), said)
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_ray_a_run_says_how_to_install_it(call, tmp_path: Path, monkeypatch) -> None:
@@ -335,9 +335,11 @@ def test_without_ray_a_run_says_how_to_install_it(call, tmp_path: Path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_on_a_cluster_is_resumed_with_another_address(call, tmp_path: Path) -> None:
-    """`--ray` is not part of the experiment, apart from the engine."""
-    assert call("run", *WORDS, "--ray", "127.0.0.1:1", "--out", tmp_path / "run").code == 2
-    done = call("run", "--resume", "--ray", "127.0.0.1:2", "--workers", "3", "--out", tmp_path / "run")
+def test_a_run_on_a_cluster_is_resumed_at_another_address(call, tmp_path: Path) -> None:
+    """Neither the address nor the number of workers is part of the experiment."""
+    begun = quick(engine="ray", ray_address="127.0.0.1:1")
+    assert begun.identity == quick(engine="ray", ray_address="127.0.0.1:2", workers=3).identity
+    assert begun.workers == 0  # as many as the cluster has room for
+    (tmp_path / "experiment.toml").write_text(begun.to_toml())
+    done = call("run", "--resume", "--ray", "127.0.0.1:2", "--workers", "3", "--out", tmp_path)
     assert_sentence(done, "no Ray cluster answers at '127.0.0.1:2'")
-    assert read_toml(tmp_path / "run" / "experiment.toml")["workers"] == 3

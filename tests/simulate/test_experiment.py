@@ -104,6 +104,8 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "image_size": 32,
         "dirichlet": 0.5,
         "lanes": 3,
+        "engine": "ray",
+        "ray_address": "auto",
         **dict.fromkeys(SEED_FIELDS, 1),
     }
     text = tomllib.loads(Experiment(**said, samples_per_client=9).to_toml())

@@ -10,7 +10,7 @@ from fedheal.core.layout import Packed
 from fedheal.data.domains import Split
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.ray_actors import ActorPool
-from fedheal.engine.ray_cluster import connect_to_cluster, import_ray
+from fedheal.engine.ray_cluster import check_reachable, connect_to_cluster, import_ray
 from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
 from fedheal.engine.workers import WorkerPool
 
@@ -57,10 +57,11 @@ def open_engine(
             yield pool
 
 
-def check_engine(device: torch.device, engine: str, workers: int) -> None:
-    """Raise ValueError if the device does not support the engine or several workers, or Ray is needed and missing."""
+def check_engine(device: torch.device, engine: str, workers: int, ray_address: str | None = None) -> None:
+    """Raise ValueError if the device does not support the engine or several workers, or Ray is missing or not there."""
     if engine == "ray":
         import_ray()
+        check_reachable(ray_address or "auto")
         return
     is_gpu = device.type == "cuda"
     if engine == "lanes" and not is_gpu:

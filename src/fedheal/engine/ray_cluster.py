@@ -18,7 +18,7 @@ def connect_to_cluster(address: str) -> Iterator[Any]:
     ray = import_ray()
     connect = not ray.is_initialized()
     if connect:
-        _check_reachable(address)
+        check_reachable(address)
         try:
             ray.init(address=address, log_to_driver=False)
         except (ConnectionError, ValueError, ray.exceptions.RayError) as error:
@@ -47,7 +47,7 @@ def import_ray() -> Any:
     return ray
 
 
-def _check_reachable(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raise ValueError if nothing listens at HOST:PORT. Ray itself would wait for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
