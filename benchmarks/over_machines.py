@@ -1,0 +1,172 @@
+"""Seconds a round with actors of a Ray cluster, with worker processes, and one client after another; and what travels.
+
+    python benchmarks/over_machines.py
+    python benchmarks/over_machines.py --tasks thin --rounds 40
+
+It starts a Ray cluster of two nodes on this machine. Ray looks for addresses on the network; to keep it from that, run this in
+a namespace that has loopback alone (`ip netns exec NAME python benchmarks/over_machines.py`).
+All ways are open in one process and take turns round by round, so that whatever else the machine does hits all of them. The
+numbers are medians after the first round, in which workers start and examples travel. The last table is an estimate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from fedheal.engine.ray_actors import ActorPool
+from fedheal.engine.ray_cluster import connect_to_cluster, import_ray
+from fedheal.engine.serial import SerialEngine
+from fedheal.engine.workers import WorkerPool
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
+from simulate import PROTOCOLS, Protocol, load_domains
+from simulate_cpu import HERE
+
+TASKS = {
+    "small": PROTOCOLS["small"],
+    "thin": Protocol(
+        32,
+        dict.fromkeys(("mnist", "usps", "svhn", "syn"), (8, 50)),
+        5,
+        {"model": "small_cnn", "epochs": 1, "batch_size": 8},
+    ),
+    "resnet10": HERE["resnet10"],
+}
+WAYS = {
+    "one after another": lambda ray, training, tests: SerialEngine(training),
+    "1 worker process": lambda ray, training, tests: WorkerPool(training, 1, 1, tests),
+    "2 worker processes": lambda ray, training, tests: WorkerPool(training, 2, 1, tests),
+    "1 actor": lambda ray, training, tests: ActorPool(ray, training, 1, 1, tests),
+    "2 actors on 2 nodes": lambda ray, training, tests: ActorPool(ray, training, 2, 1, tests),
+}
+STORE = 200 << 20  # bytes of shared memory a node
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Medians over rounds, in seconds."""
+
+    way: str
+    train: float
+    evaluate: float
+    total: float
+    first: float
+
+
+def time_ways(protocol: Protocol, rounds: int) -> tuple[Federation, list[Timed]]:
+    """Return the federation, and how long each way takes for a round."""
+    import_ray()
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    experiment = Experiment.of({"method": "fedavg", "device": "cpu", **protocol.keys})
+    seconds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    with connect_to_cluster(cluster.address) as ray, ExitStack() as stack:
+        ways = {}
+        for way, make in WAYS.items():
+            federation = build_federation(experiment, load_domains(protocol), torch.device("cpu"))
+            engine = make(ray, federation.local_training, list(federation.tests.values()))
+            opened = engine if isinstance(engine, SerialEngine) else stack.enter_context(engine)
+            ways[way] = (federation, initial_state(federation), opened)
+        for _ in range(rounds + 1):
+            for way, (federation, state, opened) in ways.items():
+                after, record = run_round(federation, state, opened)
+                ways[way] = (federation, after, opened)
+                seconds[way].append(record.seconds)
+    cluster.shutdown()
+    models = [state.model.params for _, state, _ in ways.values()]
+    if not all(torch.equal(model, models[0]) for model in models):
+        raise RuntimeError("the ways do not have the same bits")
+
+    def middle(way: str, *phases: str) -> float:
+        return statistics.median(sum(record[phase] for phase in phases) for record in seconds[way][1:])
+
+    return federation, [
+        Timed(
+            way,
+            middle(way, "train"),
+            middle(way, "evaluate"),
+            middle(way, "train", "aggregate", "evaluate"),
+            sum(seconds[way][0].values()),
+        )
+        for way in WAYS
+    ]
+
+
+def count_bytes(federation: Federation) -> int:
+    """Return the bytes of a model."""
+    model = initial_state(federation).model
+    return sum(vector.nbytes for vector in (model.params, model.buffers, model.counters))
+
+
+def estimate(federation: Federation, timed: dict[str, Timed], workers: int, gigabits: float) -> float:
+    """Return the seconds of a round with so many workers on machines of their own, behind one link of this process.
+
+    Training and evaluation are shared out; what an actor adds to a client's round here is paid by this process for each client,
+    and updates come back through its link one after another.
+    """
+    alone, actor = timed["one after another"], timed["1 actor"]
+    clients = len(federation.clients)
+    moved = count_bytes(federation) * (clients + 2 * workers)  # updates, and the model to train and to evaluate
+    overhead = max(0.0, actor.total - alone.total)
+    shared = alone.train * max(1 / workers, 1 / clients) + alone.evaluate / workers
+    return shared + overhead + moved * 8 / (gigabits * 1e9)
+
+
+def show(name: str, rounds: int) -> None:
+    federation, every = time_ways(TASKS[name], rounds)
+    timed = {one.way: one for one in every}
+    model = count_bytes(federation)
+    images = sum(len(split) for split in federation.local_training.examples.values())
+    alone, actor = timed["one after another"], timed["1 actor"]
+    per_client = 1e3 * (actor.total - alone.total) / len(federation.clients)
+    print(f"\n{name}: {len(federation.clients)} clients, {images} images, {model / 1e6:.2f} MB a model\n")
+    print("| way | train | evaluate | s a round | against one after another | first round |\n|---|---|---|---|---|---|")
+    for one in every:
+        ratio = one.total / alone.total
+        print(
+            f"| {one.way} | {one.train:.3f} | {one.evaluate:.3f} | {one.total:.3f} | {ratio:.2f} x | {one.first:.1f} |"
+        )
+    print(
+        f"\nAn actor adds {per_client:.1f} ms a client. Back come {model * len(federation.clients) / 1e6:.0f} MB a round.\n"
+    )
+    print("| estimate: workers | 1 Gbit/s | 10 Gbit/s |\n|---|---|---|")
+    for workers in (2, 4, 8, 16):
+        print(
+            f"| {workers} | " + " | ".join(f"{estimate(federation, timed, workers, g):.2f} s" for g in (1, 10)) + " |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--rounds", type=int, default=12)
+    asked = parser.parse_args()
+    unknown = [name for name in asked.tasks.split(",") if name not in TASKS]
+    if unknown or asked.rounds < 1:
+        problem = (
+            f"tasks = {asked.tasks}: use {', '.join(TASKS)}" if unknown else f"rounds = {asked.rounds}: use 1 or more"
+        )
+        print(f"over_machines.py: {problem}", file=sys.stderr)
+        sys.exit(2)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for name in asked.tasks.split(","):
+        show(name, asked.rounds)
+
+
+if __name__ == "__main__":
+    main()
