@@ -6,14 +6,14 @@
 It starts a Ray cluster of two nodes on this machine. Ray looks for addresses on the network; to keep it from that, run this in
 a namespace that has loopback alone (`ip netns exec NAME python benchmarks/over_machines.py`).
 All ways are open in one process and take turns round by round, so that whatever else the machine does hits all of them. The
-numbers are medians after the first round, in which workers start and examples travel. The last table is an estimate.
+numbers are those of the fastest round, which other programs disturb least; in the first round, which is apart, workers start
+and examples travel. The last table is an estimate.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ STORE = 200 << 20  # bytes of shared memory a node
 
 @dataclass(frozen=True)
 class Timed:
-    """Medians over rounds, in seconds."""
+    """The fastest round, in seconds."""
 
     way: str
     train: float
@@ -89,19 +89,11 @@ def time_ways(protocol: Protocol, rounds: int) -> tuple[Federation, list[Timed]]
     if not all(torch.equal(model, models[0]) for model in models):
         raise RuntimeError("the ways do not have the same bits")
 
-    def middle(way: str, *phases: str) -> float:
-        return statistics.median(sum(record[phase] for phase in phases) for record in seconds[way][1:])
-
-    return federation, [
-        Timed(
-            way,
-            middle(way, "train"),
-            middle(way, "evaluate"),
-            middle(way, "train", "aggregate", "evaluate"),
-            sum(seconds[way][0].values()),
-        )
-        for way in WAYS
-    ]
+    timed = []
+    for way, (first, *rest) in seconds.items():
+        best = min(rest, key=lambda record: sum(record.values()))
+        timed.append(Timed(way, best["train"], best["evaluate"], sum(best.values()), sum(first.values())))
+    return federation, timed
 
 
 def count_bytes(federation: Federation) -> int:

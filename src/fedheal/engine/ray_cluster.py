@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 
@@ -32,10 +32,27 @@ def connect_to_cluster(address: str) -> Iterator[Any]:
                 "Python on all machines"
             ) from None
     try:
-        yield ray
+        with _silence_ray() if connect else nullcontext():
+            yield ray
     finally:
         if connect:
             ray.shutdown()
+
+
+@contextmanager
+def _silence_ray() -> Iterator[None]:
+    """Keep what Ray says about lost workers out of the standard output, which may hold JSON; the engine logs losses itself.
+
+    No public option does that.
+    """
+    from ray._private import worker
+
+    before = getattr(worker, "_worker_logs_enabled", True)
+    worker._worker_logs_enabled = False
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = before
 
 
 def import_ray() -> Any:
