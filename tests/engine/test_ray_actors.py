@@ -177,6 +177,34 @@ def test_workers_that_cannot_start_end_the_run(cluster: FakeRay) -> None:
         run_rounds(federation, engine)
 
 
+def test_the_run_goes_on_with_the_workers_that_are_left(cluster: FakeRay, caplog) -> None:
+    federation = build()
+    cluster.lost = lambda name, number: (name, number) == ("work", 1) or (name == "set_up" and number >= 2)
+    with open_pool(cluster, federation) as engine:
+        run_rounds(federation, engine, 3)
+        assert (engine.number, len(engine.actors)) == (1, 1)
+    assert "a worker on 10.0.0.7 was lost while training client 'plain-" in caplog.text
+    assert "a worker cannot be replaced (The node ran low on memory.): going on with 1" in caplog.text
+
+
+def test_a_full_store_says_how_to_enlarge_it(cluster: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(value: Any) -> None:
+        raise ray.exceptions.ObjectStoreFullError("full")
+
+    monkeypatch.setattr(cluster, "put", put)
+    with pytest.raises(OSError, match=r"no room for the run's data .*--object-store-memory"):
+        open_pool(cluster, build())
+
+
+def test_a_module_that_a_machine_lacks_is_a_sentence(cluster: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pool(cluster, federation := build(model="tiny_data:slow")) as engine:
+        monkeypatch.delattr("tiny_data.Slow")
+        said = r"^machine 10\.0\.0\.7 of the Ray cluster cannot load .*Slow.*: install their modules there$"
+        with pytest.raises(ValueError, match=said) as raised:
+            run_rounds(federation, engine)
+    assert not hasattr(raised.value, "__notes__")
+
+
 def test_a_cluster_that_is_busy_ends_the_run(cluster: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     federation = build()
     monkeypatch.setattr(cluster, "wait", lambda references, **_: ([], references))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fedheal.core.errors import format_count
+from fedheal.core.errors import format_count, format_error
 from fedheal.data.domains import Split
 from fedheal.engine.channel import Parcel, pack_parcel, unpack_parcel
 from fedheal.engine.pooled import PooledEngine, Prepare, prepare_training
@@ -49,7 +49,7 @@ class ActorPool(PooledEngine):
                 f"workers = {workers}: the Ray cluster has room for {room} of {unit} each; use fewer, or add machines"
             )
         super().__init__(local_training, workers or room, threads, evaluated)
-        self.setup = ray.put(describe_setup(ray, local_training, threads))
+        self.setup = self._put(describe_setup(ray, local_training, threads))
         self.actors: list[_Actor] = []
         self.data: dict[Hashable, Any] = {}  # references to examples in the cluster's memory
         self.homes: dict[Hashable, _Actor] = {}  # which actor did a job with these examples first
@@ -65,7 +65,7 @@ class ActorPool(PooledEngine):
         return [list(order[start::number]) for start in range(number)]
 
     def _run(self, prepare: Prepare, common: tuple[Any, ...], jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        work = _Work(prepare, self.ray.put(pack_parcel(common)), jobs)
+        work = _Work(prepare, self._put(pack_parcel(common)), jobs)
         for number, job in enumerate(jobs):
             work.queues.setdefault(self.homes.get(_identify(job)), deque()).append(number)
         for actor in self.actors:
@@ -75,7 +75,8 @@ class ActorPool(PooledEngine):
         for _ in range(len(jobs)):
             job, parcel = self._wait_for_result(work)
             with torch.cuda.device(self.local_training.device) if self.on_gpu else nullcontext():
-                yield job, unpack_parcel(parcel)
+                result = unpack_parcel(parcel)
+            yield job, result
 
     def _wait_for_result(self, work: _Work) -> tuple[int, Parcel]:
         """Return the next result and its job's number; replace actors that are lost meanwhile."""
@@ -96,13 +97,8 @@ class ActorPool(PooledEngine):
                 raise value
             if reference != actor.starting:
                 return actor.jobs.pop(reference), value
-            actor.starting, actor.host = None, value
-            self.failed_starts = 0
-            if value.instructions != (here := torch.backends.cpu.get_cpu_capability()):
-                log.warning(
-                    "the CPU of %s uses %s, this one %s: results may differ in the last bits",
-                    *(value.address, value.instructions, here),
-                )
+            actor.starting, actor.host, self.failed_starts = None, value, 0
+            _compare_cpus(value)
 
     def _wait(self) -> tuple[_Actor, Any]:
         """Return a reference that is ready, and its actor."""
@@ -142,8 +138,18 @@ class ActorPool(PooledEngine):
                 if isinstance(key, int)
                 else (training.examples[str(key)], training.validation.get(str(key)))
             )
-            self.data[key] = self.ray.put(pack_parcel(examples))
+            self.data[key] = self._put(pack_parcel(examples))
         return self.data[key]
+
+    def _put(self, value: object) -> Any:
+        """Return a reference to a value in the cluster's memory."""
+        try:
+            return self.ray.put(value)
+        except (self.ray.exceptions.ObjectStoreFullError, self.ray.exceptions.OutOfDiskError) as error:
+            raise OSError(
+                f"the Ray cluster has no room for the run's data ({format_error(error)}): start it with more, by `ray start "
+                "--object-store-memory BYTES`"
+            ) from None
 
     def _start(self) -> _Actor:
         resources = {"num_cpus": self.threads, "num_gpus": int(self.on_gpu)}
@@ -165,6 +171,10 @@ class ActorPool(PooledEngine):
         if actor.starting is not None:
             self.failed_starts += 1
             losses, what = self.failed_starts, "starting"
+            if losses >= MOST_LOSSES and any(other.starting is None for other in self.actors):
+                self.number, self.failed_starts = self.number - 1, 0
+                log.warning("a worker cannot be replaced (%s): going on with %d", reason, self.number)
+                return
         else:
             work.losses.update(unfinished[:1])  # the others had not begun
             losses = work.losses[unfinished[0]]
@@ -231,6 +241,13 @@ def count_room(nodes: Sequence[dict[str, Any]], threads: int, on_gpu: bool) -> i
     by_cpu = [int(machine.get("CPU", 0)) // threads for machine in machines]
     by_gpu = [int(machine.get("GPU", 0)) if on_gpu else room for machine, room in zip(machines, by_cpu, strict=True)]
     return sum(map(min, by_cpu, by_gpu))
+
+
+def _compare_cpus(host: Host) -> None:
+    here = torch.backends.cpu.get_cpu_capability()
+    if host.instructions != here:
+        said = "the CPU of %s uses %s, this one %s: results may differ in the last bits"
+        log.warning(said, host.address, host.instructions, here)
 
 
 def _identify(job: Sequence[Any]) -> Hashable:

@@ -49,8 +49,7 @@ class Trainer:
                 )
             keep_freed_memory()
             torch.set_num_threads(options["threads"])
-            # A process sees the GPU that Ray gave it alone, as cuda:0.
-            loaded: LocalTraining = torch.load(io.BytesIO(saved), options["device"], weights_only=False)
+            loaded = _load(saved, options["device"], address)
             self.local_training = replace(loaded, device=torch.device(options["device"]))
             self.stack = ExitStack()
             self.engine: Engine | None = None  # made with the first clients' examples
@@ -60,6 +59,8 @@ class Trainer:
             self.evaluated: dict[int, Split] = {}
             self.common: tuple[Any, Any] = (None, None)
             return Host(address, os.getpid(), torch.backends.cpu.get_cpu_capability())
+        except ValueError as error:  # ours, a sentence
+            return error
         except Exception as error:
             return make_sendable(error)
 
@@ -96,6 +97,18 @@ class Trainer:
         if self.engine is None:
             self.engine = self.stack.enter_context(open_engine(self.local_training))
         return self.engine.train(model, shared, tasks)
+
+
+def _load(saved: bytes, device: str, address: str) -> LocalTraining:
+    """Load the module and the terms. A process sees only the GPU that Ray gave it, as cuda:0."""
+    try:
+        loaded: LocalTraining = torch.load(io.BytesIO(saved), device, weights_only=False)
+    except Exception as error:  # a user's class may raise anything
+        raise ValueError(
+            f"machine {address} of the Ray cluster cannot load this model and method ({format_error(error)}): install their "
+            "modules there"
+        ) from None
+    return loaded
 
 
 def _list_versions() -> str:
