@@ -4,19 +4,21 @@
     python benchmarks/over_machines.py --tasks thin --rounds 40
 
 It starts a Ray cluster of two nodes on this machine. Ray looks for addresses on the network; to keep it from that, run this in
-a namespace that has loopback alone (`ip netns exec NAME python benchmarks/over_machines.py`).
-All ways are open in one process and take turns round by round, so that whatever else the machine does hits all of them. The
-numbers are those of the fastest round, which other programs disturb least; in the first round, which is apart, workers start
-and examples travel. The last table is an estimate.
+a namespace that has loopback alone (`ip netns exec NAME python benchmarks/over_machines.py`). All ways are open in one process
+and take turns round by round, so that whatever else the machine does hits all of them. Seconds are those of the fastest round,
+which other programs disturb least. CPU seconds are means over rounds, of all processes together. In the first round, which is
+apart, workers start and examples travel. The last table is an estimate.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -53,12 +55,13 @@ STORE = 200 << 20  # bytes of shared memory a node
 
 @dataclass(frozen=True)
 class Timed:
-    """The fastest round, in seconds."""
+    """How long a way takes: the fastest round, its CPU time and the first round, in seconds."""
 
     way: str
     train: float
     evaluate: float
     total: float
+    cpu: float
     first: float
 
 
@@ -72,6 +75,7 @@ def time_ways(protocol: Protocol, rounds: int) -> tuple[Federation, list[Timed]]
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
     experiment = Experiment.of({"method": "fedavg", "device": "cpu", **protocol.keys})
     seconds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    cpu: dict[str, list[float]] = {way: [] for way in WAYS}
     with connect_to_cluster(cluster.address) as ray, ExitStack() as stack:
         ways = {}
         for way, make in WAYS.items():
@@ -81,8 +85,10 @@ def time_ways(protocol: Protocol, rounds: int) -> tuple[Federation, list[Timed]]
             ways[way] = (federation, initial_state(federation), opened)
         for _ in range(rounds + 1):
             for way, (federation, state, opened) in ways.items():
+                before = measure_cpu()
                 after, record = run_round(federation, state, opened)
                 ways[way] = (federation, after, opened)
+                cpu[way].append(measure_cpu() - before)
                 seconds[way].append(record.seconds)
     cluster.shutdown()
     models = [state.model.params for _, state, _ in ways.values()]
@@ -92,8 +98,26 @@ def time_ways(protocol: Protocol, rounds: int) -> tuple[Federation, list[Timed]]
     timed = []
     for way, (first, *rest) in seconds.items():
         best = min(rest, key=lambda record: sum(record.values()))
-        timed.append(Timed(way, best["train"], best["evaluate"], sum(best.values()), sum(first.values())))
+        mean = statistics.fmean(cpu[way][1:])
+        timed.append(Timed(way, best["train"], best["evaluate"], sum(best.values()), mean, sum(first.values())))
     return federation, timed
+
+
+def measure_cpu() -> float:
+    """Return the CPU seconds of this process and of all that it started."""
+    parents, used = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(fields[1])
+            used[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    total = 0
+    for process in used:
+        ancestor = process
+        while ancestor not in (0, os.getpid()):
+            ancestor = parents.get(ancestor, 0)
+        total += used[process] if ancestor else 0
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def count_bytes(federation: Federation) -> int:
@@ -103,17 +127,15 @@ def count_bytes(federation: Federation) -> int:
 
 
 def estimate(federation: Federation, timed: dict[str, Timed], workers: int, gigabits: float) -> float:
-    """Return the seconds of a round with so many workers on machines of their own, behind one link of this process.
+    """Return the seconds of a round with so many workers on idle machines, behind one link of this process.
 
-    Training and evaluation are shared out; what an actor adds to a client's round here is paid by this process for each client,
-    and updates come back through its link one after another.
+    Training and evaluation are shared out. All CPU time that an actor adds counts as this process's, and is not. Updates come
+    back through its link one after another.
     """
-    alone, actor = timed["one after another"], timed["1 actor"]
+    alone, actor = timed["one after another"].cpu, timed["1 actor"].cpu
     clients = len(federation.clients)
     moved = count_bytes(federation) * (clients + 2 * workers)  # updates, and the model to train and to evaluate
-    overhead = max(0.0, actor.total - alone.total)
-    shared = alone.train * max(1 / workers, 1 / clients) + alone.evaluate / workers
-    return shared + overhead + moved * 8 / (gigabits * 1e9)
+    return alone / min(workers, clients) + max(0.0, actor - alone) + moved * 8 / (gigabits * 1e9)
 
 
 def show(name: str, rounds: int) -> None:
@@ -122,16 +144,15 @@ def show(name: str, rounds: int) -> None:
     model = count_bytes(federation)
     images = sum(len(split) for split in federation.local_training.examples.values())
     alone, actor = timed["one after another"], timed["1 actor"]
-    per_client = 1e3 * (actor.total - alone.total) / len(federation.clients)
+    per_client = 1e3 * (actor.cpu - alone.cpu) / len(federation.clients)
     print(f"\n{name}: {len(federation.clients)} clients, {images} images, {model / 1e6:.2f} MB a model\n")
-    print("| way | train | evaluate | s a round | against one after another | first round |\n|---|---|---|---|---|---|")
+    print("| way | train | evaluate | s a round | CPU s a round | first round |\n|---|---|---|---|---|---|")
     for one in every:
-        ratio = one.total / alone.total
         print(
-            f"| {one.way} | {one.train:.3f} | {one.evaluate:.3f} | {one.total:.3f} | {ratio:.2f} x | {one.first:.1f} |"
+            f"| {one.way} | {one.train:.3f} | {one.evaluate:.3f} | {one.total:.3f} | {one.cpu:.3f} | {one.first:.1f} |"
         )
     print(
-        f"\nAn actor adds {per_client:.1f} ms a client. Back come {model * len(federation.clients) / 1e6:.0f} MB a round.\n"
+        f"\nAn actor adds {per_client:.1f} ms of CPU time a client. {model * len(federation.clients) / 1e6:.0f} MB come back.\n"
     )
     print("| estimate: workers | 1 Gbit/s | 10 Gbit/s |\n|---|---|---|")
     for workers in (2, 4, 8, 16):
