@@ -2,6 +2,8 @@
 
 python ray_nodes.py                       prints an address; the end of its input ends the cluster
 python ray_nodes.py ADDRESS METHOD ...    runs each method there, kills a worker in round 2, and compares with the serial engine
+
+With LOSE_NODE set, the second node is killed instead, with all its processes.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 STORE = 80 << 20  # bytes of shared memory a node
@@ -48,7 +51,10 @@ def lose_workers(address: str, methods: Sequence[str]) -> None:
         def _wait_for_result(self, work: Any) -> Any:
             found, first = super()._wait_for_result(work), work.jobs[0][0]
             if isinstance(first, Task) and first.round == 2 and not self.killed:
-                self.killed = next(actor.host.pid for actor in self.actors if actor.host and actor.jobs)
+                busy = [actor.host.pid for actor in self.actors if actor.host and actor.jobs]
+                if "LOSE_NODE" in os.environ:  # the process that starts the workers of the node that is not the head
+                    busy = [raylet for raylet in map(find_parent, busy) if "--head" not in read_command(raylet)]
+                self.killed = busy[0]
                 os.kill(self.killed, signal.SIGKILL)
             return found
 
@@ -71,6 +77,14 @@ def lose_workers(address: str, methods: Sequence[str]) -> None:
             same = records == same_records and expected.keys() == arrays.keys()
             same = same and all(torch.equal(value, arrays[name]) for name, value in expected.items())
             say(f"{method} {'same' if same and engine.killed else 'DIFFERENT'}")
+
+
+def find_parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def read_command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 def say(line: str) -> None:

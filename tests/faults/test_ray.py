@@ -106,3 +106,12 @@ def test_runs_on_a_cluster_equal_local_ones_and_errors_are_one_line(nodes: Nodes
     assert spread.returncode == 0, spread.stderr
     for folder in (two, tmp_path / "spread"):
         assert (folder / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
+
+
+@pytest.mark.soak
+def test_a_node_killed_in_a_round_changes_no_bit(nodes: Nodes) -> None:
+    """The last test: the cluster has one node afterwards."""
+    done = run_command([*nodes.inside, "env", "LOSE_NODE=1", *RAY_NODES, nodes.address, "scaffold"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "scaffold same\n"
+    assert "a worker on 127.0.0.1 was lost while training client '" in done.stderr
