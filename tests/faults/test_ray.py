@@ -25,6 +25,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # 15 by default: workers would wait for all other tests
 }
 FEDHEAL = [sys.executable, "-m", "fedheal"]
 RAY_NODES = [sys.executable, str(TESTS / "ray_nodes.py")]
