@@ -46,13 +46,6 @@ class Aggregated:
         unnormalised_weights: `[K]`, before they are normalised over this cohort; comparable between rounds.
         state: The state after the round.
         report: JSON-ready: the `skipped` clients with the reason, and what the stages report.
-
-    Attributes:
-        model: The new global model, of the type that was given.
-        weights: `[K]`, in the order of `updates.clients`; 0 for a skipped client.
-        unnormalised_weights: `[K]`, before they are normalised over this cohort; comparable between rounds.
-        state: The state after the round.
-        report: JSON-ready: the `skipped` clients with the reason, and what the stages report.
     """
 
     model: Any

@@ -33,14 +33,6 @@ class Stage:
         gives: "weights", "mask", both, or nothing if the stage only reports.
         parts: The stages of a chain in the order they run; None if this is no chain.
         name: The name of a user's own stage, for error messages; by default that of `apply`.
-
-    Attributes:
-        init: Returns the state before the first round, given the layout.
-        apply: Fills in the draft of one round; returns it with the new state.
-        needs: The client metrics it must be given; "domain" stands for the clients' domains.
-        gives: "weights", "mask", both, or nothing if the stage only reports.
-        parts: The stages of a chain in the order they run; None if this is no chain.
-        name: The name of a user's own stage, for error messages; by default that of `apply`.
     """
 
     init: Callable[[Layout], State]

@@ -33,10 +33,6 @@ class Report:
     Attributes:
         rows: A row for each method and seed, with `method`, `seed`, `domains` and `fairness`.
         reference: The method that the others are compared with; FedAvg or the first if None.
-
-    Attributes:
-        rows: A row for each method and seed, with `method`, `seed`, `domains` and `fairness`.
-        reference: The method that the others are compared with; FedAvg or the first if None.
     """
 
     rows: tuple[Row, ...]

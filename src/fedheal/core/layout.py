@@ -81,9 +81,6 @@ class Layout:
     Attributes:
         entries: The tensors of the `state_dict`, in order, with their places in the vectors.
 
-    Attributes:
-        entries: The tensors of the `state_dict`, in order, with their places in the vectors.
-
     >>> layout = Layout.of(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     >>> layout.sizes()
     Sizes(tensors=(('0.weight', 6), ('0.bias', 3), ('1.weight', 3), ('1.bias', 3)), buffers=6, counters=1)

@@ -35,15 +35,6 @@ class Reply(NamedTuple):
         counters: The client's counters, `[C]`; None keeps the model's.
         metrics: Numbers by name, for example the `loss` of the received model.
         domain: The client's domain, if it is known.
-
-    Attributes:
-        client: The client's id.
-        delta: Local minus global parameters, `[G]`.
-        num_examples: How many examples the client trained on.
-        buffers: The client's float buffers, `[B]`; None keeps the model's.
-        counters: The client's counters, `[C]`; None keeps the model's.
-        metrics: Numbers by name, for example the `loss` of the received model.
-        domain: The client's domain, if it is known.
     """
 
     client: str | int

@@ -23,10 +23,6 @@ class Split:
     Attributes:
         images: uint8 `[N, 3, H, W]`.
         labels: int64 `[N]`, indices into the classes of the data set.
-
-    Attributes:
-        images: uint8 `[N, 3, H, W]`.
-        labels: int64 `[N]`, indices into the classes of the data set.
     """
 
     images: torch.Tensor
@@ -47,13 +43,6 @@ class Excerpt:
 @dataclass(frozen=True)
 class Domain:
     """One domain, e.g. photographs or sketches.
-
-    Attributes:
-        name: The name in tables and results.
-        train: The training images.
-        test: The test images.
-        nominal: The number of training images of the full data set, if known.
-        excerpt: Set if `train` holds only some of the training images.
 
     Attributes:
         name: The name in tables and results.

@@ -61,16 +61,6 @@ class Result:
         model: The final model.
         summary: The contents of `result.json`.
         folder: The run folder, if there is one.
-
-    Attributes:
-        domains: The accuracy of each domain.
-        avg: The mean over domains.
-        std: The sample standard deviation over domains.
-        worst: The lowest accuracy of a domain.
-        history: The record of every round.
-        model: The final model.
-        summary: The contents of `result.json`.
-        folder: The run folder, if there is one.
     """
 
     domains: Mapping[str, float]
