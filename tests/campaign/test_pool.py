@@ -153,6 +153,12 @@ def test_the_schedule_is_described_beforehand(two_gpus, tmp_path):
     assert describe_schedule(planned, 0) == "all of them finished"
 
 
+@pytest.mark.parametrize(("processes", "ray"), [(0, None), (2, None), (1, "auto")])
+def test_runs_that_each_need_a_whole_cluster_go_one_by_one(tmp_path, processes, ray):
+    with pytest.raises(ValueError, match="engine = 'ray' gives one run the whole cluster: use --jobs 1"):
+        run_all(jobs(tmp_path, "a", "b", engine="ray", device="cpu"), processes, ray)
+
+
 @pytest.mark.parametrize(
     ("keys", "gpus", "share"),
     [

@@ -328,3 +328,36 @@ def test_what_needs_a_gpu_is_said_before_anything_is_written(call, word: str) ->
 
 def test_more_rounds_than_anyone_waits_for_are_refused(call) -> None:
     assert_sentence(call("run", *WORDS, "rounds=99999999999999999999999"), "rounds = 99999999999999999999999")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--ray", "127.0.0.1:1"], "no Ray cluster answers at '127.0.0.1:1'"),
+        (["engine=ray", "ray_address=127.0.0.1:1"], "no Ray cluster answers at '127.0.0.1:1'"),
+        (["--ray", "auto", "engine=serial"], "'engine' is given twice: engine=serial and engine=ray"),
+        (["--workers", "2", "workers=1"], "'workers' is given twice"),
+        (["workers=0"], "workers = 0: use a number of at least 1"),
+        (["ray_address=auto"], "ray_address = 'auto' needs engine=ray"),
+    ],
+)
+def test_a_run_that_cannot_use_a_cluster_is_a_sentence(call, tmp_path: Path, more: list[str], said: str) -> None:
+    assert_sentence(call("run", *WORDS, *more, "--out", tmp_path / "run"), said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_ray_a_run_says_how_to_install_it(call, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = call("run", *WORDS, "--ray", "auto", "--out", tmp_path / "run")
+    assert_sentence(done, "Ray is not installed: pip install 'fedheal[ray]'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_a_cluster_is_resumed_at_another_address(call, tmp_path: Path) -> None:
+    """Neither the address nor the number of workers is part of the experiment."""
+    begun = quick(engine="ray", ray_address="127.0.0.1:1")
+    assert begun.identity == quick(engine="ray", ray_address="127.0.0.1:2", workers=3).identity
+    assert begun.workers == 0  # as many as the cluster has room for
+    (tmp_path / "experiment.toml").write_text(begun.to_toml())
+    done = call("run", "--resume", "--ray", "127.0.0.1:2", "--workers", "3", "--out", tmp_path)
+    assert_sentence(done, "no Ray cluster answers at '127.0.0.1:2'")

@@ -155,6 +155,8 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "lanes": 3,
         "lr_schedule": "step",
         "lr_decay_every": 9,
+        "engine": "ray",
+        "ray_address": "auto",
         **dict.fromkeys(SEED_FIELDS, 1),
     }
     text = tomllib.loads(Experiment(**said, samples_per_client=9, dirichlet=0.5).to_toml())

@@ -33,8 +33,8 @@ def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> 
     """
     unfinished = [job for job in jobs if not job.is_finished]
     check_trackers(unfinished)
+    describe_schedule(unfinished, processes, ray)  # raises if they cannot be run so
     if ray is None:  # a cluster has devices of its own
-        describe_schedule(unfinished, processes)  # raises if a device cannot be used
         check_jobs(unfinished)
     folders = {job.folder for job in unfinished}
     return _run_unfinished([job for job in jobs if job.folder not in folders], unfinished, processes, ray)
@@ -49,10 +49,15 @@ def _run_unfinished(
 
 
 def describe_schedule(jobs: Sequence[Job], processes: int, ray: str | None = None) -> str:
-    """Say how `run_all` will run these jobs. Raise ValueError if a device cannot be used here."""
+    """Say how `run_all` will run these jobs. Raise ValueError if they cannot be run so."""
     unfinished = [job for job in jobs if not job.is_finished]
     if not unfinished:
         return "all of them finished"
+    several = processes != 1 and len(unfinished) > 1
+    if (several or ray is not None) and any(job.experiment.engine == "ray" for job in unfinished):
+        raise ValueError(
+            "engine = 'ray' gives one run the whole cluster: use --jobs 1, or give --ray instead, which sends whole runs there"
+        )
     if ray is not None:
         return "as tasks of a Ray cluster"
     groups = [[job.experiment for job in group] for group in _group_by_device(unfinished)]

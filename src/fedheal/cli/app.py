@@ -67,6 +67,10 @@ VARY_HELP = "Instead of --seeds, those of split, init and batch, crossed for var
 Seeds = Annotated[str, typer.Option(help=SEEDS_HELP)]
 Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]
 Ray = Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: auto, local or HOST:PORT.")]
+OneRunOnRay = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Train the clients on a Ray cluster: auto, local or HOST:PORT.")
+]
+Workers = Annotated[int | None, typer.Option(help="Processes that train clients; the same as workers=N.")]
 RunFolder = Annotated[Path | None, typer.Option(help="The run folder; default: runs/<name>.")]
 RunsFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/<command>-...")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume a stopped run; --resume --out FOLDER is enough.")]
@@ -119,6 +123,8 @@ def run_command(
     out: RunFolder = None,
     resume: Resume = False,
     track: Track = None,
+    ray: OneRunOnRay = None,
+    workers: Workers = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -142,12 +148,15 @@ def run_command(
     from fedheal.simulate.runner import run
 
     overrides = [word for word in words or () if word not in files]
+    overrides += [f"{key}={value}" for key, value in (("ray_address", ray), ("workers", workers)) if value is not None]
     if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
         files = [str(out / "experiment.toml")]
         if not (out / "experiment.toml").exists():
             raise ValueError(
                 f"{out} holds no run to resume: there is no experiment.toml; leave out --resume to start one"
             )
+    if ray is not None and "engine=ray" not in overrides:
+        overrides.append("engine=ray")
     experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.run_name
     if experiment.evaluate == "unseen" and not experiment.without:

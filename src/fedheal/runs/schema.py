@@ -16,7 +16,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from fedheal.core.errors import describe_allowed
 
 # Settings that change no result: a resumed run may differ in them.
-FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
+FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root", "ray_address"})
 # Settings that the files of earlier runs lack, with the values that those runs had: they resume and compare with later ones.
 LATER_SETTINGS: dict[str, Any] = {
     "optimizer": "sgd", "lr_schedule": "constant", "warmup_rounds": 0, "server_beta2": 0.99, "server_eps": 0.001,

@@ -14,9 +14,9 @@ from fedheal.core.state import TermState
 from fedheal.data.augment import normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine import Engine
+from fedheal.engine.pooled import PooledEngine
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining, eval_batches, find_correct_in_turn
-from fedheal.engine.workers import WorkerPool
 from fedheal.simulate.federation import Federation
 
 
@@ -37,7 +37,7 @@ def evaluate_domains(
         if client in federation.validation
     ]
     pairs = [(models[domain], split) for domain, split in [*federation.tests.items(), *held_out]]
-    workers = engine if isinstance(engine, WorkerPool) else None
+    workers = engine if isinstance(engine, PooledEngine) else None
     correct = workers.find_correct(pairs) if workers else find_correct_in_turn(federation.local_training, pairs)
     is_correct = {domain: hits.cpu().numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
     clients = {

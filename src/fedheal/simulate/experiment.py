@@ -99,10 +99,11 @@ class Experiment(BaseModel):
     device: str = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # tf32 on a GPU, fp32 elsewhere
     deterministic: bool = False  # the same bits again on a GPU, at the cost of speed
-    engine: Literal["auto", "serial", "lanes", "cohort"] = "auto"
+    engine: Literal["auto", "serial", "lanes", "cohort", "ray"] = "auto"
+    ray_address: str | None = None  # of the cluster that engine=ray uses
     lanes: int | None = Field(None, ge=1)  # clients trained side by side; chosen by the size of batches
     threads: int = Field(1, ge=1)
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=0)  # 0: as many as a Ray cluster has room for
     save_seconds: float = Field(60.0, ge=0)
 
     _objects: dict[str, DataObject | ModelObject] = PrivateAttr(default_factory=dict)
@@ -157,6 +158,15 @@ class Experiment(BaseModel):
         fields |= _take_server(fields)
         if fields.get("lr_decay") is None and fields.get("lr_schedule") in DECAYS:
             fields["lr_decay"] = DECAYS[fields["lr_schedule"]]
+        engine = fields.get("engine")
+        if engine == "ray":
+            fields.setdefault("workers", 0)
+        elif fields.get("workers") == 0:
+            raise ValueError(
+                "workers = 0: use a number of at least 1; 0 is for engine=ray, as many as its cluster has room for"
+            )
+        elif fields.get("ray_address") is not None:
+            raise ValueError(f"ray_address = {fields['ray_address']!r} needs engine=ray: give both, or neither")
         server = SERVER_DEFAULTS.get(str(fields.get("server_optimizer", "sgd")), {})
         defaults = {f"server_{name}": value for name, value in server.items()}
         return defaults | {key: value for key, value in protocol.items() if key in cls.model_fields} | fields

@@ -118,7 +118,7 @@ def run(
     device = resolve_device(experiment.device)
     domains = load_domains(experiment)
     folder = None if out is None else Path(out)
-    check_engine(device, experiment.engine, experiment.workers)
+    check_engine(device, experiment.engine, experiment.workers, experiment.ray_address)
     with ExitStack() as stack:
         stack.enter_context(_use_threads(experiment.threads))
         precision = resolve_precision(experiment.precision, device)
@@ -162,7 +162,7 @@ def _check_arguments(
         check_type("out", out, str | PathLike, "give the path of the run folder")
     elif resume:
         raise ValueError("resume = True, but out is None: give the run folder as out, or leave out resume")
-    if experiment.workers > 1:
+    if experiment.workers > 1 and experiment.engine != "ray":
         check_main_guard("workers", experiment.workers)
     for callback in [callbacks] if callable(callbacks) else callbacks:
         check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
@@ -235,7 +235,7 @@ def _train_to_end(
     """
     e = saver.experiment
     evaluated = [*federation.tests.values(), *federation.validation.values()]
-    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes, evaluated)
+    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes, evaluated, e.ray_address)
     with opened as engine, Interrupts() as interrupts:
         rounds = run_rounds(federation, state, engine, e.rounds, e.eval_every, interrupts.hold)
         try:
