@@ -1,7 +1,7 @@
 """Watch, delay or fail what a process does to the files under a folder, one operation at a time.
 
-`watch(root, on_operation)` replaces the functions of `os` and `open` that change files, for code in this process. A file that is
-opened for writing is Python's own, so each `write` here is one that the system gets.
+`watch(root, on_operation)` replaces the functions of `os` and `open` that change files, for code in this process. Each `write`
+is one that the system gets, not one into a buffer.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ OnOperation = Callable[[Operation], None]  # called before the operation; what i
 def watch(root: Path, on_operation: OnOperation) -> Iterator[None]:
     """Call `on_operation` before every change under `root`, within the block."""
     inside = os.path.realpath(root) + os.sep
-    real_open, real = builtins.open, {name: getattr(os, name) for name in ("open", "fsync", "mkdir", "unlink", "rename")}
+    real_open, real = (
+        builtins.open,
+        {name: getattr(os, name) for name in ("open", "fsync", "mkdir", "unlink", "rename")},
+    )
 
     def tell(kind: str, path: Any, **more: Any) -> None:
-        if (found := os.path.realpath(os.fspath(path)) + os.sep).startswith(inside):
-            on_operation(Operation(kind, found.rstrip(os.sep), **more))
+        found = os.path.realpath(os.fspath(path))
+        if f"{found}{os.sep}".startswith(inside) and os.path.isdir(os.path.dirname(found)):  # else it fails anyway
+            on_operation(Operation(kind, found, **more))
 
     class WatchedFile(io.FileIO):
         def write(self, data: Any) -> int:
@@ -82,6 +86,6 @@ def watch(root: Path, on_operation: OnOperation) -> Iterator[None]:
 
     functions = {"open": open_descriptor, "fsync": fsync, "rename": rename, "replace": rename, "mkdir": mkdir,
                  "unlink": unlink, "remove": unlink}  # fmt: skip
-    with mock.patch.multiple(os, **functions), mock.patch.multiple(io, open=open_file):
-        with mock.patch.object(builtins, "open", open_file):
-            yield
+    patched = mock.patch.multiple(os, **functions), mock.patch.object(io, "open", open_file)
+    with patched[0], patched[1], mock.patch.object(builtins, "open", open_file):
+        yield

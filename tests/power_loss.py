@@ -14,7 +14,7 @@ from pathlib import Path
 from disk_hooks import Operation
 
 MANNERS = ("lost", "names", "torn")  # nothing unsynced is left; names without bytes; any part of it
-PAGE = 512
+SECTOR = 512  # bytes that a disk writes whole or not at all
 
 
 @dataclass
@@ -28,10 +28,12 @@ class File:
         """Return what is left of the bytes."""
         if self.content == self.synced or manner != "torn":
             return self.synced
-        cut = bytearray(self.content[: chance.randint(0, len(self.content))])
-        for start in range(0, len(cut), PAGE):  # a page whose bytes did not arrive
-            if cut[start : start + PAGE] != self.synced[start : start + PAGE] and chance.random() < 0.3:
-                cut[start : start + PAGE] = bytes(len(cut[start : start + PAGE]))
+        first = len(self.synced) if self.content.startswith(self.synced) else 0  # an append keeps what was there
+        cut = bytearray(self.content[: chance.randint(first, len(self.content))])
+        for start in range(0, len(cut), SECTOR):
+            if chance.random() < 0.3:  # a sector that was not written is as before
+                before = self.synced[start : start + SECTOR] if first else b""
+                cut[start : start + SECTOR] = before.ljust(len(cut[start : start + SECTOR]), b"\0")
         return bytes(cut)
 
 
@@ -43,7 +45,7 @@ class Folder:
     synced: dict[str, File | Folder] = field(default_factory=dict)
     pending: list[dict[str, File | Folder | None]] = field(default_factory=list)
 
-    def change(self, **names: File | Folder | None) -> None:
+    def change(self, names: dict[str, File | Folder | None]) -> None:
         """Do one change, which a crash keeps or loses as a whole."""
         _apply(self.names, names)
         self.pending.append(names)
@@ -92,14 +94,14 @@ class Disk:
             return self.top.sync()
         folder, name = self._find(operation.path)
         if operation.kind in ("create", "mkdir"):
-            return folder.change(**{name: File() if operation.kind == "create" else Folder()})
+            return folder.change({name: File() if operation.kind == "create" else Folder()})
         if operation.kind == "unlink":
-            return folder.change(**{name: None})
+            return folder.change({name: None})
         found = folder.names[name]
         if operation.kind == "rename":
             other, new = self._find(operation.target)
             assert other is folder, "a rename within one folder is atomic; between two there are two changes"
-            return folder.change(**{name: None, new: found})
+            return folder.change({name: None, new: found})
         if isinstance(found, Folder):
             return found.sync()
         if operation.kind == "fsync":

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch

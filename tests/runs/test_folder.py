@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -91,7 +92,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
     def broken(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(records.os, "fsync", broken)
+    monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="No space left"):
         records.write_text(path, "new")
     with pytest.raises(OSError, match="No space left"):
@@ -102,8 +103,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
 
 def test_bytes_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    fsync, replace = records.os.fsync, Path.replace
-    monkeypatch.setattr(records.os, "fsync", lambda d: (order.append("fsync"), fsync(d))[1])
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda d: (order.append("fsync"), fsync(d))[1])
     monkeypatch.setattr(Path, "replace", lambda p, to: (order.append("replace"), replace(p, to))[1])
     records.write_text(tmp_path / "a.txt", "text")
     saved(tmp_path)

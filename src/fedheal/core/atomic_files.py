@@ -35,7 +35,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync_path(path.parent)
     except BaseException as error:
         with suppress(OSError):  # the folder may be missing
             temporary.unlink(missing_ok=True)
@@ -45,18 +45,19 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     _remove_leftovers(path)
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the system can do that."""
-    if os.name == "nt":
+def sync_path(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk. Some systems cannot sync folders."""
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":
         return
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno not in NO_FOLDER_SYNC:
+        if not is_folder or error.errno not in NO_FOLDER_SYNC:
             raise
 
 

@@ -15,7 +15,6 @@ checksum finds damage inside a checkpoint.
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from fedheal.core.atomic_files import sync_folder
+from fedheal.core.atomic_files import sync_path
 from fedheal.core.atomic_files import write_bytes as write_bytes  # every writer of a run's files finds them here
 from fedheal.core.atomic_files import write_text as write_text
 from fedheal.core.state import compute_checksum
@@ -55,7 +54,7 @@ def make_folder(folder: Path) -> None:
     try:
         check_folder(folder).mkdir(parents=True, exist_ok=True)
         for path in missing:
-            sync_folder(path.parent)
+            sync_path(path.parent)
     except OSError as error:
         raise ValueError(f"{folder} cannot be made ({error.strerror}): name another folder") from error
 
@@ -111,8 +110,8 @@ def save_checkpoint(
     states, rounds = folder / "state", folder / "rounds.jsonl"
     states.mkdir(exist_ok=True)
     if rounds.exists():  # a checkpoint on the disk needs the records of its rounds there
-        _sync(rounds)
-    sync_folder(folder)  # and the names of both
+        sync_path(rounds)
+    sync_path(folder)  # and the names of both
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
     header = json.dumps(
         {"format": FORMAT, "owner": owner, "sum": compute_checksum(arrays, metadata), "state": metadata}
@@ -237,8 +236,3 @@ def _read_lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedheal.core.atomic_files import sync_folder
+from fedheal.core.atomic_files import sync_path
 from fedheal.runs import folder as files
 
 Checkpoint = tuple[dict[str, Tensor], dict[str, Any]]
@@ -59,4 +59,4 @@ def drop_result(folder: Path) -> None:
     for path in paths:
         path.unlink()
     if paths:
-        sync_folder(folder)  # before the rounds change
+        sync_path(folder)  # before the rounds change
