@@ -4,7 +4,9 @@
 
 A command is started, killed with SIGKILL after a random time, and started again until it ends by itself; then the next one
 begins in a new folder. A seed draws the moments and the processes that the signal hits: the first one, one of its workers, or
-all of them. After each kill:
+all of them. Every other kill comes right before an operation on a file (`tests/disk_hooks.py`), whose number is drawn.
+
+After each kill:
 
 - every file can be read, but for the last line of `rounds.jsonl` and temporary files;
 - no save is lost, and the records of saved rounds are the same bytes as before: those rounds were not run again;
@@ -35,8 +37,9 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -53,12 +56,14 @@ from safetensors.torch import load_file  # noqa: E402
 import fedheal.campaign.pool  # noqa: E402
 import fedheal.engine.workers  # noqa: E402
 import warm_fedheal  # noqa: E402, F401
+from disk_hooks import Operation, watch  # noqa: E402
 from fedheal.cli.app import main as run_command_line  # noqa: E402
 from fedheal.runs.folder import list_checkpoints, load_checkpoint, read_result  # noqa: E402
 from fedheal.runs.lock import LOCK  # noqa: E402
 from tiny_data import words  # noqa: E402
 
 EVERY_SAVE, FRESH_EVERY, PATIENCE = "save_seconds=0", 50, 120.0
+MOST_OPERATIONS = 150  # on files, before which a kill comes
 RUN_FILES = ("experiment.toml", "rounds.jsonl", "model.safetensors", "result.json")
 ENDINGS = {".html": b"</html>", ".svg": b"</svg>", ".png": b"IEND", ".pdf": b"%%EOF"}
 Files = dict[str, tuple[int, int, str]]  # of a finished run: inode, time of change and digest
@@ -74,13 +79,13 @@ def shorten(*fields: str) -> list[str]:
 
 
 def compare(jobs: int) -> Callable[[Path], list[str]]:
-    fields = shorten("rounds=6", EVERY_SAVE)
+    fields = shorten("rounds=3", EVERY_SAVE)
     head = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "2", "--jobs", str(jobs)]
     return lambda folder: [*head, *fields, "--out", str(folder / "runs"), "--quiet"]
 
 
 def sweep(jobs: int) -> Callable[[Path], list[str]]:
-    fields = words("rounds=6", EVERY_SAVE)
+    fields = words("rounds=3", EVERY_SAVE)
     head = ["sweep", "method=fedheal", "tau=0,0.3", "beta=0,0.4", "--jobs", str(jobs)]
     return lambda folder: [*head, *fields, "--out", str(folder / "runs"), "--quiet"]
 
@@ -95,9 +100,9 @@ def report(folder: Path) -> list[str]:
 
 
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
-    "run, every round saved": run("rounds=16", EVERY_SAVE),
-    "run, saved every 0.1 s": run("rounds=40", "save_seconds=0.1"),
-    "run, 2 workers": run("rounds=10", EVERY_SAVE, "workers=2"),
+    "run, every round saved": run("rounds=8", EVERY_SAVE),
+    "run, saved every 0.03 s": run("rounds=16", "save_seconds=0.03"),
+    "run, 2 workers": run("rounds=6", EVERY_SAVE, "workers=2"),
     "comparison": compare(1),
     "comparison, 2 processes": compare(2),
     "sweep": sweep(1),
@@ -192,7 +197,7 @@ def drop_seconds(record: dict[str, Any]) -> dict[str, Any]:
 class Victim:
     """A command, in a process of its own; its workers are the only processes of this script's fork server."""
 
-    def __init__(self, command: list[str], log: Path, is_fresh: bool) -> None:
+    def __init__(self, command: list[str], log: Path, is_fresh: bool, fatal_operation: int | None) -> None:
         self.log, self.is_fresh, self.code = log, is_fresh, None
         self.server = None if is_fresh else forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         if is_fresh:
@@ -201,7 +206,7 @@ class Victim:
                 self.process = subprocess.Popen(program, stdout=out, stderr=out, start_new_session=True)
             self.pid = self.process.pid
         elif (pid := os.fork()) == 0:
-            _become_command(command, log)
+            _become_command(command, log, fatal_operation)
         else:
             self.pid = pid
 
@@ -254,9 +259,14 @@ def is_worker(pid: int) -> bool:
     return False
 
 
-def _become_command(command: list[str], log: Path) -> None:
-    """Run `fedheal ...` in this new process, and end it."""
-    code = 1
+def _become_command(command: list[str], log: Path, fatal_operation: int | None) -> None:
+    """Run `fedheal ...` in this new process, and end it; kill it before the operation on a file that has this number."""
+    code, operations = 1, count(0)
+
+    def kill_at_operation(operation: Operation) -> None:
+        if next(operations) == fatal_operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     try:
         os.setsid()
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -266,7 +276,8 @@ def _become_command(command: list[str], log: Path) -> None:
         for module in (fedheal.campaign.pool, fedheal.engine.workers):
             module.get_context = lambda _: multiprocessing.get_context("forkserver")  # type: ignore[attr-defined]
         sys.argv = ["fedheal", *command]
-        run_command_line()
+        with nullcontext() if fatal_operation is None else watch(log.parent, kill_at_operation):
+            run_command_line()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0
     finally:
@@ -288,8 +299,8 @@ class Trial:
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def start(self, name: str, folder: Path, is_fresh: bool = False) -> Victim:
-        return Victim(COMMANDS[name](folder), self.out / "last.log", is_fresh)
+    def start(self, name: str, folder: Path, is_fresh: bool = False, fatal_operation: int | None = None) -> Victim:
+        return Victim(COMMANDS[name](folder), self.out / "last.log", is_fresh, fatal_operation)
 
     def prepare(self, name: str, folder: Path) -> None:
         """Make the folder that a command starts in."""
@@ -319,17 +330,18 @@ class Trial:
             done = self.kills.total()
             may_kill = done < kills and time.monotonic() < end
             is_fresh = may_kill and done % FRESH_EVERY == FRESH_EVERY - 1
-            victim = self.start(name, folder, is_fresh)
-            if may_kill:
-                start, delay = time.monotonic(), self.draw_delay(name, is_fresh)
-                while not victim.is_over() and time.monotonic() - start < delay:
-                    time.sleep(0.001)
-            is_killed = may_kill and not victim.is_over()
-            if is_killed:
-                hit = victim.kill(self.chance) + (", fresh" if is_fresh else "")
+            at_operation = self.chance.randrange(MOST_OPERATIONS) if may_kill and done % 2 == 0 else None
+            victim = self.start(name, folder, is_fresh, at_operation)
+            hit = ""
+            if at_operation is not None:
+                victim.wait()
+                hit = "before an operation" if victim.code == -signal.SIGKILL else ""
+            elif may_kill:
+                hit = self.kill_later(victim, self.draw_delay(name, is_fresh))
+            victim.wait()
+            if hit:
                 self.kills[name] += 1
                 self.hits[hit] += 1
-            victim.wait()
             after = Snapshot.take(folder)
             after.check_follows(before)
             before = after
@@ -337,8 +349,17 @@ class Trial:
                 self.check_end(name, folder)
                 return
             text = victim.log.read_text()
-            if not is_killed or "Traceback" in text:
+            if not hit or "Traceback" in text:
                 raise Failure(f"exit code {victim.code}: {text[-2000:]}")
+
+    def kill_later(self, victim: Victim, delay: float) -> str:
+        """Kill after so many seconds; return whom, or nothing if it has ended before."""
+        start = time.monotonic()
+        while not victim.is_over() and time.monotonic() - start < delay:
+            time.sleep(0.001)
+        return (
+            "" if victim.is_over() else victim.kill(self.chance) + (" of a new interpreter" if victim.is_fresh else "")
+        )
 
     def draw_delay(self, name: str, is_fresh: bool) -> float:
         """Return after how long to kill: within the time that the command needs, or soon after Python has started it."""
@@ -362,6 +383,7 @@ class Trial:
         end = time.monotonic() + seconds
         self.measure()
         while self.kills.total() < kills and time.monotonic() < end:
+            print(f"{self.kills.total()} kills, {len(self.failures)} failures", flush=True)
             name = min(COMMANDS, key=lambda name: (self.kills[name], self.chance.random()))  # all as often
             try:
                 self.torment(name, kills, end)

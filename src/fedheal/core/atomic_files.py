@@ -24,6 +24,12 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def write_if_changed(path: Path, text: str) -> None:
+    """Write a text file unless it holds this text already: what is finished may be on a read-only disk."""
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_text(path, text)
+
+
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file, whole or not at all. `mode`: its permissions, less the umask, which other threads may not change."""
     if path.is_dir():
