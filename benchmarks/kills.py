@@ -13,8 +13,7 @@ After each kill:
 - a finished run has the same files as before, untouched;
 - no process is left.
 
-A command that has ended has left the same bits as an undisturbed one: models, states, records but for their seconds, pages,
-figures.
+A command that has ended has left the same bits as an undisturbed one: models, states, pages, and records but for their seconds.
 
 Most commands run in a fork of a process that has imported fedheal, and their workers come from multiprocessing's fork server:
 the same code as `fedheal ...`, without the seconds that an import takes. Every 50th kill hits `python -m fedheal` in a process
@@ -65,7 +64,6 @@ from tiny_data import words  # noqa: E402
 EVERY_SAVE, FRESH_EVERY, PATIENCE = "save_seconds=0", 50, 120.0
 MOST_OPERATIONS = 150  # on files, before which a kill comes
 RUN_FILES = ("experiment.toml", "rounds.jsonl", "model.safetensors", "result.json")
-ENDINGS = {".html": b"</html>", ".svg": b"</svg>", ".png": b"IEND", ".pdf": b"%%EOF"}
 Files = dict[str, tuple[int, int, str]]  # of a finished run: inode, time of change and digest
 
 
@@ -96,7 +94,7 @@ def run(*fields: str) -> Callable[[Path], list[str]]:
 
 
 def report(folder: Path) -> list[str]:
-    return ["report", str(folder / "runs"), "--html", "--figures", str(folder / "figures")]
+    return ["report", str(folder / "runs"), "--html"]
 
 
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
@@ -167,7 +165,7 @@ def check_readable(path: Path) -> None:
     elif path.suffix == ".jsonl":
         for line in path.read_bytes().split(b"\n")[:-1]:
             json.loads(line)
-    elif path.suffix in ENDINGS and ENDINGS[path.suffix] not in path.read_bytes()[-64:]:
+    elif path.suffix == ".html" and not path.read_bytes().rstrip().endswith(b"</html>"):
         raise ValueError("its end is missing")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot
 import torch
 
 import fedheal
@@ -10,11 +9,9 @@ import fedheal.campaign.pool
 import fedheal.cli.app
 import fedheal.cli.display
 import fedheal.engine.workers
-import fedheal.report.figures
 import fedheal.report.html_page
 from tiny_data import quick
 
-matplotlib.use("agg")
 torch.set_num_threads(1)  # threads do not survive a fork
 for method in ("fedavg", "fedheal"):
     fedheal.run(quick(rounds=1, method=method), progress=False)
