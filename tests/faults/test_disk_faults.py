@@ -12,10 +12,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import fedheal
 from command_line import Done, assert_sentence
 from disk_hooks import Operation, watch
+from fedheal.report.figures import save_figure
 from fedheal.runs import folder as records
 from tiny_data import quick, words
 from tiny_runs import bits, timeless
@@ -124,3 +126,11 @@ def test_a_slow_disk_and_a_clock_that_jumps_change_nothing(tmp_path: Path, monke
     assert bits(result.model) == bits(whole.model)
     assert timeless(records.read_rounds(tmp_path / "slow")) == timeless(whole.history)
     assert len(records.list_checkpoints(tmp_path / "slow")) == records.CHECKPOINTS_KEPT
+
+
+def test_a_figure_that_finds_no_room_leaves_the_one_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "domains.png").write_bytes(b"before")
+    with watch(tmp_path, fail_at(0)), pytest.raises(OSError, match="No space left on device"):
+        save_figure(tmp_path / "domains", Figure)
+    assert (tmp_path / "domains.png").read_bytes() == b"before"
+    assert [path.name for path in tmp_path.iterdir()] == ["domains.png"]

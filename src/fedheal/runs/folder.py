@@ -197,6 +197,13 @@ def truncate_rounds(folder: Path, rounds: int, allow_gaps: bool = False) -> None
     write_text(path, "".join(line + "\n" for line, _ in kept))
 
 
+def replace_last_round(folder: Path, record: RoundRecord) -> None:
+    """Write the last round's line again, so that a crash leaves the old line or the new one."""
+    path = folder / "rounds.jsonl"
+    kept = [line for line, fields in _read_whole_lines(path) if fields["round"] < record.round]
+    write_text(path, "".join(line + "\n" for line in [*kept, record.to_json()]))
+
+
 def write_result(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `result.json`, which must have all fields of `RunResult`."""
     check_result(summary)
