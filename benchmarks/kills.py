@@ -61,7 +61,7 @@ from fedheal.runs.folder import list_checkpoints, load_checkpoint, read_result  
 from fedheal.runs.lock import LOCK  # noqa: E402
 from tiny_data import words  # noqa: E402
 
-EVERY_SAVE, FRESH_EVERY, PATIENCE = "save_seconds=0", 50, 120.0
+EVERY_SAVE, FRESH_EVERY, PATIENCE = "save_seconds=0", 50, 600.0
 MOST_OPERATIONS = 150  # on files, before which a kill comes
 RUN_FILES = ("experiment.toml", "rounds.jsonl", "model.safetensors", "result.json")
 Files = dict[str, tuple[int, int, str]]  # of a finished run: inode, time of change and digest
@@ -416,7 +416,9 @@ def main() -> int:
     os.chdir(out)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm_fedheal"])
-    forkserver.ensure_running()
+    first = context.Process(target=int)  # starts the server, which then imports fedheal
+    first.start()
+    first.join()
     start, trial = time.monotonic(), Trial(out, random.Random(asked.seed))
     trial.execute(asked.kills, asked.seconds)
     print(trial.write_table(asked.seed, time.monotonic() - start))

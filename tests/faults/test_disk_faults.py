@@ -95,13 +95,14 @@ def test_a_campaign_on_a_disk_that_is_full_from_any_write_on_ends_with_the_same_
     with watch(tmp_path, lambda operation: seen.append(operation.kind)):
         whole = call(*command, *fields, "--out", str(tmp_path / "whole"))
     assert whole.code == 0
-    for at in range(0, sum(kind in NEEDS_ROOM for kind in seen)):
+    for at in range(sum(kind in NEEDS_ROOM for kind in seen)):
         again = [*command, *fields, "--out", str(tmp_path / "full")]
         with watch(tmp_path, fail_at(at)):
             done = call(*again)
         assert (done.code, "No space left on device" in done.err) == (2, True), done
         done = call(*again)
-        assert (done.code, done.out.splitlines()[-5:]) == (0, whole.out.splitlines()[-5:])
+        table = done.out.replace(str(tmp_path / "full"), str(tmp_path / "whole"))
+        assert (done.code, table.splitlines()[-5:]) == (0, whole.out.splitlines()[-5:])
         shutil.rmtree(tmp_path / "full")
 
 
