@@ -38,7 +38,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ from fedheal.runs.lock import LOCK  # noqa: E402
 from tiny_data import words  # noqa: E402
 
 EVERY_SAVE, FRESH_EVERY, PATIENCE = "save_seconds=0", 50, 600.0
-MOST_OPERATIONS = 150  # on files, before which a kill comes
+NEVER = -1  # the number of no operation: all are counted
 RUN_FILES = ("experiment.toml", "rounds.jsonl", "model.safetensors", "result.json")
 Files = dict[str, tuple[int, int, str]]  # of a finished run: inode, time of change and digest
 
@@ -259,11 +258,13 @@ def is_worker(pid: int) -> bool:
 
 def _become_command(command: list[str], log: Path, fatal_operation: int | None) -> None:
     """Run `fedheal ...` in this new process, and end it; kill it before the operation on a file that has this number."""
-    code, operations = 1, count(0)
+    code, operations = 1, 0
 
     def kill_at_operation(operation: Operation) -> None:
-        if next(operations) == fatal_operation:
+        nonlocal operations
+        if operations == fatal_operation:
             os.kill(os.getpid(), signal.SIGKILL)
+        operations += 1
 
     try:
         os.setsid()
@@ -278,6 +279,7 @@ def _become_command(command: list[str], log: Path, fatal_operation: int | None) 
             run_command_line()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0
+        log.with_suffix(".operations").write_text(str(operations))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -296,6 +298,7 @@ class Trial:
     failures: list[str] = field(default_factory=list)
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=dict)  # on files, of the commands that have one process
 
     def start(self, name: str, folder: Path, is_fresh: bool = False, fatal_operation: int | None = None) -> Victim:
         return Victim(COMMANDS[name](folder), self.out / "last.log", is_fresh, fatal_operation)
@@ -312,12 +315,14 @@ class Trial:
         for name in COMMANDS:
             folder = self.out / "whole" / name
             self.prepare(name, folder)
-            start, victim = time.monotonic(), self.start(name, folder)
+            start, victim = time.monotonic(), self.start(name, folder, fatal_operation=NEVER)
             victim.wait()
             self.seconds[name] = time.monotonic() - start
             if victim.code != 0:
                 raise Failure(f"{name} does not end well undisturbed: {victim.log.read_text()}")
             self.outcomes[name] = read_outcome(folder)
+            is_alone = not name.endswith(("workers", "processes"))  # which are not watched
+            self.operations[name] = int(victim.log.with_suffix(".operations").read_text()) if is_alone else 0
 
     def torment(self, name: str, kills: int, end: float) -> None:
         """Kill one command until it ends by itself or there were so many kills, then let it end."""
@@ -328,7 +333,8 @@ class Trial:
             done = self.kills.total()
             may_kill = done < kills and time.monotonic() < end
             is_fresh = may_kill and done % FRESH_EVERY == FRESH_EVERY - 1
-            at_operation = self.chance.randrange(MOST_OPERATIONS) if may_kill and done % 2 == 0 else None
+            operations = self.operations[name] if may_kill and done % 2 == 0 else 0
+            at_operation = self.chance.randrange(operations) if operations else None
             victim = self.start(name, folder, is_fresh, at_operation)
             hit = ""
             if at_operation is not None:

@@ -98,7 +98,7 @@ def test_three_processes_with_one_comparison_on_a_slow_disk_do_each_run_once(tmp
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("trial", range(5))
+@pytest.mark.parametrize("trial", range(3))
 def test_eight_processes_with_one_comparison_on_a_slow_disk_do_each_run_once(tmp_path: Path, trial: int) -> None:
     check_shared(tmp_path, start_at_once(tmp_path, 8, seeds=2), seeds=2)
 
