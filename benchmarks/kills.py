@@ -38,6 +38,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ from fedheal.runs.lock import LOCK  # noqa: E402
 from tiny_data import words  # noqa: E402
 
 EVERY_SAVE, FRESH_EVERY, PATIENCE = "save_seconds=0", 50, 600.0
+MOST_KILLS = 12  # of one command: a report has nothing to resume from, and would never end
 NEVER = -1  # the number of no operation: all are counted
 RUN_FILES = ("experiment.toml", "rounds.jsonl", "model.safetensors", "result.json")
 Files = dict[str, tuple[int, int, str]]  # of a finished run: inode, time of change and digest
@@ -329,9 +331,9 @@ class Trial:
         folder = self.out / "killed"
         self.prepare(name, folder)
         before = Snapshot.take(folder)
-        while True:
+        for attempt in count():
             done = self.kills.total()
-            may_kill = done < kills and time.monotonic() < end
+            may_kill = done < kills and attempt < MOST_KILLS and time.monotonic() < end
             is_fresh = may_kill and done % FRESH_EVERY == FRESH_EVERY - 1
             operations = self.operations[name] if may_kill and done % 2 == 0 else 0
             at_operation = self.chance.randrange(operations) if operations else None

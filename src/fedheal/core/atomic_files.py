@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 
-LEFTOVER_SECONDS = 86_400  # age of a temporary file whose process must be dead
+LEFTOVER_SECONDS = 600  # age of a temporary file whose process must be dead
 # File systems that cannot do it, and folders that we may not read.
 NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
 
