@@ -121,7 +121,11 @@ def _run_in_pools(jobs: Sequence[Job], places: Sequence[DeviceSlots]) -> Iterato
 
 def _start_pool(place: DeviceSlots) -> ProcessPoolExecutor:
     visible = None if place.gpu is None else placement.visible_device(place.gpu, os.environ.get(VISIBLE_DEVICES))
-    return ProcessPoolExecutor(place.slots, get_context("spawn"), _prepare_worker, (visible,))
+    try:
+        return ProcessPoolExecutor(place.slots, get_context("spawn"), _prepare_worker, (visible,))
+    except OSError as error:  # semaphores are files in /dev/shm
+        remedy = "make room in /dev/shm or make it writable, or use jobs=1"
+        raise ValueError(f"jobs = {place.slots}: processes need semaphores ({error.strerror}): {remedy}") from error
 
 
 @contextmanager

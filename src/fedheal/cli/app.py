@@ -297,7 +297,8 @@ def sweep_command(
     from fedheal.campaign import sweep
     from fedheal.campaign.compare import parse_seeds
     from fedheal.cli import display
-    from fedheal.runs.folder import check_folder, write_text
+    from fedheal.core.atomic_files import write_if_changed
+    from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import make_folder_name
 
     space, fixed = sweep.parse_space(words)
@@ -317,7 +318,7 @@ def sweep_command(
         "trials": [{"point": trial.point, "validation": trial.validation} for trial in found],
         "next_command": wanted.format_next_command(best),
     }
-    write_text(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
+    write_if_changed(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     elif not quiet:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from fedheal.core.atomic_files import write_if_changed
 from fedheal.core.metrics import fairness
 from fedheal.core.rng import SEED_FIELDS
-from fedheal.runs.folder import read_json, read_result, read_toml, write_text
+from fedheal.runs.folder import read_json, read_result, read_toml
 from fedheal.runs.schema import FREE, LATER_SETTINGS
 
 BOUNDS = {
@@ -125,7 +126,7 @@ def find_rows(paths: Sequence[Path]) -> list[Row]:
 def write_method_order(folder: Path, rows: Sequence[Row]) -> None:
     """Record the order of a comparison's methods beside its runs, for later reports."""
     methods = list(dict.fromkeys(row.method for row in rows))
-    write_text(folder / ORDER_FILE, json.dumps({"methods": methods}, indent=2) + "\n")
+    write_if_changed(folder / ORDER_FILE, json.dumps({"methods": methods}, indent=2) + "\n")
 
 
 def load_summary(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
