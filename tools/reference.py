@@ -86,8 +86,8 @@ FIELDS = {
     "device": "`auto` (a GPU where there is one), `cpu`, `cuda`, `cuda:1`, ...",
     "precision": "arithmetic on a GPU; `auto` is tf32 there and fp32 elsewhere",
     "deterministic": "the same bits again on a GPU, at the cost of speed",
-    "engine": "one client after another (`serial`), side by side (`lanes`), as one program (`cohort`), or on a cluster (`ray`); "
-    "`auto` is `serial` on a CPU, `cohort` or `lanes` on a GPU",
+    "engine": "one client after another (`serial`), side by side (`lanes`), as one program (`cohort`), or on a "
+    "cluster (`ray`); `auto` is `serial` on a CPU, `cohort` or `lanes` on a GPU",
     "ray_address": "the cluster of `engine=ray`: `auto` (by default), `local` or HOST:PORT",
     "lanes": "clients trained side by side on a GPU; as many as fill it if not given",
     "threads": "threads a process; a part of the experiment, since it changes sums",
