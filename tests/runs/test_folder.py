@@ -452,7 +452,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
 def test_every_field_of_a_result_has_its_kind(finished: Path) -> None:
     """Or a field added to results would be the one that nobody checks."""
     always = [name for name, field in RunResult.model_fields.items() if field.is_required()]
-    later = {"by_class", "calibration", "evaluate", "schema_version"}  # which runs of 0.1 do not have
+    later = {"by_class", "calibration", "engine", "evaluate", "schema_version"}  # which runs of 0.1 do not have
     assert set(records.read_json(finished / "result.json")) == {*always, *later}
     assert records.read_result(finished, always)["rounds"] == 4
 

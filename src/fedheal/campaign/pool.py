@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -23,6 +24,9 @@ from fedheal.campaign.ray import run_on_ray
 from fedheal.core.checks import check_main_guard
 from fedheal.engine.workers import end_with_parent, explain_broken_pool
 from fedheal.simulate.interrupts import stop_on_terminate
+
+GRACE_SECONDS = 60.0  # for processes whose neighbour was killed
+POLL_SECONDS = 0.02
 
 
 def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> Iterator[Job]:
@@ -107,16 +111,32 @@ def _run_in_pools(jobs: Sequence[Job], places: Sequence[DeviceSlots]) -> Iterato
                     future.result()
                 yield job
     except BaseException:
-        # Waiting jobs must not start; running ones save their state when terminated.
-        workers = [process for pool in pools.values() for process in (pool._processes or {}).values()]
-        for pool in pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
-        for process in workers:
-            process.terminate()
+        close_pools(list(pools.values()), terminate=True)
         raise
-    finally:
-        for pool in pools.values():
-            pool.shutdown(wait=True, cancel_futures=True)
+    close_pools(list(pools.values()))
+
+
+def close_pools(pools: Sequence[ProcessPoolExecutor], terminate: bool = False) -> None:
+    """End the processes of pools. Waiting jobs do not start; running ones save their state if they are terminated.
+
+    A process that was killed may hold the lock of its pool's queue, for which the others would wait for ever: they are killed
+    if they do not end within `GRACE_SECONDS` of its death.
+    """
+    workers = [process for pool in pools for process in (getattr(pool, "_processes", None) or {}).values()]
+    for pool in pools:
+        pool.shutdown(wait=False, cancel_futures=True)
+    for process in workers if terminate else []:
+        process.terminate()
+    deadline = None
+    while any(process.exitcode is None for process in workers):
+        if deadline is None and any(process.exitcode for process in workers):
+            deadline = time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            for process in workers:
+                process.kill()
+        time.sleep(POLL_SECONDS)
+    for pool in pools:
+        pool.shutdown(wait=True)
 
 
 def _start_pool(place: DeviceSlots) -> ProcessPoolExecutor:
