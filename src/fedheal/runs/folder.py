@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from fedheal.core.nested_text import parse_json, parse_toml
 from fedheal.core.state import compute_checksum
 from fedheal.runs.schema import RoundRecord, check_result, dump_json, parse_round
 
@@ -76,7 +76,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raise ValueError if it holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -87,12 +87,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return what a TOML file holds. Raise ValueError if it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not TOML: byte {error.start} is not UTF-8; save it as UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
 
 
@@ -143,7 +143,7 @@ def load_checkpoint(path: Path, owner: str | None) -> tuple[dict[str, Tensor], d
     """Return a checkpoint's tensors and JSON. Raise CheckpointError if it is damaged or another owner's (None: any)."""
     try:
         with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {}).get("fedheal", "null"))
+            header = parse_json((file.metadata() or {}).get("fedheal", "null"))
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error})") from error
@@ -181,7 +181,7 @@ def find_damaged_line(folder: Path) -> int | None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
-            parse_round(json.loads(line))
+            parse_round(parse_json(line))
         except ValueError:
             return number
     return None
@@ -193,7 +193,7 @@ def drop_damaged_rounds(folder: Path) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     for line in lines:
         try:
-            number = parse_round(json.loads(line)).round
+            number = parse_round(parse_json(line)).round
         except ValueError:
             continue
         if number > last:
@@ -238,7 +238,7 @@ def _read_whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield lines and their JSON, up to the first that is not a round's record."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
-            fields = json.loads(line)
+            fields = parse_json(line)
         except ValueError:
             return
         if not isinstance(fields, dict) or type(fields.get("round")) is not int:
