@@ -1,4 +1,4 @@
-"""A federation of 24 sites that come, go, fall silent and send nonsense, for ten thousand rounds in one process.
+"""A federation of 16 sites that come, go, fall silent and send nonsense, for ten thousand rounds in one process.
 
     python benchmarks/soak.py --rounds 10000 --seed 0 --out FOLDER
 
@@ -46,7 +46,7 @@ from fedheal.core.state import State  # noqa: E402
 from fedheal.flower import FedHEAL, client  # noqa: E402
 from flower.local_grid import LocalGrid  # noqa: E402
 
-SITES, DOMAINS, LEAST = 24, 4, 6  # sites ever, domains, sites that are always connected
+SITES, DOMAINS, LEAST = 16, 4, 4  # sites ever, domains, sites that are always connected
 SHAPES = {"0.weight": (64, 16), "0.bias": (64,), "1.running_mean": (64,), "1.num_batches_tracked": ()}
 PARAMETERS = ("0.weight", "0.bias")  # those with sign counts, in the model's order
 LEAVE, JOIN, FALL_SILENT, SPOIL = 1 / 60, 1 / 8, 1 / 80, 1 / 25  # chances in a round

@@ -32,7 +32,7 @@ from fedheal.core.state import compute_checksum
 from fedheal.simulate.experiment import Experiment
 from tiny_data import QUICK
 
-LONGEST_ERROR = 12_000  # characters; the longest odd text has 5,000 and may be quoted twice
+LONGEST_ERROR = 40_000  # characters; an odd word has up to 5,000, may come twice, and may be quoted with its part
 TINY = {**QUICK, "rounds": 1}
 COMMAND_LIMITS = Limits(patience=0.5)
 # Several processes would cost seconds each, and a cluster or a tracker has files and connections of its own.
@@ -192,8 +192,10 @@ class MethodNames:
     """Names of methods. One that is accepted means the same method again by its canonical name."""
 
     name, limits = "method names", Limits()
-    parts = ("fedavg", "fedprox:mu=0.1", "scaffold", "moon", "feddyn", "fedheal:tau=0.3,beta=0.4", "fphl", "fael", "afl", "qffl",
-             "uniform", "fedheal:variant=released", "fael-exact", "ditto", "fedfv", "math:hypot", "json:dumps")  # fmt: skip
+    parts = (
+        "fedavg", "fedprox:mu=0.1", "scaffold", "moon", "feddyn", "fedheal:tau=0.3,beta=0.4", "fphl", "fael", "afl", "qffl",
+        "uniform", "fedheal:variant=released", "fael-exact", "ditto", "fedfv", "math:hypot", "json:dumps",
+    )  # fmt: skip
     assignments = st.tuples(
         st.sampled_from(("tau", "beta", "mu", "q", "variant", "")), st.one_of(leaves.map(str), texts)
     )

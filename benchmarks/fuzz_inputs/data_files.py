@@ -1,4 +1,4 @@
-"""Data files of every reader, damaged inside and outside their compression; and bombs, which state or unpack to far more than they are."""
+"""Data files of every reader, damaged inside and outside their compression; and bombs, which unpack to far more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import layouts
 import numpy as np
 import pyarrow as pa
 from guard import Broken, Limits
@@ -23,6 +22,7 @@ from PIL import Image
 from pyarrow import parquet
 from scipy.io import savemat
 
+import layouts
 from fedheal.data.archive import ExportManifest, read_export, read_manifest, write_export
 from fedheal.data.domains import Excerpt
 from fedheal.data.readers.folders import read_split_lists, scan_folder
@@ -102,8 +102,8 @@ class DataFiles:
         (kind, number, True, [], []) for kind in kinds for number in range(8 if kind == "image" else 2)
     ]
     bombs: ClassVar[list[Any]] = [(f"bomb {name}", 0, True, [], []) for name in (
-        "gzip", "gzip rows", "idx", "bzip2", "bzip2 lines", "mat", "png", "png rows", "zip manifest", "zip of depth", "zip member",
-        "zip lying member", "zip strips", "parquet rows", "parquet page", "parquet words",
+        "gzip", "gzip rows", "idx", "bzip2", "bzip2 lines", "mat", "png", "png rows", "zip manifest", "zip of depth",
+        "zip member", "zip lying member", "zip strips", "parquet rows", "parquet page", "parquet words",
     )]  # fmt: skip
 
     def __init__(self, work: Path) -> None:

@@ -41,7 +41,7 @@ class Limits:
 
 
 class WriteWatch:
-    """Notes what this process changes outside the folders where it may, from an audit hook: every path, not only listed ones."""
+    """Notes what this process changes outside the folders where it may, by an audit hook, which sees every path."""
 
     def __init__(self, allowed: list[Path]) -> None:
         self.allowed = tuple(f"{path.resolve()}{os.sep}" for path in allowed)

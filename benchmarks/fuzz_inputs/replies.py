@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from pathlib import Path
@@ -33,22 +32,30 @@ wire_values = st.one_of(
     st.lists(st.floats(), max_size=3),
     st.lists(wire_texts, max_size=3),
 )
-array_values = st.sampled_from(("NaN", "infinity", "huge", "tiny", "zeros", "integers", "complex", "half", "double", "fortran", "scalar",
-                                "empty", "longer", "negative", "text", "objects", "big-endian"))  # fmt: skip
+array_values = st.sampled_from((
+    "NaN", "infinity", "huge", "tiny", "zeros", "integers", "complex", "half", "double", "fortran", "scalar", "empty", "longer",
+    "negative", "text", "objects", "big-endian",
+))  # fmt: skip
+labels = st.tuples(wire_texts, st.lists(st.integers(-1, 2**40), max_size=3), wire_texts)
+metric_names = st.sampled_from(("num-examples", "loss", "accuracy", "partition-id", "new"))
+info_names = st.sampled_from(("client", "domain", "round", "token", "terms", "state_round", "x"))
+record_names = st.sampled_from(("arrays", "metrics", "fedheal", "more"))
+message_edits = st.sampled_from(("error", "twice", "stranger", "old", "silent", "no content"))
+places = st.integers(0, 9)
 reply_edits = st.lists(
     st.one_of(
-        st.tuples(st.just("bytes"), st.integers(0, 9), byte_edits),
-        st.tuples(st.just("array"), st.integers(0, 9), array_values),
-        st.tuples(st.just("label"), st.integers(0, 9), st.tuples(wire_texts, st.lists(st.integers(-1, 2**40), max_size=3), wire_texts)),
-        st.tuples(st.just("name"), st.integers(0, 9), wire_texts),
-        st.tuples(st.just("metric"), st.sampled_from(("num-examples", "loss", "accuracy", "partition-id", "new")), wire_numbers),
-        st.tuples(st.just("info"), st.sampled_from(("client", "domain", "round", "token", "terms", "state_round", "x")), wire_values),
-        st.tuples(st.just("record"), st.sampled_from(("arrays", "metrics", "fedheal", "more")), st.sampled_from(("drop", "double", "many"))),
-        st.tuples(st.just("message"), st.sampled_from(("error", "twice", "stranger", "old", "silent", "no content")), wire_texts),
+        st.tuples(st.just("bytes"), places, byte_edits),
+        st.tuples(st.just("array"), places, array_values),
+        st.tuples(st.just("label"), places, labels),
+        st.tuples(st.just("name"), places, wire_texts),
+        st.tuples(st.just("metric"), metric_names, wire_numbers),
+        st.tuples(st.just("info"), info_names, wire_values),
+        st.tuples(st.just("record"), record_names, st.sampled_from(("drop", "double", "many"))),
+        st.tuples(st.just("message"), message_edits, wire_texts),
     ),
     min_size=1,
     max_size=3,
-)  # fmt: skip
+)
 SITES = ("north", "south", "west")
 BAD = 1  # the site that misbehaves
 
@@ -67,7 +74,6 @@ class FlowerReplies:
     valid: ClassVar[list[Any]] = [(method, []) for method in methods_used]
 
     def __init__(self, work: Path) -> None:
-        logging.getLogger("flwr").setLevel(logging.CRITICAL)
         self.folder, self.edits = work / "play" / "federations", list[Any]()
         self.servers: dict[str, tuple[FairStrategy, LocalGrid, ArrayRecord]] = {}
         self.opened = 0
@@ -249,10 +255,8 @@ class CohortUpdates:
         "uniform",
         "fphl",
     )
-    cases = st.tuples(
-        st.sampled_from(used), st.sampled_from(("skip", "raise")), st.lists(rows, max_size=4), kinds, st.sampled_from((0, 0, 0, 1, -1)),
-        st.booleans(),
-    )  # fmt: skip
+    policies, lengths = st.sampled_from(("skip", "raise")), st.sampled_from((0, 0, 0, 1, -1))
+    cases = st.tuples(st.sampled_from(used), policies, st.lists(rows, max_size=4), kinds, lengths, st.booleans())
     valid: ClassVar[list[Any]] = [
         (
             method,

@@ -289,7 +289,8 @@ def test_a_value_of_several_lines_is_still_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"rounds = ", b"\xff\xfe", b'name = "\xe9"', b"a = 1\na = 2\n", b"a = " + b"[" * 5000, b"a = " + b"9" * 5000]
+    "content",
+    [b"rounds = ", b"\xff\xfe", b'name = "\xe9"', b"a = 1\na = 2\n", b"a = " + b"[" * 5000, b"a = " + b"9" * 5000],
 )
 def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.toml"

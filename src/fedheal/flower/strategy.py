@@ -29,6 +29,7 @@ from fedheal.core.rng import generator
 from fedheal.core.state import RunState, TermState
 from fedheal.federation.cohort import Cohort, CohortBuilder, RejectedReply, ReplyRequirements
 from fedheal.federation.node_sampling import TooManyEmptyRounds, sample_nodes, wait_for_nodes
+from fedheal.federation.round_history import RoundHistory
 from fedheal.federation.round_summary import describe_causes, describe_round
 from fedheal.federation.run_folder import Framework, RunFolder
 from fedheal.flower import messages as wire
@@ -132,7 +133,7 @@ class FairStrategy(Strategy):
     def _reset(self) -> None:
         """Forget all rounds."""
         self.state: RunState | None = None
-        self.history: list[RoundRecord] = []
+        self.history: list[RoundRecord] | RoundHistory = []
         self.federation = FederationState()
         self.registry = NodeRegistry()
         self._round: OpenRound | None = None
@@ -180,6 +181,8 @@ class FairStrategy(Strategy):
         self._num_rounds, self._timeout = num_rounds, timeout
         result = Result()
         arrays = result.arrays = self.begin(initial_arrays)
+        if self.folder is not None:  # where every record is JSON
+            self.history = RoundHistory(self.history)
         self.summary()
         first = self._state.round + 1
         if evaluate_fn and first == 1:
@@ -341,9 +344,10 @@ class FairStrategy(Strategy):
         """Write the final model and the result, and release the folder."""
         if self.folder is not None:
             self.folder.flush()
-            self.folder.write_result(self._layout, self._state, self.history, self.federation)
+            history = list(self.history)
+            self.folder.write_result(self._layout, self._state, history, self.federation)
             self.folder.release()
-            if not any(record.domains for record in self.history):
+            if not any(record.domains for record in history):
                 log.warning("no client sent an 'accuracy': %s has no result.json to report", self.folder.path)
 
     def _save_after_error(self) -> None:
