@@ -160,10 +160,10 @@ def test_tables_that_are_something_else(
 
 
 @pytest.mark.parametrize(
-    ("limit", "sentence"), [("MAX_ROWS", "it has 100 rows, more than 99"), ("MAX_BYTES", "a column of a row group has")]
+    ("limit", "sentence"), [("MAX_ROWS", "it has 100 rows, more than 9"), ("MAX_BYTES", "a column of a row group has")]
 )
 def test_tables_that_unpack_to_too_much(tmp_path: Path, monkeypatch, limit: str, sentence: str) -> None:
-    monkeypatch.setattr(f"fedheal.data.readers.parquet.{limit}", 99)
+    monkeypatch.setattr(f"fedheal.data.readers.parquet.{limit}", 9)
     write(tmp_path / "a.parquet", {"image": [b"x" * 10] * 100, "label": [0] * 100})
     with pytest.raises(ValueError, match=sentence):
         read_parquet_domain("a", [tmp_path / "a.parquet"], "", ("cat", "dog"))
