@@ -50,9 +50,7 @@ TARGETS = {
     "Flower replies": ("replies", "FlowerReplies", 0.1),
     "updates": ("replies", "CohortUpdates", 0.1),
 }
-SPARE_BYTES = (
-    6 << 30
-)  # of address space, beyond what a process has when it begins: a bomb must not reach other processes
+SPARE_BYTES = 12 << 30  # of address space for a process: a bomb must not reach others
 
 
 @dataclass
@@ -131,6 +129,7 @@ def run_target(
 def run_child(name: str, inputs: int, seed: int, work: Path) -> None:
     """Run one target in this process, which began for it alone."""
     faulthandler.enable()
+    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])  # a comparison then runs here, where it is watched
     faulthandler.dump_traceback_later(inputs * 10 + 600, exit=True)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + SPARE_BYTES, resource.RLIM_INFINITY))
