@@ -140,13 +140,26 @@ def test_folders_of_one_name_are_compared_in_folders_of_their_own(call, monkeypa
     assert [str(folder) for folder in wanted] == ["runs/compare-folder.a_photos", "runs/compare-folder.b_photos"]
 
 
-def test_a_gpu_that_is_too_small_is_a_sentence(call, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has ..."),
+            "a GPU has too little memory (CUDA out of memory. Tried to allocate 3.00 GiB)",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nmore lines"),
+            "this machine has too little memory (DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes)",
+        ),
+        (MemoryError(), "this machine has too little memory (it cannot hold what this command needs)"),
+    ],
+)
+def test_too_little_memory_is_a_sentence(call, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
     def full(job: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has ...")
+        raise error
 
     monkeypatch.setattr("fedheal.campaign.pool.run_job", full)
-    done = call("compare", "fedavg", "--seeds", "1", "--quiet")
-    assert_sentence(done, "too little memory (CUDA out of memory. Tried to allocate 3.00 GiB)", "--jobs")
+    assert_sentence(call("compare", "fedavg", "--seeds", "1", "--quiet"), said, "--jobs")
 
 
 def test_an_error_among_many_runs_says_in_which(call, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import fedheal
 import layouts
 from fedheal import data
 from fedheal.cli import app
+from fedheal.data.archive import read_export
 from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import Experiment
 
@@ -311,3 +313,43 @@ def test_damage_anywhere_is_found_or_harmless(digits: Path, cache_folder: Path) 
             )
     assert refused >= 30
     assert len(list(cache_folder.iterdir())) == before
+
+
+def rewrite(export: Path, changes: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -> None:
+    """Write an export again with other members."""
+    with zipfile.ZipFile(export) as file:
+        members = {name: file.read(name) for name in file.namelist()} | changes
+    with zipfile.ZipFile(export, "w", compression) as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+
+
+def test_an_export_whose_manifest_unpacks_to_too_much(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedheal.data.archive.MAX_MANIFEST", 1000)
+    with pytest.raises(ValueError, match=r"manifest.json has .* bytes, more than 1,000"):
+        read_export(digits)
+
+
+def test_an_export_that_unpacks_to_more_than_it_states(digits: Path) -> None:
+    rewrite(digits, {"0/whole": bytes(1 << 26)})
+    digits.write_bytes(digits.read_bytes().replace((1 << 26).to_bytes(4, "little"), (100).to_bytes(4, "little")))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="is damaged"):
+            read_export(digits)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_export_with_more_pixels_than_fit(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedheal.data.archive.MAX_ARRAY", 1000)
+    with pytest.raises(ValueError, match=r"0/train: .* images of shape"):
+        read_export(digits)
+
+
+def test_an_export_with_another_compression_is_refused(digits: Path) -> None:
+    """What bzip2 and LZMA unpack to cannot be bounded."""
+    rewrite(digits, {}, zipfile.ZIP_BZIP2)
+    with pytest.raises(ValueError, match="or an unknown compression"):
+        read_export(digits)

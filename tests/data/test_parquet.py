@@ -159,6 +159,23 @@ def test_tables_that_are_something_else(
         read_parquet_domain("a", [tmp_path / "a.parquet"], "art" if "domain" in columns else "", ())
 
 
+@pytest.mark.parametrize(
+    ("limit", "sentence"), [("MAX_ROWS", "it has 100 rows, more than 9"), ("MAX_BYTES", "a column of a row group has")]
+)
+def test_tables_that_unpack_to_too_much(tmp_path: Path, monkeypatch, limit: str, sentence: str) -> None:
+    monkeypatch.setattr(f"fedheal.data.readers.parquet.{limit}", 9)
+    write(tmp_path / "a.parquet", {"image": [b"x" * 10] * 100, "label": [0] * 100})
+    with pytest.raises(ValueError, match=sentence):
+        read_parquet_domain("a", [tmp_path / "a.parquet"], "", ("cat", "dog"))
+
+
+def test_class_names_that_are_nested_too_deeply_are_none(tmp_path: Path) -> None:
+    table = pyarrow.table({"image": [b""], "label": [0]})
+    parquet.write_table(table.replace_schema_metadata({b"huggingface": b"[" * 100_000}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="does not name its classes"):
+        read_parquet_domain("a", [tmp_path / "a.parquet"], "", ())
+
+
 def test_a_domain_may_be_a_number_or_unknown_and_labels_whole_numbers_of_any_kind(tmp_path: Path) -> None:
     columns = {"image": [b""] * 12, "label": [0.0, 1.0] * 6, "domain": [7] * 10 + [None, 8]}
     write(tmp_path / "a.parquet", columns, {"label": names("a", "b")})

@@ -130,6 +130,13 @@ def test_an_empty_usps_file_and_a_line_without_end(tmp_path: Path, monkeypatch: 
         read_libsvm_images(tmp_path / "usps.bz2", 10)
 
 
+def test_short_lines_of_usps_that_would_become_too_many_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedheal.data.readers.libsvm.MAX_LINES", 99)
+    (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"1\n" * 100))
+    with pytest.raises(ValueError, match="has more than 99 lines"):
+        read_libsvm_images(tmp_path / "usps.bz2", 10)
+
+
 GOOD = {"X": layouts.pixels(0, 32, 32, 3, 4), "y": np.ones((4, 1), np.uint8)}
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 import fedheal
 from disk_hooks import Operation, watch
+from fedheal.core.state import METADATA, RunState
 from fedheal.runs import folder as records
 from fedheal.runs import lock
 from fedheal.runs.schema import RoundRecord, RunResult
@@ -173,6 +174,25 @@ def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path, content: 
         records.load_checkpoint(path, "me")
 
 
+DEEP = '{"round": 1, "x": ' + "[" * 100_000
+
+
+def test_files_that_are_nested_too_deeply_are_damaged(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(DEEP)
+    with pytest.raises(ValueError, match=r"result\.json is not JSON: it is nested too deeply"):
+        records.read_result(tmp_path)
+    (tmp_path / "rounds.jsonl").write_text(DEEP + "\n")
+    assert records.find_damaged_line(tmp_path) == 1
+    assert records.read_rounds(tmp_path) == []
+    records.drop_damaged_rounds(tmp_path)
+    assert (tmp_path / "rounds.jsonl").read_text() == ""
+    save_file(ARRAYS, tmp_path / "x.safetensors", {"fedheal": DEEP, METADATA: DEEP})
+    with pytest.raises(records.CheckpointError, match=r"x\.safetensors is damaged \(it is nested too deeply\)"):
+        records.load_checkpoint(tmp_path / "x.safetensors", "me")
+    with pytest.raises(ValueError, match=r"x\.safetensors is damaged \(it is nested too deeply\)"):
+        RunState.load(tmp_path / "x.safetensors")
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(records.CheckpointError, match="damaged"):
         records.load_checkpoint(tmp_path / "none.safetensors", "me")
@@ -314,7 +334,14 @@ def foreign(path: Path) -> None:
     shutil.copy(newest(folder), path)
 
 
-DAMAGES = [empty, half, flipped, other_round, other_kind, foreign]
+def roundless(path: Path) -> None:
+    """A checkpoint whose checksum is right, and that lacks its round and data."""
+    arrays, described = records.load_checkpoint(path, None)
+    lacking = {key: value for key, value in described.items() if key not in ("round", "used")}
+    records.save_checkpoint(path.parents[1], int(path.stem), arrays, lacking, quick(rounds=4).identity)
+
+
+DAMAGES = [empty, half, flipped, other_round, other_kind, foreign, roundless]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

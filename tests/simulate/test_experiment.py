@@ -240,6 +240,10 @@ def test_words_are_read_as_toml_or_else_as_text(word: str, pair: tuple[str, Any]
     assert parse_override(word) == pair
 
 
+def test_a_word_that_is_nested_too_deeply_is_text() -> None:
+    assert parse_override("only=" + "[" * 5000) == ("only", "[" * 5000)
+
+
 def test_a_fraction_may_be_written_without_its_zero() -> None:
     assert Experiment.read(overrides=["tau=.4", "lr=.5"]).identity == Experiment(tau=0.4, lr=0.5).identity
 
@@ -261,6 +265,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"rounds": True}, ["rounds", "True"]),
     ({"rounds": None}, ["rounds", "None"]),
     ({"rounds": [3]}, ["rounds", "[3]"]),
+    ({"threads": 10**12}, ["threads", str(10**12), "4096"]),
+    ({"batch_size": 2**63}, ["batch_size", str(2**63), str(2**31)]),
     ({"seed": -1}, ["seed", "-1"]),
     ({"seed": 2**63}, ["seed", str(2**63)]),
     ({"participation": 0}, ["participation", "0"]),
@@ -342,7 +348,10 @@ def test_a_value_of_several_lines_is_still_one_sentence() -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"rounds = ", b"\xff\xfe", b'name = "\xe9"', b"a = 1\na = 2\n"])
+@pytest.mark.parametrize(
+    "content",
+    [b"rounds = ", b"\xff\xfe", b'name = "\xe9"', b"a = 1\na = 2\n", b"a = " + b"[" * 5000, b"a = " + b"9" * 5000],
+)
 def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(content)

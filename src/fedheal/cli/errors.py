@@ -10,6 +10,7 @@ import click
 import typer
 
 INTERRUPTED = 130
+NO_MEMORY = "can't allocate memory"  # in torch's RuntimeError, which has no type of its own on a CPU
 
 
 def describe_usage_error(error: click.ClickException) -> str:
@@ -31,12 +32,16 @@ def report_errors() -> Iterator[None]:
         typer.echo(f"fedheal: {error}{notes}", err=True)
     except OSError as error:
         typer.echo(f"fedheal: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", err=True)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error).partition(". GPU")[0].partition("\n")[0] or "it cannot hold what this command needs"
+        if type(error).__name__ == "OutOfMemoryError":  # torch's
+            place = "a GPU"
+        elif isinstance(error, MemoryError) or NO_MEMORY in reason:
+            place = "this machine"
+        else:
             raise
-        reason = str(error).partition(". GPU")[0]
         remedy = "use fewer runs at a time (--jobs), a smaller batch_size or a smaller model"
-        typer.echo(f"fedheal: a GPU has too little memory ({reason}); {remedy}", err=True)
+        typer.echo(f"fedheal: {place} has too little memory ({reason}); {remedy}", err=True)
     except KeyboardInterrupt:
         typer.echo("fedheal: stopped; rerun the command to resume (fedheal run needs --resume)", err=True)
         sys.exit(INTERRUPTED)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import repeat
-from json import dumps, loads
+from json import dumps
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
@@ -31,6 +31,7 @@ from torch import Tensor
 from fedheal.core.atomic_files import write_bytes
 from fedheal.core.checks import check_type
 from fedheal.core.layout import Packed
+from fedheal.core.nested_text import parse_json
 
 METADATA = "fedheal-state"  # where a state's file holds its JSON
 CHECKSUM = "fedheal-checksum"  # and the checksum of it and the arrays
@@ -96,7 +97,7 @@ class State:
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
-                described = loads(metadata.get(METADATA, "null"))
+                described = parse_json(metadata.get(METADATA, "null"))
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
         except (SafetensorError, ValueError) as error:
             raise ValueError(f"{path} is damaged ({error}): use an earlier copy") from error

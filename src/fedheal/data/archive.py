@@ -32,6 +32,8 @@ from fedheal.runs.schema import explain_problem
 
 STRIP = 1000  # images in a PNG, one below the other
 MAX_BYTES = 1 << 28  # of one member
+MAX_MANIFEST = 1 << 26
+MAX_ARRAY = 1 << 31  # of the images of a split that are arrays, decoded
 # Errors that the readers raise on bytes that are not an export.
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, AttributeError, EOFError, IndexError, KeyError, NotImplementedError, TypeError, ValueError
@@ -122,7 +124,7 @@ def read_manifest(path: Path) -> ExportManifest:
     """Return the manifest of an export. Raise ValueError if the file is not one."""
     try:
         with zipfile.ZipFile(path) as file:
-            return ExportManifest.model_validate_json(file.read("manifest.json"))
+            return ExportManifest.model_validate_json(_read_bounded(file, "manifest.json", MAX_MANIFEST))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
@@ -132,6 +134,15 @@ def read_manifest(path: Path) -> ExportManifest:
         ) from error
     except DAMAGE as error:
         raise ValueError(f"{path} is not an export, or is damaged ({error})") from error
+
+
+def _read_bounded(file: zipfile.ZipFile, name: str, limit: int) -> bytes:
+    """Return a member. `ZipFile.read` would unpack all of it, whatever size the archive states."""
+    info = file.getinfo(name)
+    if info.file_size > limit or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{name} has {info.file_size:,} bytes, more than {limit:,}, or an unknown compression")
+    with file.open(name) as stream:
+        return stream.read(info.file_size)
 
 
 def verify_fingerprint(path: Path, size: int, decoded: str) -> tuple[str, list[str]]:
@@ -178,16 +189,16 @@ def _read_split(read: Reader, prefix: str, split: ExportedSplit, labels: Labels)
         if len(names) != len(labels):
             raise ValueError(f"{prefix}: {len(names)} images for {len(labels)} labels")
         return EncodedImages(names, labels, read)
-    if len(split.shape) not in (2, 3) or min(split.shape) < 1:
-        raise ValueError(f"{prefix}: images of shape {split.shape}")
-    strips = []
+    if len(split.shape) not in (2, 3) or min(split.shape) < 1 or len(labels) * math.prod(split.shape) > MAX_ARRAY:
+        raise ValueError(f"{prefix}: {len(labels):,} images of shape {split.shape}")
+    pixels = np.empty((len(labels), *split.shape), np.uint8)
     for start in range(0, len(labels), STRIP):
-        shape = (min(STRIP, len(labels) - start), *split.shape)
+        strip = pixels[start : start + STRIP]
         with Image.open(io.BytesIO(read(f"{prefix}/{start}.png")), formats=("PNG",)) as image:
-            if image.size != (shape[2], shape[0] * shape[1]) or math.prod(shape) > 1 << 30:
+            if image.size != (strip.shape[2], strip.shape[0] * strip.shape[1]):
                 raise ValueError(f"a strip of {image.size} pixels")
-            strips.append(np.asarray(image).reshape(shape))
-    return Pixels(np.concatenate(strips), labels)
+            strip[:] = np.asarray(image).reshape(strip.shape)
+    return Pixels(pixels, labels)
 
 
 def _write_domain(file: zipfile.ZipFile, number: int, domain: RawDomain) -> ExportedDomain:
@@ -221,10 +232,8 @@ def _make_member_reader(path: Path) -> Reader:
     def read_member(name: str) -> bytes:
         try:
             with lock:
-                if file.getinfo(name).file_size > MAX_BYTES:
-                    raise UnreadableImageError(f"{name} of {path} has more than {MAX_BYTES:,} bytes")
-                return file.read(name)
-        except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError, zlib.error) as error:
+                return _read_bounded(file, name, MAX_BYTES)
+        except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError, ValueError, zlib.error) as error:
             raise UnreadableImageError(f"{name} of {path} cannot be read ({error})") from error
 
     return read_member

@@ -19,6 +19,7 @@ from fedheal.federation.cohort import Cohort, CohortBuilder, Sender
 from fedheal.federation.node_sampling import TooManyEmptyRounds
 from fedheal.federation.open_round import OpenRound
 from fedheal.federation.replies import EvaluateReply, RejectedReply, ReplyRequirements, TrainReply
+from fedheal.federation.round_history import RoundHistory
 from fedheal.federation.round_summary import describe_causes, describe_round
 from fedheal.federation.run_folder import KnownClients, RunFolder
 from fedheal.local.term import Term
@@ -66,7 +67,7 @@ class RoundServer(Generic[K, R, O]):
     log: logging.Logger
     folder: RunFolder[K] | None = None
     num_rounds: int = 0  # 0 if nobody knows which round is the last
-    history: list[RoundRecord] = field(default_factory=list)
+    history: list[RoundRecord] | RoundHistory = field(default_factory=list)
     builder: CohortBuilder[R] = field(init=False)
     _state: RunState | None = field(default=None, init=False)
     _round: O | None = field(default=None, init=False)
@@ -220,7 +221,7 @@ class RoundServer(Generic[K, R, O]):
         """Write the last round's checkpoint, the model, and the result if clients evaluated a model."""
         if self.folder is not None:
             self.folder.flush()
-            self.folder.write_result(self.layout, self.state, self.history, self.clients)
+            self.folder.write_result(self.layout, self.state, list(self.history), self.clients)
 
     def finish(self) -> None:
         """Write the final model and the result, and release the folder."""

@@ -184,6 +184,7 @@ class NodeRegistry:
             for node in others:
                 if node not in connected:
                     del self.names[node]
+                    self._named_in_this_run.discard(node)
             self.names[reply.node] = reply.client
             if reply.is_named:
                 self._named_in_this_run.add(reply.node)

@@ -7,7 +7,7 @@ is the last.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fedheal.core.state import RunState
 from fedheal.federation.cohort import Cohort
 from fedheal.federation.node_sampling import sample_nodes, wait_for_nodes
 from fedheal.federation.replies import ReplyRequirements
+from fedheal.federation.round_history import RoundHistory
 from fedheal.federation.round_server import RoundServer
 from fedheal.federation.run_folder import Framework, RunFolder
 from fedheal.flower import messages as wire
@@ -155,7 +156,7 @@ class FairStrategy(Strategy):
         return self.rounds.state if self.rounds.has_begun else None
 
     @property
-    def history(self) -> list[RoundRecord]:
+    def history(self) -> Sequence[RoundRecord]:
         """The records of all rounds."""
         return self.rounds.history
 
@@ -200,6 +201,8 @@ class FairStrategy(Strategy):
         self._num_rounds, self._timeout = num_rounds, timeout
         result = Result()
         arrays = result.arrays = self.begin(initial_arrays)
+        if self.folder is not None:  # where every record is JSON
+            self.rounds.history = RoundHistory(self.rounds.history)
         self.summary()
         first = self.rounds.state.round + 1
         if evaluate_fn and first == 1:

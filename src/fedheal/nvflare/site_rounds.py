@@ -148,6 +148,7 @@ class SiteRounds(RoundServer[KnownClients, SiteReply, OpenRound]):
         clients = {*last.weights, *(evaluation.client for evaluation in evaluations)}
         client_domains = {client: domains[client] for client in sorted(clients & domains.keys())}
         update = {"client_domains": client_domains, **summarise_evaluations(evaluations)}
+        assert isinstance(self.history, list)  # here records change after their round
         self.history[-1] = last.model_copy(update=update)
         if self.folder is not None:
             self.folder.replace_last_round(self.history[-1])

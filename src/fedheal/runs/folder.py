@@ -15,7 +15,6 @@ checksum finds damage inside a checkpoint.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 from fedheal.core.atomic_files import sync_path
 from fedheal.core.atomic_files import write_bytes as write_bytes  # every writer of a run's files finds them here
 from fedheal.core.atomic_files import write_text as write_text
+from fedheal.core.nested_text import parse_json, parse_toml
 from fedheal.core.state import compute_checksum
 from fedheal.runs.schema import RoundRecord, check_result, dump_json, parse_round
 
@@ -62,7 +62,7 @@ def make_folder(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raise ValueError if it holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -73,12 +73,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return what a TOML file holds. Raise ValueError if it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not TOML: byte {error.start} is not UTF-8; save it as UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
 
 
@@ -130,7 +130,7 @@ def load_checkpoint(path: Path, owner: str | None) -> tuple[dict[str, Tensor], d
     """Return a checkpoint's tensors and JSON. Raise CheckpointError if it is damaged or another owner's (None: any)."""
     try:
         with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {}).get("fedheal", "null"))
+            header = parse_json((file.metadata() or {}).get("fedheal", "null"))
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error})") from error
@@ -166,7 +166,7 @@ def find_damaged_line(folder: Path) -> int | None:
     """Return the number of the first line of `rounds.jsonl` that is not the record of a round, or None."""
     for number, line in enumerate(_read_lines(folder / "rounds.jsonl"), 1):
         try:
-            parse_round(json.loads(line))
+            parse_round(parse_json(line))
         except ValueError:
             return number
     return None
@@ -178,7 +178,7 @@ def drop_damaged_rounds(folder: Path) -> None:
     lines = _read_lines(path)
     for line in lines:
         try:
-            number = parse_round(json.loads(line)).round
+            number = parse_round(parse_json(line)).round
         except ValueError:
             continue
         if number > last:
@@ -230,7 +230,7 @@ def _read_whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield lines and their JSON, up to the first that is not a round's record."""
     for line in _read_lines(path):
         try:
-            fields = json.loads(line)
+            fields = parse_json(line)
         except ValueError:
             return
         if not isinstance(fields, dict) or type(fields.get("round")) is not int:

@@ -31,6 +31,8 @@ def load_newest_checkpoint(
     for path in files.list_checkpoints(folder):
         try:
             arrays, described = files.load_checkpoint(path, owner)
+            if type(described.get("round")) is not int:
+                raise files.CheckpointError(f"{path} is damaged (it does not state its round)")
             check(described)
             _truncate(folder, described["round"], allow_gaps)
         except files.CheckpointError as problem:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from fedheal import data as datasets
 from fedheal import methods
 from fedheal.aggregate.server_optimizer import BETA2, EPS, SERVER_DEFAULTS
 from fedheal.core.errors import describe_allowed, name_value, suggest
+from fedheal.core.nested_text import parse_toml
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.data.partition import Skew
@@ -78,7 +78,7 @@ class Experiment(BaseModel):
     dropout: float = Field(0.0, ge=0, lt=1)
     epochs: int = Field(10, ge=1)
     steps: int | None = Field(None, ge=1)
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(64, ge=1, le=2**31)
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(0.001, gt=0)
     lr_schedule: Literal["constant", "cosine", "step", "exponential"] = "constant"  # over the rounds
@@ -102,7 +102,7 @@ class Experiment(BaseModel):
     engine: Literal["auto", "serial", "lanes", "cohort", "ray"] = "auto"
     ray_address: str | None = None  # of the cluster that engine=ray uses
     lanes: int | None = Field(None, ge=1)  # clients trained side by side; chosen by the size of batches
-    threads: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, le=4096)
     workers: int = Field(1, ge=0)  # 0: as many as a Ray cluster has room for
     save_seconds: float = Field(60.0, ge=0)
 
@@ -334,8 +334,8 @@ def parse_override(word: str) -> tuple[str, Any]:
     if not equals or not key.isidentifier():
         raise ValueError(f"'{word}' should be key=value")
     try:
-        value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"x = {text}")["x"]
+    except ValueError:
         return key, text
     return key, value if key != "name" or isinstance(value, str) else text  # 5 and 2024-01-01 are names, too
 

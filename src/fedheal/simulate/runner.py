@@ -313,7 +313,10 @@ def _open_folder(
         check_used({"model": files.read_result(folder).get("model_fingerprint")}, ["model"])
         return None, files.read_rounds(folder)
     checkpoint = load_newest_checkpoint(
-        folder, experiment.identity, log, lambda described: check_used(described["used"], [*described["used"], *used])
+        folder,
+        experiment.identity,
+        log,
+        lambda described: check_used(described.get("used", {}), [*described.get("used", {}), *used]),
     )
     return checkpoint, files.read_rounds(folder) if checkpoint else []
 

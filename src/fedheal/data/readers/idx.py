@@ -13,7 +13,7 @@ from fedheal.data.readers.streams import open_stream, read_exactly
 from fedheal.data.splits import Bytes, Pixels
 
 UNSIGNED_BYTE = 8
-MAX_BYTES = 1 << 31  # EMNIST, the largest data set in this format, has 0.7 GB
+MAX_BYTES = 1 << 30  # EMNIST, the largest data set in this format, has 0.7 GB
 
 
 def read_idx_array(path: Path, rank: int) -> Bytes:

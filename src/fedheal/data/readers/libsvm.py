@@ -12,6 +12,7 @@ from fedheal.data.splits import Pixels
 
 SIDE = 16
 MAX_BYTES = 1 << 26  # of text; USPS has about 20 MB
+MAX_LINES = 100_000  # each becomes an image, however short; USPS has 9,298
 
 
 def read_libsvm_images(path: Path, classes: int) -> Pixels:
@@ -22,6 +23,8 @@ def read_libsvm_images(path: Path, classes: int) -> Pixels:
         text = stream.read(MAX_BYTES)
         if stream.read(1):
             raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes of text")
+        if text.count(b"\n") > MAX_LINES:
+            raise ValueError(f"{path} has more than {MAX_LINES:,} lines")
     try:
         sparse, labels = load_svmlight_file(io.BytesIO(text), n_features=SIDE * SIDE, zero_based=False)
     except (ValueError, IndexError, OverflowError) as error:

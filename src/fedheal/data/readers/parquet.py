@@ -8,7 +8,6 @@ pyarrow (`pip install fedheal[hub]`). The files are looked for below `hub/<owner
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -17,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from fedheal.core.nested_text import parse_json
 from fedheal.data.readers.images import UnreadableImageError
 from fedheal.data.splits import EncodedImages, Labels, RawDomain, find_training_images
 
 TEST_PREFIXES = ("test", "val")  # of the names of files or folders with test images
 LABEL_COLUMNS, DOMAIN_COLUMNS = ("label", "labels", "digit"), ("domain", "domains")
 IMAGE_COLUMN = "image"
+MAX_ROWS = 2_000_000  # of a file; a constant column of any length takes some bytes
+MAX_BYTES = 1 << 29  # of a column in a group of rows, which is unpacked as a whole
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ def _read_table(path: Path, domain: str) -> LabelTable:
     parquet = _import_parquet()
     try:
         with parquet.ParquetFile(path) as file:
+            _check_size(file.metadata)
             columns = file.schema_arrow.names
             label, where = (next((c for c in known if c in columns), None) for known in (LABEL_COLUMNS, DOMAIN_COLUMNS))
             rows = file.read(columns=[column for column in (label, where) if column])
@@ -97,6 +100,17 @@ def _read_table(path: Path, domain: str) -> LabelTable:
         wanted = domain.lower().replace("_", " ")
         positions = np.flatnonzero([name.lower().replace("_", " ") == wanted for name in domains])
     return LabelTable(tuple(f"{path}#{row}" for row in positions), labels[positions], classes, has_words)
+
+
+def _check_size(metadata: Any) -> None:
+    """Raise ValueError if a file states more than this module would hold in memory."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
+    if rows > MAX_ROWS:
+        raise ValueError(f"it has {rows:,} rows, more than {MAX_ROWS:,}")
+    largest = max((g.column(j).total_uncompressed_size for g in groups for j in range(g.num_columns)), default=0)
+    if largest > MAX_BYTES:
+        raise ValueError(f"a column of a row group has {largest:,} bytes, more than {MAX_BYTES:,}")
 
 
 def _read_labels(path: Path, column: str, array: Any, classes: tuple[str, ...]) -> tuple[Labels, tuple[str, ...], bool]:
@@ -146,7 +160,7 @@ def _import_parquet() -> Any:
 def _get_class_names(metadata: Any, column: str) -> tuple[str, ...]:
     """Return the names that the numbers of a column stand for, if the hub's library wrote them into the file."""
     try:
-        names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
+        names = parse_json(metadata[b"huggingface"])["info"]["features"][column]["names"]
     except (TypeError, KeyError, ValueError):
         return ()
     return tuple(map(str, names)) if isinstance(names, list) else ()

@@ -1,0 +1,158 @@
+"""Watch one input: time, memory, files written, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree"}
+
+
+WAITING = 6  # times the limit of processor time may pass on the clock, since other programs run, too
+
+
+class Broken(Exception):
+    """A promise that an input broke."""
+
+
+class Hang(BaseException):
+    """An input took too long. Not an Exception, which code may catch."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an input may take. `seconds` are of processor time, after which six times as many on the clock mean that it waits.
+
+    `patience`: seconds of processor time until a command is interrupted like by Ctrl-C.
+    """
+
+    seconds: float = 10.0
+    megabytes: int = 1024
+    patience: float | None = None
+
+
+class WriteWatch:
+    """Notes what this process changes outside the folders where it may, by an audit hook, which sees every path."""
+
+    def __init__(self, allowed: list[Path]) -> None:
+        self.allowed = tuple(f"{path.resolve()}{os.sep}" for path in allowed)
+        self.strays: list[str] = []
+        self.is_on = False
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.is_on:
+            return
+        if event == "open":
+            path, mode, flags = arguments
+            is_write = any(c in mode for c in "wax+") if isinstance(mode, str) else bool((flags or 0) & WRITING)
+            if is_write:
+                self._note(event, path)
+        elif event in CHANGES:
+            paths = arguments[: 2 if event in ("os.rename", "os.link") else 1]
+            # A name relative to an open folder, which was checked when it was opened, has that folder's descriptor behind it.
+            if all(place == -1 for place in arguments[len(paths) :] if isinstance(place, int) and event != "os.mkdir"):
+                for path in paths:
+                    self._note(event, path)
+
+    def _note(self, event: str, path: Any) -> None:
+        if not isinstance(path, str | bytes | os.PathLike):  # a descriptor
+            return
+        text = os.fsdecode(path)
+        place = os.path.join(os.path.realpath(os.path.dirname(text) or "."), os.path.basename(text))
+        if not f"{place}{os.sep}".startswith((*self.allowed, "/dev/", "/proc/")) and "__pycache__" not in place:
+            self.strays.append(f"{event} {place}")
+
+
+def list_files(folders: list[Path]) -> set[str]:
+    return {os.path.join(place, name) for folder in folders for place, _, names in os.walk(folder) for name in names}
+
+
+def read_status(key: str) -> int:
+    """Return a number of /proc/self/status in megabytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) // 1024
+    raise LookupError(key)
+
+
+class Guard:
+    """Runs attempts under limits; `kept_clean` are folders whose listing must not change."""
+
+    def __init__(self, limits: Limits, watch: WriteWatch, kept_clean: list[Path]) -> None:
+        self.limits, self.watch, self.kept_clean = limits, watch, kept_clean
+        self.before = list_files(kept_clean)
+        self.most_megabytes, self.most_seconds = 0, 0.0
+
+    def run(self, attempt: Callable[[], str]) -> str:
+        """Return what the attempt returned. Raise what it raised, `Hang`, or `Broken`."""
+        Path("/proc/self/clear_refs").write_text("5")  # begins the high-water mark anew
+        start, began = read_status("VmRSS"), time.process_time()
+        self.watch.strays.clear()
+        with self._limit_time():
+            self.watch.is_on = True
+            try:
+                outcome = attempt()
+            finally:
+                self.watch.is_on = False
+        taken = read_status("VmHWM") - start
+        self.most_megabytes, self.most_seconds = (
+            max(self.most_megabytes, taken),
+            max(self.most_seconds, time.process_time() - began),
+        )
+        if taken > self.limits.megabytes:
+            raise Broken(f"it took {taken} MB of memory")
+        if self.watch.strays:
+            raise Broken(f"it wrote elsewhere: {', '.join(self.watch.strays[:3])}")
+        if (now := list_files(self.kept_clean)) != self.before:
+            new, self.before = now ^ self.before, now
+            raise Broken(f"it left or took files: {', '.join(sorted(new)[:3])}")
+        return outcome
+
+    @contextmanager
+    def _limit_time(self) -> Iterator[None]:
+        patience, is_interrupted = self.limits.patience or self.limits.seconds, self.limits.patience is None
+
+        def on_alarm(number: int, frame: FrameType | None) -> None:
+            raise Hang
+
+        def on_processor_time(number: int, frame: FrameType | None) -> None:
+            nonlocal is_interrupted
+            if is_interrupted:
+                raise Hang
+            is_interrupted = True
+            signal.setitimer(signal.ITIMER_PROF, self.limits.seconds - patience)
+            if Interruptible.is_entered:
+                signal.raise_signal(signal.SIGINT)
+
+        before = signal.signal(signal.SIGALRM, on_alarm), signal.signal(signal.SIGPROF, on_processor_time)
+        signal.setitimer(signal.ITIMER_REAL, WAITING * self.limits.seconds)
+        signal.setitimer(signal.ITIMER_PROF, patience)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGALRM, before[0])
+            signal.signal(signal.SIGPROF, before[1])
+
+
+class Interruptible:
+    """A `with` block in which a command runs that Ctrl-C may end."""
+
+    is_entered = False
+
+    def __enter__(self) -> None:
+        Interruptible.is_entered = True
+
+    def __exit__(self, *error: object) -> None:
+        Interruptible.is_entered = False

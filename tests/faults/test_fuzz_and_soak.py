@@ -1,0 +1,65 @@
+"""Short slices of `benchmarks/fuzz.py` and `benchmarks/soak.py`, which `make soak` runs as a whole."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+INPUTS = {
+    "command lines": 4,
+    "experiment files": 4,
+    "method names": 30,
+    "run folders": 3,
+    "data files": 15,
+    "Flower replies": 8,
+    "updates": 15,
+}
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """A function that loads a benchmark. The path, which that changes, is restored."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def load_benchmark(name):
+        spec = importlib.util.spec_from_file_location(f"{name}_benchmark", BENCHMARKS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load_benchmark
+
+
+@pytest.mark.parametrize("target", INPUTS)
+def test_wrong_inputs_end_with_a_result_or_a_sentence(load, tmp_path, monkeypatch, target):
+    fuzz = load("fuzz")
+    monkeypatch.setenv("FEDHEAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDHEAL_DATA", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with warnings.catch_warnings():  # of libraries, about odd files
+        warnings.simplefilter("ignore")
+        outcome = fuzz.run_target(target, INPUTS[target], 0, tmp_path, is_whole=False)
+    assert outcome.failures == []
+    assert outcome.inputs == INPUTS[target]
+
+
+def test_every_target_has_a_slice(load):
+    assert load("fuzz").TARGETS.keys() == INPUTS.keys()
+
+
+def test_sites_that_come_and_go_are_counted_exactly(load, tmp_path):
+    soak = load("soak")
+    trial = soak.Soak(0, tmp_path / "run")
+    trial.execute(25)
+    assert trial.failures == []
+    assert trial.oracle.find_difference(soak.find_state(trial.strategy.state)) == ""
+    assert trial.measurements.events.keys() >= {"joins", "leaves", "falls silent", "twice"}
+    trial.oracle.n["site-00"] += 1  # the oracle sees what is wrong
+    assert "site-00" in trial.oracle.find_difference(soak.find_state(trial.strategy.state))
