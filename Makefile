@@ -1,7 +1,7 @@
 # make run    set up .venv, then show fedheal at work
 # make test   set up .venv with everything the tests need, then run them all
 # make check  the quick part of the tests, without the documentation
-# make soak   the long trials: a deployment with random faults, 10,000 wrong inputs, 10,000 rounds, and tests that take long
+# make soak   the long trials: kills, a deployment with random faults, wrong inputs, 10,000 rounds, and tests that take long
 # make lint   ruff and mypy
 # make bench  the benchmarks
 # make docs   the documentation as a site, into site/html
@@ -32,6 +32,7 @@ check: lint
 
 soak: $(VENV)/.test
 	FEDHEAL_TEST_ALL=1 $(BIN)/python -m pytest -m soak
+	$(BIN)/python benchmarks/kills.py --kills 1000 --seed 0 --seconds 1200 --out runs/kills
 	$(BIN)/python benchmarks/chaos.py --rounds 60 --seed 0 --seconds 3000 --out runs/chaos
 	$(BIN)/python benchmarks/fuzz.py --inputs 10000 --seed 0 --out runs/fuzz
 	$(BIN)/python benchmarks/soak.py --rounds 10000 --seed 0 --out runs/soak

@@ -1,11 +1,12 @@
-"""Where a round's time goes on a GPU: seconds of its kernels by kind, with one lane and with several.
+"""Where a round's time goes on a GPU: seconds of its kernels by kind, with one lane, with several, and as one program.
 
-    python benchmarks/kernels.py                             # the Digits protocol in bf16, 1 and 8 lanes
-    python benchmarks/kernels.py --protocol office --lanes 1,7 --precision tf32
+    python benchmarks/kernels.py                             # the Digits protocol in bf16: 1 and 8 lanes, and a cohort
+    python benchmarks/kernels.py --protocol office --engines 1,7 --precision tf32
     python benchmarks/kernels.py --variants all              # also without each of our own kernels
 
-With one lane kernels follow each other, and their sum is the time that they need. With several they run side by side and each
-takes longer, so that the sum is more than the round: what counts is how far the round has come down to the sum over one lane.
+With one lane, and in a cohort, kernels follow each other, and their sum is the time that they need. With several lanes they run
+side by side and each takes longer, so that the sum is more than the round: what counts is how far the round has come down to
+the sum over one lane.
 
 The variants show what two optimisations bring: `plain-norm` replaces the fused normalisation (models/fused_norm.py) by
 torch's, and `separate-casts` lets autocast cast every weight by itself (models/weight_casting.py; only bf16 casts any).
@@ -36,8 +37,15 @@ from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round
 from simulate import PROTOCOLS, load_domains
 
-# The kernels of models/_fused_norm_cuda.py, by their whole names.
-OURS = {"_moments", "_statistics", "_apply", "_gradient_sums", "_reduce_sums", "_input_gradient"}
+# Our own kernels, by their whole names: those of models/_fused_norm_cuda.py and of models/_stacked_cuda.py.
+OF_LANES = {"_moments", "_statistics", "_apply", "_gradient_sums", "_reduce_sums", "_input_gradient"}
+OURS = {
+    **dict.fromkeys(OF_LANES, "normalisation"),
+    **dict.fromkeys(("moments", "statistics_of_moments", "apply_norm", "gradient_sums"), "normalisation"),
+    **dict.fromkeys(("reduce_sums", "norm_input_gradient"), "normalisation"),
+    **dict.fromkeys(("convolve", "input_gradient_of_stride_2", "weight_gradient"), "convolutions"),
+    "take_sgd_step": "optimiser and other kernels over lists",
+}
 # The kind of any other kernel is the first with a word that is in the kernel's name.
 KINDS = {
     "normalisation": ("batch_norm",),
@@ -73,16 +81,16 @@ def choose_variants(text: str) -> list[str]:
 
 def kind_of(name: str) -> str:
     if name in OURS:
-        return "normalisation"
+        return OURS[name]
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), REST)
 
 
-def profile_round(fed: Federation, lanes: int, deterministic: bool) -> tuple[float, Counter[str], Counter[str]]:
+def profile_round(fed: Federation, name: str, deterministic: bool) -> tuple[float, Counter[str], Counter[str]]:
     """Return the seconds of a round, and by kind the seconds and the number of its kernels."""
-    local_training = fed.local_training
+    local_training, lanes = fed.local_training, None if name == "cohort" else int(name)
     with (
         use_precision(local_training.precision, deterministic, local_training.device),
-        open_engine(local_training, "lanes", lanes=lanes) as engine,
+        open_engine(local_training, "lanes" if lanes else "cohort", lanes=lanes) as engine,
     ):
         state = initial_state(fed)
         for _ in range(3):
@@ -102,7 +110,7 @@ def main() -> None:
     parser.add_argument("--protocol", choices=sorted(PROTOCOLS), default="digits")
     parser.add_argument("--method", default="fedavg")
     parser.add_argument("--precision", choices=["fp32", "tf32", "bf16"], default="bf16")
-    parser.add_argument("--lanes", default="1,8")
+    parser.add_argument("--engines", default="1,8,cohort", help="numbers of lanes, and cohort")
     parser.add_argument("--variants", type=choose_variants, default="default", help=f"all, or {','.join(VARIANTS)}")
     parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
@@ -116,15 +124,15 @@ def main() -> None:
     print(f"{date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}, {options.protocol}, {options.method}, {options.precision}\n")
     kinds = [*KINDS, REST]
-    print(f"| variant | lanes | s a round | kernels, s | {' | '.join(kinds)} | kernels a round |")
+    print(f"| variant | lanes or cohort | s a round | kernels, s | {' | '.join(kinds)} | kernels a round |")
     print("|---" * (len(kinds) + 5) + "|")
     for variant in options.variants:
-        for lanes in map(int, options.lanes.split(",")):
+        for name in options.engines.split(","):
             with use_variant(variant):
-                whole, seconds, counts = profile_round(fed, lanes, options.deterministic)
+                whole, seconds, counts = profile_round(fed, name, options.deterministic)
             cells = " | ".join(f"{seconds[kind]:.3f}" for kind in kinds)
             print(
-                f"| {variant} | {lanes} | {whole:.3f} | {seconds.total():.3f} | {cells} | {counts.total():,} |",
+                f"| {variant} | {name} | {whole:.3f} | {seconds.total():.3f} | {cells} | {counts.total():,} |",
                 flush=True,
             )
 

@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedheal.data.augment import MEAN, STD
+from fedheal.core.pixels import MEAN, STD
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.engine import open_engine
+from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.precision import use_precision
 from fedheal.simulate.build import build_federation
@@ -41,7 +42,7 @@ from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round
 
-ENGINES = ("lanes", "serial", "plain")
+ENGINES = ("cohort", "lanes", "serial", "plain")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ PROTOCOLS = {
         {"mnist": (600, 1000), "usps": (72, 1000), "svhn": (732, 1000), "syn": (100, 1000)},
         5,
         {"model": "small_cnn", "epochs": 1, "batch_size": 64, "lr": 0.001, "augment": "crop"},
+    ),
+    "many": Protocol(
+        32,
+        {"mnist": (50, 1000), "usps": (50, 1000), "svhn": (50, 1000), "syn": (50, 1000)},
+        250,
+        {"model": "small_cnn", "epochs": 1, "batch_size": 16, "lr": 0.01, "augment": "none", "participation": 0.1},
     ),
 }
 
@@ -119,6 +126,8 @@ def timed(fed: Federation, name: str, precision: str, rounds: int, deterministic
         if isinstance(engine, Lanes):
             reason = engine.fallback_reason
             said += f" ({len(engine.lanes)} lanes)" if not reason else f" (serial: {reason})"
+        if isinstance(engine, CohortEngine):
+            said += f" (lanes: {engine.fallback_reason})" if engine.fallback_reason else ""
     middle = {phase: float(np.median([s[phase] for s in seconds[1:]])) for phase in seconds[0]}
     return Timed(said, **middle, first=sum(seconds[0].values()))
 
@@ -216,9 +225,9 @@ def engines_of(text: str, gpu: bool) -> list[str]:
     asked = text.split(",")
     if unknown := [engine for engine in asked if engine not in ENGINES]:
         raise ValueError(f"engines = {text}: there is no '{unknown[0]}'; use some of {','.join(ENGINES)}")
-    found = [engine for engine in asked if gpu or engine != "lanes"]
+    found = [engine for engine in asked if gpu or engine not in ("cohort", "lanes")]
     if not found:
-        raise ValueError(f"engines = {text}: lanes need a GPU; serial and plain run on a CPU")
+        raise ValueError(f"engines = {text}: cohort and lanes need a GPU; serial and plain run on a CPU")
     return found
 
 

@@ -35,6 +35,7 @@ NAVIGATION = {
         "Commands, fields and parameters": "reference",
         "Python API": "api/index",
         "Performance": "performance",
+        "Reliability": "reliability",
         "Dependencies": "dependencies",
     },
     "Explanation": {

@@ -1,6 +1,8 @@
 """One thread a process, set before torch is imported: test processes share the cores, and waiting threads would block them."""
 
 import os
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -9,6 +11,13 @@ os.environ.pop("COLUMNS", None)  # what is printed must not depend on the termin
 
 # Tests of a minute and more run first: one that starts last would keep the other processes waiting.
 LONGEST = ("test_deployment", "test_ray", "test_simulation", "test_simulator", "test_embedded_benchmark", "test_kill")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def skip_disk_waits() -> Iterator[None]:
+    """Do not wait for the disk in this process: tests/power_loss.py models what a sync is for."""
+    with mock.patch.object(os, "fsync", lambda descriptor: os.fstat(descriptor) and None):
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

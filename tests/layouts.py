@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,58 @@ def office_caltech(
     for seed, domain in enumerate(domains):
         image_folders(root / "office_caltech_10" / domain, dict.fromkeys(OFFICE_CALTECH_CLASSES, each), seed)
     return root
+
+
+def digit_five(folder: Path, train: int = 12, test: int = 6) -> None:
+    """The MATLAB files that Peng et al. share, with their axes, label conventions and cell array."""
+    folder.mkdir(parents=True)
+
+    def both(seed: int, *shape: int) -> list[np.ndarray[Any, Any]]:
+        return [pixels(seed + part, number, *shape) for part, number in enumerate((train, test))]
+
+    column, one_hot = [labels(n)[:, None] for n in (train, test)], [np.eye(10)[labels(n)] for n in (train, test)]
+    grey, colour, large = both(20, 32, 32), both(30, 28, 28, 3), both(40, 32, 32, 3)
+    named = {"label_train": one_hot[0], "label_test": one_hot[1]}
+    savemat(folder / "mnist_data.mat", {"train_32": grey[0], "test_32": grey[1], "train_28": 0, **named})
+    savemat(folder / "mnistm_with_label.mat", {"train": colour[0], "test": colour[1], **named}, do_compression=True)
+    data = {"train_data": large[0], "test_data": large[1], "train_label": column[0], "test_label": column[1]}
+    savemat(folder / "syn_number.mat", data)
+    cells = np.empty((2, 2), dtype=object)
+    for row, cube in enumerate(both(50, 1, 28, 28)):
+        cells[row, 0], cells[row, 1] = cube / 256, column[row]
+    savemat(folder / "usps_28x28.mat", {"dataset": cells}, do_compression=True)
+    for part, cube, own in (("train", large[0], column[0]), ("test", large[1], column[1])):
+        x, y = cube.transpose(1, 2, 3, 0), np.where(own == 0, 10, own)
+        savemat(folder / f"svhn_{part}_32x32.mat", {"X": x, "y": y})
+
+
+def split_lists(folder: Path, patterns: tuple[str, str], domain: str, images: Path) -> None:
+    """Text files that divide the images of a domain: of each class the last is for testing."""
+    lines: tuple[list[str], list[str]] = ([], [])
+    for number, name in enumerate(sorted(path.name for path in images.iterdir()), 1):
+        *most, last = sorted((images / name).iterdir())
+        lines[0].extend(f"{domain}/{name}/{path.name} {number}" for path in most)
+        lines[1].append(f"{domain}/{name}/{last.name} {number}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern, part in zip(patterns, lines, strict=True):
+        (folder / pattern.format(domain)).write_text("\n".join(part) + "\n")
+
+
+def camera_traps(root: Path, each: int = 11, classes: tuple[str, ...] = ("bird", "cat")) -> None:
+    """A folder of images of four locations and of one that does not count, described in two files."""
+    images = root / "eccv_18_all_images_sm"
+    images.mkdir(parents=True)
+    names = [*classes, "badger"]
+    described: list[dict[str, Any]] = [{"images": [], "annotations": []} for _ in range(2)]
+    for place, location in enumerate((100, 38, 43, 46, 7)):
+        for number in range(each):
+            key = f"{location}-{number:02d}"
+            (images / f"{key}.jpg").write_bytes(picture(1000 * place + number))
+            file = described[number % 2]
+            file["images"].append({"id": key, "file_name": f"{key}.jpg", "location": location, "seq_id": "s"})
+            file["annotations"].append({"id": key, "image_id": key, "category_id": number % len(names)})
+    (root / "eccv_18_annotation_files").mkdir()
+    for part, file in zip(("train", "cis_test"), described, strict=True):
+        categories = [{"id": i, "name": name} for i, name in enumerate(names)]
+        path = root / "eccv_18_annotation_files" / f"{part}_annotations.json"
+        path.write_text(json.dumps(file | {"categories": categories}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,18 @@ class Featured(nn.Module):
 
 def featured(classes: int) -> nn.Module:
     return Featured(classes)
+
+
+class Slow(Featured):
+    """Each step of training takes as many seconds longer as TINY_DATA_SLEEP says; the numbers are those without."""
+
+    def features(self, x: Tensor) -> Tensor:
+        time.sleep(float(os.environ.get("TINY_DATA_SLEEP", "0")) if self.training else 0)
+        return super().features(x)
+
+
+def slow(classes: int) -> nn.Module:
+    return Slow(classes, 16)
 
 
 class Lowered(Featured):

@@ -8,9 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedheal.aggregate.server_optimizer import Server, ServerState
+from fedheal.aggregate.server_optimizer import (
+    Server,
+    ServerState,
+    make_fedadagrad,
+    make_fedadam,
+    make_fedavgm,
+    make_fedyogi,
+)
 from fedheal.core.layout import Packed
 from fedheal.core.state import Nothing, State
+
+ALL = [Server(), Server(lr=0.5), Server(momentum=0.9), Server("adam", 0.1), Server("yogi", 0.1), Server("adagrad", 0.1)]
 
 
 def packed(*params: float, buffer: float = 0.0, counter: int = 0) -> Packed:
@@ -61,6 +70,49 @@ def test_adam_by_hand() -> None:
     assert [row[1] for row in found] == [0.0, 0.0]  # nothing over eps is nothing
 
 
+def test_yogi_by_hand() -> None:
+    server = Server("yogi", lr=0.1, momentum=0.9)
+    # As Adam from v = 0: m = 0.2, v = 0 + 0.01 * 4 = 0.04.
+    first = 0.1 * 0.2 / (0.2 + 1e-3)
+    # m = 0.9 * 0.2 + 0.1 * 0.1 = 0.19; Delta^2 = 0.01 is below v = 0.04: v = 0.04 - 0.01 * 0.01 (Adam: 0.0397).
+    second = first + 0.1 * 0.19 / (math.sqrt(0.0399) + 1e-3)
+    # m = 0.9 * 0.19 + 0.1 = 0.271; Delta^2 = 1 is above v: v = 0.0399 + 0.01.
+    third = second + 0.1 * 0.271 / (math.sqrt(0.0499) + 1e-3)
+    found = steps(server, [[2, 0], [0.1, 0], [1, 0]])
+    assert [row[0] for row in found] == pytest.approx([first, second, third], rel=1e-6)
+    assert [row[1] for row in found] == [0.0, 0.0, 0.0]
+
+
+def test_adagrad_by_hand() -> None:
+    # Without momentum m = Delta; v = 4, then 4 + 1 = 5.
+    first = 0.1 * 2 / (2 + 1e-3)
+    second = first - 0.1 * 1 / (math.sqrt(5) + 1e-3)
+    found = steps(Server("adagrad", lr=0.1), [[2, 0], [-1, 0]])
+    assert [row[0] for row in found] == pytest.approx([first, second], rel=1e-6)
+
+
+def test_adagrad_with_momentum_by_hand() -> None:
+    # m = 0.5 * 2 = 1, then 0.5 * 1 - 0.5 = 0; v as before.
+    found = steps(Server("adagrad", lr=0.1, momentum=0.5), [[2, 0], [-1, 0]])
+    assert [row[0] for row in found] == pytest.approx([0.1 * 1 / 2.001] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "yogi", "adagrad"])
+def test_a_large_eps_makes_an_adaptive_step_a_plain_one(optimizer: str) -> None:
+    """sqrt(v) vanishes beside eps: W + lr/eps Delta, which is FedAvg for lr = eps and no momentum."""
+    found = steps(Server(optimizer, lr=1e6, momentum=0.0, eps=1e6), [[2, -1], [0.5, 3]])
+    assert found[0] == pytest.approx([2, -1], rel=1e-5)
+    assert found[1] == pytest.approx([2.5, 2], rel=1e-5)
+
+
+def test_names_of_server_optimisers_give_them() -> None:
+    assert make_fedavgm(eta=1.0, beta1=0.0) == Server()  # which gives the aggregated bits: FedAvg
+    assert make_fedavgm() == Server("sgd", 1.0, 0.9)
+    assert make_fedadam() == Server("adam")
+    assert make_fedyogi(eta=0.1, beta1=0.8, beta2=0.9, eps=0.01) == Server("yogi", 0.1, 0.8, 0.9, 0.01)
+    assert make_fedadagrad() == Server("adagrad", 0.01, 0.0)
+
+
 def test_each_optimiser_has_a_rate_and_momentum_of_its_own() -> None:
     assert (Server().lr, Server().momentum) == (1.0, 0.0)
     assert (Server("adam").lr, Server("adam").momentum) == (0.01, 0.9)
@@ -75,17 +127,25 @@ def test_adams_first_step_is_no_longer_than_its_rate() -> None:
 
 
 def test_an_unknown_optimiser_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"optimizer = 'lion': use one of 'sgd', 'adam'"):
+    with pytest.raises(ValueError, match=r"optimizer = 'lion': use one of 'sgd', 'adam', 'yogi', 'adagrad'"):
         Server("lion")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", 0), ("lr", float("nan")), ("momentum", 1), ("momentum", -0.1), ("beta2", 1), ("eps", 0)]
+)
+def test_a_value_out_of_range_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} = {value}: use a"):
+        Server("adam", **{name: value})
+
+
 def test_buffers_and_counters_are_the_aggregated_ones() -> None:
-    for server in (Server(), Server(lr=0.5), Server(momentum=0.9), Server("adam")):
+    for server in ALL:
         model, _ = server.apply(packed(0, 0, buffer=1, counter=3), packed(1, 1, buffer=5, counter=9), server.init())
         assert (model.buffers.tolist(), model.counters.tolist()) == ([5.0], [9])
 
 
-@pytest.mark.parametrize("server", [Server(lr=0.5), Server(momentum=0.9), Server("adam", 0.1, 0.9)])
+@pytest.mark.parametrize("server", ALL)
 def test_inputs_are_not_changed(server: Server) -> None:
     before, after = packed(1.0, 2.0), packed(2.0, 4.0)
     _, state = server.apply(before, after, server.init())
@@ -97,7 +157,7 @@ def test_inputs_are_not_changed(server: Server) -> None:
     assert torch.equal(state.second, kept[1])
 
 
-@pytest.mark.parametrize("server", [Server(), Server(momentum=0.9), Server("adam", 0.1, 0.9)])
+@pytest.mark.parametrize("server", ALL)
 def test_a_state_goes_out_as_arrays_and_comes_back_to_go_on_alike(server: Server) -> None:
     _, state = server.apply(packed(1.0, 2.0), packed(1.3, 1.7), server.init())
     arrays, json = state.to_arrays()

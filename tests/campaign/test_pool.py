@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -153,6 +154,12 @@ def test_the_schedule_is_described_beforehand(two_gpus, tmp_path):
     assert describe_schedule(planned, 0) == "all of them finished"
 
 
+@pytest.mark.parametrize(("processes", "ray"), [(0, None), (2, None), (1, "auto")])
+def test_runs_that_each_need_a_whole_cluster_go_one_by_one(tmp_path, processes, ray):
+    with pytest.raises(ValueError, match="engine = 'ray' gives one run the whole cluster: use --jobs 1"):
+        run_all(jobs(tmp_path, "a", "b", engine="ray", device="cpu"), processes, ray)
+
+
 @pytest.mark.parametrize(
     ("keys", "gpus", "share"),
     [
@@ -197,6 +204,23 @@ def test_an_error_in_a_process_is_the_error_here(tmp_path):
         list(run_all(planned, 2))
     assert not any(job.is_finished for job in planned)
     assert not planned[2].folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_does_not_keep_the_others_waiting(killed, monkeypatch):
+    """Of two idle processes one waits for a job and holds the queue's lock, which dies with it."""
+    monkeypatch.setattr(pool, "GRACE_SECONDS", 0.2)
+    processes = pool._start_pool(DeviceSlots(None, 2))
+    for future in [processes.submit(time.sleep, 0.2) for _ in range(2)]:
+        future.result()
+    workers = list(processes._processes.values())
+    os.kill(workers[killed].pid, signal.SIGKILL)
+    closing = threading.Thread(target=pool.close_pools, args=([processes],), daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert all(worker.exitcode is not None for worker in workers)
 
 
 def test_a_folder_from_a_cluster_has_a_result_only_when_it_is_whole(tmp_path, monkeypatch):

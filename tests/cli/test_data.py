@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import tomllib
 from pathlib import Path
@@ -154,12 +155,15 @@ def test_show_writes_a_sheet_for_each_domain(root: Path, call, tmp_path: Path) -
 
 def test_show_clients_draws_and_prints_what_each_holds(root: Path, call, tmp_path: Path) -> None:
     table = "clients_per_domain=mnist=3 usps=1 svhn=2 syn_standin=1"
-    words = ["samples_per_client=6", table, "dirichlet=0.2", "seed=4"]
+    words = ["samples_per_client=6", table, "pathological=2", "seed=4"]
     done = call("data", "show", "digits", "--clients", "--data-root", root, "--out", tmp_path / "s", *words)
     assert done.code == 0, done.err
     assert [line.split()[1] for line in done.out.splitlines() if "-" in line and "│" in line] == [
         "mnist-0", "mnist-1", "mnist-2", "usps-0", "svhn-0", "svhn-1", "syn_standin-0",
     ]  # fmt: skip
+    head, *rows = csv.reader((tmp_path / "s" / "digits-clients.csv").read_text().splitlines())
+    assert head == ["client", "domain", "samples", *"0123456789"]
+    assert all(sum(n != "0" for n in row[3:]) == 2 and sum(map(int, row[3:])) == int(row[2]) for row in rows)
     with Image.open(tmp_path / "s" / "digits-clients.png") as plot:
         assert len(plot.convert("RGB").getcolors(1 << 24)) > 10
 
@@ -261,5 +265,5 @@ def test_the_split_depends_neither_on_rounds_nor_on_the_method(root: Path) -> No
         experiment = Experiment(**fields)
         return {c.id: c.indices.tolist() for c in partition_clients(experiment, load_domains(experiment))}
 
-    for skew in ({}, {"dirichlet": 0.3}, {"class_filling": True}):
+    for skew in ({}, {"dirichlet": 0.3}, {"pathological": 2}, {"quantity": 0.5}, {"class_filling": True}):
         assert held(**skew) == held(**skew, rounds=7, method="fedavg")

@@ -26,6 +26,10 @@ WRONG = [
     (["lr=nan"], ["lr", "nan"]),
     (["server_lr=inf"], ["server_lr", "inf"]),
     (["participation=0"], ["participation"]),
+    (["evaluate=seen"], ["evaluate", "seen", "unseen"]),
+    (["lr_schedule=step"], ["lr_schedule", "lr_decay_every"]),
+    (["method=scaffold", "optimizer=adam"], ["optimizer", "adam", "scaffold", "sgd"]),
+    (["method=fedadam", "server_lr=1"], ["server_lr", "fedadam", "eta"]),
     (["bogus=3"], ["bogus"]),
     (["taw=.3"], ["taw", "tau"]),
     (["taw=0.3"], ["taw", "tau"]),
@@ -104,6 +108,20 @@ def test_json_is_alone_on_stdout_and_the_same_as_the_file(call, tmp_path: Path) 
 def test_quiet_prints_nothing(call, tmp_path: Path) -> None:
     assert call("run", *WORDS, "--quiet", "--out", "here") == Done(0, "", "")
     assert (tmp_path / "here" / "result.json").exists()
+
+
+def test_unseen_domains_have_a_run_each_and_a_table(call, tmp_path: Path) -> None:
+    asked = ["run", *words("rounds=1"), "method=fedavg", "evaluate=unseen", "--out", "here"]
+    done = call(*asked)
+    assert (done.code, done.err) == (0, "")
+    assert "3 runs into here" in done.out
+    assert "tiny_data:load, unseen domains: accuracy of a model that was trained without the domain" in done.out
+    names = [f"fedavg-tiny_data_load-seed0-unseen-{domain}" for domain in ("dark", "noisy", "plain")]
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == names
+    (row,) = json.loads(call(*asked, "--json").out)["rows"]  # of the finished runs
+    assert row["evaluate"] == "unseen"
+    part = json.loads((tmp_path / "here" / names[0] / "result.json").read_text())
+    assert (row["accuracy.dark"], row["ece.dark"]) == (part["domains"]["dark"], part["calibration"]["dark"]["ece"])
 
 
 def test_a_file_and_words_which_win(call, tmp_path: Path) -> None:
@@ -310,3 +328,36 @@ def test_what_needs_a_gpu_is_said_before_anything_is_written(call, word: str) ->
 
 def test_more_rounds_than_anyone_waits_for_are_refused(call) -> None:
     assert_sentence(call("run", *WORDS, "rounds=99999999999999999999999"), "rounds = 99999999999999999999999")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--ray", "127.0.0.1:1"], "no Ray cluster answers at '127.0.0.1:1'"),
+        (["engine=ray", "ray_address=127.0.0.1:1"], "no Ray cluster answers at '127.0.0.1:1'"),
+        (["--ray", "auto", "engine=serial"], "'engine' is given twice: engine=serial and engine=ray"),
+        (["--workers", "2", "workers=1"], "'workers' is given twice"),
+        (["workers=0"], "workers = 0: use a number of at least 1"),
+        (["ray_address=auto"], "ray_address = 'auto' needs engine=ray"),
+    ],
+)
+def test_a_run_that_cannot_use_a_cluster_is_a_sentence(call, tmp_path: Path, more: list[str], said: str) -> None:
+    assert_sentence(call("run", *WORDS, *more, "--out", tmp_path / "run"), said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_ray_a_run_says_how_to_install_it(call, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = call("run", *WORDS, "--ray", "auto", "--out", tmp_path / "run")
+    assert_sentence(done, "Ray is not installed: pip install 'fedheal[ray]'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_a_cluster_is_resumed_at_another_address(call, tmp_path: Path) -> None:
+    """Neither the address nor the number of workers is part of the experiment."""
+    begun = quick(engine="ray", ray_address="127.0.0.1:1")
+    assert begun.identity == quick(engine="ray", ray_address="127.0.0.1:2", workers=3).identity
+    assert begun.workers == 0  # as many as the cluster has room for
+    (tmp_path / "experiment.toml").write_text(begun.to_toml())
+    done = call("run", "--resume", "--ray", "127.0.0.1:2", "--workers", "3", "--out", tmp_path)
+    assert_sentence(done, "no Ray cluster answers at '127.0.0.1:2'")

@@ -295,6 +295,7 @@ def test_methods_that_need_validation_data_say_so(name: str, keys: dict[str, Any
 P, BUFFERS, FEATURES, CLASSES = 3 * 4 * 9 + 4 + 8 + 36 * 3 + 3, 8, 36, 3
 SIZE = 4 * (P + BUFFERS) + 8  # float32, and a counter
 PROTOTYPES = 4 * CLASSES * FEATURES
+PUBLIC, PUBLIC_BATCH = 12 + 24 + 7, 256  # images that no client holds, and the columns of their similarity
 # What goes along with the model: up, down in the first round, down in the second.
 ALONG = {
     "fedavg": (0, 0, 0),
@@ -306,6 +307,13 @@ ALONG = {
     "scaffold:option=1": (4 * P, 4 * P, 4 * P),
     "fedproc": (PROTOTYPES + 4 * CLASSES, 0, PROTOTYPES + 8 * CLASSES),
     "fedproto": (PROTOTYPES + 4 * CLASSES, 0, PROTOTYPES + 8 * CLASSES),
+    "fccl": (4 * PUBLIC * CLASSES, 0, 4 * PUBLIC * CLASSES),
+    "fcclplus": (4 * PUBLIC * (CLASSES + PUBLIC_BATCH), 0, 4 * PUBLIC * (CLASSES + PUBLIC_BATCH)),
+    # Four clients, and 3 x 1 x 1 amplitudes of each of three images: the images have 8 x 8 pixels, of which a tenth is none.
+    "feddg:spectra=3": (4 * 3 * 3, 0, 4 * 4 * 3 * 3),
+    "fedsam": (0, 0, 0),
+    "fedlesam": (0, 0, 0),
+    "fedism": (8, 0, 0),  # the sharpness
     "ditto": (SIZE, 0, 0),
     "fedavg+afl": (8, 0, 0),  # a loss
     "fedavg+qffl": (16, 0, 0),  # and how far the client's steps reach

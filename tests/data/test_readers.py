@@ -12,9 +12,10 @@ import pytest
 from scipy.io import savemat
 
 import layouts
+from fedheal.data.catalogue.digits import SVHN_NAMES
 from fedheal.data.readers.idx import read_idx_array, read_idx_images
 from fedheal.data.readers.libsvm import read_libsvm_images
-from fedheal.data.readers.mat import read_mat_images
+from fedheal.data.readers.mat import MatNames, read_mat_images
 
 
 def test_idx_with_and_without_gzip(tmp_path: Path) -> None:
@@ -50,14 +51,14 @@ def test_usps_labels_count_from_one_and_values_run_from_minus_one_to_one(tmp_pat
 def test_svhn_writes_ten_for_zero_and_has_the_images_last(tmp_path: Path) -> None:
     cube = layouts.pixels(0, 32, 32, 3, 4)
     savemat(tmp_path / "train_32x32.mat", {"X": cube, "y": np.array([[10], [1], [9], [10]], np.uint8)})
-    found = read_mat_images(tmp_path / "train_32x32.mat", 10, zero_is_ten=True)
+    found = read_mat_images(tmp_path / "train_32x32.mat", 10, SVHN_NAMES)
     assert found.labels.tolist() == [0, 1, 9, 0]
     assert np.array_equal(np.asarray(found.image(2)), cube[:, :, :, 2])
 
 
 def test_syn_labels_are_the_digits(tmp_path: Path) -> None:
     savemat(tmp_path / "s.mat", {"X": layouts.pixels(0, 32, 32, 3, 3), "y": np.array([[0.0, 9.0, 5.0]])})
-    assert read_mat_images(tmp_path / "s.mat", 10, zero_is_ten=False).labels.tolist() == [0, 9, 5]
+    assert read_mat_images(tmp_path / "s.mat", 10, MatNames()).labels.tolist() == [0, 9, 5]
 
 
 def lying_idx(*sizes: int) -> bytes:
@@ -160,35 +161,82 @@ GOOD = {"X": layouts.pixels(0, 32, 32, 3, 4), "y": np.ones((4, 1), np.uint8)}
 def test_matlab_files_that_hold_something_else(tmp_path: Path, change: dict[str, object], sentence: str) -> None:
     savemat(tmp_path / "f.mat", GOOD | change)
     with pytest.raises(ValueError, match=sentence):
-        read_mat_images(tmp_path / "f.mat", 10, zero_is_ten=True)
+        read_mat_images(tmp_path / "f.mat", 10, SVHN_NAMES)
 
 
 @pytest.mark.parametrize("missing", ["X", "y"])
 def test_matlab_files_that_lack_a_variable(tmp_path: Path, missing: str) -> None:
     savemat(tmp_path / "f.mat", {key: value for key, value in GOOD.items() if key != missing} | {"z": 1})
     with pytest.raises(ValueError, match=f"no variable {missing}"):
-        read_mat_images(tmp_path / "f.mat", 10, zero_is_ten=True)
+        read_mat_images(tmp_path / "f.mat", 10, SVHN_NAMES)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_matlab_files_cut_off_or_flipped_anywhere_are_a_sentence_or_read(tmp_path: Path, zipped: bool) -> None:
+CELL_NAMES = MatNames("d{0,0}", "d{0,1}", "nchw", kinds=("uint8", "double"))
+CELLS = np.empty((1, 2), dtype=object)
+CELLS[0, 0], CELLS[0, 1] = layouts.pixels(0, 4, 1, 28, 28), np.eye(10)[:4]
+
+
+def test_images_in_cells_with_one_hot_labels(tmp_path: Path) -> None:
+    savemat(tmp_path / "f.mat", {"before": "text", "d": CELLS})
+    found = read_mat_images(tmp_path / "f.mat", 10, CELL_NAMES)
+    assert np.array_equal(found.array, CELLS[0, 0][:, 0])
+    assert found.labels.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "sentence"),
+    [
+        (np.full((4, 1, 8, 8), 2.0**9), np.eye(10)[:4], "pixels must be 0 to 1, or 0 to 255"),
+        (np.full((4, 1, 8, 8), np.nan), np.eye(10)[:4], "pixels must be 0 to 1, or 0 to 255"),
+        (CELLS[0, 0], np.ones((4, 10)), "not one-hot"),
+        (CELLS[0, 0], np.ones((4, 9)), r"has d\{0,1\} of 4 x 9 in double; it must be 4 x 1 or 4 x 10 numbers"),
+        (
+            layouts.pixels(0, 4, 2, 8, 8),
+            np.eye(10)[:4],
+            r"d\{0,0\} of 4 x 2 x 8 x 8 in uint8; it must be N x 3 x height x",
+        ),
+    ],
+)
+def test_cells_that_hold_something_else(tmp_path: Path, images: object, labels: object, sentence: str) -> None:
+    cells = np.empty((1, 2), dtype=object)
+    cells[0, 0], cells[0, 1] = images, labels
+    savemat(tmp_path / "f.mat", {"d": cells})
+    with pytest.raises(ValueError, match=sentence):
+        read_mat_images(tmp_path / "f.mat", 10, CELL_NAMES)
+
+
+def test_too_many_cells(tmp_path: Path) -> None:
+    cells = np.empty((1, 17), dtype=object)
+    cells[:] = 1
+    savemat(tmp_path / "f.mat", {"d": cells})
+    with pytest.raises(ValueError, match="d of 1 x 17 in cell; at most 16 cells are expected"):
+        read_mat_images(tmp_path / "f.mat", 10, CELL_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("held", "names", "zipped"),
+    [(GOOD, SVHN_NAMES, True), (GOOD, SVHN_NAMES, False), ({"d": CELLS}, CELL_NAMES, False)],
+)
+def test_matlab_files_cut_off_or_flipped_anywhere_are_a_sentence_or_read(
+    tmp_path: Path, held: dict[str, object], names: MatNames, zipped: bool
+) -> None:
     """Nothing but ValueError, whatever the damage; and no crash of the reader."""
     path = tmp_path / "f.mat"
-    savemat(path, GOOD, do_compression=zipped)
+    savemat(path, held, do_compression=zipped)
     whole = path.read_bytes()
     chance = np.random.default_rng(0)
     refused = 0
     for cut in chance.integers(0, len(whole), 25):
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=r"f\.mat"):
-            read_mat_images(path, 10, zero_is_ten=True)
+            read_mat_images(path, 10, names)
     for _ in range(150):
         broken = bytearray(whole)
         place = chance.integers(0, min(400, len(whole)))  # headers; further in lie pixels
         broken[place] ^= 1 << int(chance.integers(0, 8))
         path.write_bytes(broken)
         try:
-            read_mat_images(path, 10, zero_is_ten=True)
+            read_mat_images(path, 10, names)
         except ValueError as error:
             refused += "f.mat" in str(error)
     assert refused > 20
@@ -197,4 +245,4 @@ def test_matlab_files_cut_off_or_flipped_anywhere_are_a_sentence_or_read(tmp_pat
 def test_a_matlab_file_of_the_newest_version_is_named(tmp_path: Path) -> None:
     (tmp_path / "f.mat").write_bytes(b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM" + b"\x89HDF\r\n\x1a\n" * 20)
     with pytest.raises(ValueError, match=r"MATLAB 7\.3"):
-        read_mat_images(tmp_path / "f.mat", 10, zero_is_ten=True)
+        read_mat_images(tmp_path / "f.mat", 10, SVHN_NAMES)

@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 
 from fedheal.data import partition
 from fedheal.data.domains import Domain, Domains, Split
-from fedheal.data.partition import Client, partition_samples
+from fedheal.data.partition import Client, Skew, partition_samples
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.experiment import Experiment
 
 LABELS = torch.arange(1000) % 10
 
 
-def split(seed: int = 0, clients: int = 4, each: int = 50, **keys: object) -> tuple[Client, ...]:
-    return partition_samples({"street": 1000}, {"street": clients}, {"street": each}, seed, {"street": LABELS}, **keys)
+def split(
+    seed: int = 0, clients: int = 4, each: int = 50, validation: float = 0.0, **skew: object
+) -> tuple[Client, ...]:
+    sizes = {"street": 1000}, {"street": clients}, {"street": each}
+    return partition_samples(*sizes, seed, {"street": LABELS}, Skew(**skew), validation)
 
 
 def counts(clients: tuple[Client, ...]) -> np.ndarray:
@@ -63,10 +66,10 @@ def test_a_client_keeps_its_samples_when_clients_are_added_behind_it() -> None:
 def test_known_samples_with_skew() -> None:
     """Changes here would silently change every result."""
     (client,) = partition_samples(
-        {"street": 30}, {"street": 1}, {"street": 6}, 0, {"street": LABELS[:30]}, dirichlet=0.5
+        {"street": 30}, {"street": 1}, {"street": 6}, 0, {"street": LABELS[:30]}, Skew(dirichlet=0.5)
     )
     (filled,) = partition_samples(
-        {"street": 30}, {"street": 1}, {"street": 10}, 0, {"street": LABELS[:30]}, class_filling=True
+        {"street": 30}, {"street": 1}, {"street": 10}, 0, {"street": LABELS[:30]}, Skew(class_filling=True)
     )
     assert client.indices.tolist() == [6, 17, 26, 23, 16, 27]
     assert filled.indices.tolist() == [13, 0, 4, 15, 6, 11, 28, 12, 27, 29]
@@ -75,7 +78,7 @@ def test_known_samples_with_skew() -> None:
 def test_another_seed_and_another_domain_are_skewed_otherwise() -> None:
     assert (counts(split(seed=0, dirichlet=0.3)) != counts(split(seed=1, dirichlet=0.3))).any()
     both = partition_samples(
-        {"a": 1000, "b": 1000}, {"a": 1, "b": 1}, {"a": 50, "b": 50}, 0, {"a": LABELS, "b": LABELS}, dirichlet=0.3
+        {"a": 1000, "b": 1000}, {"a": 1, "b": 1}, {"a": 50, "b": 50}, 0, {"a": LABELS, "b": LABELS}, Skew(dirichlet=0.3)
     )
     assert (counts(both)[0] != counts(both)[1]).any()
 
@@ -135,11 +138,85 @@ def test_filling_when_all_samples_of_a_domain_are_shared_out() -> None:
     assert [len(client.indices) for client in filled] == [50] * 20
 
 
-def test_both_at_once_and_no_labels_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be combined"):
-        split(dirichlet=0.1, class_filling=True)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dirichlet": 0.1, "class_filling": True},
+        {"dirichlet": 0.1, "pathological": 2},
+        {"pathological": 2, "class_filling": True},
+        {"quantity": 0.5, "class_filling": True},
+    ],
+)
+def test_kinds_of_skew_that_exclude_each_other_are_refused(fields: dict[str, object]) -> None:
+    both = " and ".join(f"{key} = {value}" for key, value in fields.items())
+    with pytest.raises(ValueError, match=f"^{both} exclude each other: give one of them$"):
+        Experiment(**fields)
+
+
+def test_skew_of_labels_needs_labels() -> None:
     with pytest.raises(ValueError, match="need labels"):
-        partition_samples({"a": 10}, {"a": 1}, {"a": 5}, 0, dirichlet=0.1)
+        partition_samples({"a": 10}, {"a": 1}, {"a": 5}, 0, None, Skew(dirichlet=0.1))
+
+
+# Few classes per client, and clients of different sizes
+
+
+def test_each_client_holds_as_many_classes_as_asked_and_every_class_has_as_many_clients() -> None:
+    clients = split(clients=5, each=50, pathological=4)
+    held = counts(clients)
+    assert ((held > 0).sum(axis=1) == 4).all()
+    assert ((held > 0).sum(axis=0) == 2).all()  # 5 clients x 4 classes = 10 classes x 2 clients
+    assert sorted(set(held[held > 0].tolist())) == [12, 13]
+    assert [len(c.indices) for c in clients] == [50] * 5
+    assert len(set(torch.cat([c.indices for c in clients]).tolist())) == 250
+    assert (counts(split(seed=1, clients=5, each=50, pathological=4)) != held).any()
+
+
+def test_a_client_whose_classes_run_out_holds_fewer() -> None:
+    """Two clients hold only class 2, of which there are 100 images, 50 for each."""
+    clients = split(clients=11, each=90, pathological=1)
+    assert sorted(len(c.indices) for c in clients) == [50, 50, *[90] * 9]
+
+
+def test_classes_that_a_domain_lacks_are_not_asked_for() -> None:
+    labels = {"a": torch.tensor([2, 2, 7, 7, 7, 9])}
+    clients = partition_samples({"a": 6}, {"a": 3}, {"a": 2}, 0, labels, Skew(pathological=1))
+    assert {tuple(set(labels["a"][c.indices].tolist())) for c in clients} == {(2,), (7,), (9,)}
+    with pytest.raises(ValueError, match="pathological = 4: domain 'a' has 3 classes; use at most as many"):
+        partition_samples({"a": 6}, {"a": 3}, {"a": 2}, 0, labels, Skew(pathological=4))
+    with pytest.raises(ValueError, match="'a' has too few samples of the classes of client"):
+        partition_samples({"a": 6}, {"a": 6}, {"a": 1}, 0, labels, Skew(pathological=1))
+
+
+def test_sizes_are_skewed_the_more_the_smaller_alpha_and_the_total_stays() -> None:
+    largest = []
+    for alpha in (0.1, 1.0, 100.0):
+        clients = split(clients=10, each=100, quantity=alpha)
+        sizes = [len(c.indices) for c in clients]
+        assert sorted(torch.cat([c.indices for c in clients]).tolist()) == list(range(1000))
+        assert min(sizes) >= 10
+        largest.append(max(sizes))
+    assert largest == sorted(largest, reverse=True)
+    assert largest[0] > 300
+    assert largest[2] < 150
+
+
+@pytest.mark.parametrize("labels", [{"dirichlet": 0.3}, {"pathological": 3}])
+def test_sizes_and_labels_may_be_skewed_together(labels: dict[str, float]) -> None:
+    clients = split(clients=4, each=60, quantity=0.5, validation=0.2, **labels)
+    alone = split(clients=4, each=60, quantity=0.5)
+    assert [len(c.indices) for c in clients] == [len(c.indices) for c in alone]
+    assert len({len(c.indices) for c in clients}) > 1
+    assert [c.held_out for c in clients] == [round(0.2 * len(c.indices)) for c in clients]
+
+
+def test_known_samples_with_few_classes_and_sizes() -> None:
+    """Changes here would silently change every result."""
+    (few,) = partition_samples(
+        {"street": 30}, {"street": 1}, {"street": 6}, 0, {"street": LABELS[:30]}, Skew(pathological=2)
+    )
+    assert few.indices.tolist() == [18, 8, 10, 0, 28, 20]
+    assert [len(c.indices) for c in split(quantity=0.5)] == [29, 66, 82, 23]
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,8 +20,9 @@ import fedheal
 from fedheal import Method
 from fedheal.core.layout import Layout
 from fedheal.engine import Engine, open_engine
+from fedheal.engine.pooled import make_sendable
 from fedheal.engine.serial import Task
-from fedheal.engine.workers import WorkerPool, _make_sendable
+from fedheal.engine.workers import WorkerPool
 from fedheal.local.term import Term
 from fedheal.methods import get
 from fedheal.simulate.build import build_federation
@@ -120,7 +121,7 @@ class Picky(Exception):
 
 @pytest.mark.parametrize(("error", "kind"), [(KeyError("a"), KeyError), (Picky("a", "b"), RuntimeError)])
 def test_an_error_that_cannot_be_sent_is_described(error: Exception, kind: type[Exception]) -> None:
-    sent = _make_sendable(error)
+    sent = make_sendable(error)
     assert type(sent) is kind
     assert "a" in str(sent)
     assert sent.__notes__[0].startswith("In a worker process:\n")

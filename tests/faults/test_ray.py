@@ -1,24 +1,23 @@
-"""Runs on a Ray cluster, in a network namespace with nothing but loopback."""
+"""Runs on a Ray cluster of two nodes, in a network namespace with nothing but loopback."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from fedheal import methods
 from loopback import loopback
 from needs import needs
-from tiny_data import QUICK
+from tiny_data import QUICK, words
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[1]
@@ -26,54 +25,72 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # 15 by default: workers would wait for all other tests
 }
-PORT = 6391
+FEDHEAL = [sys.executable, "-m", "fedheal"]
+RAY_NODES = [sys.executable, str(TESTS / "ray_nodes.py")]
 
 
-@contextmanager
-def cluster(inside: list[str], folder: Path) -> Iterator[str]:
-    """Start a head node; stop it with all its children by the process group."""
-    command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={PORT}"]
-    command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2"]
-    command += [f"--temp-dir={folder}"]
-    with (folder / "head.log").open("wb") as log:
-        head = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True)
-        try:
-            deadline = time.monotonic() + 90
-            while b"Ray runtime started" not in (folder / "head.log").read_bytes() and time.monotonic() < deadline:
-                assert head.poll() is None, (folder / "head.log").read_text()
-                time.sleep(0.2)
-            yield f"127.0.0.1:{PORT}"
-        finally:
-            os.killpg(head.pid, signal.SIGTERM)
-            try:
-                head.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(head.pid, signal.SIGKILL)
-                head.wait()
+class Nodes(NamedTuple):
+    """A cluster: the prefix of commands in its namespace, and its address."""
+
+    inside: list[str]
+    address: str
 
 
-def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command and return its output and exit code."""
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=240)
-
-
-def test_runs_on_a_cluster_equal_local_ones_and_errors_are_one_line(tmp_path, tmp_path_factory):
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    """Start two nodes, whose actors take 0.1 s longer for each step."""
     needs("root", "netns")
-    words = [f"{key}={value}" for key, value in QUICK.items() if key != "data"]
-    command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2"]
-    # Ray's sockets need short paths.
-    sockets = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"
-    sockets.mkdir()
-    with loopback() as inside, ThreadPoolExecutor() as pool:
+    folder = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"  # Ray's sockets need short paths
+    folder.mkdir()
+    with loopback() as inside:
+        environment = ENVIRONMENT | {"RAY_NODES_FOLDER": str(folder), "TINY_DATA_SLEEP": "0.1"}
+        process = subprocess.Popen(
+            [*inside, *RAY_NODES],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdout is not None
+        yield Nodes(inside, process.stdout.readline().strip())
+        process.communicate(timeout=60)  # closes its input, and so ends it
+
+
+def run_command(command: list[str], seconds: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run a command and return its output and exit code."""
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=seconds)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["scaffold", "ditto"], id="two that keep something with each client"),
+        pytest.param([*methods.LOCAL, *methods.WHOLE], id="every local method", marks=pytest.mark.soak),
+    ],
+)
+def test_a_worker_killed_in_a_round_changes_no_bit(nodes: Nodes, names: list[str]) -> None:
+    done = run_command([*nodes.inside, *RAY_NODES, nodes.address, *names], 120 * len(names))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{name} same" for name in names]
+    assert done.stderr.count("a worker on 127.0.0.1 was lost while training client '") == len(names), done.stderr
+
+
+def test_runs_on_a_cluster_equal_local_ones_and_errors_are_one_line(nodes: Nodes, tmp_path: Path) -> None:
+    fields = [f"{key}={value}" for key, value in QUICK.items() if key != "data"]
+    command = [*FEDHEAL, "compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2"]
+    one_run = [*nodes.inside, *FEDHEAL, "run", *words("method=fedavg", "seed=1"), "--quiet"]
+    with ThreadPoolExecutor() as pool:
         # Meanwhile, what needs no cluster: one of these waits for an answer that does not come.
-        local = pool.submit(run_command, [*command, *words, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
-        refused = [*inside, *command, *words, "--ray", "127.0.0.1:1", "--out", str(tmp_path / "none")]
+        local = pool.submit(run_command, [*command, *fields, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
+        refused = [*nodes.inside, *command, *fields, "--ray", "127.0.0.1:1", "--out", str(tmp_path / "none")]
         unanswered = pool.submit(run_command, refused)
-        with cluster(inside, sockets) as address:
-            on_ray = [*inside, *command, *words, "--ray", address]
-            there = run_command([*on_ray, "--json", "--out", str(tmp_path / "there")])
-            wrong = run_command([*on_ray, "width=4", "--out", str(tmp_path / "wrong")])
+        on_ray = [*nodes.inside, *command, *fields, "--ray", nodes.address]
+        there = run_command([*on_ray, "--json", "--out", str(tmp_path / "there")])
+        wrong = run_command([*on_ray, "width=4", "--out", str(tmp_path / "wrong")])
+        spread = run_command([*one_run, "--ray", nodes.address, "--workers", "2", "--out", str(tmp_path / "spread")])
         here, no_cluster = local.result(), unanswered.result()
     assert here.returncode == 0, here.stderr
     assert no_cluster.returncode == 2
@@ -87,4 +104,15 @@ def test_runs_on_a_cluster_equal_local_ones_and_errors_are_one_line(tmp_path, tm
     assert json.loads(there.stdout)["rows"] == json.loads(here.stdout)["rows"]
     one, two = (tmp_path / where / "fedavg-tiny_data_load-seed1" for where in ("here", "there"))
     assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
-    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+    assert spread.returncode == 0, spread.stderr
+    for folder in (two, tmp_path / "spread"):
+        assert (folder / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
+
+
+@pytest.mark.soak
+def test_a_node_killed_in_a_round_changes_no_bit(nodes: Nodes) -> None:
+    """The last test: the cluster has one node afterwards."""
+    done = run_command([*nodes.inside, "env", "LOSE_NODE=1", *RAY_NODES, nodes.address, "scaffold"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "scaffold same\n"
+    assert "a worker on 127.0.0.1 was lost while training client '" in done.stderr

@@ -51,7 +51,7 @@ def assert_resumes_to(whole: FairStrategy, folder: Path) -> None:
 
 def stop_in_round(number: int, error: type[BaseException]) -> Any:
     def spoil(strategy: FairStrategy, reply: Message) -> list[Message]:
-        if strategy._round.number == number:
+        if strategy.rounds.current.number == number:
             raise error
         return [reply]
 
@@ -69,7 +69,7 @@ def test_clients_train_while_a_checkpoint_is_written_and_the_next_step_waits_for
         events.append(f"saved {number}")
 
     def spoil(strategy: FairStrategy, reply: Message) -> list[Message]:
-        if strategy._round.number > 1:
+        if strategy.rounds.current.number > 1:
             asked.set()
         return [reply]
 
@@ -103,7 +103,7 @@ def test_a_run_that_ends_saves_its_last_round(tmp_path):
     assert (tmp_path / "whole" / "model.safetensors").exists()
 
     def leave(strategy: FairStrategy, reply: Message) -> list[Message]:
-        strategy.settings.__dict__["min_available_nodes"] = 4 if strategy._round.number == 3 else 2
+        strategy.settings.__dict__["min_available_nodes"] = 4 if strategy.rounds.current.number == 3 else 2
         return [reply]
 
     with pytest.raises(NotEnoughNodes, match="resume=True continues from them"):

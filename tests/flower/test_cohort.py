@@ -72,7 +72,7 @@ def test_the_servers_control_stays_the_mean_of_the_clients_controls_as_they_join
     late = {node: grid.contexts.pop(node) for node in list(grid.contexts)[2:]}
 
     def join(node: int, reply: Message) -> list[Message]:
-        if strategy._round.number == 2:
+        if strategy.rounds.current.number == 2:
             grid.contexts.update(late)
         return [reply]
 
@@ -93,7 +93,7 @@ def drop_terms(reply: Message) -> list[Message]:
     return [reply]
 
 
-LOCAL = ["scaffold", "feddyn", "fedproto", "fedproc", "fpl", "moon", "ditto", "fedprox", "fedbn"]
+LOCAL = ["scaffold", "feddyn", "fedproto", "fedproc", "fpl", "moon", "ditto", "fedprox", "fedbn", "fccl", "fcclplus"]
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedproto", "moon", "fedprox"])

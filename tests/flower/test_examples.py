@@ -95,7 +95,7 @@ def test_the_summary_of_many_clients_handles_rounds_without_replies(silent, monk
     monkeypatch.setattr(FairStrategy, "start", start)
 
     def spoil(node: int, reply: Message) -> list[Message]:
-        return [reply] if strategies[-1]._round.number < silent else []
+        return [reply] if strategies[-1].rounds.current.number < silent else []
 
     config = {"num-server-rounds": 2, "fraction": 1.0, "tau": 0.6, "summary": str(tmp_path / "summary.json")}
     grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i} for i in range(2)}, spoil)

@@ -119,7 +119,7 @@ def test_a_lost_history_of_signs_is_recorded_and_changes_nothing_else():
     grid = LocalGrid(make_helper_app(), {7 + i: {"partition-id": i} for i in EXAMPLES})
 
     def forget(node: int, reply: Message) -> list[Message]:
-        if strategy._round.number == 2 and node == 8:
+        if strategy.rounds.current.number == 2 and node == 8:
             grid.contexts[8].state = RecordDict()
         return [reply]
 

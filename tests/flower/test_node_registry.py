@@ -66,7 +66,7 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
     own = sites.names[4]
 
     def spoil(node: int, reply: Message) -> list[Message]:
-        number = strategy._round.number
+        number = strategy.rounds.current.number
         if number == 2 and node == 104:
             grid.contexts[204] = grid.contexts[104]  # restarted under a new id; the old one is still listed
         return [] if number == 3 and node == 104 else [reply]  # asked, and silent
@@ -88,7 +88,7 @@ def test_a_registered_site_cannot_silence_another_by_its_name():
     strategy, grid, victim = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
 
     def spoil(node: int, reply: Message) -> list[Message]:
-        if strategy._round.number == 1:
+        if strategy.rounds.current.number == 1:
             grid.contexts[205] = grid.contexts[100]
             return [reply]
         return rename_client(reply, victim) if node in (101, 205) else [reply]
@@ -96,7 +96,7 @@ def test_a_registered_site_cannot_silence_another_by_its_name():
     grid.spoil = spoil
     strategy.start(grid, sites.initial, num_rounds=3)
     absent = sites.strategy(fraction_evaluate=0.0)
-    silent = sites.grid(lambda node, reply: [] if node == 101 and absent._round.number > 1 else [reply])
+    silent = sites.grid(lambda node, reply: [] if node == 101 and absent.rounds.current.number > 1 else [reply])
     absent.start(silent, sites.initial, num_rounds=3)
     assert torch.equal(strategy.state.model.params, absent.state.model.params)
     for record in strategy.history[1:]:
@@ -120,7 +120,7 @@ def test_an_error_of_the_old_node_does_not_skip_a_client_that_replies_from_a_new
     strategy, grid, own = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
 
     def spoil(node: int, reply: Message) -> list[Message]:
-        number = strategy._round.number
+        number = strategy.rounds.current.number
         if number == 2 and node == 104:
             grid.contexts[204] = grid.contexts[104]
         return error_of_the_superlink(reply) if number == 3 and node == 104 else [reply]

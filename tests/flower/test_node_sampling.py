@@ -63,7 +63,7 @@ def test_a_late_joiner_and_a_leaver():
     gone = {}
 
     def spoil(node, reply):
-        number = strategy._round.number
+        number = strategy.rounds.current.number
         if number == 1 and node == 104:
             grid.contexts[100] = late
         if number == 2 and node == 104:

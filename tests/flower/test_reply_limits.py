@@ -86,7 +86,10 @@ def test_max_reply_bytes_can_be_set():
 def test_a_node_keeps_its_name_during_a_run(tmp_path):
     sites = Sites(rounds=4)
     strategy = sites.strategy(folder=tmp_path / "run", fraction_evaluate=0.0)
-    rename = lambda node, reply: about(client=f"site {strategy._round.number}")(reply) if node == BAD else [reply]  # noqa: E731
+
+    def rename(node: int, reply: Message) -> list[Message]:
+        return about(client=f"site {strategy.rounds.current.number}")(reply) if node == BAD else [reply]
+
     strategy.start(sites.grid(rename), sites.initial, num_rounds=4)
     known = {*sites.names[:2], *sites.names[3:], "site 1"}
     assert {name for record in strategy.history for name in record.weights} == known

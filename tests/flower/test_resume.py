@@ -34,7 +34,7 @@ def run_until_killed(sites, number: int, kind: str, **settings):
     strategy = sites.strategy(**settings)
 
     def spoil(node, reply):
-        if strategy._round.number == number and reply.metadata.message_type == kind:
+        if strategy.rounds.current.number == number and reply.metadata.message_type == kind:
             raise Killed
         return [reply]
 
@@ -113,7 +113,7 @@ def test_a_client_continues_without_a_damaged_state(tmp_path, caplog):
     strategy = sites.strategy(fraction_evaluate=0.0)
 
     def spoil(node, reply):
-        if strategy._round.number == 2 and node == 100:
+        if strategy.rounds.current.number == 2 and node == 100:
             for path in (tmp_path / "sites" / f"client-{sites.names[0]}").rglob("*.safetensors"):
                 data = bytearray(path.read_bytes())
                 data[-3] ^= 1

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
     assert ours["clients"] == pytest.approx(theirs["clients"])
     for key in ("avg", "std", "worst", "jain"):
         assert ours[key] == pytest.approx(theirs[key])
-    assert theirs.keys() - ours.keys() == {"by_class"}  # clients send no results by class
+    assert theirs.keys() - ours.keys() == {"by_class", "calibration", "evaluate"}  # clients send accuracies
     assert ours["dropouts"] == ours["skipped"] == 0
     final = load_file(tmp_path / "federation" / "model.safetensors")
     assert all(torch.equal(final[k], v) for k, v in result.model.state_dict().items())
@@ -46,7 +47,7 @@ def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
 def test_rounds_have_the_simulators_fields_and_the_missing_clients(tmp_path, caplog):
     sites = Sites(method="fedheal", rounds=2)
     strategy = sites.strategy(folder=tmp_path / "run")
-    grid = sites.grid(lambda node, reply: [] if node == 101 and strategy._round.number == 2 else [reply])
+    grid = sites.grid(lambda node, reply: [] if node == 101 and strategy.rounds.current.number == 2 else [reply])
     with caplog.at_level(logging.INFO, "flwr.fedheal"):
         strategy.start(grid, sites.initial, num_rounds=2)
     first, second = records.read_rounds(tmp_path / "run")
@@ -70,7 +71,7 @@ def test_a_federation_under_way_is_diagnosed_by_domain(tmp_path):
     strategy = sites.strategy(folder=tmp_path / "run")
 
     def spoil(node, reply):
-        if strategy._round.number == 3:
+        if strategy.rounds.current.number == 3:
             raise KeyboardInterrupt
         failed = node == 101 and reply.metadata.message_type == "train"  # judged, though it never counts
         return [] if failed else [reply]
@@ -125,11 +126,11 @@ def test_a_rounds_line_is_synced_before_its_checkpoint(tmp_path, monkeypatch):
     synced: list[str] = []
 
     def fsync(opened: int) -> None:
-        same = (path for path in (tmp_path / "run").rglob("*") if os.path.samestat(os.fstat(opened), path.stat()))
-        path = next(same)
-        synced.append(f"{path.name} {len(path.read_bytes().splitlines())}" if path.suffix == ".jsonl" else path.name)
+        path = Path(os.readlink(f"/proc/self/fd/{opened}"))
+        name = path.name.partition(".")[0]
+        synced.append(f"{name} {len(path.read_bytes().splitlines())}" if path.suffix == ".jsonl" else name)
 
     monkeypatch.setattr(os, "fsync", fsync)
     Sites(rounds=2).run(folder=tmp_path / "run", fraction_evaluate=0.0)
-    order = [name for name in synced if not name.startswith(("federation", "model"))]
-    assert order == ["rounds.jsonl 1", "00000001.safetensors.tmp", "rounds.jsonl 2", "00000002.safetensors.tmp"]
+    order = [name for name in synced if name.startswith(("rounds", "0"))]
+    assert order == ["rounds 1", "00000001", "rounds 2", "00000002"]

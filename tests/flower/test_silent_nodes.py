@@ -97,7 +97,7 @@ def test_a_node_that_connects_again_is_asked_at_once():
     context = clock.grid.contexts[DEAD]
 
     def spoil(node: int, reply: Message) -> list[Message]:
-        if clock.strategy._round.number == 3 and DEAD in clock.grid.contexts:
+        if clock.strategy.rounds.current.number == 3 and DEAD in clock.grid.contexts:
             del clock.grid.contexts[DEAD]
         return [reply]
 
@@ -147,7 +147,7 @@ def test_rounds_without_a_usable_reply_end_the_run_and_leave_no_model(tmp_path):
     assert not (tmp_path / "run" / "model.safetensors").exists()
     # Mended, it goes on where it stood, with a new count.
     again = sites.strategy(folder=tmp_path / "run", fraction_evaluate=0.0, resume=True)
-    fault = lambda node, reply: spoil(reply) if again._round.number < 7 else [reply]  # noqa: E731
+    fault = lambda node, reply: spoil(reply) if again.rounds.current.number < 7 else [reply]  # noqa: E731
     again.start(sites.grid(fault), sites.initial, num_rounds=7)
     assert torch.isfinite(again.state.model.params).all()
     assert (tmp_path / "run" / "model.safetensors").exists()
@@ -157,7 +157,7 @@ def test_rounds_without_a_usable_reply_end_the_run_and_leave_no_model(tmp_path):
 def test_only_empty_rounds_in_a_row_count(limit, rounds):
     sites, spoil = Sites(rounds=6), CASES["NaN"][0]
     strategy = sites.strategy(fraction_evaluate=0.0, max_empty_rounds=limit)
-    fault = lambda node, reply: [reply] if strategy._round.number == 2 else spoil(reply)  # noqa: E731
+    fault = lambda node, reply: [reply] if strategy.rounds.current.number == 2 else spoil(reply)  # noqa: E731
     if limit is None:
         strategy.start(sites.grid(fault), sites.initial, num_rounds=6)
     else:

@@ -70,6 +70,7 @@ def context(term: Term, received: Packed, gradient: Gradient | None = None, **ke
         "shared": {},
         "fit": none,
         "gradient": none if gradient is None else lambda at: gradient(at.params),
+        "evaluate": none,
         "validate": none,
     }
     return Context(**given | keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
 
 
+@cache
 def after(method: str, rounds: int, **keys: Any) -> RunState:
     fed = build_federation(
         quick(**{"method": method, "model": "tiny_data:featured"} | keys), load(), torch.device("cpu")
@@ -45,6 +47,10 @@ SETTINGS = [{}, {"participation": 0.6, "dropout": 0.2, "augment": "crop-flip"}]
         ("fedprox:preset=group", "fedprox:mu=0.0001"),
         ("fedprox:mu=0+fedheal", "fedheal"),
         ("moon:mu=0+afl", "afl"),
+        ("fedsam:rho=0", "fedavg"),
+        ("fedlesam:rho=0", "fedavg"),
+        ("feddg:outer=0", "fedavg"),
+        ("fedism:alpha=0,q=0", "fedsam:rho=0.05+uniform"),
     ],
 )
 def test_the_same_bits_after_three_rounds(method: str, other: str, keys: dict[str, Any]) -> None:
@@ -63,6 +69,8 @@ def test_the_same_bits_after_three_rounds(method: str, other: str, keys: dict[st
         ("fedproto", "fedavg"),
         ("fedproc", "fedavg"),
         ("fpl", "fedavg"),
+        ("fedlesam", "fedavg"),
+        ("feddg", "fedavg"),
     ],
 )
 def test_the_first_round_has_nothing_to_go_by_yet(method: str, other: str) -> None:
@@ -71,7 +79,7 @@ def test_the_first_round_has_nothing_to_go_by_yet(method: str, other: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["fedprox", "fedproto", "moon", "ditto:feedback=true", "scaffold", "feddyn", "fedproc"]
+    "name", ["fedprox", "fedproto", "moon", "ditto:feedback=true", "scaffold", "feddyn", "fedproc", "fedsam"]
 )
 def test_without_its_parameter_taken_away_a_method_is_another_one(name: str) -> None:
     assert not equal(after(name, 3), after("fedavg", 3))

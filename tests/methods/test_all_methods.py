@@ -19,9 +19,9 @@ sys.modules[spec.name] = benchmark  # its dataclasses look themselves up
 spec.loader.exec_module(benchmark)
 
 
-def test_there_are_the_fifty_six_combinations_and_seven_methods_of_their_own():
-    assert len([name for name in methods.names() if name not in methods.WHOLE]) == 7 * 8
-    assert set(methods.WHOLE) == {"fedfv", "ditto", "fedbn", "fpl", "fedce", "fedga", "fedpw"}
+def test_every_local_method_is_combined_with_seven_stages_and_whole_methods_with_none():
+    assert len([name for name in methods.names() if name not in methods.WHOLE]) == len(methods.LOCAL) * 8
+    assert {"fedfv", "ditto", "fedbn", "fpl", "fedce", "fedga", "fedpw", "fedism"} <= set(methods.WHOLE)
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +35,21 @@ def _one_thread():
 PLAIN = [name for name in methods.names() if "+" not in name or name.startswith("fedavg+")]
 OTHERS = [name for name in methods.LOCAL if name != "fedavg"]
 STAGES = [name.partition("+")[2] for name in PLAIN if "+" in name]
+NAMES = [*PLAIN, *(f"{local}+{stage}" for local, stage in zip(OTHERS, STAGES, strict=False))]
+LONG = {
+    "fccl",
+    "fcclplus",
+    "feddg",
+    "fedsam",
+    "fedlesam",
+    "fedism",
+}  # slow steps; the contract tests cover what they do
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*PLAIN, *(f"{local}+{stage}" for local, stage in zip(OTHERS, STAGES, strict=False))])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.soak if n.partition("+")[0] in LONG else pytest.mark.slow) for n in NAMES],
+)
 def test_it_learns(name):
     found = benchmark.cost(name)
     assert all(math.isfinite(loss) for loss in found.losses)

@@ -13,6 +13,7 @@ import torch
 import fedheal
 from fedheal import aggregate, flower, methods
 from fedheal.aggregate.registry import STAGES
+from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.parameter import get_parameters
 from fedheal.local.ditto import Ditto
 from fedheal.local.fedbn import FedBN
@@ -26,6 +27,7 @@ from fedheal.local.fpl import FPL
 from fedheal.local.moon import Moon
 from fedheal.local.scaffold import Scaffold
 from fedheal.methods import registry
+from fedheal.methods.server_step import resolve_server
 from tiny_data import quick
 
 
@@ -79,6 +81,11 @@ SAME = [
     ("directions+fael+fphl", "fedavg+directions+fedheal"),
     ("fedfv:tau=2.0", "fedfv:tau=2"),
     ("scaffold:option=1.0", "scaffold:option=1"),
+    ("fedadam", "fedavg+fedadam"),
+    ("fedadam+fedheal", "fedavg+fedheal+fedadam"),
+    ("fael+fedyogi:eta=.1+fphl", "fedavg+fedheal+fedyogi:eta=0.1"),
+    ("fedfv+fedavgm", "fedfv+fedavgm"),
+    ("scaffold+fedadagrad:eps=0.001", "scaffold+fedadagrad"),
 ]
 
 
@@ -331,3 +338,27 @@ def test_no_more_methods_are_kept_than_a_long_search_needs() -> None:
     assert len(registry._CACHE) == registry.CACHED_METHODS
     newest = methods.get("fedheal", tau=(registry.CACHED_METHODS + 9) / 1000)
     assert methods.get(newest.full_name) is registry._CACHE[newest.full_name]
+
+
+def test_a_server_optimiser_follows_any_method_and_leaves_the_rest_alone() -> None:
+    method, plain = methods.get("fedprox+fedheal+fedyogi:eta=0.1"), methods.get("fedprox+fedheal")
+    assert method.server == Server("yogi", lr=0.1)
+    assert plain.server is None
+    assert (method.local, method.aggregator.stage.gives) == (plain.local, plain.aggregator.stage.gives)
+    assert methods.get("fedheal+fedadam", eta=0.5).server == Server("adam", lr=0.5)
+    with pytest.raises(ValueError, match=r"'fedadam\+fedyogi' has two server optimisers"):
+        methods.get("fedadam+fedyogi")
+    with pytest.raises(ValueError, match=r"eta = 0\.0: use a finite number above 0"):
+        methods.get("fedadam:eta=0")
+    with pytest.raises(TypeError, match="server"):
+        methods.Method(server="adam")  # type: ignore[arg-type]
+
+
+def test_settings_and_method_may_not_name_two_server_optimisers() -> None:
+    method = methods.get("fedheal+fedadam")
+    assert resolve_server(method) == resolve_server(method, Server("adam")) == Server("adam")
+    assert resolve_server(methods.get("fedheal"), Server("yogi")) == Server("yogi")
+    with pytest.raises(ValueError, match="leave one of them out"):
+        resolve_server(method, Server("yogi"))
+    with pytest.raises(ValueError, match="use 'sgd', server_lr=1"):
+        resolve_server(methods.get("ditto:feedback=true+fedavgm"))

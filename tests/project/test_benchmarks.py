@@ -68,7 +68,7 @@ def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--engines", "lanes"], "engines = lanes: lanes need a GPU; serial and plain run on a CPU"),
+        (["--engines", "lanes"], "engines = lanes: cohort and lanes need a GPU; serial and plain run on a CPU"),
         (["--engines", "serial,threads"], "engines = serial,threads: there is no 'threads'"),
         (["--rounds", "0"], "rounds = 0: use 1 or more"),
         (["--methods", "fedhael"], "there is no method part 'fedhael' (did you mean 'fedheal'?)"),
@@ -109,7 +109,8 @@ def test_kernels_are_told_apart_by_their_names(monkeypatch, name, kind):
     assert importlib.import_module("kernels").kind_of(name).startswith(kind)
 
 
-def test_every_kernel_of_the_normalisation_is_known_as_one(monkeypatch):
+def test_every_kernel_of_our_own_has_a_kind(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    source = (Path(fedheal.__file__).parent / "models" / "_fused_norm_cuda.py").read_text()
-    assert set(re.findall(r"@triton\.jit.*\ndef (\w+)\(", source)) == importlib.import_module("kernels").OURS
+    models = Path(fedheal.__file__).parent / "models"
+    source = "".join((models / f"{name}.py").read_text() for name in ("_fused_norm_cuda", "_stacked_cuda"))
+    assert set(re.findall(r"@triton\.jit.*\ndef (\w+)\(", source)) == set(importlib.import_module("kernels").OURS)

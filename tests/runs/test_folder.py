@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import fedheal
+from disk_hooks import Operation, watch
 from fedheal.core.state import METADATA, RunState
 from fedheal.runs import folder as records
 from fedheal.runs import lock
@@ -92,7 +94,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
     def broken(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(records.os, "fsync", broken)
+    monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="No space left"):
         records.write_text(path, "new")
     with pytest.raises(OSError, match="No space left"):
@@ -103,8 +105,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
 
 def test_bytes_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    fsync, replace = records.os.fsync, Path.replace
-    monkeypatch.setattr(records.os, "fsync", lambda d: (order.append("fsync"), fsync(d))[1])
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda d: (order.append("fsync"), fsync(d))[1])
     monkeypatch.setattr(Path, "replace", lambda p, to: (order.append("replace"), replace(p, to))[1])
     records.write_text(tmp_path / "a.txt", "text")
     saved(tmp_path)
@@ -477,7 +479,8 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
 def test_every_field_of_a_result_has_its_kind(finished: Path) -> None:
     """Or a field added to results would be the one that nobody checks."""
     always = [name for name, field in RunResult.model_fields.items() if field.is_required()]
-    assert set(records.read_json(finished / "result.json")) == {*always, "by_class"}  # which runs of 0.1 do not have
+    later = {"by_class", "calibration", "engine", "evaluate", "schema_version"}  # which runs of 0.1 do not have
+    assert set(records.read_json(finished / "result.json")) == {*always, *later}
     assert records.read_result(finished, always)["rounds"] == 4
 
 
@@ -508,3 +511,22 @@ def test_a_result_of_another_version_may_have_more_and_less(tmp_path: Path) -> N
         records.read_result(tmp_path, ["rounds", "seed"])
     with pytest.raises(ValueError, match=r"nowhere/result\.json is missing: name the folder of a finished run"):
         records.read_result(tmp_path / "nowhere")
+
+
+def test_a_crash_while_the_last_line_is_replaced_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    for number in (1, 2):
+        records.append_round(tmp_path, RoundRecord(round=number))
+
+    def stop(operation: Operation) -> None:
+        assert [record.round for record in records.read_rounds(tmp_path)] == [1, 2], operation
+
+    with watch(tmp_path, stop):
+        records.replace_last_round(tmp_path, RoundRecord(round=2, train_loss=0.5))
+    assert [record.train_loss for record in records.read_rounds(tmp_path)] == [None, 0.5]
+
+
+def test_whoever_gets_the_lock_removes_temporary_files_of_killed_processes(tmp_path: Path) -> None:
+    for name in ("model.safetensors.1a2b.tmp", "report.html"):
+        (tmp_path / name).touch()
+    with lock.hold_lock(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {lock.LOCK, "report.html"}

@@ -23,6 +23,11 @@ def test_a_line_has_every_field_in_order_and_a_federation_one_more() -> None:
     assert list(json.loads(RoundRecord(round=1, client_domains={"a": None}).to_json())) == [*fields[:-1], "homes"]
 
 
+def test_an_old_word_for_clients_without_a_usable_evaluation_is_read() -> None:
+    old = RoundRecord(round=1, report={"skipped": {}, "not_judged": {"a": "no accuracy"}})
+    assert old.report == {"skipped": {}, "not_evaluated": {"a": "no accuracy"}}
+
+
 def test_the_deviation_is_that_of_the_means_and_not_the_mean_of_the_rounds_deviations() -> None:
     uneven = [{"a": 0.0, "b": 10.0}, {"a": 10.0, "b": 0.0}]
     rounds = [RoundRecord(round=i, domains=uneven[i % 2], seconds=history()[0].seconds) for i in range(1, 9)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from pydantic import ValidationError
 import fedheal
 from fedheal import methods
 from fedheal.core.rng import SEED_FIELDS
-from fedheal.runs.schema import FREE
+from fedheal.runs.schema import FREE, LATER_SETTINGS
+from fedheal.simulate.build import build_server_optimizer
 from fedheal.simulate.experiment import RUN_NAME_LENGTH, Experiment, parse_override
 from tiny_data import QUICK, quick
 from tiny_runs import bits
@@ -39,6 +42,7 @@ EXPERIMENTS: list[dict[str, Any]] = [
     {"data": "tiny_data:load", "model": "tiny_data:linear", "width": 3, "steps": 7, "clients_per_domain": 2},
     {"name": 'a "quoted" näme\n\\', "seed": 2**63 - 1},
     {"participation": 1e-9, "dropout": 0.999, "lr": 1e-300, "save_seconds": 0, "server_lr": 1 / 3},
+    {"optimizer": "adamw", "lr_schedule": "exponential", "warmup_rounds": 3},
     {"server_optimizer": "adam", "server_momentum": 0.9, "augment": "crop-flip", "on_bad_update": "skip", "threads": 2},
 ]
 
@@ -59,6 +63,49 @@ def test_adam_on_the_server_has_a_rate_and_momentum_of_its_own_which_the_file_sa
     said = Experiment(server_optimizer="adam", server_lr=1, server_momentum=0)
     assert (said.server_lr, said.server_momentum) == (1.0, 0.0)
     assert (again(said).server_lr, again(said).server_momentum) == (1.0, 0.0)
+
+
+def test_a_methods_server_optimiser_sets_the_fields() -> None:
+    experiment = Experiment(method="fedheal+fedyogi:eta=0.1,eps=0.01")
+    assert (experiment.server_optimizer, experiment.server_lr, experiment.server_momentum) == ("yogi", 0.1, 0.9)
+    assert (experiment.server_beta2, experiment.server_eps) == (0.99, 0.01)
+    assert again(experiment) == experiment
+    assert build_server_optimizer(experiment) == methods.get("fedheal+fedyogi:eta=0.1,eps=0.01").server
+    with pytest.raises(
+        ValueError, match=r"server_lr = 1 contradicts method 'fedavg\+fedadam', which brings server_lr = 0.01"
+    ):
+        Experiment(method="fedadam", server_lr=1)
+
+
+def test_another_method_drops_the_server_optimiser_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.toml"
+    file.write_text(Experiment(method="fedadam").to_toml())
+    assert Experiment.read(file, ["method=fedheal"]).server_optimizer == "sgd"
+    assert Experiment.read(file, ["eta=0.5"]).server_lr == 0.5
+    with pytest.raises(ValueError, match=r"server_lr = 0\.5 contradicts"):
+        Experiment.read(file, ["server_lr=0.5"])
+    file.write_text(Experiment(method="fedheal").to_toml())
+    assert Experiment.read(file, ["method=fedheal+fedyogi"]).server_optimizer == "yogi"
+    file.write_text(Experiment(method="fedheal", server_optimizer="adam").to_toml())
+    assert Experiment.read(file, ["method=fedavg"]).server_optimizer == "adam"
+
+
+def test_another_schedule_drops_the_decay_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.toml"
+    file.write_text(Experiment(lr_schedule="step", lr_decay_every=5).to_toml())
+    assert Experiment.read(file).lr_decay == 0.1
+    assert Experiment.read(file, ["lr_schedule=exponential"]).lr_decay == 0.99
+    assert Experiment.read(file, ["lr_schedule=cosine"]).lr_decay is None
+
+
+def test_fields_that_earlier_runs_lack_do_not_change_who_owns_a_checkpoint() -> None:
+    """At the values that those runs had. Otherwise they could not be resumed."""
+    experiment = Experiment(method="fedavg")
+    settings = experiment.to_dict()
+    assert settings | LATER_SETTINGS == settings
+    earlier = {key: value for key, value in settings.items() if key not in FREE | LATER_SETTINGS.keys()}
+    assert experiment.identity == hashlib.sha256(json.dumps(earlier, sort_keys=True).encode()).hexdigest()
+    assert Experiment(method="fedavg", server_eps=0.01).identity != experiment.identity
 
 
 @pytest.mark.slow
@@ -101,15 +148,21 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "steps": 2,
         "clients_per_domain": 1,
         "data_root": "x",
+        "weights": "x.safetensors",
         "image_size": 32,
-        "dirichlet": 0.5,
+        "quantity": 0.5,
+        "public": "embedded",
         "lanes": 3,
+        "lr_schedule": "step",
+        "lr_decay_every": 9,
+        "engine": "ray",
+        "ray_address": "auto",
         **dict.fromkeys(SEED_FIELDS, 1),
     }
-    text = tomllib.loads(Experiment(**said, samples_per_client=9).to_toml())
-    other = tomllib.loads(Experiment(**said, fraction=0.1).to_toml())  # instead of samples_per_client
+    text = tomllib.loads(Experiment(**said, samples_per_client=9, dirichlet=0.5).to_toml())
+    other = tomllib.loads(Experiment(**said, fraction=0.1, pathological=2).to_toml())  # instead of these
     assert text.keys() | other.keys() == Experiment.model_fields.keys()
-    assert text.keys() ^ other.keys() == {"samples_per_client", "fraction"}
+    assert text.keys() ^ other.keys() == {"samples_per_client", "fraction", "dirichlet", "pathological"}
     for word in ("tau=0.3", "beta=0.4", "variant=paper", "fphl=true", "fael=momentum"):
         assert word in text["method"]
 
@@ -238,6 +291,13 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"augment": "mixup"}, ["augment", "mixup", "crop"]),
     ({"server_optimizer": "lion"}, ["server_optimizer", "lion", "adam"]),
     ({"server_lr": 0}, ["server_lr", "0"]),
+    ({"optimizer": "lion"}, ["optimizer", "lion", "adamw"]),
+    ({"lr_schedule": "linear"}, ["lr_schedule", "linear", "cosine"]),
+    ({"lr_schedule": "step"}, ["lr_schedule", "step", "lr_decay_every"]),
+    ({"lr_decay": 0.5}, ["lr_decay", "0.5", "lr_schedule", "constant"]),
+    ({"lr_schedule": "exponential", "lr_decay_every": 5}, ["lr_decay_every", "5", "step"]),
+    ({"lr_schedule": "step", "lr_decay_every": 5, "lr_decay": 2}, ["lr_decay", "2"]),
+    ({"rounds": 5, "warmup_rounds": 5}, ["warmup_rounds", "5", "fewer"]),
     ({"server_lr": float("inf")}, ["server_lr", "inf"]),
     ({"server_momentum": 1}, ["server_momentum", "1"]),
     ({"eval_every": 0}, ["eval_every", "0"]),
@@ -341,11 +401,18 @@ def test_everything_else_changes_the_identity(field: str) -> None:
     other: dict[str, Any] = {
         "method": "fedavg", "data": "embedded", "model": "resnet18", "augment": "flip", "server_optimizer": "adam",
         "on_bad_update": "skip", "classes": "union", "fraction": 0.5, "image_size": 64, "engine": "serial", "precision": "fp32",
+        "optimizer": "adam", "lr_schedule": "cosine", "warmup_rounds": 2, "lr_decay": 0.5, "lr_decay_every": 3,
+        "evaluate": "unseen",
+        "public": "embedded",
     }  # fmt: skip
-    now = getattr(quick(), field)
+    fixed: dict[str, Any] = {"lr_decay": {"lr_schedule": "exponential"}}.get(field, {})
+    if field == "lr_decay_every":
+        fixed = {"lr_schedule": "step", "lr_decay_every": 1}
+    before = quick(**fixed)
+    now = getattr(before, field)
     by_type: dict[type, Any] = {bool: not now, float: 0.123, tuple: ("plain",), int: 11, type(None): 2}
     value = other[field] if field in other else by_type[type(now)]
-    assert quick(**{field: value}).identity != quick().identity
+    assert quick(**fixed | {field: value}).identity != before.identity
 
 
 def test_a_run_may_be_resumed_with_other_workers_and_saving(tmp_path: Path) -> None:

@@ -70,15 +70,17 @@ def test_the_first_rounds_do_not_depend_on_how_many_there_will_be() -> None:
 
 
 OPTIMISERS = [
-    {"server_lr": 0.5},
     {"server_momentum": 0.9},
     {"server_optimizer": "adam", "server_momentum": 0.9, "server_lr": 0.1},
+    {"method": "fedheal+fedyogi"},
+    {"method": "fedheal+fedadagrad"},
+    {"optimizer": "adamw", "lr_schedule": "cosine", "warmup_rounds": 1},
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", OPTIMISERS, ids=str)
-def test_the_servers_optimisers_change_the_run_and_resume_bit_for_bit(server: dict[str, Any], tmp_path: Path) -> None:
+def test_optimisers_and_schedules_change_the_run_and_resume_bit_for_bit(server: dict[str, Any], tmp_path: Path) -> None:
     keys = {"rounds": 4, "model": "tiny_data:normed"} | server
     whole = run(**keys)
     assert bits(whole.model) != bits(run(rounds=4, model="tiny_data:normed").model)

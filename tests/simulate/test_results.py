@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import fedheal
+from fedheal.data.augment import normalise_images
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.devices import describe_hardware
 from fedheal.simulate.experiment import Experiment
@@ -65,6 +67,22 @@ def test_the_result_counts_correct_examples_by_class() -> None:
         assert every == TEST[domain]
         assert 100 * correct / every == pytest.approx(accuracy)
         assert all(0 <= right <= total for right, total in counts[domain])
+
+
+def test_the_result_has_the_calibration_of_the_final_model() -> None:
+    result = run(rounds=2)
+    test = load()["dark"].test
+    with torch.no_grad():
+        p = result.model.eval()(normalise_images(test.images)).double().softmax(dim=1)
+    (confidence, predicted), rows = p.max(dim=1), torch.arange(len(test))
+    bins = np.digitize(confidence, np.linspace(0, 1, 16), right=True)
+    gaps = [abs(float(((predicted == test.labels).double() - confidence)[bins == b].sum())) for b in range(1, 16)]
+    found = result.summary["calibration"]["dark"]
+    assert found["ece"] == pytest.approx(100 * sum(gaps) / len(test), abs=1e-4)
+    assert found["nll"] == pytest.approx(float(-p[rows, test.labels].log().mean()), abs=1e-5)
+    target = torch.nn.functional.one_hot(test.labels, p.shape[1])
+    assert found["brier"] == pytest.approx(float((p - target).square().sum(dim=1).mean()), abs=1e-5)
+    assert len(json.dumps(found)) < 70  # bytes that a domain adds to result.json; rounds.jsonl does not grow
 
 
 def test_results_are_means_of_the_last_quarter_of_the_evaluated_rounds() -> None:

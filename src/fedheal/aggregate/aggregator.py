@@ -162,7 +162,7 @@ class Aggregator:
         """Return model, weights, unnormalised weights, state and report. Raise `NonFinite` if a row is not finite."""
         if len(rows) == 0:
             return _copy_model(model), np.zeros(0), np.zeros(0), state, {}
-        kernel = kernels.choose_kernel(self.kernel, updates.deltas)
+        kernel = kernels.choose_kernel(self.kernel, updates.no_rows)
         draft = Draft(sizes=state.sizes, model=model, updates=updates, rows=rows, kernel=kernel, donate=donate)
         draft, after = self.stage.run(draft, state.stage)
         state = replace(state, stage=after)
@@ -209,8 +209,8 @@ def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     for name in ("params", "buffers"):
         if not reduce.is_finite(getattr(packed, name)):
             raise ValueError(f"the global model's {name} already hold NaN or infinity: start from a finite one")
-    if updates.clients and packed.params.device != updates.deltas.device:  # the device of no updates says nothing
-        raise ValueError(f"the model is on {packed.params.device}, the updates are on {updates.deltas.device}")
+    if updates.clients and packed.params.device != updates.no_rows.device:  # the device of no updates says nothing
+        raise ValueError(f"the model is on {packed.params.device}, the updates are on {updates.no_rows.device}")
     return packed
 
 

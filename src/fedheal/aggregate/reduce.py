@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.kernels import reference
+from fedheal.aggregate.kernels import cpu, reference
 from fedheal.core.arrays import Floats
 from fedheal.core.layout import Packed
 
@@ -53,15 +53,16 @@ def is_finite(vector: Tensor) -> bool:
 
 
 def _average_params(draft: Draft, weights: Floats) -> tuple[Tensor, dict[str, Any]]:
-    deltas, rows, before = draft.updates.deltas, draft.rows, draft.model.params
-    unkept = 0
-    if draft.step is None and draft.scale == 1:
-        params, unkept = draft.kernel.average(before, deltas, rows, weights, draft.mask)
+    updates, rows, before = draft.updates, draft.rows, draft.model.params
+    step, unkept = draft.step, 0
+    if step is None and draft.scale == 1:
+        if draft.mask is None and draft.kernel is cpu and (mean := updates.average_rows(rows, weights)) is not None:
+            return mean, {}
+        params, unkept = draft.kernel.average(before, updates.deltas, rows, weights, draft.mask)
     else:
-        step = draft.step
         if step is None:  # the mean update by itself, so that it is rounded only after it is scaled
             origin = torch.zeros_like(before, dtype=torch.float64)
-            step, unkept = draft.kernel.average(origin, deltas, rows, weights, draft.mask)
+            step, unkept = draft.kernel.average(origin, updates.deltas, rows, weights, draft.mask)
         params = (before.to(torch.float64) + draft.scale * step.to(before.device)).to(before.dtype)
     return params, {} if draft.mask is None else {"unkept": unkept / max(draft.sizes.params, 1)}
 

@@ -88,10 +88,10 @@ def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> d
 
 def _find_common_reason(updates: Updates, sizes: Sizes) -> str | None:
     """Return a reason that holds for all rows, since they are one matrix."""
-    if updates.deltas.dtype not in FLOATS:
-        return f"its update must be float32, float64, bfloat16 or float16, got {updates.deltas.dtype}"
-    if updates.deltas.shape[1] != sizes.params:
-        return f"its update has length {updates.deltas.shape[1]}; the model has {sizes.params} parameters"
+    if (dtype := updates.no_rows.dtype) not in FLOATS:
+        return f"its update must be float32, float64, bfloat16 or float16, got {dtype}"
+    if (length := updates.no_rows.shape[1]) != sizes.params:
+        return f"its update has length {length}; the model has {sizes.params} parameters"
     if updates.buffers is not None and not updates.buffers.is_floating_point():
         return f"its buffers are {updates.buffers.dtype}, not floating point"
     if updates.counters is not None and (updates.counters.is_floating_point() or updates.counters.is_complex()):

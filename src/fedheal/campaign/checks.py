@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fedheal import models
 from fedheal.campaign import placement
 from fedheal.campaign.jobs import Job
 from fedheal.data import SPECS, find_loader
@@ -54,7 +55,7 @@ def _check_start(experiment: Experiment, features: bool) -> None:
     try:
         module = build_module(experiment, classes or CLASSES)
     except Exception:  # a user's own model may need the data's number of classes or shape: its run will report it
-        if any(mark in experiment.model for mark in ":@"):
+        if "@" in experiment.model or models.is_import_path(experiment.model):
             return
         raise
     check_features(experiment, module)

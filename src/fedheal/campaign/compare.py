@@ -6,6 +6,8 @@ initial model or the batches have several seeds each, in all combinations, for v
 Bounds, which show how far fairness could go, count as methods: `standalone` trains a model per client, on that client's data
 only; `centralised` trains one model on all clients' data; `leave-one-domain-out` runs FedAvg without one domain's clients, for
 each domain. A bound is a group of ordinary runs; `report.rows` combines them.
+
+With `evaluate=unseen` every method is run once for each domain, without its clients, and evaluated on that domain.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fedheal.core.errors import suggest
 from fedheal.core.rng import SOURCES
 from fedheal.data.domains import Domains
 from fedheal.methods import get, parse
-from fedheal.report.rows import BOUNDS
+from fedheal.report.rows import BOUNDS, UNSEEN
 from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import Experiment
 
@@ -58,7 +60,7 @@ def plan(
                 f"{field}={values[field]} cannot be set in a comparison, which sets {field} itself{remedy}"
             )
     _check_parameters(methods, values)
-    domains = _load_bound_domains(methods, values)
+    domains = _load_planned_domains(methods, values)
     jobs = []
     for own in fields:
         for method in methods:
@@ -88,9 +90,15 @@ def _add_parameter(name: str, key: str, value: Any) -> str:
     return "+".join(part.format_explicit() for part in parts)
 
 
-def _load_bound_domains(methods: Sequence[str], values: Mapping[str, Any]) -> Domains | None:
-    """Return the data that bounds are planned from, or None if no method is a bound. Raise ValueError on conflicting fields."""
-    if not set(methods) & set(BOUNDS):
+def _load_planned_domains(methods: Sequence[str], values: Mapping[str, Any]) -> Domains | None:
+    """Return the data that bounds and unseen domains are planned from, None without such. Raise ValueError on conflicts."""
+    bounds = [method for method in methods if method in BOUNDS]
+    if values.get("evaluate") == UNSEEN:
+        if bounds:
+            advice = "leave it out; fedavg has the numbers of leave-one-domain-out"
+            raise ValueError(f"'{bounds[0]}' cannot be compared with evaluate=unseen: {advice}")
+        return load_domains(Experiment.of(dict(values) | {"method": "fedavg"}))
+    if not bounds:
         return None
     for field in ("only", "without", "pool"):
         if field in values:
@@ -102,7 +110,7 @@ def _plan_method(method: str, values: dict[str, Any], domains: Domains | None) -
     """Return the experiment of a method, or those that make up a bound, for one seed."""
     if method not in BOUNDS:
         try:
-            return [Experiment.of(values | {"method": method})]
+            return expand_unseen(values | {"method": method}, domains)
         except ValueError as error:
             raise ValueError(f"{error}{suggest(method, list(BOUNDS))}") from None
     assert domains is not None
@@ -116,6 +124,19 @@ def _plan_method(method: str, values: dict[str, Any], domains: Domains | None) -
         clients = [client.id for client in partition_clients(Experiment.of(values), domains)]
         changes = [{"only": [client], "name": f"standalone-{client}{suffix}"} for client in clients]
     return [Experiment.of(values | change) for change in changes]
+
+
+def expand_unseen(values: Mapping[str, Any], domains: Domains | None = None) -> list[Experiment]:
+    """Return the experiment of these fields or, with `evaluate=unseen`, one for each domain, which leaves that domain out.
+
+    `domains` are the experiment's data, if they are loaded already.
+    """
+    experiment = Experiment.of(values)
+    if experiment.evaluate != UNSEEN or experiment.without:
+        return [experiment]
+    names = [domain.name for domain in (domains or load_domains(experiment)).domains]
+    name = experiment.folder_name
+    return [Experiment.of(dict(values) | {"without": [d], "name": f"{name}-unseen-{d}"}) for d in names]
 
 
 def choose_seeds(

@@ -38,7 +38,7 @@ def is_small_run(experiment: Experiment) -> bool:
 @functools.lru_cache(maxsize=32)
 def _count_parameters(model: str, width: int | None) -> int:
     with torch.random.fork_rng(devices=[]):
-        module = models.build(model, CLASSES, **({} if width is None else {"width": width}))
+        module = models.build(model, CLASSES, None, **({} if width is None else {"width": width}))
     return sum(parameter.numel() for parameter in module.parameters())
 
 

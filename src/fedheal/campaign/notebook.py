@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fedheal.campaign.compare import choose_seeds, name_design, plan
+from fedheal.campaign.compare import choose_seeds, expand_unseen, name_design, plan
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.pool import run_all
 from fedheal.core.arrays import make_frame
@@ -22,7 +22,7 @@ from fedheal.report.rows import NO_RUNS, Row, build_rows, find_results, load_sum
 from fedheal.report.tables import flatten_rows
 from fedheal.report.text_report import format_report
 from fedheal.runs.folder import check_folder, make_folder, write_text
-from fedheal.simulate.experiment import Experiment, format_value, make_folder_name
+from fedheal.simulate.experiment import format_value, make_folder_name
 from fedheal.simulate.objects import wrap_objects
 
 
@@ -83,7 +83,7 @@ def compare(
         reference: The method that the others are compared with; FedAvg or the first by default.
         vary: Instead of `seeds`, those of the split, the initial model or the batches, such as `{"split": 10, "init": 3}` or
             "split=10,init=3". All combinations are run, and the report has their variance components.
-        **fields: Fields that all experiments share, such as `rounds=10` or `model=my_module`.
+        **fields: Fields that all experiments share, such as `rounds=10`, `model=my_module` or `evaluate="unseen"`.
 
     Returns:
         The report.
@@ -109,7 +109,7 @@ def compare(
     names = [method for method in methods if not isinstance(method, Method)]
     planned = plan(names, numbers, values, folder) if names or not own else []
     for method in own:
-        experiments = [Experiment.of(values | {"method": method, **own_seeds}) for own_seeds in numbers]
+        experiments = [e for own_seeds in numbers for e in expand_unseen(values | {"method": method, **own_seeds})]
         planned += [Job(experiment, folder / experiment.folder_name) for experiment in experiments]
     if len({job.folder for job in planned}) < len(planned):
         raise ValueError("two of the methods have the same name: give each Method a name of its own")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -24,6 +25,9 @@ from fedheal.core.checks import check_main_guard
 from fedheal.engine.workers import end_with_parent, explain_broken_pool
 from fedheal.simulate.interrupts import stop_on_terminate
 
+GRACE_SECONDS = 60.0  # for processes whose neighbour was killed
+POLL_SECONDS = 0.02
+
 
 def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> Iterator[Job]:
     """Check that all unfinished jobs can start, then run them; return an iterator over the jobs as they finish.
@@ -33,8 +37,8 @@ def run_all(jobs: Sequence[Job], processes: int = 1, ray: str | None = None) -> 
     """
     unfinished = [job for job in jobs if not job.is_finished]
     check_trackers(unfinished)
+    describe_schedule(unfinished, processes, ray)  # raises if they cannot be run so
     if ray is None:  # a cluster has devices of its own
-        describe_schedule(unfinished, processes)  # raises if a device cannot be used
         check_jobs(unfinished)
     folders = {job.folder for job in unfinished}
     return _run_unfinished([job for job in jobs if job.folder not in folders], unfinished, processes, ray)
@@ -49,10 +53,15 @@ def _run_unfinished(
 
 
 def describe_schedule(jobs: Sequence[Job], processes: int, ray: str | None = None) -> str:
-    """Say how `run_all` will run these jobs. Raise ValueError if a device cannot be used here."""
+    """Say how `run_all` will run these jobs. Raise ValueError if they cannot be run so."""
     unfinished = [job for job in jobs if not job.is_finished]
     if not unfinished:
         return "all of them finished"
+    several = processes != 1 and len(unfinished) > 1
+    if (several or ray is not None) and any(job.experiment.engine == "ray" for job in unfinished):
+        raise ValueError(
+            "engine = 'ray' gives one run the whole cluster: use --jobs 1, or give --ray instead, which sends whole runs there"
+        )
     if ray is not None:
         return "as tasks of a Ray cluster"
     groups = [[job.experiment for job in group] for group in _group_by_device(unfinished)]
@@ -102,21 +111,41 @@ def _run_in_pools(jobs: Sequence[Job], places: Sequence[DeviceSlots]) -> Iterato
                     future.result()
                 yield job
     except BaseException:
-        # Waiting jobs must not start; running ones save their state when terminated.
-        workers = [process for pool in pools.values() for process in (pool._processes or {}).values()]
-        for pool in pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
-        for process in workers:
-            process.terminate()
+        close_pools(list(pools.values()), terminate=True)
         raise
-    finally:
-        for pool in pools.values():
-            pool.shutdown(wait=True, cancel_futures=True)
+    close_pools(list(pools.values()))
+
+
+def close_pools(pools: Sequence[ProcessPoolExecutor], terminate: bool = False) -> None:
+    """End the processes of pools. Waiting jobs do not start; running ones save their state if they are terminated.
+
+    A process that was killed may hold the lock of its pool's queue, for which the others would wait for ever: they are killed
+    if they do not end within `GRACE_SECONDS` of its death.
+    """
+    workers = [process for pool in pools for process in (getattr(pool, "_processes", None) or {}).values()]
+    for pool in pools:
+        pool.shutdown(wait=False, cancel_futures=True)
+    for process in workers if terminate else []:
+        process.terminate()
+    deadline = None
+    while any(process.exitcode is None for process in workers):
+        if deadline is None and any(process.exitcode for process in workers):
+            deadline = time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            for process in workers:
+                process.kill()
+        time.sleep(POLL_SECONDS)
+    for pool in pools:
+        pool.shutdown(wait=True)
 
 
 def _start_pool(place: DeviceSlots) -> ProcessPoolExecutor:
     visible = None if place.gpu is None else placement.visible_device(place.gpu, os.environ.get(VISIBLE_DEVICES))
-    return ProcessPoolExecutor(place.slots, get_context("spawn"), _prepare_worker, (visible,))
+    try:
+        return ProcessPoolExecutor(place.slots, get_context("spawn"), _prepare_worker, (visible,))
+    except OSError as error:  # semaphores are files in /dev/shm
+        remedy = "make room in /dev/shm or make it writable, or use jobs=1"
+        raise ValueError(f"jobs = {place.slots}: processes need semaphores ({error.strerror}): {remedy}") from error
 
 
 @contextmanager

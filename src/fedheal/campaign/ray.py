@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,26 +10,16 @@ from typing import Any, cast
 from fedheal.campaign.gpu_estimate import is_small_run
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.placement import MAX_RUNS_PER_GPU
+from fedheal.engine.ray_cluster import connect_to_cluster
 from fedheal.runs.folder import write_bytes
 from fedheal.simulate.experiment import Experiment
 
 
 def run_on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:
     """Run the jobs on the cluster at this address, and yield each job when its folder is written."""
-    try:
-        import ray
-    except ImportError:
-        raise ValueError("Ray is not installed: pip install 'fedheal[ray]'") from None
-    connect = not ray.is_initialized()
-    if connect:
-        _check_reachable(address)
-        try:
-            ray.init(address=address, log_to_driver=False)
-        except (ConnectionError, ValueError) as error:
-            raise ValueError(f"no Ray cluster answers at {address!r}: {error}") from None
-    try:
+    with connect_to_cluster(address) as ray:
         remote, tasks = ray.remote(max_retries=3)(_run_on_cluster), {}
-        has_gpus = ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         for job in jobs:
             resources = _choose_resources(job.experiment, has_gpus)
             tasks[remote.options(**resources).remote(job.experiment.to_dict(), job.track)] = job
@@ -39,22 +28,6 @@ def run_on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:
             (task,), waiting = ray.wait(waiting, num_returns=1)
             _write_folder(_get_files(task), tasks[task].folder)
             yield tasks[task]
-    finally:
-        if connect:
-            ray.shutdown()
-
-
-def _check_reachable(address: str) -> None:
-    """Raise ValueError if nothing listens at HOST:PORT. Ray itself would wait for minutes."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
-        return  # 'auto', 'local' or a URL: left to Ray
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
-        raise ValueError(
-            f"no Ray cluster answers at {address!r} ({error.strerror or error}): start one, or use --ray local"
-        ) from None
 
 
 def _choose_resources(experiment: Experiment, has_gpus: bool) -> dict[str, float]:

@@ -28,6 +28,7 @@ from fedheal.version import __version__
 
 if TYPE_CHECKING:
     from fedheal.campaign.jobs import Job
+    from fedheal.simulate.experiment import Experiment
 
 
 class DataGroup(TyperGroup):
@@ -66,6 +67,10 @@ VARY_HELP = "Instead of --seeds, those of split, init and batch, crossed for var
 Seeds = Annotated[str, typer.Option(help=SEEDS_HELP)]
 Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]
 Ray = Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: auto, local or HOST:PORT.")]
+OneRunOnRay = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Train the clients on a Ray cluster: auto, local or HOST:PORT.")
+]
+Workers = Annotated[int | None, typer.Option(help="Processes that train clients; the same as workers=N.")]
 RunFolder = Annotated[Path | None, typer.Option(help="The run folder; default: runs/<name>.")]
 RunsFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/<command>-...")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume a stopped run; --resume --out FOLDER is enough.")]
@@ -118,6 +123,8 @@ def run_command(
     out: RunFolder = None,
     resume: Resume = False,
     track: Track = None,
+    ray: OneRunOnRay = None,
+    workers: Workers = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -125,6 +132,7 @@ def run_command(
 
     Fields: method, data, model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (docs/reference.md has all
     of them). The method's own parameters, such as tau and beta, are set the same way; fedheal methods NAME lists them.
+    evaluate=unseen makes one run for each domain, which leaves it out of training, and shows the accuracy there.
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
@@ -140,14 +148,20 @@ def run_command(
     from fedheal.simulate.runner import run
 
     overrides = [word for word in words or () if word not in files]
+    overrides += [f"{key}={value}" for key, value in (("ray_address", ray), ("workers", workers)) if value is not None]
     if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
         files = [str(out / "experiment.toml")]
         if not (out / "experiment.toml").exists():
             raise ValueError(
                 f"{out} holds no run to resume: there is no experiment.toml; leave out --resume to start one"
             )
+    if ray is not None and "engine=ray" not in overrides:
+        overrides.append("engine=ray")
     experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.run_name
+    if experiment.evaluate == "unseen" and not experiment.without:
+        _run_unseen(experiment, folder, track, quiet, as_json)
+        return
     console = Console(quiet=quiet or as_json)
     callbacks: list[Callback] = [Progress(console)]
     if track is not None:
@@ -216,7 +230,8 @@ def compare(
     """Compare methods over seeds, paired, and show a table and what may be concluded from it.
 
     Finished runs are not run again and stopped ones are resumed, so the command may be repeated. A word with = and no earlier :
-    is a field. Bounds may be compared with methods: standalone, centralised, leave-one-domain-out.
+    is a field. Bounds may be compared with methods: standalone, centralised, leave-one-domain-out. evaluate=unseen evaluates
+    each domain with a model that was trained without it.
 
     Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 8 rounds=10
     """
@@ -282,7 +297,8 @@ def sweep_command(
     from fedheal.campaign import sweep
     from fedheal.campaign.compare import parse_seeds
     from fedheal.cli import display
-    from fedheal.runs.folder import check_folder, write_text
+    from fedheal.core.atomic_files import write_if_changed
+    from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import make_folder_name
 
     space, fixed = sweep.parse_space(words)
@@ -302,7 +318,7 @@ def sweep_command(
         "trials": [{"point": trial.point, "validation": trial.validation} for trial in found],
         "next_command": wanted.format_next_command(best),
     }
-    write_text(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
+    write_if_changed(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     elif not quiet:
@@ -447,6 +463,25 @@ def methods(
         return
     display.show_parts()
     typer.echo("fedheal methods NAME explains the parameters and where their defaults come from.")
+
+
+def _run_unseen(experiment: Experiment, folder: Path, track: str | None, quiet: bool, as_json: bool) -> None:
+    """Run an experiment once without each domain, into folders of this one, and show the accuracy on unseen domains."""
+    from fedheal.campaign.compare import expand_unseen
+    from fedheal.campaign.jobs import Job
+    from fedheal.cli import display
+    from fedheal.report import rows, tables
+    from fedheal.report.text_report import format_report
+    from fedheal.runs.folder import check_folder
+
+    parts = expand_unseen(experiment.to_dict())
+    planned = [Job(part, check_folder(folder) / part.folder_name, track) for part in parts]
+    _run_jobs(planned, quiet or as_json, _count_runs(planned, folder), jobs=1)
+    runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
+    if as_json:
+        typer.echo(json.dumps({"rows": tables.flatten_rows(runs)}, indent=2))
+    elif not quiet:
+        typer.echo(format_report(runs, "text", width=display.find_width()))
 
 
 def _run_jobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from fedheal.data.download import download_domain
 from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
 from fedheal.data.specs import DatasetSpec
 from fedheal.data.splits import choose_classes, note_class_differences
-from fedheal.runs.folder import make_folder
+from fedheal.runs.folder import make_folder, write_text
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
 from fedheal.simulate.experiment import Experiment, parse_overrides
 
@@ -46,7 +47,7 @@ def list_command() -> None:
     rows.append(["folder:PATH", "your own: <domain>/<class>/... or <domain>/{train,test}/<class>/... in a folder", ""])
     rows.append(["package.module:function", "your own: a function that returns fedheal.data.domains.Domains", ""])
     make_console().print(_make_table(["data", "what it is", "protocol"], rows))
-    typer.echo(f"Models: {', '.join(models.MODELS)}, or package.module:factory")
+    typer.echo(f"Models: {', '.join(models.MODELS)}, timm:NAME, torchvision:NAME, or package.module:factory")
 
 
 @data_app.command("check")
@@ -117,8 +118,9 @@ def show_command(
     rows = [[c.id, c.domain, str(n.sum()), *map(str, n)] for c, n in zip(partition, counts, strict=True)]
     _print_clients(rows, domains.classes)
     path = out / f"{_make_file_name(data, 'clients')}.csv"
-    with path.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([["client", "domain", "samples", *domains.classes], *rows])
+    table = io.StringIO(newline="")
+    csv.writer(table).writerows([["client", "domain", "samples", *domains.classes], *rows])
+    write_text(path, table.getvalue())
     preview.plot_clients(domains, partition).savefig(path.with_suffix(".png"), dpi=150)
     typer.echo(f"{path}\n{path.with_suffix('.png')}")
 

@@ -6,7 +6,7 @@ import inspect
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -181,13 +181,21 @@ def show_diagnosis(folders: Sequence[Path], by: str | None, figures: Path | None
 def show_parts() -> None:
     """Print the parts that methods are made of."""
     body = []
-    for kind, parts in (("local", method_table.LOCAL), ("stage", STAGES), ("whole", method_table.WHOLE)):
+    kinds: dict[str, Mapping[str, Callable[..., Any]]] = {
+        "local": method_table.LOCAL,
+        "stage": STAGES,
+        "whole": method_table.WHOLE,
+        "server": method_table.SERVERS,
+    }
+    for kind, parts in kinds.items():
         for name, part in parts.items():
             keys = ", ".join(f"{key}={format_value(p.default)}" for key, p in get_parameters(part).items())
             body.append([f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys])
     body += [[f"{bound} (bound)", about, ""] for bound, about in rows.BOUNDS.items()]
-    body.append(["package.module:function", "your own function that returns a Stage, a Term or an Aggregator", ""])
-    title = "<local>[:key=value,...]{+<stage>[:key=value,...]}"
+    body.append(
+        ["package.module:function", "your own function that returns a Stage, a Term, a Server or an Aggregator", ""]
+    )
+    title = "<local>[:key=value,...]{+<stage>[:...]}[+<server>[:...]]"
     print_table(["part", "what it does", "parameters"], body, title, prose=True)
 
 

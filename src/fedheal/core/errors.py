@@ -2,7 +2,7 @@
 
 import difflib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +132,9 @@ def suggest(word: str, known: list[str]) -> str:
     """
     close = difflib.get_close_matches(word, known, 1, 0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def shorten_list(items: Sequence[str], separator: str, limit: int = 3) -> str:
+    """Join the first items, and say how many more there are."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + more

@@ -9,9 +9,10 @@ donated state takes them with it.
 
 from __future__ import annotations
 
+import errno
+import os
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import repeat
@@ -27,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fedheal.core.atomic_files import write_bytes
 from fedheal.core.checks import check_type
 from fedheal.core.layout import Packed
 from fedheal.core.nested_text import parse_json
@@ -74,18 +76,13 @@ class State:
             OSError: The file cannot be written.
         """
         check_type("path", path, str | PathLike, PATH_REMEDY)
+        if Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         arrays, described = self.to_arrays()
         # safetensors refuses tensors that share memory: each gets its own.
         copies = {name: array.detach().cpu().contiguous().clone() for name, array in arrays.items()}
-        temporary = Path(f"{path}.tmp")
-        try:
-            checksum = str(compute_checksum(copies, described))
-            temporary.write_bytes(save(copies, {METADATA: dumps(described), CHECKSUM: checksum}))
-            temporary.replace(path)
-        except OSError as error:
-            with suppress(OSError):  # the folder may be missing
-                temporary.unlink(missing_ok=True)
-            raise OSError(error.errno, error.strerror, str(path)) from None
+        checksum = str(compute_checksum(copies, described))
+        write_bytes(Path(path), save(copies, {METADATA: dumps(described), CHECKSUM: checksum}))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

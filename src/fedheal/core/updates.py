@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedheal.core.arrays import Array, as_tensor
+from fedheal.core.arrays import Array, Floats, Integers, as_tensor
 from fedheal.core.checks import check_type
 from fedheal.core.errors import add_article
 from fedheal.core.layout import ALIGNED, Layout, Packed
@@ -99,6 +99,23 @@ class Updates:
             refused=dict(refused or {}),
             domains=None if domains is None else tuple(domains),
         )
+
+    @property
+    def no_rows(self) -> Tensor:
+        """An empty matrix of the length, dtype and device of the updates; to read it does not need the updates themselves."""
+        return self.deltas[:0]
+
+    def average_rows(self, rows: Integers, weights: Floats) -> Tensor | None:
+        """Return the model moved by the mean of these rows, if that is known without the matrix; here it is not.
+
+        Args:
+            rows: The rows that count, in the order of their sum.
+            weights: Their weights, not all 0.
+
+        Returns:
+            The new parameters, or None: take the mean of `deltas` then.
+        """
+        return None
 
     @staticmethod
     def from_modules(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedheal.core.pixels import get_pixel_scale
+
 PAD = 4
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which the paper uses throughout
 AUGMENTATIONS = ("none", "crop", "flip", "crop-flip")
 
 
@@ -19,17 +19,11 @@ def normalise_images(images: Tensor) -> Tensor:
     is_channels_last = scaled.is_contiguous(memory_format=torch.channels_last) and not scaled.is_contiguous()
     if images.device.type == "cpu" and is_channels_last:
         # Whole rows of pixels are several times faster than an innermost loop over three channels.
-        mean, std = (scale.flatten().repeat(images.shape[3]) for scale in _make_scale(images.device))
+        mean, std = (scale.flatten().repeat(images.shape[3]) for scale in get_pixel_scale(images.device))
         scaled.permute(0, 2, 3, 1).flatten(2).sub_(mean).div_(std)
         return scaled
-    mean, std = _make_scale(images.device)
+    mean, std = get_pixel_scale(images.device)
     return scaled.sub_(mean).div_(std)
-
-
-@cache
-def _make_scale(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation on a device. Cached, since a copy from the CPU for every batch would stall a GPU."""
-    return tuple(torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))  # type: ignore[return-value]
 
 
 class Choices(NamedTuple):

@@ -26,6 +26,7 @@ import PIL
 import torch
 from pydantic import BaseModel
 
+from fedheal.core.atomic_files import sync_path
 from fedheal.data.domains import Domain, Domains, Excerpt, Split, fingerprint
 from fedheal.data.readers import images
 from fedheal.data.splits import Labels, RawDomain, RawSplit, explain_empty_split
@@ -203,6 +204,8 @@ def _create_atomically(folder: Path) -> Iterator[Path]:
         ) from error
     try:
         yield temporary
+        for path in (*temporary.iterdir(), temporary):  # a power failure must not leave the name without the images
+            sync_path(path)
         try:
             temporary.rename(folder)
         except OSError:

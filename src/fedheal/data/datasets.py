@@ -10,13 +10,26 @@ from typing import Any
 from fedheal.core.errors import format_error, suggest
 from fedheal.core.import_path import import_function
 from fedheal.data.catalogue.digits import DIGITS, DIGITS_FIVE
-from fedheal.data.catalogue.image_folders import DOMAINNET, OFFICE_CALTECH, OFFICE_HOME, PACS
+from fedheal.data.catalogue.image_folders import (
+    DOMAINNET,
+    DOMAINNET_10,
+    OFFICE_CALTECH,
+    OFFICE_HOME,
+    PACS,
+    TERRA_INCOGNITA,
+    VLCS,
+)
 from fedheal.data.domains import Domains, check_domains
 from fedheal.data.embedded.dataset import load_embedded
 from fedheal.data.on_disk import FOLDER_PREFIX, DataRequest, load_opened, make_folder_spec, open_dataset
 from fedheal.data.specs import DatasetSpec
 
-SPECS = {spec.name: spec for spec in (DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, DOMAINNET)}
+SPECS = {
+    spec.name: spec
+    for spec in (
+        DIGITS, OFFICE_CALTECH, DIGITS_FIVE, PACS, OFFICE_HOME, VLCS, DOMAINNET, DOMAINNET_10, TERRA_INCOGNITA,
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from fedheal.core.atomic_files import write_text
 from fedheal.data.specs import DomainSpec, HubDataset, WebFile
 
 CHUNK = 1 << 20
@@ -65,7 +66,7 @@ def download_from_web(file: WebFile, folder: Path, progress: Progress) -> Downlo
         actual = _verify(part, expected, file.url)
         os.replace(part, path)
     if not expected:
-        record.write_text(f"{actual}  {name}\n", encoding="utf-8")
+        write_text(record, f"{actual}  {name}\n")
     return DownloadedFile(path, actual, bool(file.sha256))
 
 

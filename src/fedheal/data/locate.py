@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fedheal.core.errors import shorten_list
 from fedheal.data.readers.images import SUFFIXES, measure_depth
 from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainFiles, DomainSpec
-from fedheal.data.splits import EncodedImages, RawSplit, explain_empty_split, shorten_list
+from fedheal.data.splits import EncodedImages, RawSplit, align_labels, explain_empty_split
 
 VARIABLE = "FEDHEAL_DATA"
 DEPTH_SAMPLE = 20  # images that are opened to see whether they use their 16 bits
@@ -78,25 +79,28 @@ def explain_missing(location: DomainLocation, root: Path) -> str:
         reason = f"{folder}/ should contain {expected}"
         if any(path.suffix.lower() in SUFFIXES for path in folder.glob("*")):
             reason += " (it has images, but no folders of classes)"
+        places = [root / name / part for name in domain.folders for part in (".", "partitions") if name != "."]
+        if pickle := next((path for place in places for path in sorted(place.glob("*.pkl"))), None):
+            reason += f" ({pickle} is a pickle, which can run code and is never read)"
     source = f"; it is available from {domain.available_from}" if domain.available_from else ""
     return f"{domain.name}: {reason}{source}"
 
 
 def inspect_domains(spec: DatasetSpec, root: Path) -> list[DomainStatus]:
     """Read every domain, except for image files, which only `fedheal data prepare` decodes."""
-    return [_inspect_domain(location, root) for location in locate_domains(spec, root)]
+    return [_inspect_domain(location, root, spec.classes) for location in locate_domains(spec, root)]
 
 
-def _inspect_domain(location: DomainLocation, root: Path) -> DomainStatus:
+def _inspect_domain(location: DomainLocation, root: Path, classes: tuple[str, ...]) -> DomainStatus:
     files, spec = location.files, location.spec
     if files is None:
         return DomainStatus(spec.name, "missing", detail=explain_missing(location, root).partition(": ")[2])
     try:
-        raw = files.read()
+        raw = align_labels(files.read(), classes) if classes else files.read()
     except ValueError as error:
         return DomainStatus(files.name, "damaged", files.layout, str(files.folder), detail=str(error))
     state, detail = "found", ""
-    if len(raw.train) < spec.train or len(raw.test) < spec.test:
+    if spec.is_incomplete(len(raw.train), len(raw.test)):
         state, detail = "incomplete", f"the full data set has {spec.train:,} training and {spec.test:,} test images"
     if files.layout == IMAGE_FOLDERS and not any(path.parent.name in raw.classes for path in files.files):
         names = shorten_list(raw.classes, ", ")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedheal.core.errors import format_count
+from fedheal.core.errors import format_count, shorten_list
 from fedheal.data import archive
 from fedheal.data.cache import CacheInputs, PreparedData, prepare_data
 from fedheal.data.domains import Domain, Domains, Excerpt, fingerprint
@@ -19,7 +19,7 @@ from fedheal.data.locate import DomainLocation, explain_missing, locate_domains,
 from fedheal.data.partition import Client
 from fedheal.data.readers.folders import list_subfolders
 from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainSpec, FolderLayout
-from fedheal.data.splits import RawDomain, align_labels, choose_classes, note_class_differences, shorten_list
+from fedheal.data.splits import RawDomain, align_labels, choose_classes, note_class_differences
 from fedheal.runs.folder import make_folder
 
 FOLDER_PREFIX = "folder:"
@@ -76,7 +76,7 @@ def make_folder_spec(name: str) -> DatasetSpec:
     if not domains:
         raise ValueError(f"data = {name!r}: {path} has no subfolders; it must contain <domain>/<class>/...")
     specs = tuple(DomainSpec(n, train=0, test=0, folders=(n,), layouts=(FolderLayout(),), home="") for n in domains)
-    return DatasetSpec(FOLDER_NAME, "your own image folders", specs, size=32, clients=5, fraction=0.0)
+    return DatasetSpec(FOLDER_NAME, "your own image folders", specs, size=32, clients=5)
 
 
 def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
@@ -145,7 +145,7 @@ def build_domains(dataset: OnDiskDataset, prepared: PreparedData) -> Domains:
         classes=manifest.classes,
         domains=domains,
         clients_per_domain=(spec.clients,) * len(domains),
-        samples_per_client=tuple(multiply_fraction(spec.fraction, d.nominal) for d in domains),
+        samples_per_client=tuple(spec.samples or multiply_fraction(spec.fraction, d.nominal) for d in domains),
         identity=identity,
         notes=tuple(notes),
     )
@@ -225,7 +225,7 @@ def _note_locations(locations: Sequence[DomainLocation], prepared: PreparedData)
         domain = cached[name]
         if location.is_stand_in:
             notes.append(f"{name} stands in for {spec.name}: its results are not results on {spec.name}")
-        if spec.train and (domain.train < spec.train or domain.test < spec.test):
+        if spec.is_incomplete(domain.train, domain.test):
             train, test = f"{domain.train:,} of {spec.train:,}", f"{domain.test:,} of {spec.test:,}"
             notes.append(f"{name}: {train} training and {test} test images on disk")
         if domain.unreadable:

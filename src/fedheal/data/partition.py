@@ -2,14 +2,20 @@
 
 A domain's training split is shuffled by the seed and the domain's name, and cut into consecutive pieces: clients of a domain
 never share a sample, other domains and the number of rounds do not matter, and a client keeps its samples when clients are
-added after it. Two other ways choose from the same shuffled order, and keep every client's number of samples:
+added after it. Other ways choose from the same shuffled order:
 
 - Dirichlet: client by client, class shares p ~ Dir(alpha, ..., alpha) decide how many samples of each class it takes from what
   is left of the domain (Hsu et al. 2019). Where a class runs out the client takes more of its other classes.
+- Pathological: each client holds samples of so many classes and no others (McMahan et al. 2017; Li et al. 2022, "#C = k").
+  Clients take their classes in turn from a shuffled order, so that all classes are held by nearly the same number of
+  clients. A class is divided equally among its clients. One whose classes have too few samples holds fewer than others.
 - Class filling, as in the code released with the paper for Office-Caltech: for every class that a client does not hold, a
   random sample of it from the whole training split replaces a random one of a class that the client holds at least twice.
   Clients may then share samples; what was replaced goes back to the others. Held-out samples are those of the plain
   partition: nothing replaces them, and nobody trains with them.
+
+Quantity skew changes how many samples each client of a domain holds, with any of these but class filling: their shares of the
+domain's samples are drawn from Dir(alpha, ..., alpha) (Li et al. 2022), and every client holds at least ten.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from fedheal.core.rng import derive
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+MIN_SAMPLES = 10  # of a client under quantity skew, as in Li et al. 2022
 
 
 @dataclass(frozen=True)
@@ -40,14 +47,29 @@ class Client:
     held_out: int = 0  # of these, the last so many are for validation
 
 
+@dataclass(frozen=True)
+class Skew:
+    """How the clients of a domain differ in labels and size; by default not at all, but for chance."""
+
+    dirichlet: float | None = None  # label skew: the smaller, the stronger
+    pathological: int | None = None  # classes per client
+    quantity: float | None = None  # skew of the clients' sizes: the smaller, the stronger
+    class_filling: bool = False
+
+    def __post_init__(self) -> None:
+        chosen = {key: value for key, value in vars(self).items() if value}
+        if len(chosen) > 1 and (self.class_filling or (self.dirichlet and self.pathological)):
+            both = " and ".join(f"{key} = {value}" for key, value in chosen.items())
+            raise ValueError(f"{both} exclude each other: give one of them")
+
+
 def partition_samples(
     sizes: Mapping[str, int],  # training samples of each domain
     clients: Mapping[str, int],  # of each domain
     samples: Mapping[str, int],  # per client of each domain
     seed: int,
-    labels: Mapping[str, torch.Tensor] | None = None,  # of the training samples, for `dirichlet` and `class_filling`
-    dirichlet: float | None = None,  # the smaller, the more skewed
-    class_filling: bool = False,
+    labels: Mapping[str, torch.Tensor] | None = None,  # of the training samples, for skew of labels
+    skew: Skew = Skew(),  # noqa: B008 (it is frozen)
     validation: float = 0.0,  # share of each client's samples to hold out
 ) -> tuple[Client, ...]:
     """Return the clients of every domain, in the order of `sizes`. Raise ValueError if a domain has too few samples."""
@@ -64,17 +86,31 @@ def partition_samples(
                 f"{count} clients with {each} samples each need {count * each} samples of domain {domain!r}, "
                 f"which has {size}: use fewer clients_per_domain or samples_per_client"
             )
-        order, held_out = _shuffle(size, domain, seed), round(validation * each)
-        if dirichlet is None and not class_filling:
-            indices = [order[k * each : (k + 1) * each].copy() for k in range(count)]
-        elif labels is None or (dirichlet is not None and class_filling):
-            raise ValueError("dirichlet and class_filling need labels and cannot be combined: leave one out")
-        elif dirichlet is not None:
-            indices = assign_by_dirichlet(order, labels[domain].numpy(), count, each, dirichlet, seed, domain)
-        else:
-            indices = assign_with_class_filling(order, labels[domain].numpy(), count, each, held_out, seed, domain)
-        assigned += [Client(f"{domain}-{k}", domain, torch.from_numpy(own), held_out) for k, own in enumerate(indices)]
+        own = None if labels is None else labels[domain].numpy()
+        indices = _assign_domain(domain, _shuffle(size, domain, seed), own, [each] * count, seed, skew, validation)
+        assigned += [
+            Client(f"{domain}-{k}", domain, torch.from_numpy(held), round(validation * len(held)))
+            for k, held in enumerate(indices)
+        ]
     return tuple(assigned)
+
+
+def _assign_domain(
+    domain: str, order: Ints, labels: Ints | None, numbers: list[int], seed: int, skew: Skew, validation: float
+) -> list[Ints]:
+    """Return the samples of each client of a domain; `numbers` says how many each is to hold."""
+    if skew.quantity is not None:
+        numbers = draw_sizes(numbers, skew.quantity, seed, domain)
+    if not (skew.dirichlet or skew.pathological or skew.class_filling):
+        return [part.copy() for part in np.split(order, np.cumsum(numbers))[:-1]]
+    if labels is None:
+        raise ValueError("dirichlet, pathological and class_filling need labels")
+    if skew.dirichlet:
+        return assign_by_dirichlet(order, labels, numbers, skew.dirichlet, seed, domain)
+    if skew.pathological:
+        return assign_few_classes(order, labels, numbers, skew.pathological, seed, domain)
+    held_out = round(validation * numbers[0])
+    return assign_with_class_filling(order, labels, len(numbers), numbers[0], held_out, seed, domain)
 
 
 def _get_count(counts: Mapping[str, int], domain: str, what: str) -> int:
@@ -93,18 +129,58 @@ def _shuffle(size: int, domain: str, seed: int) -> Ints:
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
+def draw_sizes(numbers: list[int], alpha: float, seed: int, domain: str) -> list[int]:
+    """Return how many samples each client holds: the same in total, at least ten each, the rest by Dir(alpha)."""
+    least = min(MIN_SAMPLES, *numbers)
+    shares = _draw_shares(_draw_uniform(len(numbers), seed, "quantity", domain, 0), alpha)
+    rest = sum(numbers) - least * len(numbers)
+    extra: list[int] = _round_shares(shares, rest, np.full(len(numbers), rest)).tolist()
+    return [least + number for number in extra]
+
+
 def assign_by_dirichlet(
-    order: Ints, labels: Ints, clients: int, each: int, alpha: float, seed: int, domain: str
+    order: Ints, labels: Ints, numbers: list[int], alpha: float, seed: int, domain: str
 ) -> list[Ints]:
     """Return each client's samples, taken class by class from `order`, the shuffled positions of the domain."""
     classes = int(labels.max()) + 1
     left = [list(order[labels[order] == c]) for c in range(classes)]
     assigned = []
-    for client in range(clients):
+    for client, each in enumerate(numbers):
         shares = _draw_shares(_draw_uniform(classes, seed, "dirichlet", domain, client), alpha)
         counts = _round_shares(shares, each, np.array([len(queue) for queue in left]))
         samples = [queue.pop(0) for queue, count in zip(left, counts, strict=True) for _ in range(count)]
         shuffled = np.argsort(_draw_uniform(each, seed, "dirichlet-order", domain, client), kind="stable")
+        assigned.append(np.array(samples, dtype=np.int64)[shuffled])
+    return assigned
+
+
+def assign_few_classes(
+    order: Ints, labels: Ints, numbers: list[int], per_client: int, seed: int, domain: str
+) -> list[Ints]:
+    """Return each client's samples, which are of `per_client` classes."""
+    present = np.unique(labels)
+    if per_client > len(present):
+        raise ValueError(
+            f"pathological = {per_client}: domain {domain!r} has {len(present)} classes; use at most as many"
+        )
+    turns = np.argsort(_draw_uniform(len(present), seed, "pathological", domain, 0), kind="stable")
+    classes = [
+        present[turns[np.arange(k * per_client, (k + 1) * per_client) % len(present)]] for k in range(len(numbers))
+    ]
+    owners = np.bincount(np.concatenate(classes), minlength=int(present.max()) + 1)
+    queues = {c: list(order[labels[order] == c]) for c in present}
+    quota = {c: len(queue) // max(1, owners[c]) for c, queue in queues.items()}
+    assigned = []
+    for client, (own, wanted) in enumerate(zip(classes, numbers, strict=True)):
+        left = np.array([quota[c] for c in own])
+        counts = _round_shares(np.full(per_client, 1.0), min(wanted, int(left.sum())), left)
+        samples = [queues[c].pop(0) for c, count in zip(own, counts, strict=True) for _ in range(count)]
+        if not samples:
+            raise ValueError(
+                f"pathological = {per_client}: domain {domain!r} has too few samples of the classes of client {client}: "
+                "use fewer clients_per_domain or more classes"
+            )
+        shuffled = np.argsort(_draw_uniform(len(samples), seed, "pathological-order", domain, client), kind="stable")
         assigned.append(np.array(samples, dtype=np.int64)[shuffled])
     return assigned
 

@@ -7,16 +7,19 @@ the same number of images when only a part of the data set is on disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedheal.data.readers import folders, parquet
+from fedheal.data.readers.camera_traps import list_location
 from fedheal.data.readers.images import SUFFIXES
 from fedheal.data.splits import EncodedImages, Pixels, RawDomain
 
 IMAGE_FOLDERS = "image folders"  # the name of that layout
+# Where text files with splits are looked for: beside the domains' folders, one above, and in these folders there.
+LIST_FOLDERS = (".", "splits", "label", "pacs_label", "Train val splits and h5py files pre-read")
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,11 @@ class FileLayout:
     files: tuple[tuple[str, ...], ...]
     classes: tuple[str, ...]
     read_split: Callable[..., Pixels]  # of the paths of one split
+    read_test: Callable[..., Pixels] | None = None  # if it differs, as where one file has both splits
 
     @property
     def looks_for(self) -> str:
-        return ", ".join(names[0] for names in self.files)
+        return ", ".join(dict.fromkeys(names[0] for names in self.files))
 
     def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
         """Return the domain's files, or the missing ones if only some are there (empty if none are)."""
@@ -54,32 +58,77 @@ class FileLayout:
 
     def _read(self, name: str, paths: Sequence[Path]) -> RawDomain:
         half = len(paths) // 2
-        return RawDomain(name, self.classes, self.read_split(*paths[:half]), self.read_split(*paths[half:]))
+        test = (self.read_test or self.read_split)(*paths[half:])
+        return RawDomain(name, self.classes, self.read_split(*paths[:half]), test)
 
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """One folder of images per class, optionally inside folders for training and testing."""
+    """One folder of images per class, optionally inside folders for training and testing, or split by text files."""
 
     classes: tuple[str, ...] = ()  # classes that must be present, if the data set fixes them
     looks_for: str = f"<class>/*.jpg or {{train,test}}/<class>/*.jpg (or {', '.join(SUFFIXES[1:])})"
-    has_split_lists: bool = False  # <domain>_train.txt and <domain>_test.txt next to the folder may define the split
+    split_lists: tuple[str, ...] = ()  # text files near the folder that may define the split; {} is the domain
+    train_folders: tuple[str, ...] = folders.TRAIN_NAMES
+    is_numbered: bool = False  # the folders of all classes may be called 0, 1, ...
 
     def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
-        """Return the domain's files, or the missing classes if only some are there (empty if none are)."""
+        """Return the domain's files, or the missing ones if only some are there (empty if none are)."""
         if not folder.is_dir():
             return []
-        lists = [folder.parent / f"{name}_{part}.txt" for part in ("train", "test")]
-        if self.has_split_lists and all(path.is_file() for path in lists):
+        lists = self._find_lists(name, folder.parent)
+        if missing := [str(path) for path in lists if not path.is_file()]:
+            return missing
+        if lists:
             domain = folders.read_split_lists(name, folder.parent, *lists)
         else:
-            domain = folders.scan_folder(name, folder)
+            domain = folders.scan_folder(name, folder, self.train_folders)
+        is_numbered = self.is_numbered and domain.classes == tuple(map(str, range(len(self.classes))))
+        if is_numbered:
+            domain = replace(domain, classes=self.classes)
         missing = [str(folder / label) for label in self.classes if label not in domain.classes]
         if missing or not domain.classes:
             return missing if len(missing) < len(self.classes) else []
-        images = (domain.train, domain.test)
-        paths = tuple(Path(image) for split in images if isinstance(split, EncodedImages) for image in split.names)
-        return DomainFiles(name, IMAGE_FOLDERS, folder, paths, lambda: domain)
+        return _list_files(domain, folder, "numbered folders" if is_numbered else IMAGE_FOLDERS, lists)
+
+    def _find_lists(self, name: str, parent: Path) -> list[Path]:
+        """Return the text files that define the split, in the first folder that has any of them."""
+        for place in (base / part for base in (parent, parent.parent) for part in LIST_FOLDERS):
+            paths = [place / pattern.format(name) for pattern in self.split_lists]
+            if any(path.is_file() for path in paths):
+                return paths
+        return []
+
+
+@dataclass(frozen=True)
+class CameraTrapLayout:
+    """A folder of images next to the domain's own, and JSON files that name the location and the class of each."""
+
+    location: str
+    classes: tuple[str, ...]
+    images: str  # name of the folder
+    annotations: tuple[str, ...]  # patterns of the files; those of the first that matches are read
+
+    @property
+    def looks_for(self) -> str:
+        return f"(in the folder above) {self.images}/ and {self.annotations[0]}"
+
+    def locate(self, name: str, folder: Path) -> DomainFiles | list[str]:
+        """Return the domain's files, or what is missing if only images or annotations are there (empty if none are)."""
+        base = folder.parent
+        images = base / self.images
+        files = next(filter(None, (sorted(base.glob(pattern)) for pattern in self.annotations)), [])
+        if not files or not images.is_dir():
+            return [str(base / self.annotations[0])] if images.is_dir() else [str(images)] if files else []
+        listed = list_location(self.location, images, files, self.classes)
+        return _list_files(folders.divide_images(name, listed), images, "camera traps", files) if listed else []
+
+
+def _list_files(domain: RawDomain, folder: Path, layout: str, descriptions: Sequence[Path]) -> DomainFiles:
+    """Return a domain's images, and the files that divide or describe them: data are prepared again when one changes."""
+    splits = (split for split in (domain.train, domain.test) if isinstance(split, EncodedImages))
+    paths = (Path(image) for split in splits for image in split.names)
+    return DomainFiles(domain.name, layout, folder, (*paths, *descriptions), lambda: domain)
 
 
 @dataclass(frozen=True)
@@ -117,7 +166,7 @@ class DomainSpec:
     train: int  # images of the full training split
     test: int
     folders: tuple[str, ...]
-    layouts: tuple[FileLayout | FolderLayout, ...]
+    layouts: tuple[FileLayout | FolderLayout | CameraTrapLayout, ...]
     home: str  # web page
     hub: HubDataset | None = None
     web: tuple[WebFile, ...] = ()
@@ -127,6 +176,10 @@ class DomainSpec:
     def available_from(self) -> str:
         hub = f"the Hugging Face hub as {self.hub.repository}" if self.hub else ""
         return " or ".join(filter(None, (hub, self.home)))
+
+    def is_incomplete(self, train: int, test: int) -> bool:
+        """Return whether images are missing. Layouts may divide the same images in other ways."""
+        return train + test < self.train + self.test
 
 
 @dataclass(frozen=True)
@@ -138,6 +191,7 @@ class DatasetSpec:
     domains: tuple[DomainSpec, ...]
     size: int  # images are resized to size x size
     clients: int  # per domain
-    fraction: float  # of the full training split, per client; 0: an equal share of what is on disk
+    fraction: float = 0.0  # of the full training split, per client; 0: an equal share of what is on disk
+    samples: int = 0  # training images per client, instead of a fraction
     classes: tuple[str, ...] = ()  # empty: the names of the folders
     protocol: Mapping[str, Any] = field(default_factory=dict)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from fedheal.core.errors import format_count
+from fedheal.core.errors import format_count, shorten_list
 from fedheal.data.domains import Excerpt
 from fedheal.data.readers.images import decode_image
 
@@ -128,12 +128,6 @@ def explain_empty_split(domain: str, train: int, test: int) -> str:
         f"domain '{domain}' has {train} training and {test} test images and needs both; image folders without train/ and "
         "test/ need at least 9 images, since of every ten the last two are for testing"
     )
-
-
-def shorten_list(items: Sequence[str], separator: str, limit: int = 3) -> str:
-    """Join the first items, and say how many more there are."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + more
 
 
 def align_labels(domain: RawDomain, classes: tuple[str, ...]) -> RawDomain:

@@ -1,4 +1,4 @@
-"""Engines train the clients of a round: one after another, in several processes, or side by side on a GPU."""
+"""Engines train the clients of a round: one after another, in several processes or machines, or side by side on a GPU."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,11 +8,14 @@ import torch
 
 from fedheal.core.layout import Packed
 from fedheal.data.domains import Split
+from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.lanes import Lanes
+from fedheal.engine.ray_actors import ActorPool
+from fedheal.engine.ray_cluster import check_reachable, connect_to_cluster, import_ray
 from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
 from fedheal.engine.workers import WorkerPool
 
-__all__ = ["Engine", "check_engine", "open_engine"]
+__all__ = ["Engine", "check_engine", "describe_engine", "open_engine"]
 
 
 class Engine(Protocol):
@@ -31,14 +34,27 @@ def open_engine(
     threads: int = 1,
     lanes: int | None = None,
     evaluated: Sequence[Split] = (),
+    ray_address: str | None = None,
 ) -> Iterator[Engine]:
-    """Open an engine for as long as the context lasts: `serial`, `lanes`, or `auto` (`lanes` on a GPU, else `serial`).
+    """Open an engine for as long as the context lasts: `serial`, `lanes`, `cohort`, `ray`, or `auto`.
 
-    `workers` are the processes of the serial engine, with so many `threads` each; `lanes` are the clients that are trained side
-    by side on a GPU, None for as many as fill it. `evaluated` are splits that workers can evaluate models on.
+    `auto` is `serial` on a CPU and on a GPU `cohort`, which uses lanes if a run does not fit it or lanes are faster, or `lanes`
+    if their number is given. `workers` are the processes of the serial engine, with so many `threads` each; `lanes` are the
+    clients that are trained side by side on a GPU, None for as many as fill it. `evaluated` are splits that workers can
+    evaluate models on. With `ray` the workers are actors of the cluster at `ray_address` (`auto` if None), and 0 means as many
+    as it has room for.
     """
     check_engine(local_training.device, engine, workers)
-    if engine == "lanes" or (engine == "auto" and local_training.device.type == "cuda"):
+    on_gpu = local_training.device.type == "cuda"
+    if engine == "ray":
+        with (
+            connect_to_cluster(ray_address or "auto") as ray,
+            ActorPool(ray, local_training, workers, threads, evaluated) as actors,
+        ):
+            yield actors
+    elif engine == "cohort" or (engine == "auto" and on_gpu and lanes is None):
+        yield CohortEngine(local_training, only_if_faster=engine == "auto")
+    elif engine == "lanes" or (engine == "auto" and on_gpu):
         yield Lanes(local_training, lanes)
     elif workers <= 1:
         yield SerialEngine(local_training)
@@ -47,11 +63,26 @@ def open_engine(
             yield pool
 
 
-def check_engine(device: torch.device, engine: str, workers: int) -> None:
-    """Raise ValueError if the device does not support the engine or several workers."""
+def describe_engine(engine: Engine) -> str:
+    """Return which engine trained the clients and, if another one was tried or is usual there, why not that one."""
+    if isinstance(engine, CohortEngine):
+        return f"lanes, since {engine.fallback_reason}" if engine.fallback_reason else "cohort"
+    if isinstance(engine, Lanes):
+        return f"serial, since {engine.fallback_reason}" if engine.fallback_reason else "lanes"
+    if isinstance(engine, ActorPool):
+        return "ray"
+    return f"{engine.number} workers" if isinstance(engine, WorkerPool) else "serial"
+
+
+def check_engine(device: torch.device, engine: str, workers: int, ray_address: str | None = None) -> None:
+    """Raise ValueError if the device does not support the engine or several workers, or Ray is missing or not there."""
+    if engine == "ray":
+        import_ray()
+        check_reachable(ray_address or "auto")
+        return
     is_gpu = device.type == "cuda"
-    if engine == "lanes" and not is_gpu:
-        raise ValueError(f"engine = 'lanes' needs a GPU, but this run uses '{device}'; use 'auto' or 'serial'")
+    if engine in ("cohort", "lanes") and not is_gpu:
+        raise ValueError(f"engine = '{engine}' needs a GPU, but this run uses '{device}'; use 'auto' or 'serial'")
     if is_gpu and workers > 1:
         raise ValueError(
             f"workers = {workers}: several processes train on CPUs only; on a GPU use workers = 1 and lanes"

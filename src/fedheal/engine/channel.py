@@ -1,4 +1,6 @@
-"""Pass values between processes: the bytes of tensors through files in memory, everything else through a pipe.
+"""Pass values between processes: the bytes of tensors apart from everything else.
+
+On one machine they go through files in memory, and the rest through a pipe; to another machine both go as a parcel.
 
 torch would open a file for every tensor that it sends, and many clients would run out of open files. A channel has two files
 for each direction, whatever it sends. They take no room in /dev/shm, have no name, and end with their processes.
@@ -13,7 +15,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes, as torch's own memory has it
@@ -100,13 +104,10 @@ class Outbox:
 
     def write(self, value: object) -> Place:
         """Leave a value; return what `read` needs to find it."""
-        buffers: list[pickle.PickleBuffer] = []
-        pickled = io.BytesIO()
-        _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
-        parts = [buffer.raw() for buffer in buffers]
+        pickled, parts = _pickle_apart(value)
         self.turn = 1 - self.turn
         self.files[self.turn].write(parts)
-        return Place(self.turn, [len(part) for part in parts], pickled.getvalue())
+        return Place(self.turn, [len(part) for part in parts], pickled)
 
     def read(self, place: Place, share: bool = False) -> Any:
         """Return the value at a place; `share`: with tensors in memory that all processes share."""
@@ -117,6 +118,27 @@ class Outbox:
     def close(self) -> None:
         for file in self.files:
             file.close()
+
+
+class Parcel(NamedTuple):
+    """A value on its way to another machine: the bytes of its tensors, as arrays, and the rest of it."""
+
+    pickled: bytes
+    parts: list[NDArray[np.uint8]]
+
+
+def pack_parcel(value: object) -> Parcel:
+    """Return a value in parts that share the memory of its tensors; those of a GPU are copied."""
+    pickled, parts = _pickle_apart(value)
+    return Parcel(pickled, [np.asarray(part) for part in parts])
+
+
+def unpack_parcel(parcel: Parcel) -> Any:
+    """Return the value with tensors of their own, in memory as torch aligns it; those of a GPU are on this process's GPU."""
+    parts = [torch.empty(len(part), dtype=torch.uint8).numpy() for part in parcel.parts]
+    for part, received in zip(parts, parcel.parts, strict=True):
+        part[:] = received
+    return pickle.loads(parcel.pickled, buffers=parts)  # noqa: S301  (our own process's)
 
 
 class Channel(NamedTuple):
@@ -137,17 +159,31 @@ class Channel(NamedTuple):
             end.close()
 
 
+def _pickle_apart(value: object) -> tuple[bytes, list[memoryview]]:
+    """Return a value without the bytes of its tensors, and these bytes where they are."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = io.BytesIO()
+    _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
+    return pickled.getvalue(), [buffer.raw() for buffer in buffers]
+
+
 class _Pickler(pickle.Pickler):
     """Leaves the bytes of tensors to `buffer_callback`, and keeps their strides, which change the order of sums."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.requires_grad or value.layout != torch.strided:
             return NotImplemented
+        if value.is_cuda:
+            return _move_to_gpu, (value.cpu(),)
         plain = value.resolve_conj().resolve_neg()
         if plain.untyped_storage().nbytes() != plain.nbytes:  # part of something larger
             plain = plain.clone()
         data = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage())
         return _rebuild_tensor, (pickle.PickleBuffer(data.numpy().data), plain.dtype, plain.shape, plain.stride())
+
+
+def _move_to_gpu(value: Tensor) -> Tensor:
+    return value.cuda()
 
 
 def _rebuild_tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:

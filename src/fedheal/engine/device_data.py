@@ -1,14 +1,22 @@
 """The examples of all clients on the device. Batches are made from them in tensor code, so that a step can be captured."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from fedheal.core.layout import Packed
+from fedheal.core.rng import generator
 from fedheal.data.augment import PAD, normalise_images
-from fedheal.engine.serial import LocalTraining
+from fedheal.data.domains import Split
+from fedheal.engine import serial
+from fedheal.engine.precision import autocast
+from fedheal.engine.serial import LocalTraining, Task
+
+PLANNED_STEPS = 8  # planned at a time
 
 
 class DeviceData:
@@ -29,6 +37,59 @@ class DeviceData:
         self.rows = torch.arange(self.height, device=local_training.device)
         self.columns = torch.arange(self.width, device=local_training.device)
 
+    def plan_client(
+        self, local_training: LocalTraining, task: Task, purpose: str
+    ) -> tuple[Tensor, list[tuple[int, bool]]]:
+        """Plan a client's batches of a round.
+
+        Returns:
+            The plan `[steps, 4, batch_size]` on the CPU, see `make_batch`, and for each step the size of the batch and whether
+            it belongs to the last epoch.
+        """
+        steps = serial.list_batch_sizes(self.sizes[task.client], local_training.training)
+        plan = torch.zeros(len(steps), 4, local_training.training.batch_size, dtype=torch.int64)
+        for row, planned in zip(plan.numpy(), self._list_batches(local_training, task, purpose), strict=True):
+            row[:, : planned.shape[1]] = planned
+        return plan, steps
+
+    def plan_cohort(
+        self, local_training: LocalTraining, tasks: Sequence[Task], purpose: str, plan: Tensor
+    ) -> Iterator[int]:
+        """Plan the batches of clients that train together, a few steps at a time; yield the number of steps planned so far.
+
+        The device takes the first steps while later ones are planned.
+
+        Args:
+            local_training: What is trained.
+            tasks: The clients.
+            purpose: What the batches are for, part of their seed.
+            plan: Receives the plans, `[steps, clients, 4, batch_size]`.
+        """
+        batches = [self._list_batches(local_training, task, purpose) for task in tasks]
+        longest = max(serial.count_steps(self.sizes[task.client], local_training.training) for task in tasks)
+        for start in range(0, longest, PLANNED_STEPS):
+            part = torch.zeros(min(PLANNED_STEPS, longest - start), *plan.shape[1:], dtype=plan.dtype)
+            rows = part.numpy()
+            for t in range(len(rows)):
+                for i, of_client in enumerate(batches):
+                    if (planned := next(of_client, None)) is not None:
+                        rows[t, i, :, : planned.shape[1]] = planned
+            source = part.pin_memory() if plan.device.type == "cuda" else part
+            plan[start : start + len(part)].copy_(source, non_blocking=True)
+            yield start + len(part)
+
+    def _list_batches(self, local_training: LocalTraining, task: Task, purpose: str) -> Iterator[NDArray[np.int64]]:
+        """Yield a client's batches as `[4, size]`: index, top and left shift, and whether an image is mirrored."""
+        training, examples = local_training.training, self.sizes[task.client]
+        rng = generator(local_training.seed, purpose, task.round, task.client)
+        for selected, choices, _ in serial.plan_batches(examples, training, rng):
+            planned = np.zeros((4, len(selected)), np.int64)
+            planned[0] = selected.numpy() + self.offsets[task.client]
+            for channel, choice in enumerate(choices, start=1):
+                if choice is not None:
+                    planned[channel] = choice.numpy()
+            yield planned
+
     def make_batch(self, plan: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images and labels of a plan `[4, size]`: index, top and left shift, and whether it is mirrored."""
         index, top, left, mirrored = plan.unbind()
@@ -39,6 +100,23 @@ class DeviceData:
         else:
             images = self.images[index]
         return normalise_images(images.permute(0, 3, 1, 2)), self.labels[index]
+
+    @torch.no_grad()
+    def compute_received_losses(
+        self, local_training: LocalTraining, model: Packed, tasks: Sequence[Task]
+    ) -> list[dict[str, float]]:
+        """Return the loss of the received model on each client's data if it is needed, computed for all in one pass."""
+        if not local_training.received_loss or not tasks:
+            return [{} for _ in tasks]
+        module = local_training.load_model(model, training=False)
+        images, labels = self.select_clients([task.client for task in tasks])
+        losses = []
+        for x, y in serial.eval_batches(Split(images, labels)):
+            with autocast(local_training.precision, local_training.device):
+                logits = module(normalise_images(x)).to(torch.float32)
+            losses.append(functional.cross_entropy(logits, y, reduction="none"))
+        parts = torch.split(torch.cat(losses).double(), [self.sizes[task.client] for task in tasks])
+        return [{"loss": loss} for loss in torch.stack([part.mean() for part in parts]).tolist()]
 
     def select_clients(self, clients: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return the images and labels of some clients, not augmented."""

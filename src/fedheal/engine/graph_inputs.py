@@ -18,7 +18,7 @@ class FixedContext(Context):
     )
 
     def __getattribute__(self, name: str) -> Any:
-        if name in FixedContext.VARYING:
+        if name in object.__getattribute__(self, "VARYING"):
             advice = "let `prepare` put it into ctx.scratch"
             raise NotCapturableError(f"a step reads ctx.{name}, which differs between clients; {advice}")
         return super().__getattribute__(name)

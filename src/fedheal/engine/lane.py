@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fedheal.core.layout import Packed
-from fedheal.core.rng import generator
 from fedheal.engine import graph_inputs, serial
 from fedheal.engine.device_data import DeviceData
 from fedheal.engine.graph_inputs import FixedContext
@@ -135,18 +134,7 @@ class Lane:
 
     def _upload_batches(self, task: Task, purpose: str) -> list[tuple[int, bool]]:
         """Put a client's batches on the device; return the size of each and whether it belongs to the last epoch."""
-        training, examples = self.local_training.training, self.data.sizes[task.client]
-        rng = generator(self.local_training.seed, purpose, task.round, task.client)
-        plan = torch.zeros(serial.count_steps(examples, training), *self.plan.shape[1:], dtype=torch.int64)
-        steps = []
-        batches = serial.plan_batches(examples, training, rng)
-        for row, (selected, choices, last) in zip(plan.numpy(), batches, strict=True):
-            size = len(selected)
-            row[0, :size] = selected + self.data.offsets[task.client]
-            for channel, choice in enumerate(choices, start=1):
-                if choice is not None:
-                    row[channel, :size] = choice
-            steps.append((size, last))
+        plan, steps = self.data.plan_client(self.local_training, task, purpose)
         source = plan.pin_memory() if self.cuda else plan
         self.plan[: len(plan)].copy_(source, non_blocking=True)
         return steps
@@ -154,7 +142,7 @@ class Lane:
     def _get_step_set(self, local_training: LocalTraining, contexts: Sequence[Context]) -> StepSet:
         """Return the step set for these contexts, refilled from them."""
         shapes = tuple(graph_inputs.make_shape_key(ctx.scratch) for ctx in contexts)
-        key = (_identify_terms(local_training.terms), shapes)
+        key = (identify_terms(local_training.terms), shapes)
         if key not in self.step_sets:
             while len(self.step_sets) >= MAX_STEP_SETS:  # drop the oldest, with its graphs
                 del self.step_sets[next(iter(self.step_sets))]
@@ -213,7 +201,7 @@ def _run_to_end(fit: Fit) -> tuple[Packed, Tensor]:
             return result
 
 
-def _identify_terms(terms: Sequence[Term]) -> Hashable:
+def identify_terms(terms: Sequence[Term]) -> Hashable:
     """Return a key under which equal terms share graphs."""
     try:
         hash(tuple(terms))

@@ -18,16 +18,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fedheal.core.layout import Packed, allocate_rows
-from fedheal.data.augment import normalise_images
-from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.device_data import DeviceData
 from fedheal.engine.lane import Lane
 from fedheal.engine.memory import release_gpu_memory
-from fedheal.engine.precision import autocast
 from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Shared, Task
 from fedheal.local.term import NotCapturableError
 
@@ -40,9 +36,9 @@ MOST_LANES = 8
 class Lanes:
     """An engine that trains several clients side by side."""
 
-    def __init__(self, local_training: LocalTraining, lanes: int | None = None) -> None:
+    def __init__(self, local_training: LocalTraining, lanes: int | None = None, data: DeviceData | None = None) -> None:
         self.local_training = local_training
-        self.data = DeviceData(local_training)
+        self.data = data or DeviceData(local_training)
         # As many as fill the device, fewer with large images: more would only take memory.
         pixels = local_training.training.batch_size * self.data.height * self.data.width
         self.most_lanes = lanes or max(4, min(MOST_LANES, PIXELS // pixels))
@@ -73,7 +69,7 @@ class Lanes:
         queues = _assign_clients(steps, self.most_lanes)
         while len(self.lanes) < len(queues):
             self.lanes.append(Lane(local_training, self.data, self.tuned_sizes))
-        metrics = self._compute_metrics(model, tasks)
+        metrics = self.data.compute_received_losses(local_training, model, tasks)
         deltas = allocate_rows(len(tasks), len(model.params), model.params.dtype, local_training.device)
         results: dict[int, tuple[ClientResult, Tensor]] = {}
 
@@ -82,7 +78,7 @@ class Lanes:
                 results[i] = yield from lane.train_client(model, shared, tasks[i], metrics[i], deltas[i])
                 yield
 
-        with _side_by_side(local_training.device, self.lanes):
+        with use_streams(local_training.device, [lane.stream for lane in self.lanes]):
             running = [(lane, run_queue(lane, queue)) for lane, queue in zip(self.lanes, queues, strict=False)]
             while running:
                 for lane, work in list(running):
@@ -91,44 +87,32 @@ class Lanes:
                     if has_ended:
                         running.remove((lane, work))
         losses = torch.stack([results[i][1] for i in range(len(tasks))]).tolist() if tasks else []
-        replies = [results[i][0].reply for i in range(len(tasks))]
-        return [
-            replace(results[i][0], reply=reply._replace(metrics={**reply.metrics, "train_loss": loss}))
-            for i, (reply, loss) in enumerate(zip(replies, losses, strict=True))
-        ]
-
-    @torch.no_grad()
-    def _compute_metrics(self, model: Packed, tasks: Sequence[Task]) -> list[dict[str, float]]:
-        """Return the loss of the received model on each client's data if it is needed, computed for all in one pass."""
-        local_training = self.local_training
-        if not local_training.received_loss or not tasks:
-            return [{} for _ in tasks]
-        module = local_training.load_model(model, training=False)
-        images, labels = self.data.select_clients([task.client for task in tasks])
-        losses = []
-        for x, y in serial.eval_batches(Split(images, labels)):
-            with autocast(local_training.precision, local_training.device):
-                logits = module(normalise_images(x)).to(torch.float32)
-            losses.append(functional.cross_entropy(logits, y, reduction="none"))
-        parts = torch.split(torch.cat(losses).double(), [self.data.sizes[task.client] for task in tasks])
-        return [{"loss": loss} for loss in torch.stack([part.mean() for part in parts]).tolist()]
+        return add_losses([results[i][0] for i in range(len(tasks))], losses)
 
 
 @contextmanager
-def _side_by_side(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]:
-    """Let the lanes start after the current stream's work, and the current stream continue after theirs."""
-    streams = [lane.stream for lane in lanes if lane.stream is not None]
-    if not streams:
+def use_streams(device: torch.device, streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
+    """Let the streams start after the current stream's work, and the current stream continue after theirs."""
+    own = [stream for stream in streams if stream is not None]
+    if not own:
         yield
         return
     current = torch.cuda.current_stream(device)
-    for stream in streams:
+    for stream in own:
         stream.wait_stream(current)
     try:
         yield
     finally:
-        for stream in streams:
+        for stream in own:
             current.wait_stream(stream)
+
+
+def add_losses(results: Sequence[ClientResult], losses: Sequence[float]) -> list[ClientResult]:
+    """Return the results with the clients' training losses, which are read from the device once for all of them."""
+    return [
+        replace(result, reply=result.reply._replace(metrics={**result.reply.metrics, "train_loss": loss}))
+        for result, loss in zip(results, losses, strict=True)
+    ]
 
 
 def _assign_clients(steps: Sequence[int], most_lanes: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """The serial engine: train one client after another, on any device.
 
-A client starts from the global model with a fresh SGD optimiser, takes its epochs or steps over its own shuffled examples (the
+A client starts from the global model with a fresh optimiser, takes its epochs or steps over its own shuffled examples (the
 last, smaller batch included) and returns what it changed. Terms are called before training, at each step and at the end.
 """
 
@@ -18,9 +18,10 @@ from fedheal.core.rng import derive, generator
 from fedheal.core.updates import Reply
 from fedheal.data.augment import Choices, apply_choices, draw_choices, normalise_images
 from fedheal.data.domains import Split
+from fedheal.engine.local_optimizer import build_optimizer, compute_lr
 from fedheal.engine.precision import autocast
 from fedheal.local.fedprox import FedProx
-from fedheal.local.term import Arrays, Batch, Context, Term, effective_step
+from fedheal.local.term import Arrays, Batch, Context, NotCapturableError, Term, effective_step
 
 __getattr__ = warn_of_renames(__name__, {"Bench": "LocalTraining", "seeded": "use_seed"})
 
@@ -33,7 +34,7 @@ CACHED_PIXELS = 1 << 16  # in a batch on a CPU, so that the network's activation
 
 @dataclass(frozen=True)
 class Training:
-    """How a client trains, by SGD."""
+    """How a client trains."""
 
     lr: float
     batch_size: int
@@ -42,6 +43,19 @@ class Training:
     momentum: float = 0.9
     weight_decay: float = 1e-5
     augment: str = "none"  # or `flip`, `crop`, `crop-flip`
+    optimizer: str = "sgd"  # or `adam`, `adamw`
+    lr_schedule: str = "constant"  # or `cosine`, `step`, `exponential`, over the rounds; see `compute_lr`
+    lr_decay: float | None = None
+    lr_decay_every: int | None = None
+    warmup_rounds: int = 0
+
+    def resolve_lr(self, number: int, rounds: int) -> "Training":
+        """Return the training of a round, with its learning rate and no schedule."""
+        if self.lr_schedule == "constant" and not self.warmup_rounds:
+            return self
+        settings = (self.lr_schedule, self.lr_decay, self.lr_decay_every, self.warmup_rounds)
+        lr = compute_lr(self.lr, number, rounds, *settings)
+        return replace(self, lr=lr, lr_schedule="constant", warmup_rounds=0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,7 @@ class LocalTraining:
     received_loss: bool = False  # whether clients report the loss of the model that they receive
     validation: dict[str, Split] = field(default_factory=dict)  # each client's held-out examples
     precision: str = "fp32"  # of the arithmetic, see `engine.precision`
+    public: Tensor | None = None  # public images without labels, uint8 `[N, 3, H, W]`, the same for every client
 
     def load_model(self, model: Packed, training: bool) -> nn.Module:
         """Load a model into the module and return it, in training or in evaluation mode."""
@@ -99,6 +114,8 @@ class SerialEngine:
 
 def train_client(local_training: LocalTraining, model: Packed, shared: Shared, task: Task) -> ClientResult:
     """Train a client for a round, starting from the global `model`."""
+    training = local_training.training.resolve_lr(task.round, local_training.rounds)
+    local_training = replace(local_training, training=training)
 
     def fit(start: Packed, strength: float) -> Packed:
         retraining, contexts = proximal_retraining(local_training, model, task, strength, start)
@@ -139,14 +156,16 @@ def finish_client(
         metrics |= term.metrics(ctx, local)
         finished.append(term.finish(ctx, local))
     steps = count_steps(examples, training)
-    reach = effective_step(training.lr, training.momentum, steps)
+    # How far Adam's steps go does not follow from its learning rate.
+    is_sgd = training.optimizer == "sgd"
+    reach = {"reach": effective_step(training.lr, training.momentum, steps)} if is_sgd else {}
     reply = Reply(
         client=task.client,
         delta=torch.sub(sent.params, model.params, out=out),
         num_examples=examples,
         buffers=sent.buffers if len(sent.buffers) else None,
         counters=sent.counters if len(sent.counters) else None,
-        metrics=metrics | {"steps": float(steps), "lr": training.lr, "reach": reach},
+        metrics=metrics | {"steps": float(steps), "lr": training.lr, **reach},
     )
     return ClientResult(reply, tuple(slot for slot, _ in finished), tuple(message for _, message in finished))
 
@@ -177,8 +196,10 @@ def make_contexts(
             shared=values,
             fit=fit,
             gradient=lambda at: _compute_gradient(local_training, at, task),
+            evaluate=lambda at: evaluate_split(local_training, at, examples),
             validate=lambda at: evaluate_split(local_training, at, local_training.validation[task.client]),
             nets={} if nets is None else nets,
+            public_batches=lambda size: make_public_batches(local_training.public, size),
         )
         for slot, values in zip(task.slots, shared, strict=True)
     ]
@@ -203,7 +224,14 @@ def _fit(
 ) -> tuple[Packed, Tensor]:
     """Train from `start` with all terms; return the local model and its mean cross-entropy."""
     module, training = local_training.load_model(start, training=True), local_training.training
-    optimiser = make_optimiser(local_training)
+    optimiser = build_optimizer(
+        training.optimizer,
+        module.parameters(),
+        training.lr,
+        training.momentum,
+        training.weight_decay,
+        fused=local_training.device.type == "cuda",
+    )
     total, steps = torch.zeros((), dtype=torch.float64, device=local_training.device), 0
     rng = generator(local_training.seed, purpose, task.round, task.client)
     with use_seed(derive_layer_seed(local_training, purpose, task), local_training.device):
@@ -214,8 +242,16 @@ def _fit(
 
 
 def make_optimiser(local_training: LocalTraining) -> torch.optim.SGD:
-    """Return a fresh optimiser of the module's parameters."""
+    """Return a fresh SGD optimiser of the module's parameters, for steps that are captured once.
+
+    Raises:
+        NotCapturableError: The training has another optimiser, or a learning rate that changes from round to round.
+    """
     training = local_training.training
+    if training.optimizer != "sgd":
+        raise NotCapturableError(f"captured steps are those of SGD, not of optimizer = '{training.optimizer}'")
+    if training.lr_schedule != "constant" or training.warmup_rounds:
+        raise NotCapturableError("captured steps have one learning rate, which lr_schedule or warmup_rounds changes")
     return torch.optim.SGD(
         local_training.module.parameters(),
         lr=training.lr,
@@ -269,6 +305,18 @@ def count_steps(examples: int, training: Training) -> int:
     return training.epochs * -(-examples // training.batch_size) if training.steps is None else training.steps
 
 
+def list_batch_sizes(examples: int, training: Training) -> list[tuple[int, bool]]:
+    """Return the size of each batch of a client's round, and whether it belongs to the last epoch.
+
+    >>> list_batch_sizes(3, Training(lr=0.1, batch_size=2, epochs=2))
+    [(2, False), (1, False), (2, True), (1, True)]
+    """
+    per_epoch, steps = -(-examples // training.batch_size), count_steps(examples, training)
+    sizes = [min(training.batch_size, examples - i * training.batch_size) for i in range(per_epoch)]
+    last_epoch = (steps - 1) // per_epoch * per_epoch
+    return [(sizes[t % per_epoch], t >= last_epoch) for t in range(steps)]
+
+
 def find_smallest_batch_size(examples: int, training: Training) -> int:
     """Return the size of a client's smallest batch in a round: the rest of an epoch, if the steps reach it."""
     full_batches, rest = divmod(examples, training.batch_size)
@@ -282,6 +330,13 @@ def make_batches(examples: Split, training: Training, rng: torch.Generator) -> I
         selected = examples.images.index_select(0, index)  # copies whole images, where `images[index]` copies bytes
         images = apply_choices(selected, choices).contiguous(memory_format=torch.channels_last)
         yield normalise_images(images), examples.labels[index], last
+
+
+def make_public_batches(images: Tensor | None, size: int) -> Iterator[Tensor]:
+    """Yield public images in their order, in batches of at most `size` that differ by one image at most."""
+    if images is not None:
+        for batch in torch.tensor_split(images, -(-len(images) // size)):
+            yield normalise_images(batch.contiguous(memory_format=torch.channels_last))
 
 
 def plan_batches(examples: int, training: Training, rng: torch.Generator) -> Iterator[tuple[Tensor, Choices, bool]]:

@@ -11,44 +11,35 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from multiprocessing import Pipe, get_context, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from fedheal.core.errors import format_error
-from fedheal.core.layout import Packed
 from fedheal.data.domains import Split
-from fedheal.engine import serial
 from fedheal.engine.channel import Channel, Outbox, Place
-from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
+from fedheal.engine.pooled import PooledEngine, Prepare, Setup, make_sendable
+from fedheal.engine.serial import LocalTraining, SerialEngine
 
 JOBS_AHEAD = 2  # that a worker has: the one that it does, and the next
-BUNDLES = 4  # of evaluation for each worker, so that all end at about the same time
 
 
-class WorkerPool:
-    """An engine that trains and evaluates in several processes, which end with the context."""
+class WorkerPool(PooledEngine):
+    """An engine that trains and evaluates in several processes of this machine."""
 
     def __init__(
         self, local_training: LocalTraining, workers: int, threads: int, evaluated: Sequence[Split] = ()
     ) -> None:
-        self.local_training, self.number, self.threads, self.evaluated = local_training, workers, threads, evaluated
+        super().__init__(local_training, workers, threads, evaluated)
         self.common = Outbox()  # what all workers get
         self.workers: list[_Worker] = []
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for worker in self.workers:
@@ -59,40 +50,7 @@ class WorkerPool:
             worker.process.join()
         self.common.close()
 
-    def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
-        """Train the clients, the longest first; yield the results in the order of `tasks`."""
-        examples = self.local_training.examples
-        longest_first = sorted(range(len(tasks)), key=lambda i: -len(examples[tasks[i].client]))
-        results: dict[int, ClientResult] = {}
-        following = 0
-        for job, result in self._run(_prepare_training, (model, shared), [tasks[i] for i in longest_first]):
-            results[longest_first[job]] = result
-            while following in results:
-                yield results.pop(following)
-                following += 1
-
-    def find_correct(self, pairs: Sequence[tuple[Packed, Split]]) -> list[Tensor]:
-        """Return, for each pair of a model and a split, which examples the model classifies correctly."""
-        if not {id(split) for _, split in pairs} <= {id(split) for split in self.evaluated}:  # workers do not have it
-            return serial.find_correct_in_turn(self.local_training, pairs)
-        models = {id(model): model for model, _ in pairs}
-        model_numbers = {key: number for number, key in enumerate(models)}
-        split_numbers = {id(split): number for number, split in enumerate(self.evaluated)}
-        batches = [
-            (model_numbers[id(model)], split_numbers[id(split)], start)
-            for model, split in pairs
-            for start in range(0, len(split), serial.choose_eval_batch_size(split, cached=True))
-        ]
-        size = -(-len(batches) // (BUNDLES * self.number)) or 1
-        bundles = [batches[start : start + size] for start in range(0, len(batches), size)]
-        results = dict(self._run(_prepare_evaluation, (list(models.values()),), bundles))
-        correct = torch.cat([results[i] for i in range(len(bundles))])
-        return list(torch.split(correct, [len(split) for _, split in pairs]))
-
-    def _run(
-        self, prepare: Callable[..., Callable[[Any], Any]], common: tuple[Any, ...], jobs: Sequence[Any]
-    ) -> Iterator[tuple[int, Any]]:
-        """Do jobs with what `prepare` makes of `common` in each worker; yield the number and the result of each as it ends."""
+    def _run(self, prepare: Prepare, common: tuple[Any, ...], jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         self._start()
         left = deque(enumerate(jobs))
         with explain_broken_pool():
@@ -142,7 +100,7 @@ class WorkerPool:
 class _Work(NamedTuple):
     """What the jobs that follow are done with."""
 
-    prepare: Callable[..., Callable[[Any], Any]]
+    prepare: Prepare
     place: Place
 
 
@@ -213,23 +171,17 @@ def end_with_parent() -> None:
         threading.Thread(target=watch, args=(parent,), daemon=True).start()
 
 
-class _Setup(NamedTuple):
-    """What a worker has from the start."""
-
-    local_training: LocalTraining
-    evaluated: Sequence[Split]
-
-
 def _serve(channel: Channel, setup_box: Outbox, common: Outbox, threads: int) -> None:
     """Do jobs until the main process closes the channel."""
     # Ctrl-C reaches every process of a terminal: the run's main process ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    _keep_freed_memory()
+    keep_freed_memory()
     torch.set_num_threads(threads)
     saved, examples, validation, evaluated = setup_box.read(channel.receive(), share=True)
     local_training: LocalTraining = torch.load(io.BytesIO(saved), weights_only=False)
-    setup = _Setup(replace(local_training, examples=examples, validation=validation), evaluated)
+    local_training = replace(local_training, examples=examples, validation=validation)
+    setup = Setup(local_training, evaluated, SerialEngine(local_training).train)
     setup_box.close()
     channel.send("ready")
     with suppress(EOFError, ConnectionError):
@@ -241,38 +193,10 @@ def _serve(channel: Channel, setup_box: Outbox, common: Outbox, threads: int) ->
             try:
                 channel.send(work(message))
             except Exception as error:
-                channel.send(_make_sendable(error))
+                channel.send(make_sendable(error))
 
 
-def _make_sendable(error: Exception) -> Exception:
-    """Return an exception with its traceback as a note; one that cannot be pickled becomes a RuntimeError."""
-    lines = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301  (made here)
-    except Exception:
-        error = RuntimeError(format_error(error))
-    error.add_note(f"In a worker process:\n{lines}")
-    return error
-
-
-def _prepare_training(setup: _Setup, model: Packed, shared: Shared) -> Callable[[Task], ClientResult]:
-    return partial(serial.train_client, setup.local_training, model, shared)
-
-
-def _prepare_evaluation(setup: _Setup, models: Sequence[Packed]) -> Callable[[Sequence[tuple[int, int, int]]], Tensor]:
-    def evaluate(batches: Sequence[tuple[int, int, int]]) -> Tensor:
-        splits = [setup.evaluated[split] for _, split, _ in batches]
-        pairs = [
-            (models[model], Split(split.images[start : start + size], split.labels[start : start + size]))
-            for split, (model, _, start) in zip(splits, batches, strict=True)
-            for size in [serial.choose_eval_batch_size(split, cached=True)]
-        ]
-        return torch.cat(serial.find_correct_in_turn(setup.local_training, pairs))
-
-    return evaluate
-
-
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next batch; it would return large blocks to the system and fault them in again."""
     with suppress(OSError, AttributeError):  # other C libraries have no `mallopt`
         libc = ctypes.CDLL(None)

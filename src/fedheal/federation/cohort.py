@@ -1,89 +1,20 @@
 """Put the valid replies of a round together into one cohort of `Updates`; skip the others with the reason."""
 
 import hashlib
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from fedheal.core.layout import Layout, Packed
-from fedheal.core.parameter import Parameter
+from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
-from fedheal.core.updates import Reply, Updates
-from fedheal.federation.model_arrays import widen_bfloat16
-from fedheal.federation.reply_limits import escape_text, find_far_norms
+from fedheal.core.updates import Updates
+from fedheal.federation.replies import AUTO, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
+from fedheal.federation.reply_limits import find_far_norms
+from fedheal.federation.reply_updates import ReplyUpdates, UpdateWriter
 from fedheal.local.term import Arrays, ServerContext, Term
-
-# Numbers of a model that all clients are compared with before the next ones: a megabyte of float32.
-BLOCK = 1 << 18
-AUTO = "auto"  # as max_norm: leave out norms far above the median of the round
-
-
-class RejectedReply(ValueError):
-    """A reply that cannot count, with the reason, which may hold the client's own words."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(escape_text(reason))
-
-
-class MissingRequirement(RejectedReply):
-    """A reply without what the method needs from every client. `needed` says what: if no reply has it, the app is wrong."""
-
-    def __init__(self, reason: str, needed: str) -> None:
-        super().__init__(reason)
-        self.needed = needed
-
-
-@dataclass(frozen=True)
-class ReplyRequirements:
-    """What a reply must hold. `needs`: metrics; `terms`: the local terms it must have been trained with."""
-
-    arrays_key: str = "arrays"
-    examples_key: str = "num-examples"
-    max_examples: float = 1e9
-    max_norm: float | str | None = None
-    max_reply_bytes: int | None = None
-    needs: tuple[str, ...] = ()
-    terms: tuple[str, ...] = ()
-    masked: bool = False  # the clients mask their own updates
-
-    def __post_init__(self) -> None:
-        Parameter("max_examples", 1.0, gt=0).check(self.max_examples)
-        if self.max_norm not in (None, AUTO):
-            Parameter("max_norm", 1.0, gt=0).check(self.max_norm)
-        if self.max_reply_bytes is not None:
-            Parameter("max_reply_bytes", 1, ge=1).check(self.max_reply_bytes)
-
-
-@dataclass(frozen=True)
-class TrainReply:
-    """A checked training reply; its arrays may be views of the message's bytes."""
-
-    client: str
-    domain: str
-    arrays: Mapping[str, NDArray[Any]]
-    num_examples: float
-    metrics: Mapping[str, float]
-    messages: tuple[Arrays, ...] = ()  # of the local terms to the server
-    mask: NDArray[np.uint8] | None = None
-    is_difference: bool = False  # whether the parameters are local minus global; buffers and counters are local values
-
-
-@dataclass(frozen=True)
-class EvaluateReply:
-    """A checked evaluation reply; `accuracy` is from 0 to 1, None if the client sent none."""
-
-    client: str
-    domain: str
-    num_examples: float
-    accuracy: float | None
 
 
 class Sender(Protocol):
@@ -96,76 +27,6 @@ class Sender(Protocol):
 R = TypeVar("R", bound=Sender)
 
 
-Block = tuple[str, slice, slice]  # an array's name, a part of it, and its place in the vector of parameters
-
-
-def split_parameters(layout: Layout) -> list[Block]:
-    """Split the parameters into parts of at most `BLOCK` numbers."""
-    # A tied tensor appears once. A complex number is two real ones.
-    places = {(entry.start, entry.stop): entry.name for entry in layout.entries if entry.kind == "param"}
-    return [
-        (name, slice(i - start, min(i + BLOCK, stop) - start), slice(i, min(i + BLOCK, stop)))
-        for (start, stop), name in places.items()
-        for i in range(start, stop, BLOCK)
-    ]
-
-
-def write_deltas(
-    blocks: Iterable[Block], replies: Sequence[TrainReply], model: NDArray[Any], rows: NDArray[Any], pool: Executor
-) -> dict[str, float]:
-    """Write local minus global parameters into the rows; return the finite ones of their norms by client.
-
-    Every client's part of one block comes before the next block: so much of the model stays in a core's cache.
-    """
-    flat = [{name: _view_flat(array) for name, array in reply.arrays.items()} for reply in replies]
-
-    def write_block(block: Block) -> list[float]:
-        name, part, place = block
-        squares = []
-        with np.errstate(over="ignore", invalid="ignore"):  # the aggregator names updates that are not finite
-            for reply, arrays, row in zip(replies, flat, rows, strict=True):
-                delta = row[place]
-                start = 0 if reply.is_difference else model[place]
-                np.subtract(arrays[name][part], start, out=delta, casting="same_kind")
-                if reply.mask is not None:
-                    np.multiply(delta, reply.mask[place], out=delta)  # what the client says it dropped does not count
-                squares.append(float(np.dot(delta, delta)))
-        return squares
-
-    norms = {}
-    for reply, row, squares in zip(replies, rows, zip(*pool.map(write_block, blocks), strict=True), strict=True):
-        norm = math.sqrt(total) if math.isfinite(total := sum(squares)) else _measure_slowly(row)
-        if math.isfinite(norm):
-            norms[reply.client] = norm
-    return norms
-
-
-def _view_flat(array: NDArray[Any]) -> NDArray[Any]:
-    flat = array.reshape(-1)
-    return flat.view(flat.real.dtype) if np.iscomplexobj(flat) else flat
-
-
-def _measure_slowly(row: NDArray[Any]) -> float:
-    """Return a norm whose square may be infinite in the row's own dtype only."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return float(np.linalg.norm(row.astype(np.float64)))
-
-
-def read_extras(
-    layout: Layout, arrays: Mapping[str, NDArray[Any]], model: Packed
-) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-    """Return the local buffers and counters as vectors."""
-    parts: dict[str, dict[int, NDArray[Any]]] = {"param": {}, "buffer": {}, "counter": {}}
-    for entry in layout.entries:
-        if entry.kind != "param" and entry.start != entry.stop:
-            parts[entry.kind].setdefault(entry.start, arrays[entry.name].reshape(-1))  # a tied tensor appears once
-    buffers, counters = list(parts["buffer"].values()), list(parts["counter"].values())
-    return (
-        np.concatenate(buffers).astype(model.buffers.numpy().dtype) if buffers else None,
-        np.concatenate(counters).astype(np.int64) if counters else None,
-    )
-
-
 @dataclass(frozen=True)
 class Cohort:
     """The updates to aggregate, the replies they come from, and the skipped clients with the reasons."""
@@ -175,19 +36,24 @@ class Cohort:
     skipped: dict[str, str]
     missing_requirement: str | None = None  # what the method needs, if no reply has it
     message_digests: dict[str, str] = field(default_factory=dict)  # by client; of their names, shapes and dtypes
-    far_norms: dict[str, str] = field(
-        default_factory=dict
-    )  # clients that count, although far from the others, and how far
+    get_norms: Callable[[], Mapping[str, float]] = dict  # of all updates that could be read
+
+    def find_far_norms(self) -> dict[str, str]:
+        """Return the clients that count, although far from the others, and how far.
+
+        After the server step this costs nothing: its first pass over the updates measures them.
+        """
+        return {c: why for c, why in find_far_norms(self.get_norms()).items() if c in self.replies}
 
     def skip_all(self, reason: str) -> Self:
         """Return the cohort with every client skipped."""
-        nobody = Updates([], self.updates.deltas[:0], [], domains=[])
+        nobody = Updates([], self.updates.no_rows, [], domains=[])
         skipped = self.skipped | dict.fromkeys(self.updates.clients, reason)
-        return replace(self, updates=nobody, replies={}, skipped=skipped, missing_requirement=None)
+        return replace(self, updates=nobody, replies={}, skipped=skipped, missing_requirement=None, get_norms=dict)
 
 
 class CohortBuilder(Generic[R]):
-    """Reads replies into a matrix that is reused from round to round: allocating it anew costs more than filling it."""
+    """Reads the replies of a round after another."""
 
     def __init__(
         self,
@@ -197,9 +63,8 @@ class CohortBuilder(Generic[R]):
         terms: Sequence[Term] = (),
         budget: int | None = None,
     ) -> None:
-        self.layout, self.requirements, self.read = layout, requirements, read
-        self.terms, self.budget = terms, budget
-        self._matrix, self._blocks = torch.empty(0, 0), split_parameters(layout)
+        self.layout, self.requirements, self.read, self.terms = layout, requirements, read, terms
+        self._writer = UpdateWriter(layout, budget)
 
     def build(self, received: Iterable[R], state: RunState, known_digests: Mapping[str, str]) -> Cohort:
         """Build the cohort. `known_digests`: of each client's last usable messages."""
@@ -218,8 +83,12 @@ class CohortBuilder(Generic[R]):
         digests = {client: _digest_messages(reply.messages) for client, reply in replies.items()} if self.terms else {}
         _skip_unusual_messages(replies, {**known_digests, **digests}, skipped)
         replies = dict(sorted(replies.items()))
-        updates, far_norms = self._collect_updates(replies, state.model, skipped)
-        return Cohort(updates, replies, skipped | dict(updates.refused), missing_requirement, digests, far_norms)
+        updates = all_updates = ReplyUpdates(replies, state.model, self._writer)
+        if self.requirements.max_norm is not None and (too_long := self._find_too_long(all_updates.norms)):
+            skipped |= too_long
+            replies = {client: reply for client, reply in replies.items() if client not in too_long}
+            updates = ReplyUpdates(replies, state.model, self._writer)
+        return Cohort(updates, replies, skipped, missing_requirement, digests, lambda: all_updates.norms)
 
     def _skip_unusable_messages(
         self, replies: dict[str, TrainReply], state: RunState, known_digests: Mapping[str, str], skipped: dict[str, str]
@@ -237,60 +106,15 @@ class CohortBuilder(Generic[R]):
                 del replies[client]
         return missing
 
-    def _collect_updates(
-        self, replies: Mapping[str, TrainReply], model: Packed, skipped: dict[str, str]
-    ) -> tuple[Updates, dict[str, str]]:
-        """Write the updates into the matrix, or through one row into a file if they exceed the budget.
-
-        Return them, and the clients that count although their norms are far above the others'.
-        """
-        wide = Packed(widen_bfloat16(model.params), widen_bfloat16(model.buffers), model.counters)
-        size, dtype = self.layout.sizes().params, wide.params.dtype
-        exceeds_budget = self.budget is not None and len(replies) * size * dtype.itemsize > self.budget
-        num_rows = 1 if exceeds_budget else len(replies)
-        if len(self._matrix) < num_rows or self._matrix.shape[1] != size or self._matrix.dtype != dtype:
-            self._matrix = torch.empty(num_rows, size, dtype=dtype)
-        norms: dict[str, float] = {}
-
-        def make_updates(some: Sequence[TrainReply]) -> list[Reply]:
-            rows = self._matrix[: len(some)]
-            norms.update(write_deltas(self._blocks, some, wide.params.numpy(), rows.numpy(), pool))
-            return [self._make_update(reply, wide, row) for reply, row in zip(some, rows, strict=True)]
-
-        def keep_valid(updates: Iterable[Reply]) -> Iterator[Reply]:
-            far = find_far_norms(norms) if self.requirements.max_norm == AUTO else {}
-            for update in updates:
-                client = str(update.client)
-                if (problem := self._find_norm_problem(norms.get(client), far.get(client))) is not None:
-                    skipped[client] = problem
-                else:
-                    yield _match_dtypes(model, update)
-
-        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy releases the GIL
-            if exceeds_budget:
-                if self.requirements.max_norm == AUTO:  # the median must be known before the first row is written
-                    for reply in replies.values():
-                        make_updates([reply])
-                updates: Iterable[Reply] = (make_updates([reply])[0] for reply in replies.values())
-            else:
-                updates = make_updates(list(replies.values()))
-            budget = self.budget if exceeds_budget else None
-            collected = Updates.collect(
-                keep_valid(updates), budget, on_bad_update="skip", layout=self.layout, keep=not exceeds_budget
-            )
-        return collected, {c: why for c, why in find_far_norms(norms).items() if c not in skipped}
-
-    def _make_update(self, reply: TrainReply, model: Packed, row: Tensor) -> Reply:
-        buffers, counters = read_extras(self.layout, reply.arrays, model)
-        return Reply(reply.client, row, reply.num_examples, buffers, counters, reply.metrics, reply.domain)
-
-    def _find_norm_problem(self, norm: float | None, far: str | None) -> str | None:
+    def _find_too_long(self, norms: Mapping[str, float]) -> dict[str, str]:
+        """Return the clients whose updates are longer than `max_norm`. The aggregator names those that are not finite."""
         max_norm = self.requirements.max_norm
-        if far is not None:
-            return f"its update has {far}, and max_norm is '{AUTO}'"
-        if norm is None or not isinstance(max_norm, int | float) or norm <= max_norm:
-            return None  # the aggregator names updates that are not finite
-        return f"its update has norm {norm:g}, more than max_norm = {max_norm:g}"
+        if max_norm == AUTO:
+            return {c: f"its update has {far}, and max_norm is '{AUTO}'" for c, far in find_far_norms(norms).items()}
+        if not isinstance(max_norm, int | float):
+            return {}
+        too_long = {client: norm for client, norm in norms.items() if norm > max_norm}
+        return {c: f"its update has norm {norm:g}, more than max_norm = {max_norm:g}" for c, norm in too_long.items()}
 
 
 def _digest_messages(groups: Sequence[Arrays]) -> str:
@@ -319,9 +143,3 @@ def _skip_unusual_messages(replies: dict[str, TrainReply], digests: Mapping[str,
     for client in [client for client in replies if digests.get(client) != usual]:
         skipped[client] = "the messages of its local terms differ in names, shapes or dtypes from those of most clients"
         del replies[client]
-
-
-def _match_dtypes(model: Packed, update: Reply) -> Reply:
-    """Convert an update to the model's dtypes, as in a simulation."""
-    buffers = None if update.buffers is None else torch.as_tensor(update.buffers).to(model.buffers.dtype)
-    return update._replace(delta=torch.as_tensor(update.delta).to(model.params.dtype), buffers=buffers)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedheal.core.layout import Layout
-from fedheal.federation.cohort import MissingRequirement, RejectedReply, ReplyRequirements
+from fedheal.federation.replies import MissingRequirement, RejectedReply, ReplyRequirements
 from fedheal.federation.reply_limits import MAX_COUNTER, MAX_METRIC
 
 V = TypeVar("V")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.core.metrics import fairness
-from fedheal.federation.cohort import EvaluateReply
+from fedheal.federation.replies import EvaluateReply
 from fedheal.runs.schema import RoundRecord
 
 

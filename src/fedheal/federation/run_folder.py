@@ -186,8 +186,7 @@ class RunFolder(Generic[K]):
     @keep_private()
     def replace_last_round(self, record: RoundRecord) -> None:
         """Write the last round's line again: its model was evaluated after it was saved."""
-        files.truncate_rounds(self.path, record.round - 1, allow_gaps=True)
-        files.append_round(self.path, record)
+        files.replace_last_round(self.path, record)
 
     @keep_private()
     def write_result(self, layout: Layout, state: RunState, history: Sequence[RoundRecord], clients: K) -> None:

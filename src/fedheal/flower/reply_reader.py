@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedheal.core.layout import Layout
-from fedheal.federation.cohort import EvaluateReply, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
+from fedheal.federation.replies import EvaluateReply, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
 from fedheal.federation.reply_checks import check_metrics, find_accuracy, match_arrays, take_num_examples, to_float
 from fedheal.federation.reply_limits import MAX_MESSAGE
 from fedheal.flower import messages

@@ -2,17 +2,15 @@
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedheal.core.clock import Clock
-from fedheal.federation.cohort import Cohort, EvaluateReply
-from fedheal.federation.round_summary import summarise_evaluations
+from fedheal.federation.cohort import Cohort
+from fedheal.federation.open_round import OpenRound
 from fedheal.federation.run_folder import KnownClients
 from fedheal.flower.node_registry import OpenRequests, ReceivedReply
-from fedheal.methods.server_step import StepOutcome, mean_train_loss
-from fedheal.runs.schema import RoundRecord
+from fedheal.methods.server_step import StepOutcome
 
 log = logging.getLogger("flwr.fedheal")
 
@@ -35,6 +33,10 @@ class FederationState(KnownClients):
         states = ((r.client, r.state_round) for r in received if r.problem is None)
         return {c: n for c, n in states if n is not None and c in self.accepted and n != self.accepted[c]}
 
+    def select_valid(self, lost: Iterable[str]) -> list[str]:
+        """Return those of the lost states that still counted: one from before the last restart is void already."""
+        return [client for client in lost if self.accepted[client] > self.restarted]
+
 
 def restore_federation(**saved: Any) -> FederationState:
     """Return the state that a checkpoint holds."""
@@ -42,45 +44,19 @@ def restore_federation(**saved: Any) -> FederationState:
     return FederationState(**saved)
 
 
-@dataclass
-class OpenRound:
-    """A round under way."""
+@dataclass(kw_only=True)
+class NodeRound(OpenRound):
+    """A round under way, with the messages to nodes that are open in it."""
 
-    number: int
     requests: OpenRequests
     connected: frozenset[int]
     bytes_sent: int = 0  # to all nodes
-    notes: dict[str, Any] = field(default_factory=dict)  # known before the replies; joins the report
-    clock: Clock = field(default_factory=Clock)
-    cohort: int = field(init=False)  # clients that were asked
-    replied: int = 0
-    weights: dict[str, float] = field(default_factory=dict)
-    train_loss: float | None = None
-    report: dict[str, Any] = field(default_factory=lambda: {"skipped": {}, "missing": []})
     evaluation_requests: OpenRequests = field(default_factory=lambda: OpenRequests({}))
-    evaluations: list[EvaluateReply] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.cohort = len(self.requests.nodes)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether clients were asked to train and the model stays as it was."""
-        return bool(self.requests.nodes) and (not any(self.weights.values()) or "unmoved" in self.report)
 
     def record_training(
         self, received: Sequence[ReceivedReply], cohort: Cohort, outcome: StepOutcome, federation: FederationState
     ) -> None:
-        """Record which clients counted, were skipped or did not reply, in the round and in the federation's state."""
-        aggregated, accepted = outcome.aggregated, outcome.accepted
-        problems = {reply.client: reply.problem for reply in received if reply.problem is not None}
-        skipped = problems | cohort.skipped | {str(c): str(why) for c, why in aggregated.report["skipped"].items()}
-        for client, reason in skipped.items():
-            log.warning("round %d: '%s' is skipped: %s", self.number, client, reason)
-        for client, how_far in cohort.far_norms.items():
-            log.warning(
-                "round %d: the update of '%s' has %s; max_norm='auto' leaves such out", self.number, client, how_far
-            )
+        """Record the server step in the round and in the federation's state."""
         asked, heard = self.requests.nodes, {reply.node for reply in received}
         self.replied = len({reply.node for reply in received if not reply.message.has_error()} & asked.keys())
         # A name that has moved to another node counts once.
@@ -88,23 +64,16 @@ class OpenRound:
         unheard = {node: name for node, name in asked.items() if node not in heard}
         missing = sorted(name for name in unheard.values() if name not in names_heard)
         self.cohort = len(asked) - len(unheard) + len(missing)
-        if missing:
-            log.warning("round %d: no reply from %s", self.number, ", ".join(missing))
-        self.report = dict(aggregated.report) | {"skipped": skipped, "missing": missing}
-        if cohort.far_norms:
-            self.report["far_norms"] = cohort.far_norms
+        problems = {reply.client: reply.problem for reply in received if reply.problem is not None}
+        self.record_step(cohort, outcome, problems, missing)
         self._record_lost_states(received, outcome, federation)
-        if outcome.is_refused:
-            log.warning("round %d: the model stays as it was: %s", self.number, outcome.refusal)
-            self.report["unmoved"] = outcome.refusal
-        self.weights = dict(zip(cohort.updates.clients, aggregated.weights.tolist(), strict=True))
-        self.train_loss = mean_train_loss(cohort.updates, accepted)
         federation.message_digests |= cohort.message_digests
         federation.accepted |= dict.fromkeys(outcome.absorbed, self.number)
         federation.tokens |= {
             reply.client: reply.token for reply in received if reply.client in outcome.absorbed and reply.token
         }
-        federation.client_domains |= {reply.client: reply.domain for reply in received if reply.client in accepted}
+        domains = {reply.client: reply.domain for reply in received if reply.client in outcome.accepted}
+        federation.client_domains |= domains
 
     def _record_lost_states(
         self, received: Sequence[ReceivedReply], outcome: StepOutcome, federation: FederationState
@@ -120,18 +89,3 @@ class OpenRound:
             self.report["lost_states"] = lost
         if outcome.is_restarted:
             federation.restarted = self.number
-
-    def to_record(self, client_domains: Mapping[str, str]) -> RoundRecord:
-        """Return the round's record, with the domains of its clients."""
-        clients = {*self.weights, *(evaluation.client for evaluation in self.evaluations)}
-        return RoundRecord(
-            round=self.number,
-            cohort=self.cohort,
-            replied=self.replied,
-            weights=self.weights,
-            train_loss=self.train_loss,
-            report=self.report | self.notes,
-            seconds=self.clock.seconds,
-            client_domains={client: client_domains[client] for client in sorted(clients & client_domains.keys())},
-            **summarise_evaluations(self.evaluations),
-        )

@@ -37,7 +37,7 @@ from fedheal.core.updates import Updates
 from fedheal.federation.cohort import Cohort
 from fedheal.flower.node_registry import ReceivedReply
 from fedheal.flower.reply_reader import read_train_reply
-from fedheal.flower.round_log import OpenRound
+from fedheal.flower.round_log import NodeRound
 from fedheal.flower.secure_cohort import ScalarCohortBuilder, leave_out, select_clients
 from fedheal.flower.secure_mod import BUFFER_NORM, DISTANCE, SecureSumMod, order_to_record
 from fedheal.flower.secure_protocol import NO_REPLY, SumOutcome, sum_vectors
@@ -108,7 +108,7 @@ class SecureStrategy(FairStrategy):
     def begin(self, initial_arrays: ArrayRecord) -> ArrayRecord:
         """Return the model to start from; see `FairStrategy.begin`."""
         arrays = super().begin(initial_arrays)
-        self._cohort_builder = ScalarCohortBuilder(self._layout, self.requirements, read_train_reply)
+        self.rounds.builder = ScalarCohortBuilder(self.rounds.layout, self.requirements, read_train_reply)
         return arrays
 
     def configure_train(
@@ -122,15 +122,14 @@ class SecureStrategy(FairStrategy):
         """Weigh the clients, sum their updates and return the new model, or the old one if the sum failed."""
         self._sums, self._sum_bytes = None, 0
         result = super().aggregate_train(server_round, replies)
-        self.state = replace(self._state, received=self._state.received + self._sum_bytes)
+        self.rounds.count_bytes(0, self._sum_bytes)
         return result
 
-    def _build_cohort(self, received: list[ReceivedReply], current: OpenRound) -> Cohort:
-        cohort = super()._build_cohort(received, current)
+    def _build_cohort(self, valid: list[ReceivedReply], current: NodeRound) -> Cohort:
+        cohort = super()._build_cohort(valid, current)
         if not cohort.updates.clients:
             return cohort
-        valid = [reply for reply in received if reply.problem is None and reply.client in cohort.replies]
-        clients = {reply.node: reply.client for reply in valid}
+        clients = {reply.node: reply.client for reply in valid if reply.client in cohort.replies}
         failure, dropped = "", {}
         try:
             outcome, self._sums = self._sum_updates(cohort.updates, clients, current.number)
@@ -155,7 +154,7 @@ class SecureStrategy(FairStrategy):
             ranges = plan.update_range, plan.buffer_range
             return {n: order_to_record(SumOrder(number, plan.shares[clients[n]], *ranges)) for n in nodes}
 
-        sizes = self._layout.sizes()
+        sizes = self.rounds.layout.sizes()
         threshold = max(2, math.ceil(self.threshold * len(clients)))
         length, timeout = 2 * sizes.params + sizes.buffers, min(self.stage_timeout, self._timeout)
         outcome = sum_vectors(
@@ -171,8 +170,8 @@ class SecureStrategy(FairStrategy):
 
     def _plan_sums(self, updates: Updates) -> SecureSums:
         """Weigh these clients, and choose the ranges of their vectors."""
-        state = self._state
-        weighed = replace(self.aggregator, reduce=_keep_model).apply(state.model, updates, state.aggregator)
+        state = self.rounds.state
+        weighed = replace(self.rounds.aggregator, reduce=_keep_model).apply(state.model, updates, state.aggregator)
         weights = dict(zip(updates.clients, weighed.weights.tolist(), strict=True))
         largest = max(weights.values())
         shares = {client: weight / largest for client, weight in weights.items()}

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from fedheal.core.layout import Packed
 from fedheal.core.state import RunState
 from fedheal.core.updates import Updates
-from fedheal.federation.cohort import AUTO, Cohort, CohortBuilder, MissingRequirement, RejectedReply, TrainReply
-from fedheal.federation.reply_limits import MAX_COUNTER, find_far_norms
+from fedheal.federation.cohort import Cohort, CohortBuilder
+from fedheal.federation.replies import MissingRequirement, RejectedReply, TrainReply
+from fedheal.federation.reply_limits import MAX_COUNTER
 from fedheal.flower.messages import view_array
 from fedheal.flower.node_registry import ReceivedReply
 from fedheal.flower.reply_reader import read_train_metrics
@@ -38,16 +39,10 @@ class ScalarCohortBuilder(CohortBuilder[ReceivedReply]):
                 missing += [error.needed] if isinstance(error, MissingRequirement) else []
         missing_requirement = missing[0] if missing and not replies else None
         norms = {client: math.sqrt(reply.metrics[DISTANCE]) for client, reply in replies.items()}
-        far = find_far_norms(norms)
-        for client, norm in norms.items():
-            is_far = far.get(client) if self.requirements.max_norm == AUTO else None
-            if (problem := self._find_norm_problem(norm, is_far)) is not None:
-                skipped[client] = problem
-                del replies[client]
-        replies = dict(sorted(replies.items()))
-        far_norms = {client: why for client, why in far.items() if client in replies}
+        skipped |= (too_long := self._find_too_long(norms))
+        replies = {client: reply for client, reply in sorted(replies.items()) if client not in too_long}
         updates = self._stack(replies, counters, state.model)
-        return Cohort(updates, replies, skipped, missing_requirement, far_norms=far_norms)
+        return Cohort(updates, replies, skipped, missing_requirement, get_norms=lambda: norms)
 
     def _read(self, reply: ReceivedReply) -> tuple[TrainReply, NDArray[Any]]:
         """Return a reply's scalars and counters. Raise RejectedReply if they cannot count."""

@@ -7,10 +7,10 @@ from torch import nn
 from fedheal import methods
 from fedheal.aggregate import Aggregator, reduce
 from fedheal.aggregate.fedheal_stages import TAU
-from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.core.checks import check_among, check_count, check_not_negative, check_share, check_switch
 from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
+from fedheal.federation.round_server import ServerSettings
 from fedheal.flower.messages import check_dtypes
 from fedheal.local.fedce import FedCE
 from fedheal.local.scaffold import Scaffold
@@ -19,20 +19,15 @@ from fedheal.methods import Method
 PLACEMENTS = ("server", "client")
 
 
-@dataclass(frozen=True)
-class RoundSettings:
+@dataclass(frozen=True, kw_only=True)
+class RoundSettings(ServerSettings):
     """How rounds are run and recorded; see `FairStrategy`."""
 
-    seed: int
-    data: str
     placement: str
     tau: float
     roll_call: bool
-    min_replies: int
-    max_empty_rounds: int | None
     evaluate_every: int
     clients: int | None
-    budget: int | None
     fraction_train: float
     fraction_evaluate: float
     min_train_nodes: int
@@ -42,31 +37,26 @@ class RoundSettings:
     save_seconds: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_among("placement", self.placement, PLACEMENTS)
         TAU.check(self.tau)
         check_switch("roll_call", self.roll_call)
         for name in ("fraction_train", "fraction_evaluate"):
             check_share(name, getattr(self, name))
-        for name in ("seed", "min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
+        for name in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
             check_count(name, getattr(self, name))
         for name in ("wait_seconds", "save_seconds"):
             check_not_negative(name, getattr(self, name))
-        for name, least in (
-            ("min_replies", 1),
-            ("max_empty_rounds", 1),
-            ("evaluate_every", 1),
-            ("clients", 1),
-            ("budget", 0),
-        ):
+        for name in ("evaluate_every", "clients"):
             if (value := getattr(self, name)) is not None:
-                Parameter(name, 1, ge=least).check(value)
+                Parameter(name, 1, ge=1).check(value)
 
     @property
     def clients_mask(self) -> bool:
         return self.placement == "client"
 
 
-def resolve_method(method: Aggregator | Method | str, name: str | None, clients_mask: bool, server: Server) -> Method:
+def resolve_method(method: Aggregator | Method | str, name: str | None, clients_mask: bool) -> Method:
     """Return the whole method. Raise ValueError if it does not work in a federation with these settings."""
     given: object = method  # a caller may not check types
     if not isinstance(given, Aggregator | Method | str):
@@ -88,8 +78,6 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
             raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
         if isinstance(term, FedCE):
             raise ValueError("fedce sends each client its own weight, which no broadcast can carry: simulate it")
-        if term.needs_plain_server:
-            check_plain_server(server, term.needs_plain_server)
     return resolved
 
 

@@ -7,7 +7,7 @@ is the last.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,17 @@ from torch import nn
 
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.fedheal_stages import TAU
-from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.checks import check_count, check_switch
-from fedheal.core.layout import Layout, Packed
+from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
-from fedheal.core.state import RunState, TermState
-from fedheal.federation.cohort import Cohort, CohortBuilder, RejectedReply, ReplyRequirements
-from fedheal.federation.node_sampling import TooManyEmptyRounds, sample_nodes, wait_for_nodes
+from fedheal.core.state import RunState
+from fedheal.federation.cohort import Cohort
+from fedheal.federation.node_sampling import sample_nodes, wait_for_nodes
+from fedheal.federation.replies import ReplyRequirements
 from fedheal.federation.round_history import RoundHistory
-from fedheal.federation.round_summary import describe_causes, describe_round
+from fedheal.federation.round_server import RoundServer
 from fedheal.federation.run_folder import Framework, RunFolder
 from fedheal.flower import messages as wire
 from fedheal.flower.masking import make_masked_mean
@@ -38,11 +38,11 @@ from fedheal.flower.messages import SHARED, RoundInstructions, count_bytes, mode
 from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply, describe_lost_clients
 from fedheal.flower.reply_reader import average_metrics, read_evaluate_reply, read_train_reply
 from fedheal.flower.reply_size import ReplyLimits
-from fedheal.flower.round_log import FederationState, OpenRound, restore_federation
+from fedheal.flower.round_log import FederationState, NodeRound, restore_federation
 from fedheal.flower.settings import RoundSettings, resolve_layout, resolve_method
 from fedheal.flower.silent_nodes import SilentNodes
 from fedheal.methods import Method
-from fedheal.methods.server_step import ClientTerms, ServerStep, apply_server_step
+from fedheal.methods.server_step import ServerStep, resolve_server
 from fedheal.runs.schema import RoundRecord
 
 log = logging.getLogger("flwr.fedheal")
@@ -80,7 +80,7 @@ class FairStrategy(Strategy):
         max_norm: The largest norm of an update; None: any; "auto": ten times the median of the round's.
         max_reply_bytes: The most bytes of arrays in a reply; by default derived from the model's size.
         budget: Bytes of updates held in memory; more goes to a temporary file.
-        server: The server optimiser.
+        server: The server optimiser, such as `Server("adam")`; by default that of the method, as in "fedheal+fedadam".
         placement, tau: "client" if clients mask with threshold `tau` (see `FedHEAL`) and `method` only gives weights.
         weighted_by_key, arrayrecord_key, configrecord_key: As in Flower.
         train_metrics_aggr_fn, evaluate_metrics_aggr_fn: As in Flower, for replies that count; by default means by examples.
@@ -107,10 +107,9 @@ class FairStrategy(Strategy):
         arguments = dict(locals())
         check_switch("resume", resume)
         self.settings = RoundSettings(**{field.name: arguments[field.name] for field in fields(RoundSettings)})
-        self.server = server or Server()
-        self.method = resolve_method(method, name, self.settings.clients_mask, self.server)
+        self.method = resolve_method(method, name, self.settings.clients_mask)
+        self.server = resolve_server(self.method, server)
         self.name, self.terms = name or self.method.name, self.method.local
-        self.aggregator = replace(self.method.aggregator, on_bad_update="skip")
         self.requirements = ReplyRequirements(
             arrays_key=arrayrecord_key,
             examples_key=weighted_by_key,
@@ -118,7 +117,7 @@ class FairStrategy(Strategy):
             max_norm=max_norm,
             max_reply_bytes=max_reply_bytes,
             # Every client has a domain, if only its own name.
-            needs=tuple(sorted(self.aggregator.stage.needs - {"domain"})),
+            needs=tuple(sorted(self.method.aggregator.stage.needs - {"domain"})),
             terms=tuple(wire.describe_terms(self.terms)),
             masked=self.settings.clients_mask,
         )
@@ -132,18 +131,39 @@ class FairStrategy(Strategy):
 
     def _reset(self) -> None:
         """Forget all rounds."""
-        self.state: RunState | None = None
-        self.history: list[RoundRecord] | RoundHistory = []
-        self.federation = FederationState()
+        self.rounds = RoundServer[FederationState, ReceivedReply, NodeRound](
+            name=self.name,
+            aggregator=self.method.aggregator,
+            server=self.server,
+            terms=self.terms,
+            settings=self.settings,
+            requirements=self.requirements,
+            read=read_train_reply,
+            clients=FederationState(),
+            log=log,
+            folder=self.folder,
+            num_rounds=self._num_rounds,
+        )
         self.registry = NodeRegistry()
-        self._round: OpenRound | None = None
-        self._cohort_builder: CohortBuilder[ReceivedReply] | None = None
         self._sent: ArrayRecord | None = None
         self._first_round = 1  # of this run
-        # These two are not in the checkpoint. A resume comes after the cause was fixed: a node that was silent is asked again,
-        # which costs one timeout if it is still silent, and `max_empty_rounds` are counted anew, or the run would end at once.
+        # Not in the checkpoint: after a resume a silent node is asked again, which costs one timeout if it is still silent.
         self._silent = SilentNodes()
-        self._empty_rounds: list[frozenset[int]] = []  # the latest ones in a row, with the nodes they asked
+
+    @property
+    def state(self) -> RunState | None:
+        """The run's state; None before the first round."""
+        return self.rounds.state if self.rounds.has_begun else None
+
+    @property
+    def history(self) -> Sequence[RoundRecord]:
+        """The records of all rounds."""
+        return self.rounds.history
+
+    @property
+    def federation(self) -> FederationState:
+        """What the server remembers about its clients."""
+        return self.rounds.clients
 
     # The methods that Flower calls, in this order.
 
@@ -182,9 +202,9 @@ class FairStrategy(Strategy):
         result = Result()
         arrays = result.arrays = self.begin(initial_arrays)
         if self.folder is not None:  # where every record is JSON
-            self.history = RoundHistory(self.history)
+            self.rounds.history = RoundHistory(self.rounds.history)
         self.summary()
-        first = self._state.round + 1
+        first = self.rounds.state.round + 1
         if evaluate_fn and first == 1:
             _store(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
         try:
@@ -208,24 +228,11 @@ class FairStrategy(Strategy):
         """Return the model of the folder's newest checkpoint, or else the initial one, and prepare the first round."""
         self._reset()
         layout = self.layout = self.layout or wire.infer_layout(initial_arrays)
-        self._cohort_builder = CohortBuilder(
-            layout, self.requirements, read_train_reply, self.terms, self.settings.budget
-        )
-        self.state = RunState(
-            round=0,
-            seed=self.settings.seed,
-            model=self._read_model(initial_arrays),
-            aggregator=self.aggregator.init(layout),
-            server=self.server.init(),
-            terms=tuple(TermState(term.init(layout), {}) for term in self.terms),
-        )
-        resumed = self.folder.open(self._describe_settings(), layout) if self.folder is not None else None
-        if resumed is not None:
-            self.state, self.federation, self.history = resumed
-            log.info("resuming after round %d", self.state.round)
+        self.rounds.begin(layout, record_to_model(layout, initial_arrays), self._describe_settings())
+        state = self.rounds.state
         limits = ReplyLimits.from_layout(layout, len(self.terms), self.requirements.max_reply_bytes)
         self.registry = NodeRegistry({int(node): client for node, client in self.federation.nodes.items()}, limits)
-        self._sent, self._first_round = model_to_record(layout, self.state.model), self.state.round + 1
+        self._sent, self._first_round = model_to_record(layout, state.model), state.round + 1
         return self._sent
 
     def configure_train(
@@ -233,7 +240,7 @@ class FairStrategy(Strategy):
     ) -> list[Message]:
         """Draw this round's nodes and return the messages that ask them to train."""
         self._check_round_order(server_round)
-        if self.state is None:
+        if not self.rounds.has_begun:
             self.begin(arrays)
         self._set_model(arrays)
         fraction, min_nodes = self.settings.fraction_train, self.settings.min_train_nodes
@@ -252,14 +259,22 @@ class FairStrategy(Strategy):
         records: dict[str, Any] = {self.requirements.arrays_key: arrays}
         shared = [
             {name: kept.shared[name] for name in term.sends if name in kept.shared}
-            for term, kept in zip(self.terms, self._state.terms, strict=True)
+            for term, kept in zip(self.terms, self.rounds.state.terms, strict=True)
         ]
         if any(shared):
             records[SHARED] = wire.terms_to_record(shared)
         messages = self._make_messages(nodes, records, config, server_round, MessageType.TRAIN)
-        requests, bytes_sent = self.registry.track_requests(messages), sum(count_bytes(m.content) for m in messages)
-        notes = self._make_notes(server_round, responsive)
-        self._round = OpenRound(server_round, requests, connected, bytes_sent, notes)
+        requests = self.registry.track_requests(messages)
+        current = NodeRound(
+            number=server_round,
+            asked=requests.nodes.keys(),
+            num_connected=len(connected),
+            notes=self._make_notes(server_round, responsive),
+            requests=requests,
+            connected=connected,
+            bytes_sent=sum(count_bytes(m.content) for m in messages),
+        )
+        self.rounds.open_round(current)
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord | None]:
@@ -267,21 +282,18 @@ class FairStrategy(Strategy):
         current, messages = self._get_round(server_round), list(replies)
         received = self._identify(messages, current.requests, server_round, current.connected)
         current.clock.end_phase("train")
-        cohort = self._build_cohort(received, current)
+        cohort = self._build_cohort([reply for reply in received if reply.problem is None], current)
         seen = {*self.federation.accepted, *cohort.replies}
         num_clients = self.settings.clients or max(len(seen), len(current.connected), 1)
-        terms = {client: ClientTerms(reply.messages) for client, reply in cohort.replies.items()}
-        # A slot from before the last restart is void, and cannot be lost once more.
-        accepted_before, restarted = self.federation.accepted, self.federation.restarted
-        lost = [c for c in self.federation.find_lost_states(received) if accepted_before[c] > restarted]
-        if self.folder is not None:  # the step reuses the memory that a checkpoint is written from
-            self.folder.settle()
-        outcome = apply_server_step(self._make_step(cohort), self._state, cohort.updates, terms, num_clients, lost)
+        lost = self.federation.find_lost_states(received)
+        outcome = self.rounds.take_step(
+            self._make_step(cohort), cohort, num_clients, self.federation.select_valid(lost)
+        )
         current.record_training(received, cohort, outcome, self.federation)
-        sent = outcome.state.sent + current.bytes_sent
-        received_bytes = outcome.state.received + sum(count_bytes(m.content) for m in messages if m.has_content())
-        self.state = replace(outcome.state, round=server_round, sent=sent, received=received_bytes)
-        self._sent = model_to_record(self._layout, self.state.model)
+        current.log_problems(log)
+        received_bytes = sum(count_bytes(m.content) for m in messages if m.has_content())
+        self.rounds.count_bytes(current.bytes_sent, received_bytes)
+        self._sent = model_to_record(self.rounds.layout, self.rounds.state.model)
         current.clock.end_phase("aggregate")
         accepted = set(outcome.accepted)
         contents = [r.message.content for r in received if r.problem is None and r.client in accepted]
@@ -293,7 +305,7 @@ class FairStrategy(Strategy):
     ) -> list[Message]:
         """Return the messages that ask nodes to evaluate the model; none in a round without evaluation."""
         self._set_model(arrays)
-        current, state = self._get_round(server_round), self._state
+        current, state = self._get_round(server_round), self.rounds.state
         is_due = server_round % self.settings.evaluate_every == 0 or server_round == self._num_rounds
         fraction, min_nodes = self.settings.fraction_evaluate, self.settings.min_evaluate_nodes
         if not fraction or not is_due:
@@ -302,7 +314,7 @@ class FairStrategy(Strategy):
         model = state.model
         for term, kept in zip(self.terms, state.terms, strict=True):
             model = term.evaluated(model, kept.shared, {})
-        record = arrays if model is state.model else model_to_record(self._layout, model)
+        record = arrays if model is state.model else model_to_record(self.rounds.layout, model)
         records = {self.requirements.arrays_key: record}
         messages = self._make_messages(nodes, records, config, server_round, MessageType.EVALUATE)
         current.evaluation_requests = self.registry.track_requests(messages)
@@ -311,20 +323,16 @@ class FairStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Record the clients' accuracies, end and save the round, and return the clients' metrics."""
         current = self._get_round(server_round)
-        contents: list[RecordDict] = []
-        for received in self._identify(replies, current.evaluation_requests, server_round, current.connected):
-            try:
-                evaluation = read_evaluate_reply(received, self.requirements)
-            except RejectedReply as error:
-                log.warning("round %d, evaluation: '%s' is skipped: %s", server_round, received.client, error)
-                current.report.setdefault("not_judged", {})[received.client] = str(error)
-                continue
-            contents.append(received.message.content)
-            self.federation.client_domains[evaluation.client] = evaluation.domain
-            self.federation.test_examples[evaluation.client] = evaluation.num_examples
-            current.evaluations.append(evaluation)
-        current.clock.end_phase("evaluate")
-        self._end_round(current)
+        received = self._identify(replies, current.evaluation_requests, server_round, current.connected)
+        evaluations, problems = self.rounds.read_evaluations(
+            received, lambda reply: read_evaluate_reply(reply, self.requirements)
+        )
+        self.rounds.record_evaluations(evaluations, problems)
+        self.federation.nodes = {str(node): client for node, client in self.registry.names.items()}
+        # Clients keep a state for the server's last two checkpoints, not for older ones.
+        self.rounds.end_round(is_due=bool(self.federation.tokens))
+        clients = {evaluation.client for evaluation in evaluations}
+        contents = [r.message.content for r in received if r.problem is None and r.client in clients]
         return self.evaluate_metrics_aggr_fn(contents, self.requirements.examples_key) if contents else None
 
     def summary(self) -> None:
@@ -342,13 +350,7 @@ class FairStrategy(Strategy):
 
     def finish(self) -> None:
         """Write the final model and the result, and release the folder."""
-        if self.folder is not None:
-            self.folder.flush()
-            history = list(self.history)
-            self.folder.write_result(self._layout, self._state, history, self.federation)
-            self.folder.release()
-            if not any(record.domains for record in history):
-                log.warning("no client sent an 'accuracy': %s has no result.json to report", self.folder.path)
+        self.rounds.finish()
 
     def _save_after_error(self) -> None:
         try:
@@ -357,41 +359,27 @@ class FairStrategy(Strategy):
         except OSError as error:  # beside the error that ends the run
             log.error("%s", error)
 
-    @property
-    def _state(self) -> RunState:
-        if self.state is None:
-            raise RuntimeError("the strategy has no model yet: call start, begin or configure_train first")
-        return self.state
-
-    @property
-    def _layout(self) -> Layout:
-        assert self.layout is not None
-        return self.layout
-
-    def _get_round(self, number: int) -> OpenRound:
-        if self._round is None or self._round.number != number:
+    def _get_round(self, number: int) -> NodeRound:
+        current = self.rounds.find_round(number)
+        if current is None:
             raise RuntimeError(f"round {number} has not been configured: call configure_train first")
-        return self._round
+        return current
 
     def _check_round_order(self, number: int) -> None:
         """Reject a repeated round, and a caller's model in the place of a folder's."""
-        last = 0 if self.state is None else self.state.round
-        if self.state is None and self.folder is not None:
+        is_new = not self.rounds.has_begun
+        last = 0 if is_new else self.rounds.state.round
+        if is_new and self.folder is not None:
             last = self.folder.count_rounds()
-        if last and (self.state is None or number != last + 1):
+        if last and (is_new or number != last + 1):
             loop = "Flower's own loop, which its wrappers run, starts at round 1 with the initial model"
             advice = "so use a new strategy and a new folder for it"
             raise ValueError(f"round {number} cannot follow round {last}: {loop}, {advice}")
 
-    def _read_model(self, arrays: ArrayRecord) -> Packed:
-        model = record_to_model(self._layout, arrays)
-        if not (is_finite(model.params) and is_finite(model.buffers)):
-            raise ValueError("the model to continue from holds NaN or infinity: start from a finite one")
-        return model
-
     def _set_model(self, arrays: ArrayRecord) -> None:
         if arrays is not self._sent:  # a wrapper may add noise to the model we returned
-            self.state, self._sent = replace(self._state, model=self._read_model(arrays)), arrays
+            self.rounds.set_model(record_to_model(self.rounds.layout, arrays))
+            self._sent = arrays
 
     def _sample(self, connected: list[int], fraction: float, min_nodes: int, purpose: str, number: int) -> list[int]:
         rng = generator(self.settings.seed, purpose, number)
@@ -442,58 +430,13 @@ class FairStrategy(Strategy):
         self._silent.add(requests.nodes.keys() - {reply.node for reply in received})
         return received
 
-    def _build_cohort(self, received: list[ReceivedReply], current: OpenRound) -> Cohort:
-        """Build the cohort to aggregate. Raise ValueError if the app, not a client, lacks what the method needs."""
-        assert self._cohort_builder is not None
-        valid = [reply for reply in received if reply.problem is None]
-        cohort = self._cohort_builder.build(valid, self._state, self.federation.message_digests)
-        # A silent or failing client might have had it, and one of many says nothing about the others.
-        all_replied = {reply.node for reply in valid} >= current.requests.nodes.keys()
-        is_conclusive = all_replied and len(valid) >= min(2, len(current.connected))
-        if cohort.missing_requirement and not self.federation.accepted and is_conclusive:
-            raise ValueError(f"'{self.name}' needs {cohort.missing_requirement}")
-        usable, needed = len(cohort.updates.clients), self.settings.min_replies
-        if usable >= needed:
-            return cohort
-        return cohort.skip_all(f"this round has only {usable} usable replies, fewer than min_replies = {needed}")
+    def _build_cohort(self, valid: list[ReceivedReply], current: NodeRound) -> Cohort:
+        return self.rounds.build_cohort(valid, self.federation.message_digests)
 
     def _make_step(self, cohort: Cohort) -> ServerStep:
+        step = self.rounds.make_step()
         masks = {client: reply.mask for client, reply in cohort.replies.items() if reply.mask is not None}
-        aggregator = replace(self.aggregator, reduce=make_masked_mean(masks)) if masks else self.aggregator
-        return ServerStep(aggregator, self.server, self.terms, self._layout, self._num_rounds)
-
-    def _end_round(self, current: OpenRound) -> None:
-        """Record and save the round; a resume does not repeat it from here on."""
-        self._empty_rounds = [*self._empty_rounds, frozenset(current.requests.nodes)] if current.is_empty else []
-        ending = self._find_ending(current)
-        if ending is not None:
-            current.report["ended"] = ending
-        record = current.to_record(self.federation.client_domains)
-        self.state = replace(self._state, round=current.number)  # also if a wrapper withheld the replies
-        self.history.append(record)
-        log.info("[round %d] %s", current.number, describe_round(record))
-        if self.folder is not None:
-            self.federation.nodes = {str(node): client for node, client in self.registry.names.items()}
-            # Clients keep a state for the server's last two checkpoints, not for older ones.
-            self.folder.save_round(self._state, record, self.federation, is_due=bool(self.federation.tokens))
-            if ending is not None:
-                self.folder.flush()
-                self.folder.release()
-            elif not self._num_rounds:  # Flower's own loop: any round may be the last
-                self.folder.flush()
-                self.folder.write_result(self._layout, self._state, self.history, self.federation)
-        self._round = None
-        if ending is not None:
-            remedy = "fix the cause and resume, or set max_empty_rounds=None"
-            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}: {remedy}")
-
-    def _find_ending(self, current: OpenRound) -> str | None:
-        """Return why the run ends here, or None. One bad client that is drawn again and again does not end it."""
-        number, limit = len(self._empty_rounds), self.settings.max_empty_rounds
-        asked = frozenset().union(*self._empty_rounds)
-        if limit is None or number < limit or len(asked) < min(2, len(current.connected)):
-            return None
-        return f"max_empty_rounds = {limit}: the last {number} rounds left the model as it was"
+        return replace(step, aggregator=replace(step.aggregator, reduce=make_masked_mean(masks))) if masks else step
 
     def _wait_for_nodes(self, grid: Grid, min_nodes: int) -> list[int]:
         advice = "finished rounds are saved" + ("; resume=True continues from them" if self._num_rounds else "")
@@ -503,7 +446,7 @@ class FairStrategy(Strategy):
 
     def _list_nodes(self, grid: Grid) -> list[int]:
         def make_queries(nodes: Iterable[int]) -> list[Message]:
-            return self._make_messages(nodes, {}, ConfigRecord(), self._state.round + 1, MessageType.QUERY)
+            return self._make_messages(nodes, {}, ConfigRecord(), self.rounds.state.round + 1, MessageType.QUERY)
 
         return self._silent.list_responsive(grid, make_queries)
 

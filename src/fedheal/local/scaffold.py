@@ -47,6 +47,14 @@ class Scaffold(Term):
     sends: tuple[str, ...] = ("c",)
     sums_slots = True
 
+    @property
+    def needs_sgd(self) -> str:
+        return (
+            "option=2 derives the mean gradient from the effective step of SGD (option=1 does not)"
+            if self.option == 2
+            else ""
+        )
+
     def init(self, layout: Layout) -> Arrays:
         return {"c": torch.zeros(layout.sizes().params)}
 

@@ -9,7 +9,7 @@ passed in and out: a term itself has no state.
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -66,9 +66,11 @@ class Context:
         shared: The term's shared values, as broadcast.
         fit: `fit(start, strength)` trains a second model, with a proximal term of that strength.
         gradient: Returns the flat gradient of the mean loss over the client's data at given parameters.
+        evaluate: Returns loss and accuracy (0 to 1) on the client's training examples.
         validate: Returns loss and accuracy (0 to 1) on the client's held-out examples.
         scratch: The term's own values for this client and round.
         nets: Frozen copies of the module by name; reused for other clients.
+        public_batches: Returns the public images, normalised, in batches of at most so many; see `Term.public_images`.
     """
 
     client: str
@@ -85,9 +87,11 @@ class Context:
     shared: Arrays
     fit: Callable[..., Packed]
     gradient: Callable[[Packed], Tensor]
+    evaluate: Callable[[Packed], tuple[float, float]]
     validate: Callable[[Packed], tuple[float, float]]
     scratch: dict[str, Any] = field(default_factory=dict)
     nets: dict[str, nn.Module] = field(default_factory=dict)
+    public_batches: Callable[[int], Iterable[Tensor]] = field(default_factory=lambda: lambda size: ())
 
     def net(self, name: str, model: Packed) -> nn.Module:
         """Return the frozen copy of the module of that name, in evaluation mode, with these values."""
@@ -199,6 +203,7 @@ class Term:
     personalised: bool = False  # whether clients evaluate models of their own
     validates: bool = False  # whether clients hold examples out of their training data
     sends: tuple[str, ...] = ()  # the shared values that the server sends to every client
+    public_images: int = 0  # how many public images it uses at most: the same for all clients, without labels
     sums_slots = False  # whether its shared values are sums over the clients' slots: a lost slot makes them wrong
 
     def __init_subclass__(cls) -> None:
@@ -215,6 +220,11 @@ class Term:
     @property
     def needs_plain_server(self) -> str:
         """The reason why this term needs the aggregated model to become the global model; "" if any server optimiser works."""
+        return ""
+
+    @property
+    def needs_sgd(self) -> str:
+        """The reason why clients must train by SGD with this term; "" if any optimiser works."""
         return ""
 
     def broadcast(self, client: str, shared: Arrays) -> Arrays:

@@ -1,8 +1,8 @@
 """The table of methods: a name stands for local training and server stages, never for a class of its own.
 
-    <local>[:key=value,...]{+<stage>[:key=value,...]}         fedavg+fedheal:tau=0.4,variant=released
+    <local>[:key=value,...]{+<stage>[:key=value,...]}[+<server>[:...]]      fedavg+fedheal:tau=0.4+fedadam
 
-A stage alone is short for `fedavg+` it. Either part may be a function of your own, `package.module:function`.
+A stage or a server optimiser alone is short for `fedavg+` it. A part may be a function of your own, `package.module:function`.
 """
 
 import functools
@@ -13,22 +13,30 @@ from typing import Any
 from fedheal.aggregate import Aggregator, Stage, chain
 from fedheal.aggregate.presets import get_reducer
 from fedheal.aggregate.registry import REPORTING, STAGES
+from fedheal.aggregate.server_optimizer import SERVERS, Server
 from fedheal.aggregate.whole.fedce import fedce_stage
 from fedheal.aggregate.whole.fedfv import fedfv_stage
 from fedheal.aggregate.whole.fedga import fedga_stage
+from fedheal.aggregate.whole.fedism import FEDISM_BETA, FEDISM_Q, fedism_stage
 from fedheal.aggregate.whole.fedpw import fedpw_stage
 from fedheal.core.checks import check_type
 from fedheal.core.errors import suggest
 from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.local.client_weights import FAIR_CONTROLS
 from fedheal.local.ditto import Ditto
+from fedheal.local.fccl import FCCL
+from fedheal.local.fcclplus import FCCLPlus
 from fedheal.local.fedbn import FedBN
 from fedheal.local.fedce import FedCE
+from fedheal.local.feddg import FedDG
 from fedheal.local.feddyn import FEDDYN_ALPHA, FEDDYN_CLIP, FEDDYN_EVAL_MODEL, FedDyn
 from fedheal.local.fedga import FedGA
+from fedheal.local.fedism import FEDISM_ALPHA, FEDISM_RHO, FedISM
+from fedheal.local.fedlesam import FedLESAM
 from fedheal.local.fedproc import FedProc
 from fedheal.local.fedproto import FedProto
 from fedheal.local.fedprox import FEDPROX_MU, FedProx
+from fedheal.local.fedsam import FedSAM
 from fedheal.local.fpl import FPL
 from fedheal.local.moon import Moon
 from fedheal.local.scaffold import SCAFFOLD_CLIP, SCAFFOLD_ETA_G, SCAFFOLD_OPTION, Scaffold
@@ -51,12 +59,14 @@ class Local:
         uniform: Whether all clients count alike where no stage gives weights.
         aggregator: The aggregator of a whole method, which takes no stage.
         training: The fields of the experiment that the method sets, such as `momentum`.
+        server: The server optimiser, if the method brings one.
     """
 
     terms: tuple[Term, ...] = ()
     uniform: bool = False
     aggregator: Aggregator | None = None
     training: Mapping[str, float] = field(default_factory=dict)
+    server: Server | None = None
 
 
 @declare_parameters()
@@ -105,6 +115,17 @@ def _make_feddyn(
     return Local((FedDyn(alpha, eval_model, fair_controls, clip),), uniform=True)
 
 
+@declare_parameters(FEDISM_RHO, FEDISM_ALPHA, FEDISM_Q, FEDISM_BETA)
+def _make_fedism(
+    rho: float = FEDISM_RHO.default,
+    alpha: float = FEDISM_ALPHA.default,
+    q: float = FEDISM_Q.default,
+    beta: float = FEDISM_BETA.default,
+) -> Local:
+    """Wu et al. 2024: flat minima on clients, and weight to clients on whose data the model is sharp."""
+    return Local((FedISM(rho, alpha),), aggregator=Aggregator(fedism_stage(q, beta)))
+
+
 def _check_default(parameter: Parameter, value: Any) -> None:
     """Raise ValueError if a parameter that preset=group sets has another value than its default."""
     if value != parameter.default:
@@ -133,6 +154,11 @@ LOCAL: dict[str, Callable[..., Local | Term]] = {
     "feddyn": _make_feddyn,
     "fedproc": FedProc,
     "fedproto": FedProto,
+    "fccl": FCCL,
+    "fcclplus": FCCLPlus,
+    "feddg": FedDG,
+    "fedsam": FedSAM,
+    "fedlesam": FedLESAM,
 }
 # Whole methods, which no stage joins.
 WHOLE: dict[str, Callable[..., Local | Term | Stage]] = {
@@ -143,8 +169,9 @@ WHOLE: dict[str, Callable[..., Local | Term | Stage]] = {
     "fedce": _add_term(fedce_stage, FedCE),
     "fedga": _add_term(fedga_stage, FedGA),
     "fedpw": fedpw_stage,
+    "fedism": _make_fedism,
 }
-PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES}
+PARTS: dict[str, Callable[..., Any]] = {**LOCAL, **WHOLE, **STAGES, **SERVERS}
 
 
 @dataclass(frozen=True)
@@ -156,6 +183,7 @@ class Method:
         aggregator: The aggregator; that of FedAvg by default.
         name: The canonical name, which leaves defaults out.
         training: The fields of the experiment that the method sets, such as `momentum`.
+        server: The server optimiser; None leaves it to the experiment or the federation.
         parts: The parts of the name, if `get` made it; a changed copy has none.
     """
 
@@ -163,6 +191,7 @@ class Method:
     aggregator: Aggregator = field(default_factory=lambda: Aggregator(chain()))
     name: str = "custom"
     training: Mapping[str, float] = field(default_factory=dict)
+    server: Server | None = None
     parts: tuple[Part, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -174,6 +203,7 @@ class Method:
         object.__setattr__(self, "local", tuple(self.local))
         check_type("aggregator", self.aggregator, Aggregator, "give an Aggregator, such as Aggregator(stage)")
         check_type("name", self.name, str, "give the method's name as a string")
+        check_type("server", self.server, Server | None, "give a Server, such as Server('adam')")
 
     @property
     def full_name(self) -> str:
@@ -199,7 +229,7 @@ def get(name: str, **keys: Any) -> Method:
     """Return the method of that name.
 
     Args:
-        name: `<local>[:key=value,...]{+<stage>[:key=value,...]}`.
+        name: `<local>[:key=value,...]{+<stage>[:key=value,...]}[+<server>[:key=value,...]]`.
         **keys: Parameters, each for the part that has it.
 
     Raises:
@@ -218,7 +248,8 @@ def get(name: str, **keys: Any) -> Method:
     for key, value in keys.items():
         parts = _set_key(parts, key, value, name)
     built = [_name_stage(part, part.build()) for part in parts]
-    if isinstance(built[0], Stage) and parts[0].name not in WHOLE:
+    parts, built, server_parts, servers = _split_servers(parts, built)
+    if not built or (isinstance(built[0], Stage) and parts[0].name not in WHOLE):
         parts, built = [Part("fedavg", _make_fedavg), *parts], [Local(), *built]
     local, stages = _to_local(parts[0], built[0]), built[1:]
     for part, stage in zip(parts[1:], stages, strict=True):
@@ -226,9 +257,15 @@ def get(name: str, **keys: Any) -> Method:
             raise ValueError(f"method '{name}': '{part.name}' is not a stage: name one local method, then stages")
     if stages and (local.aggregator or parts[0].name in WHOLE):
         raise ValueError(f"method '{name}': {parts[0].name} is a whole method and takes no stage: leave out the rest")
+    if local.server is not None:
+        servers = [local.server, *servers]
+    if len(servers) > 1:
+        raise ValueError(f"method '{name}' has two server optimisers, but only one can move the model: leave one out")
     aggregator = local.aggregator or _make_aggregator(parts[1:], stages, local.uniform, name)
+    parts = [*parts, *server_parts]
     short_name = "+".join(part.format(defaults=False) for part in parts)
-    method = Method(local=local.terms, aggregator=aggregator, name=short_name, training=local.training)
+    server = servers[0] if servers else None
+    method = Method(local=local.terms, aggregator=aggregator, name=short_name, training=local.training, server=server)
     object.__setattr__(method, "parts", tuple(parts))
     if not method.is_custom:  # a user's module may change
         _CACHE[method.full_name] = method
@@ -263,9 +300,20 @@ def is_known(name: str) -> bool:
 
 
 def names() -> list[str]:
-    """Return every local method, alone and with every stage that changes it, and then the whole methods."""
+    """Return every local method, alone and with every stage that changes it, and then the whole methods.
+
+    Any of them may be followed by a server optimiser, such as `+fedadam` (`SERVERS`).
+    """
     stages = [stage for stage in STAGES if stage not in REPORTING]
     return [*(name for local in LOCAL for name in (local, *(f"{local}+{stage}" for stage in stages))), *WHOLE]
+
+
+def _split_servers(parts: list[Part], built: list[Any]) -> tuple[list[Part], list[Any], list[Part], list[Server]]:
+    """Return the parts of a method without its server optimisers, what they make, and the same of the server optimisers."""
+    pairs = list(zip(parts, built, strict=True))
+    servers = [(part, made) for part, made in pairs if isinstance(made, Server)]
+    others = [(part, made) for part, made in pairs if not isinstance(made, Server)]
+    return [p for p, _ in others], [m for _, m in others], [p for p, _ in servers], [m for _, m in servers]
 
 
 def _name_stage(part: Part, built: Any) -> Any:
@@ -287,8 +335,8 @@ def _to_local(part: Part, built: Any) -> Local:
         case Term():
             return Local((built,))
         case Method():
-            return Local(built.local, aggregator=built.aggregator, training=built.training)
-    expected = "a Stage, an Aggregator, a Term, a Local or a Method"
+            return Local(built.local, aggregator=built.aggregator, training=built.training, server=built.server)
+    expected = "a Stage, an Aggregator, a Term, a Local, a Server or a Method"
     raise ValueError(f"the method's function {part.name!r} returned a {type(built).__name__}, not {expected}")
 
 

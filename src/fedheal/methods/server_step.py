@@ -1,4 +1,4 @@
-"""The server's part of a round, shared by the simulator and by Flower.
+"""The server's part of a round, shared by the simulator, Flower and NVFLARE.
 
 aggregate -> server optimiser -> each term absorbs its messages -> check that model and terms are finite -> next state.
 """
@@ -10,13 +10,14 @@ import torch
 
 from fedheal.aggregate import Aggregated, Aggregator
 from fedheal.aggregate.reduce import is_finite
-from fedheal.aggregate.server_optimizer import Server
+from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate
 from fedheal.core.errors import name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import RunState, TermState
 from fedheal.core.updates import Updates
 from fedheal.local.term import Arrays, ServerContext, Term
+from fedheal.methods.registry import Method
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,21 @@ class StepOutcome:
     @property
     def is_refused(self) -> bool:
         return bool(self.refusal)
+
+
+def resolve_server(method: Method, server: Server | None = None) -> Server:
+    """Return the server optimiser: the given one, that of the method, or the plain one.
+
+    Raises:
+        ValueError: Both are given and differ, or a term of the method does not work with it.
+    """
+    if server is not None and method.server is not None and server != method.server:
+        raise ValueError(f"server = {server}, but method '{method.name}' brings {method.server}: leave one of them out")
+    chosen = server or method.server or Server()
+    for term in method.local:
+        if term.needs_plain_server:
+            check_plain_server(chosen, term.needs_plain_server)
+    return chosen
 
 
 def apply_server_step(
@@ -139,7 +155,7 @@ def _absorb(
         )
         messages, shared = [replies[client].messages[i] for client in accepted], before.shared
         if restarts and term.sums_slots:  # the round's model counts, but the sums begin as those of a cohort of nobody
-            nobody = Updates([], updates.deltas[:0], [])
+            nobody = Updates([], updates.no_rows, [])
             messages, shared, context = [], term.init(step.layout), replace(context, updates=nobody)
         model, shared = term.absorb(state.model, model, messages, shared, context)
         after.append(TermState(shared, slots))

@@ -14,10 +14,12 @@ from torch import nn
 
 from fedheal.core.errors import format_error, suggest
 from fedheal.core.import_path import import_function
+from fedheal.models.from_libraries import build_library_model, is_library_name
+from fedheal.models.pretrained import load_weights, read_weights
 from fedheal.models.resnet import BLOCKS, ResNet, build_resnet
 from fedheal.models.small_cnn import SmallCNN
 
-__all__ = ["MODELS", "ResNet", "SmallCNN", "build", "build_resnet"]
+__all__ = ["MODELS", "ResNet", "SmallCNN", "build", "build_resnet", "is_import_path"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_cnn": SmallCNN,
@@ -25,28 +27,44 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
+def is_import_path(name: str) -> bool:
+    """Return whether a model's name is the import path of a user's own factory.
+
+    Args:
+        name: The name, as `build` takes it.
+    """
+    return ":" in name and not is_library_name(name)
+
+
+def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) -> nn.Module:
     """Build a model.
 
     Args:
-        name: A key of `MODELS`, or the import path of your own factory, "package.module:factory".
+        name: A key of `MODELS`, a network of a library that is installed ("timm:resnet50", "torchvision:resnet18"), or the
+            import path of your own factory, "package.module:factory".
         classes: The number of outputs.
+        weights: A safetensors file of initial values; its `head` is left out if it is for another number of classes.
         **kwargs: Further arguments of the factory, e.g. `width`.
 
     Returns:
-        The model, with initial values from torch's global generator.
+        The model, with initial values from torch's global generator, unless `weights` are given.
 
     Raises:
-        ValueError: If there is no such model, or its factory does not accept the arguments, fails, or returns no module.
+        ValueError: If there is no such model, its library is not installed, its factory does not accept the arguments, fails,
+            or returns no module, or the weights do not fit.
 
     >>> build("small_cnn", classes=10, width=4).feature_size
     256
     """
     if ":" not in name and name not in MODELS:
         raise ValueError(
-            f"there is no model {name!r}{suggest(name, list(MODELS))}; choose one of {', '.join(MODELS)}, "
-            "or name your own factory by import path, 'package.module:factory'"
+            f"there is no model {name!r}{suggest(name, list(MODELS))}; choose one of {', '.join(MODELS)}, one of a library "
+            "as 'timm:NAME' or 'torchvision:NAME', or name your own factory by import path, 'package.module:factory'"
         )
+    if is_library_name(name):
+        if kwargs:
+            raise ValueError(f"{', '.join(kwargs)}: the model {name!r} has no such setting; leave it out")
+        return build_library_model(name, classes, weights)
     factory = import_function("model", name) if ":" in name else MODELS[name]
     try:
         inspect.signature(factory).bind(classes=classes, **kwargs)
@@ -61,4 +79,6 @@ def build(name: str, classes: int, **kwargs: Any) -> nn.Module:
         raise ValueError(f"the model's factory {name!r} raised {format_error(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model's factory {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
+    if weights is not None:
+        load_weights(model, read_weights(weights), weights)
     return model

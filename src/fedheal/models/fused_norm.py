@@ -2,7 +2,7 @@
 
 `norm_relu(norm, x, shortcut)` is `relu(norm(x) + shortcut)`. In training on a GPU it is three fused passes forward and three
 backward (Triton) instead of about a dozen kernels, which take much of a small network's time (`benchmarks/kernels.py`
-measures both). Elsewhere and in evaluation it is the plain composition. Sums over a channel have a fixed order, so results
+measures both), and in evaluation one. Elsewhere it is the plain composition. Sums over a channel have a fixed order, so results
 repeat bit for bit.
 """
 
@@ -11,12 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedheal.core.import_path import import_triton_kernels
+from fedheal.models.stacked_layers import KERNELS as STACKED_KERNELS
+from fedheal.models.stacked_layers import StackedBatchNorm
 
 KERNELS = "fedheal.models._fused_norm_cuda"
 
 
 def norm_relu(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None, relu: bool = True) -> Tensor:
     """Return `relu(norm(x) + shortcut)`, without the shortcut if it is None and without ReLU if `relu` is False."""
+    if isinstance(norm, StackedBatchNorm):
+        return norm.norm_relu(x, shortcut, relu)
+    stacked_kernels = import_triton_kernels(STACKED_KERNELS, x.device.type)
+    if stacked_kernels is not None and stacked_kernels.supports_evaluation(norm, x, shortcut):
+        evaluated: Tensor = stacked_kernels.evaluate_norm(norm, x, shortcut, relu)
+        return evaluated
     kernels = import_triton_kernels(KERNELS, x.device.type)
     if kernels is not None and isinstance(norm, nn.BatchNorm2d) and _is_supported(norm, x, shortcut):
         if shortcut is not None:

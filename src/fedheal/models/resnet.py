@@ -36,17 +36,16 @@ class BasicBlock(nn.Module):
         inner = norm_relu(self.norm1, self.conv1(x))
         if len(self.shortcut):
             conv, norm = self.shortcut
-            assert isinstance(conv, nn.Conv2d)
             x = norm_relu(norm, _apply_shortcut(conv, x), relu=False)
         return norm_relu(self.norm2, self.conv2(inner), x)
 
 
-def _apply_shortcut(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+def _apply_shortcut(conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Apply a 1 x 1 convolution with a stride. With few channels on a CPU, select the pixels first: the result is the same.
 
     oneDNN's gradient of such weights with channels last writes out of bounds.
     """
-    if x.device.type == "cpu" and conv.in_channels < 16:
+    if isinstance(conv, nn.Conv2d) and x.device.type == "cpu" and conv.in_channels < 16:
         down, right = conv.stride
         return functional.conv2d(x[:, :, ::down, ::right], conv.weight)
     y: torch.Tensor = conv(x)

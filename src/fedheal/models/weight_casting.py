@@ -36,7 +36,9 @@ def _cast(tensors: tuple[Tensor, ...], dtypes: list[torch.dtype]) -> tuple[Tenso
 @contextmanager
 def cast_weights(convolutions: list[nn.Conv2d], device: torch.device) -> Iterator[None]:
     """Under autocast, let these convolutions use weights in autocast's dtype for the context."""
-    if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
+    if not convolutions or not (
+        torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    ):
         yield
         return
     weights = [conv.weight for conv in convolutions]

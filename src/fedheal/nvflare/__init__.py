@@ -5,7 +5,7 @@ Add the controller to a job::
     from fedheal.nvflare import FairController
     job.to_server(FairController("fedheal", model="net:Net", num_rounds=100, folder="/srv/runs/hospitals"))
 
-`round_server.py` has what controller and aggregator share, `exchange.py` what travels in the messages, `client.py` the sites.
+`site_rounds.py` has what controller and aggregator share, `exchange.py` what travels in the messages, `client.py` the sites.
 """
 
 try:

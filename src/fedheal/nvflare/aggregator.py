@@ -18,9 +18,8 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
-from fedheal.core.layout import Layout
 from fedheal.nvflare.exchange import has_accuracy, pack_params, params_to_state_dict
-from fedheal.nvflare.round_server import FederationSettings, RoundServer, resolve_module
+from fedheal.nvflare.site_rounds import FederationSettings, SiteRounds, resolve_module
 
 
 class FairModelAggregator(ModelAggregator):  # type: ignore[misc]
@@ -30,7 +29,7 @@ class FairModelAggregator(ModelAggregator):  # type: ignore[misc]
     is not evaluated.
 
     Args:
-        method, folder, resume, data, seed, server, min_responses, max_empty_rounds, max_examples, max_norm, budget: As
+        method, folder, resume, data, seed, server, min_replies, max_empty_rounds, max_examples, max_norm, budget: As
             for `FairController`. With `resume`, start the workflow from a `FolderPersistor`, at `count_finished_rounds`.
         model: `"module:function"`; without it, torch's names tell float buffers from parameters.
 
@@ -41,25 +40,20 @@ class FairModelAggregator(ModelAggregator):  # type: ignore[misc]
     def __init__(
         self, method: str, *, model: str | None = None, folder: str | None = None, resume: bool = False,
         data: str = "federation", seed: int = 0, server: Mapping[str, Any] | None = None,
-        min_responses: int = 1, max_empty_rounds: int | None = 3,
+        min_replies: int = 1, max_empty_rounds: int | None = 3,
         max_examples: float = 1e9, max_norm: float | str | None = None, budget: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         # A job is written from the attributes that have the names of the arguments.
         self.method, self.model, self.folder, self.resume, self.data = method, model, folder, resume, data
-        self.seed, self.server, self.min_responses, self.max_empty_rounds = (
-            seed,
-            server,
-            min_responses,
-            max_empty_rounds,
-        )
+        self.seed, self.server, self.min_replies, self.max_empty_rounds = seed, server, min_replies, max_empty_rounds
         self.max_examples, self.max_norm, self.budget = max_examples, max_norm, budget
         self._settings = FederationSettings(
             **{key: getattr(self, key) for key in FederationSettings.__dataclass_fields__}
         )
-        self._settings.resolve_method()
+        self._settings.resolve_server(self._settings.resolve_method())
         self._lock = threading.Lock()  # replies and events come from several threads
-        self._rounds: RoundServer | None = None
+        self._rounds: SiteRounds | None = None
         self.reset_stats()
 
     def reset_stats(self) -> None:
@@ -96,19 +90,18 @@ class FairModelAggregator(ModelAggregator):  # type: ignore[misc]
             self._rounds = self._begin(task, number)
         rounds = self._rounds
         evaluated = [result for result in self._results if has_accuracy(result)]
-        rounds.amend_last_round(rounds.read_evaluations(evaluated)[0])
-        rounds.open_round(sorted(self._asked))
+        rounds.amend_last_round(rounds.read_accuracies(evaluated)[0])
+        rounds.ask(sorted(self._asked), len(self._asked))
         rounds.aggregate(self._results, {})
         rounds.end_round()
         return FLModel(params=rounds.get_params(), params_type=ParamsType.FULL, current_round=number - 1)
 
-    def _begin(self, task: Shareable, number: int) -> RoundServer:
+    def _begin(self, task: Shareable, number: int) -> SiteRounds:
         """Start from the model that was sent, which must be the folder's last one if the run resumes."""
         module, params = resolve_module(self.model), from_shareable(task).data
         num_rounds = int(task.get_header(AppConstants.START_ROUND, 0)) + int(task.get_header(AppConstants.NUM_ROUNDS))
-        rounds = RoundServer(self._settings, num_rounds, None if module is None else Layout.of(module))
-        rounds.begin(params_to_state_dict(params))
-        assert rounds.layout is not None
+        rounds = SiteRounds(self._settings, num_rounds, module)
+        rounds.start(params_to_state_dict(params))
         sent, kept = pack_params(rounds.layout, params), rounds.state.model
         if number != rounds.state.round + 1:
             rounds.release()

@@ -11,13 +11,12 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.model_controller import ModelController
 
 from fedheal.core.checks import check_count, check_share
-from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
 from fedheal.federation.node_sampling import sample_nodes
 from fedheal.federation.reply_limits import MAX_ERROR, escape_text
 from fedheal.nvflare.exchange import CLIENT, params_to_state_dict
-from fedheal.nvflare.round_server import FederationSettings, RoundServer, resolve_module
+from fedheal.nvflare.site_rounds import FederationSettings, SiteRounds, resolve_module
 
 TIMEOUT = 1800  # seconds a round waits for replies
 
@@ -36,13 +35,14 @@ class FairController(ModelController):  # type: ignore[misc]
         folder: The run folder, written after every round; an absolute path outside NVFLARE's workspace survives the job.
         resume: Whether to continue the run in `folder`.
         timeout: How many seconds a round waits for replies, once for training and once for evaluation.
-        min_responses: A round with fewer usable replies leaves the model as it was.
+        min_replies: A round with fewer usable replies leaves the model as it was.
         max_empty_rounds: After so many rounds in a row that leave the model as it was, the job ends; None: never.
         fraction: The share of the connected sites that trains in a round, drawn by seed and round.
         evaluate_every: Send a task `validate` with the new model every so many rounds, and in the last; 0: never.
         data: The name of the data in reports.
         seed: The seed of the cohorts.
-        server: The server optimiser, such as `{"optimizer": "adam", "lr": 0.01}`.
+        server: The server optimiser, such as `{"optimizer": "adam", "lr": 0.01}`; by default that of the method, as in
+            "fedheal+fedadam".
         max_examples: The largest number of examples that a reply may give.
         max_norm: The largest norm of an update; None: any; "auto": ten times the median of the round's.
         budget: Bytes of updates held in memory; more goes to a temporary file.
@@ -55,7 +55,7 @@ class FairController(ModelController):  # type: ignore[misc]
     def __init__(
         self, method: str, *, model: str | None = None, num_rounds: int = 3,
         folder: str | None = None, resume: bool = False,
-        timeout: int = TIMEOUT, min_responses: int = 1, max_empty_rounds: int | None = 3,
+        timeout: int = TIMEOUT, min_replies: int = 1, max_empty_rounds: int | None = 3,
         fraction: float = 1.0, evaluate_every: int = 1,
         data: str = "federation", seed: int = 0, server: Mapping[str, Any] | None = None,
         max_examples: float = 1e9, max_norm: float | str | None = None, budget: int | None = None,
@@ -69,7 +69,7 @@ class FairController(ModelController):  # type: ignore[misc]
         )
         # A job is written from the attributes that have the names of the arguments.
         self.method, self.model, self.num_rounds, self.folder, self.resume = method, model, num_rounds, folder, resume
-        self.timeout, self.min_responses, self.max_empty_rounds = timeout, min_responses, max_empty_rounds
+        self.timeout, self.min_replies, self.max_empty_rounds = timeout, min_replies, max_empty_rounds
         self.fraction, self.evaluate_every, self.data = fraction, evaluate_every, data
         self.seed, self.server, self.max_examples = seed, server, max_examples
         self.max_norm, self.budget, self.task_check_period = max_norm, budget, task_check_period
@@ -80,22 +80,21 @@ class FairController(ModelController):  # type: ignore[misc]
         self._settings = FederationSettings(
             **{key: getattr(self, key) for key in FederationSettings.__dataclass_fields__}
         )
-        self._settings.resolve_method()
-        self._rounds: RoundServer | None = None
+        self._settings.resolve_server(self._settings.resolve_method())
+        self._rounds: SiteRounds | None = None
         self._return_codes: dict[str, str] = {}  # of the sites that replied to the open task
 
     def run(self) -> None:
         """Run rounds up to `num_rounds`, from the folder's checkpoint if there is one."""
         module = resolve_module(self.model)
         initial = params_to_state_dict(self.load_model().params) if module is None else module.state_dict()
-        layout = None if module is None else Layout.of(module)
-        rounds = self._rounds = RoundServer(self._settings, self.num_rounds, layout)
-        rounds.begin(initial)
+        rounds = self._rounds = SiteRounds(self._settings, self.num_rounds, module)
+        rounds.start(initial)
         first = rounds.state.round
         for number in range(first + 1, self.num_rounds + 1):
             self.event(AppEventType.ROUND_STARTED)
             sites = self._sample_sites(number)
-            rounds.open_round(sites)
+            rounds.ask(sites, len(self._list_sites()))
             answers = self._ask("train", sites, number, first)
             if self.abort_signal.triggered:  # a round that was cut short must not count
                 return
@@ -128,7 +127,7 @@ class FairController(ModelController):  # type: ignore[misc]
             current_round=number - 1,
             total_rounds=self.num_rounds,
         )
-        # Without `min_responses` it waits for every site until the timeout: a slow site is not left out for being slow.
+        # Without NVFLARE's `min_responses` it waits for every site until the timeout: none is left out for being slow.
         results = self.send_model_and_wait(task_name=task, data=data, targets=sites, timeout=self.timeout)
         read = {result.meta[CLIENT] for result in results}
         return results, {site: why for site, why in self._return_codes.items() if site not in read}

@@ -15,8 +15,8 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from torch import Tensor
 
 from fedheal.core.layout import Layout, Packed
-from fedheal.federation.cohort import EvaluateReply, RejectedReply, ReplyRequirements, TrainReply
 from fedheal.federation.model_arrays import match_bfloat16, widen_bfloat16
+from fedheal.federation.replies import EvaluateReply, RejectedReply, ReplyRequirements, TrainReply
 from fedheal.federation.reply_checks import (
     ACCURACY,
     check_metrics,

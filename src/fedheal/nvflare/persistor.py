@@ -10,7 +10,7 @@ from nvflare.app_common.abstract.model_persistor import ModelPersistor
 from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
 from fedheal.nvflare.exchange import state_dict_to_params
-from fedheal.nvflare.round_server import resolve_module
+from fedheal.nvflare.site_rounds import resolve_module
 from fedheal.runs import folder as files
 
 log = logging.getLogger("fedheal.nvflare")

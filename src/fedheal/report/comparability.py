@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedheal.aggregate.server_optimizer import SERVERS
 from fedheal.core.rng import SEED_FIELDS, SOURCES
-from fedheal.report.rows import BOUND_SETTINGS, BOUNDS, Row, collect_data_notes, read_settings
+from fedheal.report.rows import BOUND_SETTINGS, BOUNDS, UNSEEN, Row, collect_data_notes, read_settings
 from fedheal.report.seed_levels import list_fixed_sources
 from fedheal.runs.folder import find_damaged_line
 from fedheal.runs.schema import FREE
@@ -67,8 +68,16 @@ def compare_settings(rows: Sequence[Row]) -> Settings:
 
 def _list_values(key: str, runs: Sequence[tuple[Row, Mapping[str, Any], bool]]) -> list[str]:
     runs = [run for run in runs if not (key in BOUND_SETTINGS and run[0].method in BOUNDS)]
+    runs = [run for run in runs if not (key == "without" and run[0].evaluation == UNSEEN)]
+    if key.startswith("server_"):
+        runs = [run for run in runs if not _names_server(str(run[1].get("method")))]
     values = [settings.get(key) for _, settings, is_complete in runs if is_complete or key in settings]
     return list(dict.fromkeys(map(format_setting, values)))
+
+
+def _names_server(method: str) -> bool:
+    """Return whether a method's name has a server optimiser, whose settings are then the method's own."""
+    return any(part.partition(":")[0] in SERVERS for part in method.split("+"))
 
 
 def find_discrepancies(rows: Sequence[Row], reference: str) -> Discrepancies:
@@ -116,7 +125,7 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
             )
     if reference not in (None, used_reference):
         there = used_reference or "no method"
-        cautions.append(f"There is no run of {reference} on {rows[0].data}: {there} is the reference there.")
+        cautions.append(f"There is no run of {reference} on {rows[0].table}: {there} is the reference there.")
     return cautions
 
 

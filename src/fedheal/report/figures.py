@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from fedheal.report.figure_text import escape_figure, find_figure_families
 from fedheal.report.rows import BOUNDS, Row, group_by_data
 from fedheal.report.series import PHASES, Series, build_series, find_pareto_front
 from fedheal.report.tables import ResultTable, build_tables
-from fedheal.runs.folder import make_folder
+from fedheal.runs.folder import make_folder, write_bytes
 
 if TYPE_CHECKING:  # matplotlib takes a second to load
     from matplotlib.axes import Axes
@@ -80,7 +81,9 @@ def save_figure(path: Path, draw: Callable[[], Figure | None]) -> list[Path]:
         make_folder(path.parent)
         files = {form: path.with_name(f"{path.name}.{form}") for form in FORMATS}
         for form, file in files.items():
-            figure.savefig(file, format=form, metadata=FORMATS[form])
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format=form, metadata=FORMATS[form])
+            write_bytes(file, drawn.getvalue())
     return list(files.values())
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from fedheal.analysis.domain_changes import is_supported
 from fedheal.report import conclusions, palette, tables, variance_table
+from fedheal.report.class_table import build_domain_tables
 from fedheal.report.comparability import check_reference, compare_settings, format_setting, list_cautions
 from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, collect_data_notes, group_by_data
 from fedheal.report.series import Floats, Series, build_series, find_pareto_front, pick_evenly
@@ -107,6 +108,7 @@ def _describe_data_set(table: tables.ResultTable, rows: Sequence[Row], reference
         "columns": columns,
         "rows": [(m, BOUNDS.get(m), [cells[column] for column in columns]) for m, cells in table.cells.items()],
         "components": _describe_components(rows, found.reference),
+        "within": build_domain_tables(rows),
         "unit": table.unit,
         "seeds": {method: len(seeds) for method, seeds in table.seeds.items()},
         "several_seeds": any(len(seeds) > 1 for seeds in table.seeds.values()),

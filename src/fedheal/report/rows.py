@@ -5,16 +5,17 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedheal.core.atomic_files import write_if_changed
 from fedheal.core.metrics import fairness
 from fedheal.core.rng import SEED_FIELDS
-from fedheal.runs.folder import read_json, read_result, read_toml, write_text
-from fedheal.runs.schema import FREE
+from fedheal.runs.folder import read_json, read_result, read_toml
+from fedheal.runs.schema import FREE, LATER_SETTINGS
 
 BOUNDS = {
     "standalone": "one model per client, trained on its own data only; evaluated on its own domain, mean over the domain's "
@@ -22,6 +23,7 @@ BOUNDS = {
     "centralised": "one model trained on the pooled data of all clients",
     "leave-one-domain-out": "each domain evaluated with a model of the other domains' clients (FedAvg)",
 }
+UNSEEN = "unseen"  # the evaluation of each domain with a model that was trained without its clients
 BOUND_METHOD = "fedavg"  # the method of every bound
 BOUND_SETTINGS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
 NO_RUNS = "a run is finished when its folder has a result.json; resume it with fedheal run --resume --out FOLDER"
@@ -33,7 +35,10 @@ FAIRNESS_COLUMNS = {"AVG": "avg", "STD": "std", "worst": "worst"}  # columns aft
 
 @dataclass(frozen=True)
 class Row:
-    """One method and seed. `domains`: accuracy in percent; `fairness`: AVG, STD, worst and the like over them."""
+    """One method and seed. `domains`: accuracy in percent; `fairness`: AVG, STD, worst and the like over them.
+
+    With `evaluation="unseen"`, each domain's accuracy is that of the run that left it out.
+    """
 
     method: str
     seed: int
@@ -41,11 +46,24 @@ class Row:
     fairness: Mapping[str, float]
     validation: Mapping[str, Any] | None = None
     summaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    evaluation: str = "all"
 
     @property
     def data(self) -> str:
         """The name of the data set."""
         return str(self.summaries[0]["data"])
+
+    @property
+    def table(self) -> str:
+        """The table that the row belongs into: the data set, and whether its domains were unseen in training."""
+        return f"{self.data}, unseen domains" if self.evaluation == UNSEEN else self.data
+
+    def collect(self, field: str) -> dict[str, Any]:
+        """Return a field of the result that has an entry for each domain; of unseen domains, each from its own run."""
+        if self.evaluation != UNSEEN:
+            return dict(self.summaries[0].get(field) or {})
+        parts = {summary["without"][0]: summary.get(field) or {} for summary in self.summaries}
+        return {domain: part[domain] for domain, part in parts.items() if domain in part}
 
     @property
     def folder(self) -> str:
@@ -108,7 +126,7 @@ def find_rows(paths: Sequence[Path]) -> list[Row]:
 def write_method_order(folder: Path, rows: Sequence[Row]) -> None:
     """Record the order of a comparison's methods beside its runs, for later reports."""
     methods = list(dict.fromkeys(row.method for row in rows))
-    write_text(folder / ORDER_FILE, json.dumps({"methods": methods}, indent=2) + "\n")
+    write_if_changed(folder / ORDER_FILE, json.dumps({"methods": methods}, indent=2) + "\n")
 
 
 def load_summary(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
@@ -122,10 +140,10 @@ def collect_data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def group_by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each data set. Raise ValueError if they are not over the same domains."""
+    """Return the rows of each table: a data set, or its unseen domains. Raise ValueError if they have other domains."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        group = groups.setdefault(row.data, [])
+        group = groups.setdefault(row.table, [])
         group.append(row)
         if set(row.domains) != set(group[0].domains):
             folders = " and ".join(f"{r.folder} has {', '.join(r.domains)}" for r in (group[0], row))
@@ -136,7 +154,7 @@ def group_by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def build_rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return one row per run, in order; the runs of a complete bound without repeated parts become one row."""
+    """Return one row per run, in order. The runs of a complete bound, or of all unseen domains, become one row."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for summary in summaries:
         bound = _find_bound(summary)
@@ -149,13 +167,15 @@ def read_settings(summary: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     folder = Path(str(summary.get("folder", "")))
     for name, is_complete in (("experiment.toml", True), ("federation.toml", False)):
         if (folder / name).is_file():
-            return read_toml(folder / name), is_complete
+            return (LATER_SETTINGS if is_complete else {}) | read_toml(folder / name), is_complete
     return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}, False
 
 
 def _find_bound(summary: Mapping[str, Any]) -> str:
-    """Return the bound that a run is a part of, or an empty string."""
+    """Return the bound or the evaluation that a run is a part of, or an empty string."""
     only, without = summary["only"], summary["without"]
+    if summary.get("evaluate") == UNSEEN:
+        return UNSEEN
     if summary["method"] != BOUND_METHOD:
         return ""
     if summary["pool"]:
@@ -171,14 +191,18 @@ def _make_bound_key(summary: Mapping[str, Any]) -> str:
     """Return what the parts of one bound have in common: data, seed, rounds and all settings that affect results."""
     settings = {key: summary.get(key) for key in ("data", "seed", "rounds", *SEED_FIELDS)} | read_settings(summary)[0]
     shared = {key: value for key, value in settings.items() if key not in FREE | BOUND_SETTINGS}
+    if summary.get("evaluate") == UNSEEN:
+        shared |= {"method": summary["method"], "pool": summary["pool"]}
     return json.dumps(shared, sort_keys=True, default=str)
 
 
 def _build_group(bound: str, group: Sequence[Mapping[str, Any]]) -> list[Row]:
-    combined = _combine_parts(bound, group) if bound in ("leave-one-domain-out", "standalone") else {}
+    combined = _combine_parts(bound, group) if bound in ("leave-one-domain-out", "standalone", UNSEEN) else {}
     if combined:
         domains = {domain: combined[domain] for domain in group[0]["domains"]}
-        return [Row(bound, int(group[0]["seed"]), domains, fairness(domains), summaries=tuple(group))]
+        row = Row(bound, int(group[0]["seed"]), domains, fairness(domains), summaries=tuple(group))
+        name = _name_row({**group[0], "without": []})
+        return [replace(row, method=name, evaluation=UNSEEN) if bound == UNSEEN else row]
     rows = []
     for s in group:
         name = bound if bound == "centralised" else _name_row(s)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedheal.analysis.standard_error import fairness_errors, mean_error, sampling_error
 from fedheal.core.metrics import fairness
 from fedheal.report.comparability import list_methods
-from fedheal.report.rows import FAIRNESS_COLUMNS, Row
+from fedheal.report.rows import FAIRNESS_COLUMNS, UNSEEN, Row
 from fedheal.report.seed_levels import count_independent
 from fedheal.runs.folder import find_damaged_line, read_result, read_rounds
 from fedheal.runs.schema import RoundRecord
@@ -62,7 +62,8 @@ def read_complete_rounds(folder: Path) -> list[RoundRecord]:
 
 
 def build_series(rows: Sequence[Row]) -> list[Series]:
-    """Return one series per method, in the order of the rows; bounds, which are groups of runs, have none."""
+    """Return one series per method, in the order of the rows. Groups of runs have none: bounds and unseen domains."""
+    rows = [row for row in rows if row.evaluation != UNSEEN]
     return [_build_method_series(name, [row for row in rows if row.method == name]) for name in list_methods(rows)]
 
 
@@ -83,7 +84,7 @@ def _build_method_series(method: str, rows: Sequence[Row]) -> Series:
         weights=_sum_weights(all_rounds, client_domains, domains),
         kept_by_tensor=_collect_kept_by_tensor(all_rounds),
         consistency=_average_consistency(summaries, client_domains, domains),
-        by_class=_sum_by_class(summaries, domains),
+        by_class=sum_by_class([row.collect("by_class") for row in rows], domains),
         seconds={phase: float(np.mean([by_phase.get(phase, 0.0) for by_phase in seconds])) for phase in PHASES},
     )
 
@@ -114,11 +115,11 @@ def _build_curves(
     return curves
 
 
-def _sum_by_class(summaries: Sequence[Mapping[str, Any]], domains: Sequence[str]) -> dict[str, Floats]:
-    """Return, by domain, the correct and all test examples of each class over the seeds that counted them."""
+def sum_by_class(runs: Sequence[Mapping[str, Any]], domains: Sequence[str]) -> dict[str, Floats]:
+    """Return, by domain, the correct and all test examples of each class over the runs that counted them."""
     sums = {}
     for domain in domains:
-        counts = [np.array(s["by_class"][domain], np.float64) for s in summaries if s.get("by_class", {}).get(domain)]
+        counts = [np.array(run[domain], np.float64) for run in runs if run.get(domain)]
         if counts:
             padded = [np.pad(x, ((0, max(map(len, counts)) - len(x)), (0, 0))) for x in counts]
             sums[domain] = np.sum(padded, axis=0)

@@ -15,7 +15,7 @@ from fedheal.analysis.standard_error import sampling_error
 from fedheal.core.metrics import LAST
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.comparability import annotate_rows, choose_reference
-from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, Seeds, group_by_data, read_settings
+from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, UNSEEN, Row, Seeds, group_by_data, read_settings
 from fedheal.report.seed_levels import count_independent
 from fedheal.runs.folder import write_bytes
 from fedheal.runs.schema import FREE
@@ -54,6 +54,7 @@ class ResultTable:
     seeds: Mapping[str, tuple[Seeds, ...]]
     averaged: frozenset[int] = frozenset({LAST})  # how many last rounds the numbers are means of
     sizes: Mapping[str, float] = field(default_factory=dict)  # test images by domain
+    is_unseen: bool = False  # whether each domain was left out of training
 
     def get_error(self, method: str, domain: str) -> float:
         """Return the standard error of a domain's mean: the spread over seeds and the drawing of the test images."""
@@ -71,7 +72,8 @@ class ResultTable:
     def about(self) -> str:
         """What the numbers are."""
         spread = f", ± standard deviation over {self.unit}" if any(len(x) > 1 for x in self.seeds.values()) else ""
-        return f"accuracy in percent, {describe_averaging(self.averaged)}{spread}"
+        what = "accuracy of a model that was trained without the domain" if self.is_unseen else "accuracy"
+        return f"{what} in percent, {describe_averaging(self.averaged)}{spread}"
 
 
 def describe_averaging(averaged: frozenset[int]) -> str:
@@ -108,7 +110,8 @@ def _build_table(data: str, rows: Sequence[Row]) -> ResultTable:
     seeds = {m: tuple(sorted(row.seeds for row in rows if row.method == m)) for m in methods}
     summaries = [s for row in rows for s in row.summaries]  # those of earlier versions lack `averaged`
     averaged = frozenset(int(s.get("averaged", min(LAST, int(s["rounds"])))) for s in summaries)
-    return ResultTable(data, columns, cells, seeds, averaged, rows[0].summaries[0]["test_sizes"])
+    sizes, is_unseen = rows[0].summaries[0]["test_sizes"], rows[0].evaluation == UNSEEN
+    return ResultTable(data, columns, cells, seeds, averaged, sizes, is_unseen)
 
 
 def _check_duplicates(rows: Sequence[Row]) -> None:
@@ -187,19 +190,25 @@ def flatten_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return one flat record per row, for other programs; `notes` says what to know about it."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(row.data, []).append(row)
+        groups.setdefault(row.table, []).append(row)
     notes = {data: iter(annotate_rows(group, choose_reference(group))) for data, group in groups.items()}
     has_own_seeds = any(set(row.seeds) != {row.seed} for row in rows)
+    has_unseen = any(row.evaluation == UNSEEN for row in rows)
     records = []
     for row in rows:
         record = {"data": row.data, "method": row.method, "seed": row.seed, "rounds": row.summaries[0]["rounds"]}
+        if has_unseen:
+            record["evaluate"] = row.evaluation
         if has_own_seeds:
             record |= dict(zip(SEED_FIELDS, row.seeds, strict=True))
         record |= {f"accuracy.{name}": float(x) for name, x in row.domains.items()}
         record |= {name: float(x) for name, x in row.fairness.items()}
+        record |= {
+            f"{measure}.{d}": x for d, found in row.collect("calibration").items() for measure, x in found.items()
+        }
         if row.validation:
             record |= {f"validation.{key}": float(row.validation[key]) for key in FAIRNESS_COLUMNS.values()}
-        records.append(record | {"notes": "; ".join(next(notes[row.data]))})
+        records.append(record | {"notes": "; ".join(next(notes[row.table]))})
     return records
 
 

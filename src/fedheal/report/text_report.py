@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedheal.report import conclusions, rows, tables, variance_table
+from fedheal.report import class_table, conclusions, rows, tables, variance_table
 from fedheal.report.comparability import check_reference, list_cautions
 
 
@@ -19,6 +19,8 @@ def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = N
         sentences += format_data_notes(summary for row in group for summary in row.summaries)
         parts += [f"{table.data}: {table.about}", _format_table(table, form, width), _join_notes(sentences, bullet)]
         parts += _format_components(group, reference, form, width, bullet)
+        for inner in class_table.build_domain_tables(group, ["ece"]):
+            parts += [inner.title, _format_lines(inner.lines, form, width)]
     if form == "latex":
         parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
     return "\n\n".join(part for part in parts if part)
@@ -36,16 +38,19 @@ def _format_components(
     notes = _join_notes(variance_table.explain_components(group, lines), bullet)
     if not lines:
         return [notes]
-    head, *body = variance_table.format_components(lines)
-    table = tables.join_markdown([head, *body])
-    if form != "markdown":
-        table = "\n".join(tables.align_columns([head, *body], left=2))
-        if width is not None and len(table.split("\n")[0]) > width:
-            merged = [[f"{title}, {column}", *cells] for title, column, *cells in body]
-            table = format_blocks(["", *head[2:]], merged, width)
-    if form == "latex":
-        table = "\n".join(f"% {line}" for line in table.split("\n"))
+    table = _format_lines(variance_table.format_components(lines), form, width, left=2)
     return [variance_table.title_components(lines), table, notes]
+
+
+def _format_lines(lines: Sequence[Sequence[str]], form: str, width: int | None, left: int = 1) -> str:
+    """Return a table whose first `left` columns are words, the head first; LaTeX has it as a comment."""
+    if form == "markdown":
+        return tables.join_markdown(lines)
+    text = "\n".join(tables.align_columns(lines, left))
+    if width is not None and len(text.split("\n")[0]) > width:
+        merged = [[", ".join(line[:left]), *line[left:]] for line in lines]
+        text = format_blocks(["", *merged[0][1:]], merged[1:], width)
+    return "\n".join(f"% {line}" for line in text.split("\n")) if form == "latex" else text
 
 
 def _format_table(table: tables.ResultTable, form: str, width: int | None) -> str:

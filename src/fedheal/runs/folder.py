@@ -7,14 +7,14 @@
     result.json         written last: a run that has it is finished
     lock.tmp            empty: locked by the process that runs here
 
-A crash loses at most the rounds since the last checkpoint: files appear whole by one rename, and a resume cuts the lines
-beyond its checkpoint. A checksum finds damage inside a checkpoint.
+A crash loses at most the rounds since the last checkpoint, whether the process is killed or the power fails: files appear whole
+by one rename, on the disk in the order of writing (`core.atomic_files`), and a resume cuts the lines beyond its checkpoint. A
+checksum finds damage inside a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from fedheal.core.atomic_files import sync_path
+from fedheal.core.atomic_files import write_bytes as write_bytes  # every writer of a run's files finds them here
+from fedheal.core.atomic_files import write_text as write_text
 from fedheal.core.nested_text import parse_json, parse_toml
 from fedheal.core.state import compute_checksum
 from fedheal.runs.schema import RoundRecord, check_result, dump_json, parse_round
@@ -46,31 +49,14 @@ def check_folder(folder: Path) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it. Raise ValueError if that cannot be done."""
+    """Make a folder and those above it, on the disk. Raise ValueError if that cannot be done."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         check_folder(folder).mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_path(path.parent)
     except OSError as error:
         raise ValueError(f"{folder} cannot be made ({error.strerror}): name another folder") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file, whole or not at all. `mode`: its permissions, less the umask, which other threads may not change."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file")
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.touch(mode)
-        temporary.write_bytes(data)
-        _sync(temporary)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -124,7 +110,8 @@ def save_checkpoint(
     states, rounds = folder / "state", folder / "rounds.jsonl"
     states.mkdir(exist_ok=True)
     if rounds.exists():  # a checkpoint on the disk needs the records of its rounds there
-        _sync(rounds)
+        sync_path(rounds)
+    sync_path(folder)  # and the names of both
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
     header = json.dumps(
         {"format": FORMAT, "owner": owner, "sum": compute_checksum(arrays, metadata), "state": metadata}
@@ -177,9 +164,7 @@ def read_rounds(folder: Path) -> list[RoundRecord]:
 
 def find_damaged_line(folder: Path) -> int | None:
     """Return the number of the first line of `rounds.jsonl` that is not the record of a round, or None."""
-    path = folder / "rounds.jsonl"
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_read_lines(folder / "rounds.jsonl"), 1):
         try:
             parse_round(parse_json(line))
         except ValueError:
@@ -190,7 +175,7 @@ def find_damaged_line(folder: Path) -> int | None:
 def drop_damaged_rounds(folder: Path) -> None:
     """Remove the lines of `rounds.jsonl` that are not records of rounds, or that come out of turn."""
     path, kept, last = folder / "rounds.jsonl", [], 0
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    lines = _read_lines(path)
     for line in lines:
         try:
             number = parse_round(parse_json(line)).round
@@ -210,6 +195,13 @@ def truncate_rounds(folder: Path, rounds: int, allow_gaps: bool = False) -> None
     if not allow_gaps and [number for _, number in kept] != list(range(1, rounds + 1)):
         raise CheckpointError(f"{path} lacks records of rounds before {rounds}, the round of the checkpoint")
     write_text(path, "".join(line + "\n" for line, _ in kept))
+
+
+def replace_last_round(folder: Path, record: RoundRecord) -> None:
+    """Write the last round's line again, so that a crash leaves the old line or the new one."""
+    path = folder / "rounds.jsonl"
+    kept = [line for line, fields in _read_whole_lines(path) if fields["round"] < record.round]
+    write_text(path, "".join(line + "\n" for line in [*kept, record.to_json()]))
 
 
 def write_result(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -236,7 +228,7 @@ def read_result(folder: Path, required: Collection[str] = ()) -> dict[str, Any]:
 
 def _read_whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield lines and their JSON, up to the first that is not a round's record."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    for line in _read_lines(path):
         try:
             fields = parse_json(line)
         except ValueError:
@@ -246,6 +238,8 @@ def _read_whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield line, fields
 
 
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []

@@ -23,7 +23,10 @@ def acquire_lock(folder: Path) -> BaseFileLock:
     except Timeout:
         raise ValueError(f"{folder} is in use by another run: wait until it ends, or stop it") from None
     except OSError:
-        pass
+        return lock
+    for leftover in folder.glob("*.tmp"):  # of killed processes
+        if leftover != path:
+            leftover.unlink(missing_ok=True)
     return lock
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedheal.core.atomic_files import sync_path
 from fedheal.runs import folder as files
 
 Checkpoint = tuple[dict[str, Tensor], dict[str, Any]]
@@ -56,5 +57,8 @@ def _truncate(folder: Path, rounds: int, allow_gaps: bool) -> None:
 
 def drop_result(folder: Path) -> None:
     """Remove the result and the model of rounds that the folder will no longer end with."""
-    for name in ("result.json", "model.safetensors"):
-        (folder / name).unlink(missing_ok=True)
+    paths = [path for name in ("result.json", "model.safetensors") if (path := folder / name).exists()]
+    for path in paths:
+        path.unlink()
+    if paths:
+        sync_path(folder)  # before the rounds change

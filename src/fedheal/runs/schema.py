@@ -16,7 +16,13 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from fedheal.core.errors import describe_allowed
 
 # Settings that change no result: a resumed run may differ in them.
-FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root"})
+FREE = frozenset({"name", "workers", "lanes", "save_seconds", "data_root", "ray_address"})
+# Settings that the files of earlier runs lack, with the values that those runs had: they resume and compare with later ones.
+LATER_SETTINGS: dict[str, Any] = {
+    "optimizer": "sgd", "lr_schedule": "constant", "warmup_rounds": 0, "server_beta2": 0.99, "server_eps": 0.001,
+    "evaluate": "all",
+}  # fmt: skip
+SCHEMA_VERSION = 2  # of the results that this version writes
 REPORT_NUMBERS = ("kept", "distance", "kept_by_tensor")  # parts of an aggregator's report that map names to numbers
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -42,6 +48,13 @@ class RoundRecord(_Record):
     validation: dict[str, float] | None = None  # by domain, on examples held out of its clients' training data
     # Written by federations, whose clients come and go; the file calls it `homes`.
     client_domains: dict[str, str | None] | None = Field(None, validation_alias=AliasChoices("homes", "client_domains"))
+
+    @field_validator("report", mode="before")
+    @classmethod
+    def _rename_old_keys(cls, report: Any) -> Any:
+        if isinstance(report, dict) and "not_judged" in report:  # as version 0.1 wrote it
+            return {"not_evaluated" if key == "not_judged" else key: value for key, value in report.items()}
+        return report
 
     def to_json(self) -> str:
         """Return the line of `rounds.jsonl`."""
@@ -104,6 +117,7 @@ class RunResult(Fairness, _RunHead):
     only: list[str]
     without: list[str]
     pool: bool
+    evaluate: str = "all"  # or unseen: the run is the part of an evaluation that leaves out the domain of `without`
     classes: list[Any]
     test_sizes: dict[str, float]
     dropouts: int = 0  # of a federation, summed over rounds
@@ -120,7 +134,11 @@ class RunResult(Fairness, _RunHead):
     consistency: dict[str, list[float]] | None
     seconds: dict[str, float]
     versions: dict[str, str]
+    engine: str = ""  # which one trained the clients, and why not the usual one
     by_class: dict[str, list[list[int]]] = Field(default_factory=dict)  # correct and all test examples, at the end
+    # By domain, after the last round: `ece` in percent, `brier` and `nll`; None if not finite (see `core.calibration`).
+    calibration: dict[str, dict[str, float | None]] = Field(default_factory=dict)
+    schema_version: int = 1  # that of files without the field; 2 has `calibration` and `evaluate`
     own: list[Any] = Field(default_factory=list)  # what can be seen of a method that is not in the registry
 
     @field_validator("test_sizes")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedheal.core.metrics import count_averaged, fairness, last_mean
-from fedheal.runs.schema import RoundRecord, RunResult
+from fedheal.runs.schema import SCHEMA_VERSION, RoundRecord, RunResult
 
 PHASES = ("train", "aggregate", "evaluate")
 
@@ -32,6 +32,7 @@ def summarise_run(history: Sequence[RoundRecord], *, sort_names: bool = False, *
         "clients": clients,
         "client_fairness": fairness(clients) if clients else {},
         "validation": {"domains": validation, **fairness(validation)} if validation else None,
+        "schema_version": SCHEMA_VERSION,
         "seconds": {phase: sum(record.seconds[phase] for record in history) for phase in PHASES},
     }
     return {name: summary[name] for name in (*RunResult.model_fields, *facts) if name in summary}

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedheal import data as datasets
 from fedheal import models
-from fedheal.aggregate.server_optimizer import Server, check_plain_server
+from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.errors import suggest
 from fedheal.core.layout import Layout
 from fedheal.core.rng import derive
@@ -19,10 +19,12 @@ from fedheal.data.on_disk import multiply_fraction
 from fedheal.data.partition import Client, partition_samples
 from fedheal.engine.precision import resolve_precision
 from fedheal.engine.serial import LocalTraining, Training, find_smallest_batch_size, use_seed
+from fedheal.methods.server_step import resolve_server
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
 from fedheal.simulate.objects import check_is_name
+from fedheal.simulate.public_images import select_public_images
 
 
 def make_data_request(experiment: Experiment) -> datasets.DataRequest:
@@ -78,6 +80,7 @@ def build_federation(experiment: Experiment, domains: Domains, device: torch.dev
         received_loss="loss" in method.aggregator.stage.needs,
         validation=validation,
         precision=resolve_precision(experiment.precision, device),
+        public=select_public_images(experiment, domains, clients, device),
     )
     _try_model(experiment.model, local_training, domains)
     return Federation(
@@ -99,22 +102,33 @@ def build_module(experiment: Experiment, classes: int, shape: tuple[int, ...] | 
     given = experiment.model_object
     with use_seed(derive(experiment.get_seed("init"), "model"), torch.device("cpu")):
         if given is not None:
+            if experiment.weights is not None:
+                raise ValueError(
+                    f"weights = {experiment.weights!r}: the model is an object; load them into it yourself"
+                )
             return given.build(classes, shape, **keys)
         check_is_name("model", experiment.model)
-        return models.build(experiment.model, classes, **keys)
+        return models.build(experiment.model, classes, experiment.weights, **keys)
 
 
 def build_server_optimizer(experiment: Experiment) -> Server:
     """Build the experiment's server optimiser."""
-    return Server(experiment.server_optimizer, experiment.server_lr, experiment.server_momentum)
+    e = experiment
+    return Server(e.server_optimizer, e.server_lr, e.server_momentum, e.server_beta2, e.server_eps)
 
 
 def check_method(experiment: Experiment) -> None:
     """Raise ValueError if the experiment lacks something that its method needs, whatever the data."""
     method = experiment.resolved_method
-    for term in method.local:
-        if term.needs_plain_server:
-            check_plain_server(build_server_optimizer(experiment), term.needs_plain_server)
+    resolve_server(method, build_server_optimizer(experiment))
+    if experiment.optimizer != "sgd":
+        needs = [term.needs_sgd for term in method.local if term.needs_sgd]
+        if {"lr", "reach"} & method.aggregator.stage.needs:
+            needs.append("its weights depend on the effective step of SGD")
+        if needs:
+            raise ValueError(
+                f"optimizer = '{experiment.optimizer}' with method '{method.name}': {needs[0]}; use optimizer=sgd"
+            )
     if experiment.pool and method.personalised:
         raise ValueError(f"method '{method.name}' keeps a part of the model with each client: pool=true leaves none")
     if any(term.validates for term in method.local) and (not experiment.validation or experiment.pool):
@@ -148,8 +162,7 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
         _fill_per_domain("samples_per_client", experiment.samples_per_client, samples),
         experiment.get_seed("split"),
         {d.name: d.labels for d in domains.domains},
-        experiment.dirichlet,
-        experiment.class_filling,
+        experiment.skew,
         experiment.validation,
     )
     known = {client.id for client in clients} | set(names)
@@ -157,6 +170,11 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
         unknown = sorted(set(getattr(experiment, key)) - known)
         if unknown:
             raise ValueError(f"{key} names '{unknown[0]}'{suggest(unknown[0], sorted(known))}; the domains are {names}")
+    if experiment.evaluate == "unseen" and (len(experiment.without) != 1 or experiment.without[0] not in names):
+        raise ValueError(
+            f"evaluate = 'unseen' with without = {list(experiment.without)}: one run leaves out one domain, of {names}; "
+            "`fedheal run`, `fedheal compare` and fedheal.compare(...) make one run for each domain if without is not set"
+        )
     if not any(takes_part(experiment, client) for client in clients):
         only, without = list(experiment.only), list(experiment.without)
         raise ValueError(f"only = {only} and without = {without} leave no client to train")

@@ -7,12 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedheal.core.calibration import score_logits, summarise_scores
 from fedheal.core.layout import Packed
 from fedheal.core.metrics import fairness
 from fedheal.core.state import TermState
+from fedheal.data.augment import normalise_images
+from fedheal.data.domains import Split
 from fedheal.engine import Engine
-from fedheal.engine.serial import find_correct_in_turn
-from fedheal.engine.workers import WorkerPool
+from fedheal.engine.pooled import PooledEngine
+from fedheal.engine.precision import autocast
+from fedheal.engine.serial import LocalTraining, eval_batches, find_correct_in_turn
 from fedheal.simulate.federation import Federation
 
 
@@ -33,7 +37,7 @@ def evaluate_domains(
         if client in federation.validation
     ]
     pairs = [(models[domain], split) for domain, split in [*federation.tests.items(), *held_out]]
-    workers = engine if isinstance(engine, WorkerPool) else None
+    workers = engine if isinstance(engine, PooledEngine) else None
     correct = workers.find_correct(pairs) if workers else find_correct_in_turn(federation.local_training, pairs)
     is_correct = {domain: hits.cpu().numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
     clients = {
@@ -56,19 +60,32 @@ def evaluate_domains(
     }
 
 
-def count_by_class(
-    federation: Federation, model: Packed, terms: Sequence[TermState] = ()
-) -> dict[str, list[list[int]]]:
-    """Return, per domain and for each class, how many test examples the model classifies correctly, and of how many."""
-    members, counts = _list_members(federation), {}
+def evaluate_classes(federation: Federation, model: Packed, terms: Sequence[TermState] = ()) -> dict[str, Any]:
+    """Return the fields `by_class` and `calibration` of a result: how the model does within each domain.
+
+    `by_class` has, for each class, how many test examples are classified correctly, and of how many.
+    """
+    members, by_class, calibration = _list_members(federation), {}, {}
     for domain, split in federation.tests.items():
         evaluated = select_evaluated_model(federation, model, terms, members[domain])
-        (is_correct,) = find_correct_in_turn(federation.local_training, [(evaluated, split)])
+        scores = _score_split(federation.local_training, evaluated, split)
         labels = split.labels.cpu()
         every = torch.bincount(labels)
-        correct = torch.bincount(labels[is_correct.cpu()], minlength=len(every))
-        counts[domain] = torch.stack([correct, every], dim=1).tolist()
-    return counts
+        correct = torch.bincount(labels[scores[:, 1] > 0], minlength=len(every))
+        by_class[domain] = torch.stack([correct, every], dim=1).tolist()
+        calibration[domain] = summarise_scores(scores)
+    return {"by_class": by_class, "calibration": calibration}
+
+
+@torch.no_grad()
+def _score_split(local_training: LocalTraining, model: Packed, split: Split) -> Tensor:
+    """Return the scores of each example, from logits in the batches that accuracies come from."""
+    module, scores = local_training.load_model(model, training=False), []
+    for images, labels in eval_batches(split, cached=True):
+        with autocast(local_training.precision, images.device):
+            logits = module(normalise_images(images))
+        scores.append(score_logits(logits, labels))
+    return torch.cat(scores).cpu()
 
 
 def _list_members(federation: Federation) -> dict[str, list[str]]:

@@ -15,18 +15,21 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from fedheal import data as datasets
 from fedheal import methods
-from fedheal.aggregate.server_optimizer import SERVER_DEFAULTS
+from fedheal.aggregate.server_optimizer import BETA2, EPS, SERVER_DEFAULTS
 from fedheal.core.errors import describe_allowed, name_value, suggest
 from fedheal.core.nested_text import parse_toml
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.data.on_disk import FOLDER_PREFIX
+from fedheal.data.partition import Skew
+from fedheal.engine.local_optimizer import DECAYS
 from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.runs.folder import read_toml
-from fedheal.runs.schema import FREE
+from fedheal.runs.schema import FREE, LATER_SETTINGS
 from fedheal.simulate.objects import DataObject, ModelObject, wrap_objects
 
 RUN_NAME_LENGTH = 120
+SERVER_FIELDS = {f"server_{name}": name for name in ("optimizer", "lr", "momentum", "beta2", "eps")}
 # Fields that may have one value for each domain.
 PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
 
@@ -49,6 +52,7 @@ class Experiment(BaseModel):
     data: str = "embedded"
     model: str = "resnet10"
     width: int | None = Field(None, ge=1)
+    weights: str | None = None  # a safetensors file of the model's initial values
     rounds: int = Field(200, ge=1, le=1_000_000)
     seed: int = Field(0, ge=0, lt=2**63)
     split_seed: int | None = Field(None, ge=0, lt=2**63)  # each instead of `seed`
@@ -62,32 +66,44 @@ class Experiment(BaseModel):
     samples_per_client: int | dict[str, int] | None = None
     fraction: float | dict[str, float] | None = None  # of the whole training set, that each client holds
     dirichlet: float | None = Field(None, gt=0, le=1e6)  # label skew within a domain: the smaller, the stronger
+    pathological: int | None = Field(None, ge=1)  # label skew within a domain: classes that each client holds
+    quantity: float | None = Field(None, gt=0, le=1e6)  # skew of the clients' sizes: the smaller, the stronger
     class_filling: bool = False  # every client gets every class, as in the code released with the paper
     only: tuple[str, ...] = ()  # these domains or clients train, no others
     without: tuple[str, ...] = ()  # these do not; the model is still evaluated on their domains
     pool: bool = False  # one client that holds the data of all that train
     validation: float = Field(0.0, ge=0, lt=1)  # share of each client's training data that it holds out
+    public: str | None = None  # the data set of the public images; if not given, training images that no client holds
     participation: float = Field(1.0, gt=0, le=1)
     dropout: float = Field(0.0, ge=0, lt=1)
     epochs: int = Field(10, ge=1)
     steps: int | None = Field(None, ge=1)
     batch_size: int = Field(64, ge=1, le=2**31)
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(0.001, gt=0)
+    lr_schedule: Literal["constant", "cosine", "step", "exponential"] = "constant"  # over the rounds
+    lr_decay: float | None = Field(None, gt=0, le=1)  # the factor of step and exponential
+    lr_decay_every: int | None = Field(None, ge=1)  # rounds from one decay of step to the next
+    warmup_rounds: int = Field(0, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
     augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
-    server_optimizer: Literal["sgd", "adam"] = "sgd"
+    server_optimizer: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
     server_lr: float = Field(1.0, gt=0)
     server_momentum: float = Field(0.0, ge=0, lt=1)
+    server_beta2: float = Field(BETA2.default, ge=0, lt=1)  # of adam and yogi
+    server_eps: float = Field(EPS.default, gt=0)  # of adam, yogi and adagrad
+    evaluate: Literal["all", "unseen"] = "all"  # unseen: each domain with a model that was trained without it
     eval_every: int = Field(1, ge=1)
     on_bad_update: Literal["raise", "skip"] = "raise"
     device: str = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # tf32 on a GPU, fp32 elsewhere
     deterministic: bool = False  # the same bits again on a GPU, at the cost of speed
-    engine: Literal["auto", "serial", "lanes"] = "auto"  # lanes on a GPU
+    engine: Literal["auto", "serial", "lanes", "cohort", "ray"] = "auto"
+    ray_address: str | None = None  # of the cluster that engine=ray uses
     lanes: int | None = Field(None, ge=1)  # clients trained side by side; chosen by the size of batches
     threads: int = Field(1, ge=1, le=4096)
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=0)  # 0: as many as a Ray cluster has room for
     save_seconds: float = Field(60.0, ge=0)
 
     _objects: dict[str, DataObject | ModelObject] = PrivateAttr(default_factory=dict)
@@ -120,12 +136,14 @@ class Experiment(BaseModel):
         for key, kind in PER_DOMAIN.items():
             if fields.get(key) is not None:
                 fields[key] = parse_per_domain(key, fields[key], kind)
-        for first, second in (("samples_per_client", "fraction"), ("dirichlet", "class_filling")):
-            if fields.get(first) and fields.get(second):
-                both = f"{first} = {fields[first]} and {second} = {fields[second]}"
-                raise ValueError(f"{both} exclude each other: give one of them")
+        samples, fraction = fields.get("samples_per_client"), fields.get("fraction")
+        if samples and fraction:
+            both = f"samples_per_client = {samples} and fraction = {fraction}"
+            raise ValueError(f"{both} exclude each other: give one of them")
         fields |= _make_paths_absolute(fields)
         protocol = datasets.get_protocol(str(fields.get("data", "embedded")))
+        if "epochs" in fields:
+            protocol.pop("steps", None)  # they would win
         method = fields.get("method", cls.model_fields["method"].default)
         if isinstance(method, str):
             defaults = {key: protocol[key] for key in protocol.keys() - cls.model_fields.keys()}
@@ -137,9 +155,52 @@ class Experiment(BaseModel):
             raise ValueError(f"unknown field '{unknown}'{suggest(unknown, list(cls.model_fields))}")
         elif not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' exists already: give yours another name")
+        fields |= _take_server(fields)
+        if fields.get("lr_decay") is None and fields.get("lr_schedule") in DECAYS:
+            fields["lr_decay"] = DECAYS[fields["lr_schedule"]]
+        engine = fields.get("engine")
+        if engine == "ray":
+            fields.setdefault("workers", 0)
+        elif fields.get("workers") == 0:
+            raise ValueError(
+                "workers = 0: use a number of at least 1; 0 is for engine=ray, as many as its cluster has room for"
+            )
+        elif fields.get("ray_address") is not None:
+            raise ValueError(f"ray_address = {fields['ray_address']!r} needs engine=ray: give both, or neither")
         server = SERVER_DEFAULTS.get(str(fields.get("server_optimizer", "sgd")), {})
         defaults = {f"server_{name}": value for name, value in server.items()}
         return defaults | {key: value for key, value in protocol.items() if key in cls.model_fields} | fields
+
+    @model_validator(mode="after")
+    def _check_skew(self) -> Experiment:
+        assert self.skew  # raises if fields exclude each other
+        return self
+
+    @property
+    def skew(self) -> Skew:
+        """How the clients of a domain differ in labels and size."""
+        return Skew(self.dirichlet, self.pathological, self.quantity, self.class_filling)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Experiment:
+        """Raise ValueError if a field has no effect with the others, or needs another."""
+        if self.evaluate == "unseen" and self.only:
+            raise ValueError(
+                f"only = {list(self.only)} cannot be combined with evaluate=unseen: all domains but one train"
+            )
+        for field, kinds in (("lr_decay", ("step", "exponential")), ("lr_decay_every", ("step",))):
+            if getattr(self, field) is not None and self.lr_schedule not in kinds:
+                used = " and ".join(f"lr_schedule={kind}" for kind in kinds)
+                raise ValueError(
+                    f"{field} = {getattr(self, field)} is for {used}, not for lr_schedule = '{self.lr_schedule}'"
+                )
+        if self.lr_schedule == "step" and self.lr_decay_every is None:
+            raise ValueError("lr_schedule = 'step' needs the rounds from one decay to the next: give lr_decay_every=50")
+        if self.warmup_rounds >= self.rounds:
+            raise ValueError(
+                f"warmup_rounds = {self.warmup_rounds}: use fewer than the {self.rounds} rounds of the run"
+            )
+        return self
 
     @property
     def data_object(self) -> DataObject | None:
@@ -201,7 +262,8 @@ class Experiment(BaseModel):
     @property
     def identity(self) -> str:
         """A hash of everything that can change the result."""
-        decisive = {key: value for key, value in self.to_dict().items() if key not in FREE}
+        fields = self.to_dict().items()
+        decisive = {key: value for key, value in fields if key not in FREE and LATER_SETTINGS.get(key) != value}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -296,9 +358,9 @@ def parse_per_domain(field: str, value: Any, kind: type) -> Any:
 
 
 def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields that name folders with absolute paths, so that a run's description works from anywhere."""
+    """Return the fields that name files or folders with absolute paths, so that a run's description works from anywhere."""
     found = {}
-    for key, prefix in (("data", FOLDER_PREFIX), ("data_root", "")):
+    for key, prefix in (("data", FOLDER_PREFIX), ("public", FOLDER_PREFIX), ("data_root", ""), ("weights", "")):
         path = str(fields.get(key) or "")
         if path.startswith(prefix) and path != prefix:
             found[key] = prefix + os.path.abspath(os.path.expanduser(path.removeprefix(prefix)))
@@ -306,8 +368,14 @@ def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the method's parameters that are overridden: a file may have them in the method's name, and so may an override."""
+    """Drop what belongs to an overridden method or schedule; a file may have a method's parameters in its name."""
     method, new_method = values.get("method"), changes.get("method")
+    if "lr_schedule" in changes:
+        values = {key: value for key, value in values.items() if key not in ("lr_decay", "lr_decay_every")}
+    if new_method is not None or changes.keys() - Experiment.model_fields.keys():
+        names = [name for name in (method, new_method) if isinstance(name, str) and methods.is_known(name)]
+        if any(methods.get(name).server for name in names):  # the file's fields are those of its method, or overridden
+            values = {key: value for key, value in values.items() if key not in SERVER_FIELDS}
     if isinstance(new_method, str):
         parameters = {key for part in methods.parse(new_method) for key in part.explicit}
         parameters -= Experiment.model_fields.keys()
@@ -315,6 +383,20 @@ def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict
     if isinstance(method, str) and (keys := changes.keys() - Experiment.model_fields.keys()):
         return values | {"method": "+".join(part.unset(keys).format_explicit() for part in methods.parse(method))}
     return values
+
+
+def _take_server(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the server optimiser of the method as fields. Raise ValueError if the fields say something else."""
+    method = fields["method"] if "method" in fields else Experiment.model_fields["method"].default
+    method = method if isinstance(method, Method) else methods.get(method)
+    if method.server is None:
+        return {}
+    brought = {field: getattr(method.server, name) for field, name in SERVER_FIELDS.items()}
+    for field, value in brought.items():
+        if fields.get(field, value) != value:
+            problem = f"{field} = {fields[field]} contradicts method '{method.name}', which brings {field} = {value}"
+            raise ValueError(f"{problem}: leave it out, or give it in the method's name, as in fedadam:eta=0.1")
+    return brought
 
 
 def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping[str, Any]) -> Method:

@@ -24,7 +24,7 @@ from fedheal.core.checks import check_main_guard, check_type
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.core.state import RunState
 from fedheal.data.domains import Domains, fingerprint, fingerprint_used
-from fedheal.engine import check_engine, open_engine
+from fedheal.engine import check_engine, describe_engine, open_engine
 from fedheal.engine.precision import resolve_precision, use_precision
 from fedheal.runs import folder as files
 from fedheal.runs.lock import hold_lock
@@ -34,7 +34,7 @@ from fedheal.runs.summary import summarise_run
 from fedheal.simulate.build import build_federation, build_module, load_domains
 from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.devices import describe_hardware, resolve_device
-from fedheal.simulate.evaluation import count_by_class, select_evaluated_model
+from fedheal.simulate.evaluation import evaluate_classes, select_evaluated_model
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.interrupts import Interrupts
@@ -118,7 +118,7 @@ def run(
     device = resolve_device(experiment.device)
     domains = load_domains(experiment)
     folder = None if out is None else Path(out)
-    check_engine(device, experiment.engine, experiment.workers)
+    check_engine(device, experiment.engine, experiment.workers, experiment.ray_address)
     with ExitStack() as stack:
         stack.enter_context(_use_threads(experiment.threads))
         precision = resolve_precision(experiment.precision, device)
@@ -141,8 +141,8 @@ def run(
             stack.enter_context(callback)
             callback.started(experiment.to_dict() | {"method": experiment.method_name}, history)
         saver = _Saver(folder, experiment, used, state)
-        state = _train_to_end(federation, state, history, saver, watchers)
-        facts = _describe_run(experiment, state, federation, domains, used)
+        state, engine = _train_to_end(federation, state, history, saver, watchers)
+        facts = _describe_run(experiment, state, federation, domains, used) | {"engine": engine}
         model = select_evaluated_model(federation, state.model, state.terms, sorted(federation.client_domains))
         federation.local_training.module.load_state_dict(federation.local_training.layout.unpack(model))
         result = _make_result(summarise_run(history, **facts), history, federation.local_training.module, folder)
@@ -162,7 +162,7 @@ def _check_arguments(
         check_type("out", out, str | PathLike, "give the path of the run folder")
     elif resume:
         raise ValueError("resume = True, but out is None: give the run folder as out, or leave out resume")
-    if experiment.workers > 1:
+    if experiment.workers > 1 and experiment.engine != "ray":
         check_main_guard("workers", experiment.workers)
     for callback in [callbacks] if callable(callbacks) else callbacks:
         check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
@@ -188,8 +188,8 @@ def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
     for name in ("experiment.toml", "model.safetensors", "result.json"):
         if not (path / name).exists():
             raise ValueError(f"{path} holds no finished run: there is no {name}; {files.NO_RESULT}")
-    # The method does not matter here, and the folder has only the name of a user's own.
-    experiment = Experiment.of(files.read_toml(path / "experiment.toml") | {"method": "fedavg"})
+    # The method and the initial values do not matter here, and the folder has only the name of a user's own method.
+    experiment = Experiment.of(files.read_toml(path / "experiment.toml") | {"method": "fedavg", "weights": None})
     if module is None:
         if DESCRIPTION.fullmatch(experiment.model):
             raise ValueError(f"the model of {path} was a Python object, {experiment.model}: give load(folder, module)")
@@ -227,11 +227,15 @@ def check_folder_owner(folder: Path, experiment: Experiment) -> None:
 
 def _train_to_end(
     federation: Federation, state: RunState, history: list[RoundRecord], saver: _Saver, watchers: Sequence[Callback]
-) -> RunState:
-    """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong."""
+) -> tuple[RunState, str]:
+    """Run the rounds that are left; append their records to `history`. Save the last whole state if anything goes wrong.
+
+    Returns:
+        The state after the last round, and which engine trained the clients.
+    """
     e = saver.experiment
     evaluated = [*federation.tests.values(), *federation.validation.values()]
-    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes, evaluated)
+    opened = open_engine(federation.local_training, e.engine, e.workers, e.threads, e.lanes, evaluated, e.ray_address)
     with opened as engine, Interrupts() as interrupts:
         rounds = run_rounds(federation, state, engine, e.rounds, e.eval_every, interrupts.hold)
         try:
@@ -249,7 +253,7 @@ def _train_to_end(
                 with nullcontext() if isinstance(error, KeyboardInterrupt) else suppress(OSError):
                     saver.save(state)
             raise
-    return state
+        return state, describe_engine(engine)
 
 
 class _Saver:
@@ -334,10 +338,10 @@ def _make_result(
 
 
 def _identify_used(experiment: Experiment, federation: Federation, domains: Domains) -> dict[str, Any]:
-    """Return fingerprints of what a resumed run must find again: the examples and, if it is an object, the model."""
+    """Return fingerprints of what a resumed run must find again: the examples and the model, if it is an object or a file's."""
     examples = fingerprint_used(federation.local_training.examples, federation.tests)
     used = {"fingerprint": examples, "classes": list(domains.classes)}
-    if experiment.model_object is None:
+    if experiment.model_object is None and experiment.weights is None:
         return used
     return used | {"model": fingerprint_module(federation.local_training.module)}
 
@@ -348,7 +352,7 @@ def _describe_run(
     device, settings = state.model.params.device, experiment.to_dict()
     libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
     return {
-        **{key: settings[key] for key in ("data", "seed", "rounds", "only", "without", "pool", "threads")},
+        **{key: settings[key] for key in ("data", "seed", "rounds", "only", "without", "pool", "evaluate", "threads")},
         **{key: settings[key] for key in SEED_FIELDS if key in settings},
         "method": experiment.method_name,
         "trained": {client: federation.client_domains.get(client, "") for client in federation.clients},
@@ -362,7 +366,7 @@ def _describe_run(
         "bytes_sent": state.sent,
         "bytes_received": state.received,
         "consistency": bin_consistency(state.aggregator),
-        "by_class": count_by_class(federation, state.model, state.terms),
+        **evaluate_classes(federation, state.model, state.terms),
         "versions": {"fedheal": __version__, "python": platform.python_version(), **libraries},
         "used_fingerprint": used["fingerprint"],
         **({"model_fingerprint": used["model"]} if "model" in used else {}),

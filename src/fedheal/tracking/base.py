@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from fedheal.core.rng import SOURCES
+from fedheal.runs.folder import write_text
 from fedheal.runs.schema import FREE, RoundRecord
 from fedheal.simulate.callbacks import Callback
 
@@ -151,7 +152,7 @@ class RunIdFile:
     def write(self, run_id: str) -> None:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(run_id + "\n", encoding="utf-8")
+            write_text(self._path, run_id + "\n")
 
     def delete(self) -> None:
         if self._path is not None:

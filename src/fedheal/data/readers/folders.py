@@ -1,4 +1,4 @@
-"""Image folders: `<class>/...` or `{train,test}/<class>/...`.
+"""Image folders: `<class>/...` or `{train,test}/<class>/...`, and text files that list the images of a split.
 
 Images are sorted by class, then by name. Without a given split, the paper's split of Office-Caltech is made: of every ten
 images in that order the first eight are for training.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 
@@ -23,20 +24,27 @@ MAX_BYTES = 1 << 28  # of one image file
 LabelledPaths = list[tuple[str, Path]]  # (class, image file)
 
 
-def scan_folder(name: str, folder: Path) -> RawDomain:
+def scan_folder(name: str, folder: Path, train_names: Sequence[str] = TRAIN_NAMES) -> RawDomain:
     """List the images of a domain; they are read on demand."""
     names = {name.lower(): name for name in list_subfolders(folder)}
-    train, test = (next((names[n] for n in known if n in names), None) for known in (TRAIN_NAMES, TEST_NAMES))
+    train, test = (next((names[n] for n in known if n in names), None) for known in (train_names, TEST_NAMES))
     if train and test:
         return _make_domain(name, _list_by_class(folder / train), _list_by_class(folder / test))
-    images = _list_by_class(folder)
+    return divide_images(name, _list_by_class(folder))
+
+
+def divide_images(name: str, images: LabelledPaths) -> RawDomain:
+    """Make a domain of images that are sorted by class and name: of every ten the first eight are for training."""
     is_train = find_training_images(len(images))
     return _make_domain(name, list(compress(images, is_train)), list(compress(images, ~is_train)))
 
 
 def read_split_lists(name: str, root: Path, train: Path, test: Path) -> RawDomain:
     """List the images of two text files with lines of `<domain>/<class>/<file>`, below `root`, and optionally a number."""
-    return _make_domain(name, _read_list(root, train), _read_list(root, test))
+    domain = _make_domain(name, _read_list(root, train), _read_list(root, test))
+    if not domain.classes:
+        raise ValueError(f"{train} and {test} list no image that is below {root}: put its images there")
+    return domain
 
 
 def _make_domain(name: str, *splits: LabelledPaths) -> RawDomain:
@@ -53,7 +61,7 @@ def _make_domain(name: str, *splits: LabelledPaths) -> RawDomain:
 
 def list_subfolders(folder: Path) -> list[str]:
     """Return the sorted names of the folders in a folder, without hidden ones."""
-    return [name for name, is_folder in _list_entries(folder) if is_folder]
+    return [name for name, is_folder in list_entries(folder) if is_folder]
 
 
 def _read_list(root: Path, path: Path) -> LabelledPaths:
@@ -82,7 +90,7 @@ def _list_images(folder: Path, parents: tuple[Path, ...]) -> list[Path]:
         raise ValueError(f"{folder} is a link to a folder that contains it: remove the link")
     if len(parents) > MAX_DEPTH:
         raise ValueError(f"{folder} is more than {MAX_DEPTH} folders deep: put images into <class>/...")
-    entries = _list_entries(folder)
+    entries = list_entries(folder)
     images = [folder / name for name, is_folder in entries if not is_folder and name.lower().endswith(SUFFIXES)]
     for name, is_folder in entries:
         if is_folder:
@@ -90,7 +98,7 @@ def _list_images(folder: Path, parents: tuple[Path, ...]) -> list[Path]:
     return images
 
 
-def _list_entries(folder: Path) -> list[tuple[str, bool]]:
+def list_entries(folder: Path) -> list[tuple[str, bool]]:
     """Return the sorted names in a folder, without hidden ones, and whether each is a folder."""
     try:
         with os.scandir(folder) as entries:

@@ -1,0 +1,237 @@
+"""A group of clients that take their steps together, as one program: one launch per layer for all of them.
+
+Clients are sorted by their number of steps. Step t is taken by the first ones, which have more than t; those that are at their
+end keep their values. A batch that is smaller than others is padded: loss and batch normalisation count its examples only. Each
+kind of step runs once as it is and is then captured in a CUDA graph; what it reads is at fixed addresses.
+"""
+
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedheal.core.import_path import import_triton_kernels
+from fedheal.core.layout import Packed
+from fedheal.core.rng import derive
+from fedheal.engine import serial
+from fedheal.engine.cohort_steps import Kind, Prepared, StackedSteps
+from fedheal.engine.device_data import DeviceData
+from fedheal.engine.lane import LaneRandomState, identify_terms
+from fedheal.engine.precision import autocast
+from fedheal.engine.serial import LocalTraining, Task
+from fedheal.local.term import Batch, NotCapturableError, Term
+from fedheal.models.client_rows import ClientRows
+from fedheal.models.stacked_layers import KERNELS, list_layers, stack_module
+
+MAX_STEP_SETS = 8
+MAX_GRAPHS = 32
+MAX_LEVELS = 8  # different numbers of active clients in a round
+
+
+class CohortGroup:
+    """Memory, module and graphs for up to `size` clients that train together; a check runs without graphs and kernels."""
+
+    def __init__(self, local_training: LocalTraining, data: DeviceData, size: int, is_check: bool = False) -> None:
+        device, training = local_training.device, local_training.training
+        self.device, self.data, self.size, self.is_check = device, data, size, is_check
+        self.cuda = device.type == "cuda" and not is_check
+        low = torch.bfloat16 if local_training.precision == "bf16" else None
+        self.rows = ClientRows(local_training.layout, size, device, low=low)
+        self.module = stack_module(local_training.module, self.rows).train()
+        for layer in list_layers(self.module):
+            layer.uses_kernels = not is_check
+        self.stream = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle() if self.cuda else None
+        most_steps = max(serial.count_steps(examples, training) for examples in data.sizes.values())
+        self.batch_size = self.rows.batch_size = training.batch_size
+        self.plan = torch.zeros(most_steps, size, 4, self.batch_size, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(most_steps, size, dtype=torch.int32, device=device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.total = torch.zeros(size, dtype=torch.float64, device=device)
+        self.nets: dict[str, nn.Module] = {}
+        self.is_compiled = False
+        self.step_sets: dict[Hashable, StackedSteps] = {}
+        self.random_state = LaneRandomState(device)
+
+    def train(
+        self, local_training: LocalTraining, prepared: Sequence[Prepared], tasks: Sequence[Task], purpose: str
+    ) -> tuple[list[Packed], Tensor]:
+        """Train clients, which are sorted by steps; return their models and their mean losses."""
+        steps = [serial.list_batch_sizes(self.data.sizes[t.client], local_training.training) for t in tasks]
+        kinds = list_kinds(local_training.terms, steps)
+        step_set = self._get_step_set(local_training, prepared)
+        if self.cuda and not self.is_compiled:
+            self._compile(local_training, step_set, kinds[0])
+        self.rows.load([client.start for client in prepared])
+        step_set.refill(prepared)
+        assert self.rows.velocity is not None
+        for tensor in (self.rows.velocity, self.cursor, self.total, self.counts):
+            tensor.zero_()
+        sizes = [[size for size, _ in client] for client in steps]
+        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(client, dtype=torch.int32) for client in sizes])
+        self.counts[: len(padded), : len(tasks)] = padded.to(self.device)
+        seed = derive(local_training.seed, f"{purpose} layers of a cohort", tasks[0].round, *(t.client for t in tasks))
+        self.random_state.source.manual_seed(seed)
+        taken = 0
+        for planned in self.data.plan_cohort(local_training, tasks, purpose, self.plan):
+            for kind in kinds[taken:planned]:
+                self._step(local_training, step_set, kind)
+            taken = planned
+        for client, fixed in zip(prepared, step_set.contexts, strict=False):
+            for ctx, fixed_ctx in zip(client.contexts, fixed, strict=True):
+                ctx.scratch.update(fixed_ctx.scratch)
+        numbers = torch.tensor([max(len(s), 1) for s in steps], device=self.device)
+        return self.rows.unload(len(tasks)), self.total[: len(tasks)] / numbers
+
+    def _compile(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:
+        """Compile the kernels of a step, before it is taken with values that count."""
+        kernels = import_triton_kernels(KERNELS, self.device.type)
+        if kernels is not None:
+            self.cursor.zero_()
+            kernels.compile_in_parallel(lambda: self._step_eagerly(local_training, step_set, kind))
+        self.is_compiled = True
+
+    def _get_step_set(self, local_training: LocalTraining, prepared: Sequence[Prepared]) -> StackedSteps:
+        """Return the step set for these clients."""
+        key = identify_terms(local_training.terms), prepared[0].key
+        if key not in self.step_sets:
+            while len(self.step_sets) >= MAX_STEP_SETS:  # drop the oldest, with its graphs
+                del self.step_sets[next(iter(self.step_sets))]
+            self.step_sets[key] = StackedSteps.create(prepared[0], local_training.module, self.rows)
+        return self.step_sets[key]
+
+    def _step(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:
+        """Take a step: replay its graph, or run it as it is until it is captured."""
+        graph = step_set.graphs.get(kind, 0)
+        if isinstance(graph, torch.cuda.CUDAGraph):
+            graph.replay()
+        elif graph == 0 or not self.cuda:
+            self._step_eagerly(local_training, step_set, kind)
+            step_set.graphs[kind] = 1
+        else:
+            del step_set.graphs[kind]
+            while len(step_set.graphs) >= MAX_GRAPHS:
+                del step_set.graphs[next(iter(step_set.graphs))]
+            captured = step_set.graphs[kind] = self._capture(local_training, step_set, kind)
+            captured.replay()
+
+    def _capture(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        assert self.pool is not None
+        try:
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            self._step_eagerly(local_training, step_set, kind)
+            graph.capture_end()
+        except (RuntimeError, NotCapturableError) as error:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            if isinstance(error, torch.OutOfMemoryError | NotCapturableError):
+                raise
+            reason = str(error).splitlines()[0]
+            raise NotCapturableError(f"a step cannot be captured in a CUDA graph ({reason})") from error
+        return graph
+
+    def _step_eagerly(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:
+        rows, active, size = self.rows, kind[0], self.batch_size
+        rows.active = active
+        rows.valid.copy_(self.counts.index_select(0, self.cursor)[0])
+        plan = self.plan.index_select(0, self.cursor)[0, :active]
+        x, y = self.data.make_batch(plan.transpose(0, 1).reshape(4, active * size))
+        x = x.to(rows.params.dtype)
+        features: Tensor | None = None
+        with autocast(local_training.precision, self.device):
+            if any(term.features for term in local_training.terms):
+                features = self.module.features(x)  # type: ignore[operator]
+                logits = self.module.head(features)  # type: ignore[operator]
+                features = features.to(x.dtype)
+            else:
+                logits = self.module(x)
+            logits = logits.to(x.dtype)
+            losses = functional.cross_entropy(logits, y, reduction="none").view(active, size)
+            ce = losses.where(rows.find_padding(size), 0.0).sum(dim=1) / rows.valid[:active].clamp(min=1)
+            loss = ce.sum()
+            for term_loss in self._list_term_losses(local_training.terms, step_set, kind, x, y, logits, ce, features):
+                loss = loss + term_loss
+        rows.take_gradients(loss)
+        with torch.no_grad():
+            for term, ctx in zip(local_training.terms, step_set.get_gradient_contexts(rows), strict=True):
+                term.grad(ctx)
+            for clip in [term.clip for term in local_training.terms if term.clip]:
+                clip_gradients(rows, clip)
+            update_parameters(rows, local_training, uses_kernel=not self.is_check)
+            self.total[:active] += ce.detach()
+            self.cursor += 1
+
+    def _list_term_losses(
+        self, terms: Sequence[Term], step_set: StackedSteps, kind: Kind, x: Tensor, y: Tensor, logits: Tensor,
+        ce: Tensor, features: Tensor | None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Return what the terms add to the loss, client by client: each sees its own examples only."""
+        active, sizes, lasts = kind
+        if not sizes:
+            return []
+        size, losses = self.batch_size, []
+        slices = [slice(i * size, i * size + sizes[i]) for i in range(active)]
+        parts = [x[part] for part in slices]
+        for nets in step_set.nets.values():
+            nets.set_batch(x, parts, size)
+        for i, part in enumerate(slices):
+            if not sizes[i]:
+                continue
+            of_client = None if features is None else features[part]
+            batch = Batch(parts[i], y[part], logits[part], ce[i], of_client, lasts[i])
+            returned = [term.loss(batch, ctx) for term, ctx in zip(terms, step_set.contexts[i], strict=True)]
+            losses += [loss for loss in returned if loss is not None]
+        return losses
+
+
+def list_kinds(terms: Sequence[Term], steps: Sequence[Sequence[tuple[int, bool]]]) -> list[Kind]:
+    """Return the kind of each step, given each client's batch sizes and whether they belong to its last epoch.
+
+    Only terms that look at batches need to know the sizes.
+
+    >>> list_kinds([], [[(2, True), (1, True)], [(2, True)]])
+    [(2, (), ()), (1, (), ())]
+    """
+    looks_at_batches = any(type(term).loss is not Term.loss for term in terms)
+    numbers = [sum(len(client) > t for client in steps) for t in range(max(map(len, steps), default=0))]
+    levels = sorted(set(numbers))
+    if len(levels) > MAX_LEVELS:  # fewer graphs; clients that are at their end do not move
+        width = -(-levels[-1] // MAX_LEVELS)
+        levels = [min(i * width, levels[-1]) for i in range(1, MAX_LEVELS + 1)]
+    kinds: list[Kind] = []
+    for t, number in enumerate(numbers):
+        active = next(level for level in levels if level >= number)
+        batches = [client[t] if t < len(client) else (0, False) for client in steps[:active]]
+        sizes, lasts = zip(*batches, strict=True) if looks_at_batches else ((), ())
+        kinds.append((active, sizes, lasts))
+    return kinds
+
+
+def clip_gradients(rows: ClientRows, clip: float) -> None:
+    """Scale the gradient of each active client down to this norm if it is larger, as `clip_grad_norm_` does."""
+    assert rows.gradients is not None
+    gradients = rows.gradients[: rows.active]
+    norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+    gradients *= (clip / (norms + 1e-6)).clamp(max=1.0)
+
+
+def update_parameters(rows: ClientRows, local_training: LocalTraining, uses_kernel: bool = True) -> None:
+    """Take a step of SGD for the active clients that have examples in this step."""
+    training = local_training.training
+    settings = (training.lr, training.momentum, training.weight_decay)
+    kernels = import_triton_kernels(KERNELS, rows.params.device.type) if uses_kernel else None
+    if kernels is not None:
+        kernels.launch_sgd_step(rows, *settings)
+        return
+    assert rows.gradients is not None
+    assert rows.velocity is not None
+    lr, momentum, weight_decay = settings
+    params, gradients, velocity = (t[: rows.active] for t in (rows.params, rows.gradients, rows.velocity))
+    is_active = rows.valid[: rows.active, None] > 0
+    new = momentum * velocity + gradients + weight_decay * params
+    velocity.copy_(torch.where(is_active, new, velocity))
+    params.sub_(lr * velocity * is_active)
+    rows.update_low()

@@ -1,0 +1,244 @@
+"""The server of any federation: its state, its rounds, the server step that simulations use, and the run folder.
+
+A framework's own part brings the messages. Nothing here waits or sends.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from fedheal.aggregate import Aggregator
+from fedheal.aggregate.reduce import is_finite
+from fedheal.aggregate.server_optimizer import Server
+from fedheal.core.checks import check_count
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.parameter import Parameter
+from fedheal.core.state import RunState, TermState
+from fedheal.federation.cohort import Cohort, CohortBuilder, Sender
+from fedheal.federation.node_sampling import TooManyEmptyRounds
+from fedheal.federation.open_round import OpenRound
+from fedheal.federation.replies import EvaluateReply, RejectedReply, ReplyRequirements, TrainReply
+from fedheal.federation.round_history import RoundHistory
+from fedheal.federation.round_summary import describe_causes, describe_round
+from fedheal.federation.run_folder import KnownClients, RunFolder
+from fedheal.local.term import Term
+from fedheal.methods.server_step import ClientTerms, ServerStep, StepOutcome, apply_server_step
+from fedheal.runs.schema import RoundRecord
+
+K = TypeVar("K", bound=KnownClients)
+R = TypeVar("R", bound=Sender)
+O = TypeVar("O", bound=OpenRound)  # noqa: E741
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The settings that every federation has; see `FairStrategy` and `FairController`."""
+
+    seed: int = 0
+    data: str = "federation"
+    min_replies: int = 1
+    max_empty_rounds: int | None = 3
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("seed", self.seed)
+        for name, least in (("min_replies", 1), ("max_empty_rounds", 1), ("budget", 0)):
+            if (value := getattr(self, name)) is not None:
+                Parameter(name, 1, ge=least).check(value)
+
+
+@dataclass(kw_only=True)
+class RoundServer(Generic[K, R, O]):
+    """A federation's state and its rounds.
+
+    Call `begin`. Then, for every round, `open_round`, `build_cohort`, `take_step`, `record_evaluations` and `end_round`; and
+    `finish`. `clients` is what the server remembers about them, `read` reads and checks one reply.
+    """
+
+    name: str  # of the method
+    aggregator: Aggregator
+    server: Server
+    terms: tuple[Term, ...] = ()
+    settings: ServerSettings
+    requirements: ReplyRequirements
+    read: Callable[[R, Layout, ReplyRequirements], TrainReply]
+    clients: K
+    log: logging.Logger
+    folder: RunFolder[K] | None = None
+    num_rounds: int = 0  # 0 if nobody knows which round is the last
+    history: list[RoundRecord] | RoundHistory = field(default_factory=list)
+    builder: CohortBuilder[R] = field(init=False)
+    _state: RunState | None = field(default=None, init=False)
+    _round: O | None = field(default=None, init=False)
+    # Whom the latest empty rounds in a row asked. It is not in the checkpoint: a resume comes after the cause was fixed, and
+    # would end at once if they still counted.
+    _empty_rounds: list[Collection[int | str]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.aggregator = replace(self.aggregator, on_bad_update="skip")
+
+    @property
+    def has_begun(self) -> bool:
+        return self._state is not None
+
+    @property
+    def state(self) -> RunState:
+        if self._state is None:
+            raise RuntimeError("the server has no model yet: call begin first")
+        return self._state
+
+    @property
+    def layout(self) -> Layout:
+        return self.builder.layout
+
+    @property
+    def current(self) -> O:
+        if self._round is None:
+            raise RuntimeError("no round is under way: call open_round first")
+        return self._round
+
+    def find_round(self, number: int) -> O | None:
+        """Return the round under way if it has this number."""
+        return self._round if self._round is not None and self._round.number == number else None
+
+    def begin(self, layout: Layout, model: Packed, described: Mapping[str, Any]) -> None:
+        """Start from the folder's newest checkpoint, or else from this model. `described`: the settings for the folder."""
+        _check_finite(model)
+        self.builder = CohortBuilder(layout, self.requirements, self.read, self.terms, self.settings.budget)
+        self._state = RunState(
+            round=0,
+            seed=self.settings.seed,
+            model=model,
+            aggregator=self.aggregator.init(layout),
+            server=self.server.init(),
+            terms=tuple(TermState(term.init(layout), {}) for term in self.terms),
+        )
+        resumed = self.folder.open(described, layout) if self.folder is not None else None
+        if resumed is not None:
+            self._state, self.clients, self.history = resumed
+            self.log.info("resuming after round %d", self.state.round)
+
+    def set_model(self, model: Packed) -> None:
+        """Continue from another model than the last round's."""
+        _check_finite(model)
+        self._state = replace(self.state, model=model)
+
+    def open_round(self, current: O) -> None:
+        """Begin a round."""
+        self._round = current
+
+    def build_cohort(self, replies: Sequence[R], known_digests: Mapping[str, str] | None = None) -> Cohort:
+        """Build the cohort from replies that nothing is known against yet; with fewer than `min_replies`, skip all.
+
+        Raise ValueError if the app, not a client, lacks what the method needs. `known_digests`: see `CohortBuilder`.
+        """
+        cohort = self.builder.build(replies, self.state, known_digests or {})
+        # A silent or failing client might have had it, and one of many says nothing about the others.
+        is_conclusive = len(replies) >= max(len(self.current.asked), min(2, self.current.num_connected))
+        if cohort.missing_requirement and is_conclusive and not self.clients.accepted:
+            raise ValueError(f"'{self.name}' needs {cohort.missing_requirement}")
+        usable, needed = len(cohort.updates.clients), self.settings.min_replies
+        if usable >= needed:
+            return cohort
+        return cohort.skip_all(f"this round has only {usable} usable replies, fewer than min_replies = {needed}")
+
+    def make_step(self) -> ServerStep:
+        """Return the fixed parts of the server step."""
+        return ServerStep(self.aggregator, self.server, self.terms, self.layout, self.num_rounds)
+
+    def take_step(
+        self, step: ServerStep, cohort: Cohort, num_clients: int, lost_slots: Collection[str] = ()
+    ) -> StepOutcome:
+        """Take the server step with a cohort; see `apply_server_step`."""
+        if self.folder is not None:  # the step reuses the memory that the last checkpoint is written from
+            self.folder.settle()
+        terms = {client: ClientTerms(reply.messages) for client, reply in cohort.replies.items()}
+        outcome = apply_server_step(step, self.state, cohort.updates, terms, num_clients, lost_slots)
+        self._state = replace(outcome.state, round=self.current.number)
+        return outcome
+
+    def count_bytes(self, sent: int, received: int) -> None:
+        """Add to the bytes of the run."""
+        self._state = replace(self.state, sent=self.state.sent + sent, received=self.state.received + received)
+
+    def read_evaluations(
+        self, replies: Iterable[R], read: Callable[[R], EvaluateReply]
+    ) -> tuple[list[EvaluateReply], dict[str, str]]:
+        """Return the usable evaluations in these replies, and the clients whose evaluation is not, with the reason."""
+        evaluations, problems = [], {}
+        for reply in replies:
+            try:
+                evaluations.append(read(reply))
+            except RejectedReply as error:
+                self.log.warning("evaluation: '%s' is skipped: %s", reply.client, error)
+                problems[reply.client] = str(error)
+        for evaluation in evaluations:
+            self.clients.client_domains[evaluation.client] = evaluation.domain
+            self.clients.test_examples[evaluation.client] = evaluation.num_examples
+        return sorted(evaluations, key=lambda evaluation: evaluation.client), problems
+
+    def record_evaluations(self, evaluations: Sequence[EvaluateReply], problems: Mapping[str, str]) -> None:
+        """Record the accuracies of the new model, and the clients that sent none that can be used."""
+        self.current.evaluations = evaluations
+        if problems:
+            self.current.report["not_evaluated"] = dict(problems)
+        self.current.clock.end_phase("evaluate")
+
+    def end_round(self, is_due: bool = False) -> None:
+        """Record and save the round; a resume does not repeat it from here on. `is_due`: whatever `save_seconds` is.
+
+        Raise TooManyEmptyRounds if the run ends here.
+        """
+        current = self.current
+        self._empty_rounds = [*self._empty_rounds, current.asked] if current.is_empty else []
+        ending = self._find_ending()
+        if ending is not None:
+            current.report["ended"] = ending
+        record = current.to_record(self.clients.client_domains)
+        self._state = replace(self.state, round=current.number)  # also if a wrapper withheld the replies
+        self.history.append(record)
+        self.log.info("[round %d] %s", current.number, describe_round(record))
+        if self.folder is not None:
+            self.folder.save_round(self.state, record, self.clients, is_due)
+            if ending is None and not self.num_rounds:  # any round may be the last
+                self.write_result()
+        self._round = None
+        if ending is not None:
+            self.release()
+            remedy = "fix the cause and resume, or set max_empty_rounds=None"
+            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}: {remedy}")
+
+    def _find_ending(self) -> str | None:
+        """Return why the run ends here, or None. One bad client that is drawn again and again does not end it."""
+        number, limit = len(self._empty_rounds), self.settings.max_empty_rounds
+        asked = {client for clients in self._empty_rounds for client in clients}
+        if limit is None or number < limit or len(asked) < min(2, self.current.num_connected):
+            return None
+        return f"max_empty_rounds = {limit}: the last {number} rounds left the model as it was"
+
+    def write_result(self) -> None:
+        """Write the last round's checkpoint, the model, and the result if clients evaluated a model."""
+        if self.folder is not None:
+            self.folder.flush()
+            self.folder.write_result(self.layout, self.state, list(self.history), self.clients)
+
+    def finish(self) -> None:
+        """Write the final model and the result, and release the folder."""
+        self.write_result()
+        if self.folder is not None and not any(record.domains for record in self.history):
+            self.log.warning("no client sent an 'accuracy': %s has no result.json to report", self.folder.path)
+        self.release()
+
+    def release(self) -> None:
+        """Wait for the checkpoint under way, and unlock the folder."""
+        if self.folder is not None:
+            try:
+                self.folder.flush()
+            finally:
+                self.folder.release()
+
+
+def _check_finite(model: Packed) -> None:
+    if not (is_finite(model.params) and is_finite(model.buffers)):
+        raise ValueError("the model to continue from holds NaN or infinity: start from a finite one")

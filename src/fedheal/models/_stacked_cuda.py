@@ -1,0 +1,364 @@
+"""The Triton kernels of `stacked_ops`: one launch per layer for all clients, each with its own weights.
+
+Feature maps are `[clients, images, height, width, channels]`. A convolution's weights are `[clients, outputs, taps, inputs]`,
+where a tap is a position of the kernel; rows of different clients may lie apart. Sums have a fixed order, so results repeat bit
+for bit. Matrix products accumulate in float32.
+"""
+
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+SHAPES = ["rows", "positions", "height", "width", "out_height", "out_width"]
+
+
+@triton.jit(do_not_specialize=[*SHAPES, "stride"])
+def convolve(
+    x, w, y, valid, rows, positions, height, width, out_height, out_width, stride, inputs, outputs,
+    x_client, w_client, y_client, w_input, w_tap, w_output,
+    size: tl.constexpr, flip: tl.constexpr, packed: tl.constexpr, precision: tl.constexpr,
+    even_inputs: tl.constexpr, even_outputs: tl.constexpr,
+    tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile_inputs: tl.constexpr,
+):  # fmt: skip
+    """Compute `y = x * w`; with `flip` the gradient of the input of a convolution with stride 1, `x` being that of the output.
+
+    The result is 0 in tiles that are all padding. `packed`: the inputs of all taps, if they are few, make one product.
+    """
+    client = tl.program_id(2).to(tl.int64)
+    x += client * x_client
+    w += client * w_client
+    y += client * y_client
+    m = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    n = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
+    k = tl.arange(0, tile_inputs)
+    image, position = m // (out_height * out_width), m % (out_height * out_width)
+    top, left = position // out_width * stride - size // 2, position % out_width * stride - size // 2
+    first = image * height * width
+    total = tl.zeros((tile_rows, tile_outputs), dtype=tl.float32)
+    is_used = tl.program_id(0) * tile_rows < tl.load(valid + client) * positions
+    if packed:
+        if is_used:
+            tap, channel = k // inputs, k % inputs
+            row, column = top[:, None] + (tap // size)[None, :], left[:, None] + (tap % size)[None, :]
+            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (m < rows)[:, None]
+            inside = inside & (tap < size * size)[None, :]
+            at = (first[:, None] + row * width + column) * inputs + channel[None, :]
+            a = tl.load(x + at, mask=inside, other=0.0)
+            known = (tap < size * size)[:, None] & (n < outputs)[None, :]
+            b = tl.load(w + k[:, None] + n[None, :] * w_output, mask=known, other=0.0)
+            total = tl.dot(a, b, total, input_precision=precision)
+    else:
+        blocks = tl.cdiv(inputs, tile_inputs)
+        steps = tl.where(is_used, size * size * blocks, 0)
+        for step in range(0, steps):
+            tap, channel = step // blocks, (step % blocks) * tile_inputs + k
+            row, column = top + tap // size, left + tap % size
+            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (m < rows)
+            at = ((first + row * width + column) * inputs)[:, None] + channel[None, :]
+            weight_tap = size * size - 1 - tap if flip else tap
+            weight_at = channel[:, None] * w_input + weight_tap * w_tap + n[None, :] * w_output
+            if even_inputs:
+                a = tl.load(x + at, mask=inside[:, None], other=0.0)
+            else:
+                a = tl.load(x + at, mask=inside[:, None] & (channel < inputs)[None, :], other=0.0)
+            if even_inputs and even_outputs:
+                b = tl.load(w + weight_at)
+            else:
+                b = tl.load(w + weight_at, mask=(channel < inputs)[:, None] & (n < outputs)[None, :], other=0.0)
+            total = tl.dot(a, b, total, input_precision=precision)
+    mask = (m < rows)[:, None]
+    if not even_outputs:
+        mask = mask & (n < outputs)[None, :]
+    tl.store(y + m.to(tl.int64)[:, None] * outputs + n[None, :], total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=SHAPES)
+def input_gradient_of_stride_2(
+    dy, w, dx, valid, rows, positions, height, width, out_height, out_width, inputs, outputs,
+    x_client, w_client, y_client, w_input, w_tap, w_output,
+    size: tl.constexpr, precision: tl.constexpr, even_inputs: tl.constexpr, even_outputs: tl.constexpr,
+    tile_rows: tl.constexpr, tile_inputs: tl.constexpr, tile_outputs: tl.constexpr,
+):  # fmt: skip
+    """Compute the input's gradient. Pixels of one parity have the same taps: 1, 2, 2 or 4 of the 9 of a 3 x 3 kernel."""
+    client, parity = (tl.program_id(2) // 4).to(tl.int64), tl.program_id(2) % 4
+    down, right = parity // 2, parity % 2
+    dy += client * y_client
+    w += client * w_client
+    dx += client * x_client
+    half_height, half_width = (height + 1) // 2, (width + 1) // 2
+    m = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    n = tl.program_id(1) * tile_inputs + tl.arange(0, tile_inputs)
+    k = tl.arange(0, tile_outputs)
+    image, position = m // (half_height * half_width), m % (half_height * half_width)
+    i, j = position // half_width, position % half_width
+    first = image * out_height * out_width
+    total = tl.zeros((tile_rows, tile_inputs), dtype=tl.float32)
+    blocks = tl.cdiv(outputs, tile_outputs)
+    taps_down = 1 + down if size == 3 else 1 - down
+    taps_right = 1 + right if size == 3 else 1 - right
+    is_used = tl.program_id(0) * tile_rows < tl.load(valid + client) * positions
+    steps = tl.where(is_used, taps_down * taps_right * blocks, 0)
+    for step in range(0, steps):
+        number, channel = step // blocks, (step % blocks) * tile_outputs + k
+        a_down, a_right = number // taps_right, number % taps_right
+        tap, row, column = 0, i, j
+        if size == 3:
+            tap = (1 - down + 2 * a_down) * 3 + (1 - right + 2 * a_right)
+            row, column = i + down - a_down, j + right - a_right
+        inside = (row < out_height) & (column < out_width) & (m < rows)
+        at = ((first + row * out_width + column) * outputs)[:, None] + channel[None, :]
+        weight_at = channel[:, None] * w_output + tap * w_tap + n[None, :] * w_input
+        if even_outputs:
+            a = tl.load(dy + at, mask=inside[:, None], other=0.0)
+        else:
+            a = tl.load(dy + at, mask=inside[:, None] & (channel < outputs)[None, :], other=0.0)
+        if even_inputs and even_outputs:
+            b = tl.load(w + weight_at)
+        else:
+            b = tl.load(w + weight_at, mask=(channel < outputs)[:, None] & (n < inputs)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision=precision)
+    h, v = 2 * i + down, 2 * j + right
+    pixel = (image * height + h) * width + v
+    mask = ((m < rows) & (h < height) & (v < width))[:, None]
+    if not even_inputs:
+        mask = mask & (n < inputs)[None, :]
+    tl.store(dx + pixel.to(tl.int64)[:, None] * inputs + n[None, :], total.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "positions", "chunk_rows", "stride", "dw_chunk"])
+def weight_gradient(
+    x, dy, dw, valid, rows, positions, chunk_rows, stride, inputs, outputs, x_client, y_client, dw_client, dw_chunk,
+    height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
+    size: tl.constexpr, packed: tl.constexpr, precision: tl.constexpr,
+    even_inputs: tl.constexpr, even_outputs: tl.constexpr,
+    tile_outputs: tl.constexpr, tile_inputs: tl.constexpr, tile_rows: tl.constexpr,
+):  # fmt: skip
+    """Compute the weights' gradient over one chunk of the output's positions, without padding.
+
+    Every step divides by the output's size, which is a constant here: that is a third faster.
+    """
+    chunk, client = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    input_tiles = 1 if packed else tl.cdiv(inputs, tile_inputs)
+    output_tiles = tl.cdiv(outputs, tile_outputs)
+    tap, tile = tl.program_id(0) // (input_tiles * output_tiles), tl.program_id(0) % (input_tiles * output_tiles)
+    x += client * x_client
+    dy += client * y_client
+    o = (tile // input_tiles) * tile_outputs + tl.arange(0, tile_outputs)
+    i = (tile % input_tiles) * tile_inputs + tl.arange(0, tile_inputs)
+    total = tl.zeros((tile_outputs, tile_inputs), dtype=tl.float32)
+    last = tl.minimum((chunk + 1) * chunk_rows, tl.minimum(rows, tl.load(valid + client) * positions))
+    for start in range(chunk * chunk_rows, last, tile_rows):
+        m = start + tl.arange(0, tile_rows)
+        image, position = m // (out_height * out_width), m % (out_height * out_width)
+        top, left = position // out_width * stride - size // 2, position % out_width * stride - size // 2
+        a_mask = (m < last)[:, None]
+        if not even_outputs:
+            a_mask = a_mask & (o < outputs)[None, :]
+        a = tl.load(dy + m[:, None] * outputs + o[None, :], mask=a_mask, other=0.0)
+        if packed:
+            row, column = top[:, None] + (i // inputs // size)[None, :], left[:, None] + (i // inputs % size)[None, :]
+            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (m < last)[:, None]
+            inside = inside & (i < size * size * inputs)[None, :]
+            at = ((image * height)[:, None] + row) * width + column
+            b = tl.load(x + at * inputs + (i % inputs)[None, :], mask=inside, other=0.0)
+        else:
+            row, column = top + tap // size, left + tap % size
+            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (m < last)
+            b_mask = inside[:, None]
+            if not even_inputs:
+                b_mask = b_mask & (i < inputs)[None, :]
+            at = ((image * height + row) * width + column) * inputs
+            b = tl.load(x + at[:, None] + i[None, :], mask=b_mask, other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision=precision)
+    if packed:
+        at = o[:, None] * (size * size * inputs) + i[None, :]
+        mask = (o < outputs)[:, None] & (i < size * size * inputs)[None, :]
+    else:
+        at = (o[:, None] * (size * size) + tap) * inputs + i[None, :]
+        mask = (o < outputs)[:, None] & (i < inputs)[None, :]
+    tl.store(dw + client * dw_client + chunk * dw_chunk + at, total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks", "positions"])
+def moments(
+    x, partials, valid, rows, positions, chunk_rows, channels, chunks, tile_rows: tl.constexpr, width: tl.constexpr
+):
+    """Compute a chunk's mean and sum of squared deviations from differences to its first row."""
+    p, c, client = tl.program_id(0), tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2)
+    known = c < channels
+    x += client.to(tl.int64) * rows * channels
+    partials += client * 2 * chunks * channels
+    valid_rows = tl.load(valid + client) * positions
+    first, last = tl.minimum(p * chunk_rows, valid_rows), tl.minimum((p + 1) * chunk_rows, valid_rows)
+    origin = tl.load(x + tl.minimum(first, rows - 1) * channels + c, mask=known, other=0.0).to(tl.float32)
+    total = tl.zeros((tile_rows, width), dtype=tl.float32)
+    square = tl.zeros((tile_rows, width), dtype=tl.float32)
+    for start in range(first, last, tile_rows):
+        r = start + tl.arange(0, tile_rows)
+        inside = (r < last)[:, None] & known[None, :]
+        v = tl.load(x + r[:, None] * channels + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        d = tl.where(inside, v - origin[None, :], 0.0)
+        total += d
+        square += d * d
+    number = tl.maximum(last - first, 1).to(tl.float32)
+    shift, deviations = tl.sum(total, axis=0), tl.sum(square, axis=0)
+    tl.store(partials + p * channels + c, origin + shift / number, mask=known)
+    tl.store(partials + (chunks + p) * channels + c, deviations - shift * shift / number, mask=known)
+
+
+@triton.jit(do_not_specialize=["chunk_rows", "chunks", "positions"])
+def statistics_of_moments(
+    partials, statistics, running_mean, running_var, batches_tracked, valid, positions, chunk_rows, channels, chunks,
+    buffers, counters, momentum, eps, max_chunks: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Compute a channel's mean and inverse deviation from its chunks', and update the running statistics."""
+    c, p, client = tl.program_id(0) * width + tl.arange(0, width), tl.arange(0, max_chunks), tl.program_id(1)
+    known = c < channels
+    partials += client * 2 * chunks * channels
+    statistics += client * 2 * channels
+    running_mean += client * buffers
+    running_var += client * buffers
+    batches_tracked += client * counters
+    valid_rows = tl.load(valid + client) * positions
+    rows = tl.maximum(valid_rows, 1).to(tl.float32)
+    is_chunk = (p < chunks)[:, None] & known[None, :]
+    number = (tl.minimum((p + 1) * chunk_rows, valid_rows) - tl.minimum(p * chunk_rows, valid_rows)).to(tl.float32)
+    means = tl.load(partials + p[:, None] * channels + c[None, :], mask=is_chunk, other=0.0)
+    squares = tl.load(partials + (chunks + p)[:, None] * channels + c[None, :], mask=is_chunk, other=0.0)
+    mean = tl.sum(number[:, None] * means, axis=0) / rows
+    shift = means - mean[None, :]
+    deviations = tl.sum(squares + number[:, None] * shift * shift, axis=0)
+    tl.store(statistics + c, mean, mask=known)
+    tl.store(statistics + channels + c, 1.0 / tl.sqrt(deviations / rows + eps), mask=known)
+    is_active = known & ((valid_rows + 0 * c) > 0)
+    old = tl.load(running_mean + c, mask=known, other=0.0)
+    tl.store(running_mean + c, old + momentum * (mean - old), mask=is_active)
+    old = tl.load(running_var + c, mask=known, other=0.0)
+    tl.store(running_var + c, old + momentum * (deviations / tl.maximum(rows - 1, 1) - old), mask=is_active)
+    if tl.program_id(0) == 0:
+        tl.store(batches_tracked, tl.load(batches_tracked) + (valid_rows > 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def apply_norm(
+    x, shortcut, y, statistics, weight, bias, rows, channels, row_length,
+    tile_rows: tl.constexpr, width: tl.constexpr, has_shortcut: tl.constexpr, relu: tl.constexpr,
+):  # fmt: skip
+    c, client = tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
+    known = c < channels
+    statistics += client * 2 * channels
+    mean = tl.load(statistics + c, mask=known, other=0.0)
+    inverse = tl.load(statistics + channels + c, mask=known, other=0.0)
+    scale = inverse * tl.load(weight + client * row_length + c, mask=known, other=0.0)
+    offset = tl.load(bias + client * row_length + c, mask=known, other=0.0) - mean * scale
+    r = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    inside = (r < rows)[:, None] & known[None, :]
+    at = client * rows * channels + r[:, None] * channels + c[None, :]
+    result = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + offset[None, :]
+    if has_shortcut:
+        result += tl.load(shortcut + at, mask=inside, other=0.0).to(tl.float32)
+    if relu:
+        result = tl.maximum(result, 0.0)
+    tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks", "positions"])
+def gradient_sums(
+    dy, x, y, statistics, weight, bias, partials, valid, rows, positions, chunk_rows, channels, chunks, row_length,
+    tile_rows: tl.constexpr, width: tl.constexpr, relu: tl.constexpr, has_shortcut: tl.constexpr,
+):  # fmt: skip
+    """Sum a chunk's gradient, and its product with the normalised input."""
+    p, c, client = tl.program_id(0), tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
+    known = c < channels
+    valid_rows = tl.load(valid + client) * positions
+    first, last = tl.minimum(p * chunk_rows, valid_rows), tl.minimum((p + 1) * chunk_rows, valid_rows)
+    statistics += client * 2 * channels
+    partials += client * 2 * chunks * channels
+    mean = tl.load(statistics + c, mask=known, other=0.0)
+    inverse = tl.load(statistics + channels + c, mask=known, other=0.0)
+    scale = inverse * tl.load(weight + client * row_length + c, mask=known, other=0.0)
+    offset = tl.load(bias + client * row_length + c, mask=known, other=0.0) - mean * scale
+    plain = tl.zeros((tile_rows, width), dtype=tl.float32)
+    product = tl.zeros((tile_rows, width), dtype=tl.float32)
+    for start in range(first, last, tile_rows):
+        r = start + tl.arange(0, tile_rows)
+        inside = (r < last)[:, None] & known[None, :]
+        at = client * rows * channels + r[:, None] * channels + c[None, :]
+        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if relu and has_shortcut:
+            g = tl.where(tl.load(y + at, mask=inside, other=0.0).to(tl.float32) > 0, g, 0.0)
+        elif relu:
+            g = tl.where(v * scale[None, :] + offset[None, :] > 0, g, 0.0)
+        plain += g
+        product += g * (v - mean[None, :])
+    tl.store(partials + p * channels + c, tl.sum(plain, axis=0), mask=known)
+    tl.store(partials + (chunks + p) * channels + c, tl.sum(product, axis=0) * inverse, mask=known)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def reduce_sums(partials, dweight, dbias, channels, chunks, row_length, max_chunks: tl.constexpr, width: tl.constexpr):
+    """Sum the chunks to the gradients of the layer's weight and bias."""
+    c, p, client = tl.program_id(0) * width + tl.arange(0, width), tl.arange(0, max_chunks), tl.program_id(1)
+    known, row_start = c < channels, client.to(tl.int64) * row_length
+    at = client * 2 * chunks * channels + p[:, None] * channels + c[None, :]
+    is_chunk = (p < chunks)[:, None] & known[None, :]
+    plain = tl.load(partials + at, mask=is_chunk, other=0.0)
+    product = tl.load(partials + chunks * channels + at, mask=is_chunk, other=0.0)
+    tl.store(dbias + row_start + c, tl.sum(plain, axis=0), mask=known)
+    tl.store(dweight + row_start + c, tl.sum(product, axis=0), mask=known)
+
+
+@triton.jit(do_not_specialize=["rows", "positions"])
+def norm_input_gradient(
+    dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, valid, rows, positions, channels, row_length,
+    tile_rows: tl.constexpr, width: tl.constexpr, relu: tl.constexpr, has_shortcut: tl.constexpr,
+):  # fmt: skip
+    """Compute the input's gradient, which is 0 in rows that do not count."""
+    c, client = tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
+    known = c < channels
+    statistics += client * 2 * channels
+    at_row = client * row_length + c
+    mean = tl.load(statistics + c, mask=known, other=0.0)
+    inverse = tl.load(statistics + channels + c, mask=known, other=0.0)
+    scale = inverse * tl.load(weight + at_row, mask=known, other=0.0)
+    offset = tl.load(bias + at_row, mask=known, other=0.0) - mean * scale
+    valid_rows = tl.load(valid + client) * positions
+    number = tl.maximum(valid_rows, 1).to(tl.float32)
+    plain = tl.load(dbias + at_row, mask=known, other=0.0) / number
+    product = tl.load(dweight + at_row, mask=known, other=0.0) / number
+    r = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    inside = (r < rows)[:, None] & known[None, :]
+    at = client * rows * channels + r[:, None] * channels + c[None, :]
+    g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if relu and has_shortcut:
+        g = tl.where(tl.load(y + at, mask=inside, other=0.0).to(tl.float32) > 0, g, 0.0)
+        tl.store(shortcut_gradient + at, g.to(shortcut_gradient.dtype.element_ty), mask=inside)
+    elif relu:
+        g = tl.where(v * scale[None, :] + offset[None, :] > 0, g, 0.0)
+    normal = (v - mean[None, :]) * inverse[None, :]
+    result = scale[None, :] * (g - plain[None, :] - normal * product[None, :])
+    result = tl.where((r < valid_rows)[:, None], result, 0.0)
+    tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def take_sgd_step(
+    weights, gradients, velocity, low, valid, length, lr, momentum, weight_decay, has_low: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """Take a step of SGD with momentum for the clients that have examples in it; keep a copy in lower precision."""
+    client = tl.program_id(1)
+    if tl.load(valid + client) > 0:
+        i = tl.program_id(0) * block + tl.arange(0, block)
+        at, known = client.to(tl.int64) * length + i, i < length
+        p = tl.load(weights + at, mask=known)
+        v = momentum * tl.load(velocity + at, mask=known)
+        v += tl.load(gradients + at, mask=known) + weight_decay * p
+        p -= lr * v
+        tl.store(velocity + at, v, mask=known)
+        tl.store(weights + at, p, mask=known)
+        if has_low:
+            tl.store(low + at, p.to(low.dtype.element_ty), mask=known)

@@ -1,0 +1,142 @@
+"""The values of several copies of a module, one row per client.
+
+A row has a client's parameters tensor after tensor, each at a multiple of `ALIGNED` entries, and a convolution's weights with
+their input channels last, as the kernels read them. The layers of a stacked module (`stacked_layers`) use views of these rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedheal.core.layout import ALIGNED, Layout, Packed
+
+
+@dataclass(frozen=True)
+class RowPlace:
+    """Where a tensor lies: its slice of a flat vector of the layout, where its slice of a row begins, and its shape."""
+
+    start: int
+    stop: int
+    row_start: int
+    shape: tuple[int, ...]
+
+    def view(self, rows: Tensor) -> Tensor:
+        """Return this tensor of every row, `[rows, *shape]`."""
+        flat = rows[:, self.row_start : self.row_start + self.stop - self.start]
+        if len(self.shape) != 4:
+            return flat.view(-1, *self.shape)
+        outputs, inputs, height, width = self.shape
+        return flat.view(-1, outputs, height, width, inputs).permute(0, 1, 4, 2, 3)
+
+    def view_flat(self, rows: Tensor) -> Tensor:
+        """Return this tensor of rows in the layout's own order, `[rows, *shape]`."""
+        return rows[:, self.start : self.stop].view(len(rows), *self.shape)
+
+
+class ClientRows:
+    """The values of `clients` copies of a module, and which of them train now.
+
+    Attributes:
+        params: `[clients, length]`, float32, or float64 in a check.
+        gradients: As `params`, if the copies are trained.
+        velocity: As `params`, the momentum of SGD, if the copies are trained.
+        low: A copy of `params` in lower precision, if the kernels use one.
+        buffers: `[clients, buffers]`, as `params`.
+        counters: `[clients, counters]`, int64.
+        valid: `[clients]`, how many examples of each client's batch count; the rest is padding.
+        active: How many of the clients, from the first, take part in a step.
+        batch_size: The number of examples of a client's batch, padding included.
+    """
+
+    def __init__(
+        self, layout: Layout, clients: int, device: torch.device, trains: bool = True, low: torch.dtype | None = None
+    ) -> None:
+        self.layout = layout
+        self.places: dict[str, RowPlace] = {}
+        seen: dict[int, RowPlace] = {}
+        end = 0
+        for entry in layout.entries:
+            if entry.kind == "param":
+                if entry.start not in seen:
+                    seen[entry.start] = RowPlace(entry.start, entry.stop, end, entry.shape)
+                    end += -(-(entry.stop - entry.start) // ALIGNED) * ALIGNED
+                self.places[entry.name] = seen[entry.start]
+            else:
+                self.places[entry.name] = RowPlace(entry.start, entry.stop, entry.start, entry.shape)
+        sizes = layout.sizes()
+        dtype = next((entry.dtype for entry in layout.entries if entry.kind == "param"), torch.float32)
+        self.params = torch.zeros(clients, end, dtype=dtype, device=device)
+        self.gradients = torch.zeros_like(self.params) if trains else None
+        self.velocity = torch.zeros_like(self.params) if trains else None
+        self.low = None if low is None else torch.zeros_like(self.params, dtype=low)
+        self.buffers = torch.zeros(clients, sizes.buffers, dtype=dtype, device=device)
+        self.counters = torch.zeros(clients, sizes.counters, dtype=torch.int64, device=device)
+        self.valid = torch.zeros(clients, dtype=torch.int32, device=device)
+        self.active, self.batch_size = clients, 1
+        self._distinct = list(seen.values())
+        self._leaves: dict[tuple[str, int], Tensor] = {}
+
+    def load(self, models: list[Packed]) -> None:
+        """Load the first rows from these models."""
+        if all(model is models[0] for model in models):
+            flat = models[0].params.expand(len(models), -1)
+        else:
+            flat = torch.stack([model.params for model in models])
+        for place in self._distinct:
+            place.view(self.params[: len(models)]).copy_(place.view_flat(flat))
+        for rows, name in ((self.buffers, "buffers"), (self.counters, "counters")):
+            torch.stack([getattr(model, name) for model in models], out=rows[: len(models)])
+        self.update_low()
+
+    def update_low(self) -> None:
+        """Copy the parameters to those in lower precision."""
+        if self.low is not None:
+            self.low.copy_(self.params)
+
+    def unload(self, count: int) -> list[Packed]:
+        """Return the models of the first rows, in new memory."""
+        flat = self.params.new_empty(count, self.layout.sizes().params)
+        for place in self._distinct:
+            place.view_flat(flat).copy_(place.view(self.params[:count]))
+        buffers, counters = self.buffers[:count].clone(), self.counters[:count].clone()
+        return [Packed(*vectors) for vectors in zip(flat, buffers, counters, strict=True)]
+
+    def get_parameter(self, name: str) -> Tensor:
+        """Return a parameter of the active clients, `[active, *shape]`; its `grad` is a view of `gradients`."""
+        key = name, self.active
+        if key not in self._leaves:
+            leaf = self.places[name].view(self.params[: self.active]).detach()
+            if self.gradients is not None:
+                leaf.requires_grad_()
+                leaf.grad = self.places[name].view(self.gradients[: self.active])
+            self._leaves[key] = leaf
+        return self._leaves[key]
+
+    def list_parameters(self) -> list[Tensor]:
+        """Return the parameters of the active clients in the order of the flat vector."""
+        return [self.get_parameter(name) for name, _ in self.layout.sizes().tensors]
+
+    def take_gradients(self, loss: Tensor) -> None:
+        """Compute the gradients of a loss; kernels write them to `gradients` themselves, those of torch are copied there."""
+        parameters = self.list_parameters()
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        pairs = [(p.grad, g) for p, g in zip(parameters, found, strict=True) if g is not None and p.grad is not None]
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [gradient for _, gradient in pairs])
+
+    def get_buffer(self, name: str) -> Tensor:
+        """Return a buffer or a counter of the active clients, `[active, *shape]`."""
+        place = self.places[name]
+        rows = self.counters if self.layout_kind(name) == "counter" else self.buffers
+        return place.view_flat(rows[: self.active])
+
+    def layout_kind(self, name: str) -> str:
+        """Return whether a name is that of a parameter, a buffer or a counter."""
+        return next(entry.kind for entry in self.layout.entries if entry.name == name)
+
+    def find_padding(self, images: int) -> Tensor:
+        """Return for `[active, images]` whether it counts; a module may have cut every example into several."""
+        per_example = images // self.batch_size
+        numbers = torch.arange(images, device=self.valid.device)
+        return numbers[None, :] < (self.valid[: self.active] * per_example)[:, None]

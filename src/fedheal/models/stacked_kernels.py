@@ -1,0 +1,384 @@
+"""Launch the Triton kernels of stacked layers: convolution, batch normalisation, SGD. See `_stacked_cuda`."""
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor, nn
+
+from fedheal.models import _stacked_cuda as kernels
+from fedheal.models.client_rows import ClientRows
+from fedheal.models.stacked_layers import StackedBatchNorm, StackedConv2d
+
+COMPILERS = 8  # threads
+PROGRAMS = 1024  # about as many as fill a GPU with matrix products
+MAX_CHUNKS = 128
+PACKED = 64  # inputs of all taps up to which they make one product
+TILE_ROWS = 32  # of batch normalisation, with two warps: measured on an H200
+NORM_WARPS = 2
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+_recorded: list[Launch] | None = None
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    """Launch a kernel, or record it for `compile_in_parallel`."""
+    if _recorded is None:
+        kernel[grid](*args, **settings)
+    else:
+        _recorded.append((kernel, grid, args, settings))
+
+
+def compile_in_parallel(run: Callable[[], None]) -> None:
+    """Compile the kernels that `run` launches, several at a time; none is launched, so what it computes is arbitrary."""
+    global _recorded  # noqa: PLW0603 -- launches happen deep inside a network's backward pass
+    launches: list[Launch] = []
+    _recorded = launches
+    try:
+        run()
+    finally:
+        _recorded = None
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        made = [
+            pool.submit(kernel.warmup, *args, grid=grid, **settings)
+            for kernel, grid, args, settings in _select_distinct(launches)
+        ]
+        for compiled in made:
+            compiled.result()
+
+
+def _select_distinct(launches: Sequence[Launch]) -> list[Launch]:
+    """Leave out launches that need no kernel of their own: those that differ in addresses and numbers alone."""
+    distinct: dict[Hashable, Launch] = {}
+    for launch in launches:
+        kernel, _, args, settings = launch
+        traits = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else (a == 1, a % 16 == 0) for a in args]
+        distinct.setdefault((kernel.fn.__name__, tuple(traits), tuple(sorted(settings.items()))), launch)
+    return list(distinct.values())
+
+
+class StackedConvolution(torch.autograd.Function):
+    """Convolve each client's examples with its own weights; write the weights' gradient to the client's row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: StackedConv2d) -> Tensor:
+        x = _prepare(x)
+        ctx.layer, ctx.active = layer, layer.rows.active
+        ctx.save_for_backward(x)
+        return launch_convolution(layer, x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        dy = gradient.contiguous(memory_format=torch.channels_last)
+        write_weight_gradient(ctx.layer, x, dy)
+        return input_gradient(ctx.layer, x, dy) if ctx.needs_input_grad[0] else None, None, None
+
+
+def _prepare(x: Tensor) -> Tensor:
+    """Return a batch channels last, in the dtype in which the kernels compute."""
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
+    return x.to(dtype).contiguous(memory_format=torch.channels_last)
+
+
+def _get_precision() -> str:
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def _get_weights(layer: StackedConv2d, dtype: torch.dtype) -> Tensor:
+    """Return the layer's weights of all clients, from the first on; a client's are a row further."""
+    rows = layer.rows
+    values = rows.params if dtype == torch.float32 else rows.low
+    assert values is not None
+    return values[:, rows.places[f"{layer.name}.weight"].row_start :]
+
+
+def _tile_for(channels: int, widest: int) -> int:
+    return min(widest, max(16, 1 << (channels - 1).bit_length()))
+
+
+def _count_client_entries(x: Tensor, clients: int) -> int:
+    return x.numel() // clients
+
+
+def launch_convolution(layer: StackedConv2d, x: Tensor) -> Tensor:
+    """Return the convolution of `[clients * examples, inputs, height, width]`."""
+    size, stride = layer.kernel_size[0], layer.stride[0]
+    number, inputs, height, width = x.shape
+    out_height, out_width = (height - 1) // stride + 1, (width - 1) // stride + 1
+    shape = (number, layer.out_channels, out_height, out_width)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    strides = {"w_input": 1, "w_tap": inputs, "w_output": size * size * inputs}
+    _run_convolution(layer, x, y, inputs, layer.out_channels, strides, stride=stride, flip=False)
+    return y
+
+
+def _run_convolution(
+    layer: StackedConv2d, x: Tensor, y: Tensor, inputs: int, outputs: int, strides: dict[str, int], stride: int,
+    flip: bool,
+) -> None:  # fmt: skip
+    clients, size = layer.rows.active, layer.kernel_size[0]
+    rows = y.shape[0] // clients * y.shape[2] * y.shape[3]
+    tiles, packed = choose_convolution_tiles(inputs, outputs, x.dtype), size * size * inputs <= PACKED and not flip
+    if packed:
+        tiles["tile_inputs"] = _tile_for(size * size * inputs, PACKED)
+    grid = (triton.cdiv(rows, tiles["tile_rows"]), triton.cdiv(outputs, tiles["tile_outputs"]), clients)
+    _launch(
+        kernels.convolve, grid,
+        x, _get_weights(layer, x.dtype), y, layer.rows.valid, rows, rows // layer.rows.batch_size, *x.shape[2:],
+        *y.shape[2:], stride, inputs, outputs, _count_client_entries(x, clients), layer.rows.params.shape[1],
+        _count_client_entries(y, clients), **strides, size=size, flip=flip, packed=packed, precision=_get_precision(),
+        even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
+    )  # fmt: skip
+
+
+def choose_convolution_tiles(inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the tile sizes, warps and stages for a convolution, chosen by measurement on an H200."""
+    tile_outputs = _tile_for(outputs, 128)
+    is_wide = tile_outputs == 128 or dtype == torch.float32
+    return {
+        "tile_rows": 128, "tile_outputs": tile_outputs, "tile_inputs": _tile_for(inputs, 32 if is_wide else 64),
+        "num_warps": 4 if dtype != torch.float32 else 8, "num_stages": 4 if is_wide and dtype != torch.float32 else 3,
+    }  # fmt: skip
+
+
+def input_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> Tensor:
+    """Return the gradient of the input `x`, given that of the output."""
+    clients, (size, stride) = layer.rows.active, (layer.kernel_size[0], layer.stride[0])
+    number, inputs, height, width = x.shape
+    outputs, dx = layer.out_channels, torch.empty_like(x)
+    strides = {"w_input": 1, "w_tap": inputs, "w_output": size * size * inputs}
+    if stride == 1:
+        turned = {**strides, "w_input": strides["w_output"], "w_output": 1}
+        _run_convolution(layer, dy, dx, outputs, inputs, turned, stride=1, flip=True)
+        return dx
+    rows = number // clients * ((height + 1) // 2) * ((width + 1) // 2)
+    tiles = choose_convolution_tiles(outputs, inputs, x.dtype)
+    tiles["tile_inputs"], tiles["tile_outputs"] = tiles["tile_outputs"], tiles["tile_inputs"]
+    grid = (triton.cdiv(rows, tiles["tile_rows"]), triton.cdiv(inputs, tiles["tile_inputs"]), 4 * clients)
+    _launch(
+        kernels.input_gradient_of_stride_2, grid,
+        dy, _get_weights(layer, dy.dtype), dx, layer.rows.valid, rows, rows // layer.rows.batch_size, height, width,
+        *dy.shape[2:], inputs, outputs, _count_client_entries(x, clients), layer.rows.params.shape[1],
+        _count_client_entries(dy, clients), **strides,
+        size=size, precision=_get_precision(),
+        even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
+    )  # fmt: skip
+    return dx
+
+
+def write_weight_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> None:
+    """Write the gradient of the weights to the clients' rows."""
+    clients, (size, stride) = layer.rows.active, (layer.kernel_size[0], layer.stride[0])
+    inputs, outputs = layer.in_channels, layer.out_channels
+    rows = dy.shape[0] // clients * dy.shape[2] * dy.shape[3]
+    tiles, packed = (
+        choose_gradient_tiles(inputs, outputs, clients, size * size, x.dtype),
+        size * size * inputs <= PACKED,
+    )
+    programs = size * size * triton.cdiv(inputs, tiles["tile_inputs"]) * triton.cdiv(outputs, tiles["tile_outputs"])
+    if packed:
+        tiles["tile_inputs"] = _tile_for(size * size * inputs, PACKED)
+        programs = triton.cdiv(outputs, tiles["tile_outputs"])
+    chunks = choose_chunks(programs * clients, rows, tiles["tile_rows"])
+    place, gradients = layer.rows.places[f"{layer.name}.weight"], layer.rows.gradients
+    assert gradients is not None
+    out, out_client, out_chunk = gradients[:, place.row_start :], gradients.shape[1], 0
+    if chunks > 1:  # sums of chunks, added in a fixed order
+        out = torch.empty(clients, chunks, place.stop - place.start, device=x.device)
+        out_client, out_chunk = out.stride(0), out.stride(1)
+    chunk_rows = triton.cdiv(triton.cdiv(rows, chunks), tiles["tile_rows"]) * tiles["tile_rows"]
+    _launch(
+        kernels.weight_gradient, (programs, chunks, clients),
+        x, dy, out, layer.rows.valid, rows, rows // layer.rows.batch_size, chunk_rows, stride, inputs, outputs,
+        _count_client_entries(x, clients), _count_client_entries(dy, clients), out_client, out_chunk, *x.shape[2:],
+        *dy.shape[2:], size=size, packed=packed, precision=_get_precision(),
+        even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
+    )  # fmt: skip
+    if chunks > 1:
+        torch.sum(out, dim=1, out=gradients[:clients, place.row_start : place.row_start + out.shape[2]])
+
+
+def choose_gradient_tiles(inputs: int, outputs: int, clients: int, taps: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the tile sizes, warps and stages for a weight gradient, chosen by measurement on an H200."""
+    tile_outputs = _tile_for(outputs, 128)
+    programs = taps * clients * triton.cdiv(outputs, 128) * triton.cdiv(inputs, 128)
+    tile_inputs = _tile_for(inputs, 128 if programs >= 256 and dtype != torch.float32 else 64)
+    tile_rows = 64 if dtype != torch.float32 else 32
+    return {
+        "tile_outputs": tile_outputs, "tile_inputs": tile_inputs, "tile_rows": tile_rows, "num_warps": 4, "num_stages": 3
+    }  # fmt: skip
+
+
+def choose_chunks(programs: int, rows: int, tile_rows: int) -> int:
+    """Return into how many chunks the positions are cut, so that the programs fill a GPU."""
+    return max(1, min(PROGRAMS // programs, rows // (4 * tile_rows)))
+
+
+def supports_norm(x: Tensor, shortcut: Tensor | None) -> bool:
+    """Return whether the kernels normalise these tensors."""
+    is_same = shortcut is None or (shortcut.shape == x.shape and shortcut.dtype == x.dtype)
+    return is_same and x.dtype in FLOATS and x.numel() > 0
+
+
+def normalise_and_scale(layer: StackedBatchNorm, x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
+    """Return `relu(norm(x) + shortcut)`."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    if shortcut is not None:
+        shortcut = shortcut.contiguous(memory_format=torch.channels_last)
+    if layer.training:
+        normalised: Tensor = StackedNorm.apply(x, shortcut, layer.get("weight"), layer, relu)  # type: ignore[no-untyped-call]
+        return normalised
+    mean, var = (layer.rows.get_buffer(f"{layer.name}.running_{key}") for key in ("mean", "var"))
+    return _scale(layer, x, shortcut, torch.stack([mean, torch.rsqrt(var + layer.eps)], dim=1), relu)
+
+
+class StackedNorm(torch.autograd.Function):
+    """Normalise by the statistics of each client's batch, add the shortcut, apply ReLU; track the running statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor, layer: StackedBatchNorm, relu: bool
+    ) -> Tensor:
+        rows, clients = layer.rows, layer.rows.active
+        sizes = _NormSizes(x, rows)
+        partials, statistics = sizes.allocate(x)
+        running = [rows.buffers[:, rows.places[f"{layer.name}.running_{key}"].start :] for key in ("mean", "var")]
+        tracked = rows.counters[:, rows.places[f"{layer.name}.num_batches_tracked"].start :]
+        _launch(
+        kernels.moments, (sizes.chunks, sizes.channel_tiles, clients),
+            x, partials, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows, sizes.channels, sizes.chunks,
+            tile_rows=TILE_ROWS, width=sizes.width, num_warps=2 * NORM_WARPS,
+        )  # fmt: skip
+        _launch(
+        kernels.statistics_of_moments, (triton.cdiv(sizes.channels, 16), clients),
+            partials, statistics, *running, tracked, rows.valid, sizes.positions, sizes.chunk_rows, sizes.channels,
+            sizes.chunks, rows.buffers.shape[1], rows.counters.shape[1], layer.momentum, layer.eps,
+            max_chunks=MAX_CHUNKS, width=16,
+        )  # fmt: skip
+        y = _scale(layer, x, shortcut, statistics, relu)
+        ctx.layer, ctx.relu, ctx.has_shortcut = layer, relu, shortcut is not None
+        # Where ReLU was active follows from the input, unless a shortcut was added.
+        ctx.save_for_backward(x, y if relu and ctx.has_shortcut else x, statistics)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, statistics = ctx.saved_tensors
+        layer, rows = ctx.layer, ctx.layer.rows
+        sizes = _NormSizes(x, rows)
+        dy = gradient.contiguous(memory_format=torch.channels_last)
+        partials, _ = sizes.allocate(x)
+        weight, bias = _get_affine(layer, rows.params)
+        dweight, dbias = _get_affine(layer, rows.gradients)
+        tiles = {"tile_rows": TILE_ROWS, "width": sizes.width, "num_warps": NORM_WARPS}
+        flags = {**tiles, "relu": ctx.relu, "has_shortcut": ctx.has_shortcut}
+        params = rows.params.shape[1]
+        _launch(
+        kernels.gradient_sums, (sizes.chunks, sizes.channel_tiles, rows.active),
+            dy, x, y, statistics, weight, bias, partials, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows,
+            sizes.channels, sizes.chunks, params, **flags,
+        )  # fmt: skip
+        _launch(
+            kernels.reduce_sums,
+            (triton.cdiv(sizes.channels, 16), rows.active),
+            partials,
+            dweight,
+            dbias,
+            sizes.channels,
+            sizes.chunks,
+            params,
+            max_chunks=MAX_CHUNKS,
+            width=16,
+        )
+        dx = torch.empty_like(x)
+        # Without ReLU the shortcut's gradient is dy itself.
+        shortcut_gradient = torch.empty_like(x) if ctx.has_shortcut and ctx.relu else dy
+        _launch(
+        kernels.norm_input_gradient, (triton.cdiv(sizes.rows, TILE_ROWS), sizes.channel_tiles, rows.active),
+            dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, rows.valid, sizes.rows,
+            sizes.positions, sizes.channels, params, **flags,
+        )  # fmt: skip
+        return dx, shortcut_gradient if ctx.has_shortcut else None, None, None, None
+
+
+class _NormSizes:
+    """The sizes of a feature map: a client's rows are positions of its examples, one after the other."""
+
+    def __init__(self, x: Tensor, rows: ClientRows) -> None:
+        self.channels = x.shape[1]
+        self.rows = x.numel() // (self.channels * rows.active)
+        self.positions = self.rows // rows.batch_size
+        self.clients = rows.active
+        self.width = _choose_width(self.channels)
+        self.channel_tiles = triton.cdiv(self.channels, self.width)
+        programs = self.channel_tiles * self.clients
+        self.chunks = max(1, min(MAX_CHUNKS, PROGRAMS // programs, self.rows // TILE_ROWS))
+        self.chunk_rows = -(-self.rows // self.chunks)
+
+    def allocate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return memory for two sums per channel: of each chunk, and in total."""
+        shape = (self.clients, 2, self.chunks, self.channels)
+        return torch.empty(shape, device=x.device), torch.empty(self.clients, 2, self.channels, device=x.device)
+
+
+def _get_affine(layer: StackedBatchNorm, rows: Tensor) -> list[Tensor]:
+    places = layer.rows.places
+    return [rows[:, places[f"{layer.name}.{key}"].row_start :] for key in ("weight", "bias")]
+
+
+def _scale(layer: StackedBatchNorm, x: Tensor, shortcut: Tensor | None, statistics: Tensor, relu: bool) -> Tensor:
+    rows, (weight, bias) = layer.rows, _get_affine(layer, layer.rows.params)
+    return _launch_scale(x, shortcut, statistics, weight, bias, rows.params.shape[1], rows.active, relu)
+
+
+def _launch_scale(
+    x: Tensor, shortcut: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor, row_length: int, clients: int,
+    relu: bool,
+) -> Tensor:  # fmt: skip
+    y, channels = torch.empty_like(x), x.shape[1]
+    rows, width = x.numel() // (channels * clients), _choose_width(channels)
+    _launch(
+        kernels.apply_norm, (triton.cdiv(rows, TILE_ROWS), triton.cdiv(channels, width), clients),
+        x, y if shortcut is None else shortcut, y, statistics, weight, bias, rows, channels, row_length,
+        tile_rows=TILE_ROWS, width=width, has_shortcut=shortcut is not None, relu=relu, num_warps=NORM_WARPS,
+    )  # fmt: skip
+    return y
+
+
+def _choose_width(channels: int) -> int:
+    return next((width for width in (64, 32, 16) if channels % width == 0), _tile_for(channels, 64))
+
+
+def supports_evaluation(norm: nn.Module, x: Tensor, shortcut: Tensor | None) -> bool:
+    """Return whether `evaluate_norm` can replace this layer in evaluation, where no gradient is needed."""
+    is_plain = isinstance(norm, nn.BatchNorm2d) and norm.affine and norm.running_mean is not None
+    is_float = is_plain and not norm.training and norm.weight.dtype == torch.float32
+    return is_float and not torch.is_grad_enabled() and x.ndim == 4 and supports_norm(x, shortcut)
+
+
+def evaluate_norm(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
+    """Return `relu(norm(x) + shortcut)` by the running statistics of one layer."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    x = x.contiguous(memory_format=torch.channels_last)
+    if shortcut is not None:
+        shortcut = shortcut.contiguous(memory_format=torch.channels_last)
+    statistics = torch.stack([norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)])
+    return _launch_scale(x, shortcut, statistics, norm.weight, norm.bias, 0, 1, relu)
+
+
+def launch_sgd_step(rows: ClientRows, lr: float, momentum: float, weight_decay: float) -> None:
+    """Take a step of SGD for the active clients."""
+    length, block = rows.params.shape[1], 1024
+    _launch(
+        kernels.take_sgd_step, (triton.cdiv(length, block), rows.active),
+        rows.params, rows.gradients, rows.velocity, rows.params if rows.low is None else rows.low, rows.valid, length,
+        lr, momentum, weight_decay, has_low=rows.low is not None, block=block,
+    )  # fmt: skip

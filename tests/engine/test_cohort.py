@@ -1,0 +1,224 @@
+"""The cohort engine against the serial engine, on the CPU, where layers use torch's operations: see `test_gpu_cohort.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedheal import methods
+from fedheal.core.layout import Layout, Packed
+from fedheal.data.domains import Split
+from fedheal.engine import cohort, describe_engine
+from fedheal.engine.cohort import CohortEngine, find_faster_in_lanes
+from fedheal.engine.cohort_group import list_kinds
+from fedheal.engine.serial import SerialEngine, list_batch_sizes, plan_batches
+from fedheal.local.term import Context, Term
+from fedheal.models.client_rows import ClientRows
+from fedheal.models.stacked_layers import DoesNotFitError, stack_module
+from small_federation import after, federation
+
+pytestmark = pytest.mark.slow
+
+# Methods with hooks of different kinds; the GPU tests have all of them.
+KINDS = ["fedavg", "fedprox", "scaffold", "moon", "feddyn", "fpl", "ditto", "fedbn"]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 2e-4) -> None:
+    assert len(found) == len(expected)
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), two.double(), rtol=tolerance, atol=tolerance * 1e-2)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_clients_trained_together_are_those_trained_one_after_another(method: str) -> None:
+    assert method in [*methods.LOCAL, *methods.WHOLE]
+    fed = federation(method)
+    expected = after(fed, SerialEngine(fed.local_training))
+    engine = CohortEngine(fed.local_training)
+    found = after(fed, engine)
+    assert engine.fallback_reason == ""
+    assert describe_engine(engine) == "cohort"
+    assert_close(found, expected)
+
+
+def test_clients_of_different_sizes_have_padded_batches() -> None:
+    fed = federation(batch_size=64, epochs=1, participation=1.0)
+    examples = dict(fed.local_training.examples)
+    every = Split(*(torch.cat([getattr(s, key) for s in examples.values()] * 3) for key in ("images", "labels")))
+    for client, size in zip(examples, (1, 7, 63, 64, 65), strict=False):
+        examples[client] = Split(every.images[:size], every.labels[:size])
+    fed = replace(fed, local_training=replace(fed.local_training, examples=examples))
+    engine = CohortEngine(fed.local_training)
+    assert_close(after(fed, engine), after(fed, SerialEngine(fed.local_training)))
+    assert engine.fallback_reason == ""
+
+
+def test_groups_of_two_clients_give_the_same_as_all_at_once() -> None:
+    fed = federation("scaffold")
+    small = CohortEngine(fed.local_training)
+    small.group_size = 2
+    assert_close(after(fed, small), after(fed, CohortEngine(fed.local_training)), 1e-5)
+
+
+class AllKinds(nn.Module):
+    """A module with a layer of every kind that can be stacked."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, kernel_size=5, stride=3, padding=1)
+        self.groups, self.layer, self.batch = nn.GroupNorm(4, 16), nn.LayerNorm(16), nn.BatchNorm1d(16)
+        self.table, self.drop, self.head = nn.Embedding(8, 16), nn.Dropout(0.0), nn.Linear(16, classes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        brightness = (x.mean(dim=(1, 2, 3)).sigmoid() * 7.99).long()
+        maps = self.groups(self.conv(x)).relu().mean(dim=(2, 3))
+        logits: Tensor = self.head(self.drop(self.batch(self.layer(maps) + self.table(brightness))))
+        return logits
+
+
+class SubtractsMean(AllKinds):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(dim=0))
+
+
+class OwnLayer(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(classes, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=(2, 3)) @ self.weight.T
+
+
+class Repeating(AllKinds):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x.flip(3))
+
+
+class Unused(AllKinds):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.spare = nn.Linear(2, 2)
+
+
+def with_module(kind: Any) -> Any:
+    fed = federation(augment="none")
+    torch.manual_seed(0)
+    module = kind(fed.local_training.classes)
+    return replace(fed, local_training=replace(fed.local_training, module=module, layout=Layout.of(module)))
+
+
+def test_every_kind_of_layer_is_stacked() -> None:
+    fed = with_module(AllKinds)
+    engine = CohortEngine(fed.local_training)
+    assert_close(after(fed, engine), after(fed, SerialEngine(fed.local_training)))
+    assert engine.fallback_reason == ""
+
+
+@dataclass(frozen=True)
+class MixesClients(Term):
+    """Scales the gradient by its largest entry, over all clients if they are stacked."""
+
+    def grad(self, ctx: Context) -> None:
+        for p in ctx.params:
+            assert p.grad is not None
+            p.grad.div_(p.grad.abs().max() + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (SubtractsMean, "an operation mixes the examples"),
+        (OwnLayer, "layer '' of type OwnLayer has parameters"),
+        (Repeating, "layer 'conv' is applied several times"),
+        (Unused, "layer 'spare' is not used in training"),
+    ],
+)
+def test_a_module_that_does_not_fit_is_trained_in_lanes(kind: Any, reason: str, caplog: Any) -> None:
+    fed = with_module(kind)
+    engine = CohortEngine(fed.local_training)
+    found, expected = after(fed, engine, 1), after(fed, SerialEngine(fed.local_training), 1)
+    assert reason in engine.fallback_reason
+    assert describe_engine(engine).startswith("lanes, since ")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len([r for r in caplog.records if "not as one program" in r.message]) == 1
+
+
+def test_so_is_a_term_that_mixes_clients_and_a_shared_parameter() -> None:
+    fed = federation()
+    local_training = replace(fed.local_training, terms=(MixesClients(),))
+    engine = CohortEngine(local_training)
+    found = after(replace(fed, local_training=local_training), engine, 1)
+    assert "another result when they are stacked" in engine.fallback_reason
+    assert all(
+        map(torch.equal, found, after(replace(fed, local_training=local_training), SerialEngine(local_training), 1))
+    )
+    tied = CohortEngine(federation(model="tiny_data:tied").local_training)
+    after(federation(model="tiny_data:tied"), tied, 1)
+    assert "is also" in tied.fallback_reason
+
+
+def test_out_of_memory_halves_the_group(monkeypatch: Any, caplog: Any) -> None:
+    fed = federation()
+    expected, engine, really = (
+        after(fed, CohortEngine(fed.local_training)),
+        CohortEngine(fed.local_training),
+        CohortEngine._train_together,
+    )
+    engine.group_size = 4
+
+    def scarce(self: CohortEngine, *arguments: Any) -> Any:
+        if self.group_size > 1:
+            raise torch.OutOfMemoryError("none left")
+        return really(self, *arguments)
+
+    monkeypatch.setattr(CohortEngine, "_train_together", scarce)
+    assert_close(after(fed, engine), expected, 1e-5)
+    assert [r.message for r in caplog.records] == [
+        f"out of memory with {n} clients at a time: continuing with half" for n in (4, 2)
+    ]
+
+
+def test_lanes_are_chosen_where_they_are_faster() -> None:
+    fed = federation(model="resnet10", width=16)
+    lanes_reason = find_faster_in_lanes(fed.local_training, cohort.DeviceData(fed.local_training))
+    assert lanes_reason == "with layers of 128 channels, lanes are faster in fp32; use bf16 for one program"
+    bf16 = replace(fed.local_training, precision="bf16")
+    assert find_faster_in_lanes(bf16, cohort.DeviceData(bf16)) == ""
+    large = replace(bf16, training=replace(bf16.training, batch_size=1 << 12))
+    assert "fills the GPU" in find_faster_in_lanes(large, cohort.DeviceData(large))
+
+
+def test_rows_hold_models_and_return_them_bit_for_bit() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(5, 2))
+    layout = Layout.of(module)
+    rows = ClientRows(layout, 3, torch.device("cpu"))
+    models = [Packed(torch.randn(layout.sizes().params), torch.randn(10), torch.tensor([i])) for i in range(2)]
+    rows.load(models)
+    for one, two in zip(rows.unload(2), models, strict=True):
+        assert all(torch.equal(getattr(one, key), getattr(two, key)) for key in ("params", "buffers", "counters"))
+    rows.active = 2
+    views = rows.get_parameter("0.weight")
+    assert torch.equal(views[1].reshape(-1), models[1].params[: 5 * 27])
+    with pytest.raises(DoesNotFitError, match="single layer"):
+        stack_module(nn.Linear(2, 2), rows)
+
+
+def test_levels_of_active_clients_are_few() -> None:
+    steps = [[(4, True)] * n for n in range(40, 0, -1)]
+    kinds = list_kinds([], steps)
+    assert len(kinds) == 40
+    assert len({active for active, _, _ in kinds}) <= 8
+    assert all(active >= sum(len(s) > t for s in steps) for t, (active, _, _) in enumerate(kinds))
+
+
+def test_batch_sizes_are_those_of_the_planned_batches() -> None:
+    training = federation().local_training.training
+    for examples, steps, epochs in ((7, None, 2), (8, 3, 1), (1, 5, 1), (65, None, 1)):
+        given = replace(training, steps=steps, epochs=epochs, batch_size=4)
+        planned = [(len(index), last) for index, _, last in plan_batches(examples, given, torch.Generator())]
+        assert list_batch_sizes(examples, given) == planned

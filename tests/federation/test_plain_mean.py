@@ -1,0 +1,176 @@
+"""A plain mean straight from the replies, beside the same cohort with its matrix of updates: the bits must be equal."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedheal import Layout, aggregate, methods
+from fedheal.aggregate.server_optimizer import Server
+from fedheal.core.layout import Packed
+from fedheal.core.state import RunState
+from fedheal.federation.cohort import Cohort, CohortBuilder
+from fedheal.federation.replies import RejectedReply, ReplyRequirements, TrainReply
+from fedheal.federation.reply_checks import match_arrays
+from fedheal.federation.reply_updates import BLOCK
+
+MODULE = nn.Sequential(nn.Linear(600, 500), nn.BatchNorm1d(500), nn.Linear(500, 16))  # the first matrix has two blocks
+LAYOUT = Layout.of(MODULE)
+MODEL = LAYOUT.pack(MODULE.state_dict())
+assert BLOCK < 600 * 500
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A reply before it is checked."""
+
+    client: str
+    arrays: dict[str, np.ndarray]
+    num_examples: float = 10.0
+    is_difference: bool = False
+
+
+def send(client: str, seed: int, scale: float = 0.01) -> Sent:
+    rng = np.random.default_rng(seed)
+    state = LAYOUT.unpack(MODEL)
+    moved = {k: v + torch.as_tensor(scale * rng.standard_normal(v.shape)).to(v.dtype) for k, v in state.items()}
+    return Sent(client, {name: tensor.numpy() for name, tensor in moved.items()}, num_examples=10.0 + seed)
+
+
+def spoil(sent: Sent, value: float, name: str = "0.weight") -> Sent:
+    array = sent.arrays[name].copy()
+    array.reshape(-1)[-1] = value
+    return replace(sent, arrays={**sent.arrays, name: array})
+
+
+def subtract_model(sent: Sent) -> Sent:
+    before = LAYOUT.unpack(MODEL)
+    params = {e.name for e in LAYOUT.entries if e.kind == "param"}
+    arrays = {name: a - before[name].numpy() if name in params else a for name, a in sent.arrays.items()}
+    return replace(sent, arrays=arrays, is_difference=True)
+
+
+def shift_bytes(array: np.ndarray) -> np.ndarray:
+    return np.frombuffer(b"." + array.tobytes(), np.uint8)[1:].view(array.dtype).reshape(array.shape)
+
+
+def read(sent: Sent, layout: Layout, requirements: ReplyRequirements) -> TrainReply:
+    if sent.num_examples > requirements.max_examples:
+        raise RejectedReply("too many examples")
+    arrays = match_arrays(sent.arrays, lambda array: array, layout)
+    return TrainReply(sent.client, "home", arrays, sent.num_examples, {"loss": 1.0}, is_difference=sent.is_difference)
+
+
+def build(sent: list[Sent], model: Packed, layout: Layout, max_norm: float | str | None, budget: int | None) -> Cohort:
+    builder = CohortBuilder(layout, ReplyRequirements(max_norm=max_norm), read, budget=budget)
+    started, server = aggregate.uniform().init(layout), Server().init()
+    return builder.build(sent, RunState(round=0, seed=0, model=model, aggregator=started, server=server), {})
+
+
+def compare(
+    sent: list[Sent],
+    method: str = "uniform",
+    max_norm: float | str | None = None,
+    model: Packed = MODEL,
+    layout: Layout = LAYOUT,
+    budget: int | None = None,
+) -> tuple[bool, dict[str, str]]:
+    """Aggregate with and without a matrix; return whether the second wrote none after all, and the skipped clients."""
+    aggregator = replace(methods.get(method).aggregator, on_bad_update="skip")
+    outcomes = []
+    for writes_first in (True, False):
+        cohort = build(sent, model, layout, max_norm, budget)
+        if writes_first:
+            assert cohort.updates.deltas.shape == (len(cohort.updates.clients), layout.sizes().params)
+        made = aggregator.apply(model, cohort.updates, aggregator.init(layout))
+        outcomes.append((made, cohort))
+    (slow, with_matrix), (fast, without) = outcomes
+    for name in ("params", "buffers", "counters"):
+        assert torch.equal(getattr(slow.model, name), getattr(fast.model, name)), name
+    assert torch.equal(slow.weights, fast.weights)
+    assert slow.report == fast.report
+    assert with_matrix.skipped == without.skipped
+    assert with_matrix.find_far_norms().keys() == without.find_far_norms().keys()
+    assert without.get_norms() == pytest.approx(with_matrix.get_norms(), rel=1e-5)
+    return "deltas" not in vars(without.updates), {**fast.report["skipped"], **without.skipped}
+
+
+@pytest.mark.parametrize(("number", "method"), [(1, "uniform"), (3, "uniform"), (4, "fedavg"), (6, "afl")])
+def test_a_plain_mean_has_the_bits_of_the_matrix_and_writes_none(number, method):
+    sent = [send(f"site-{i}", i) for i in range(number)]
+    assert compare(sent, method) == (True, {})
+
+
+def test_differences_and_whole_models_mix():
+    sent = [send("a", 1), subtract_model(send("b", 2)), send("c", 3), subtract_model(send("d", 4)), send("e", 5)]
+    assert compare(sent) == (True, {})
+
+
+def test_methods_that_read_updates_get_the_matrix():
+    sent = [send(f"site-{i}", i) for i in range(3)]
+    for method in ("fedheal", "qffl:mode=reweight", "fedfv"):
+        wrote_none, skipped = compare(sent, method)
+        assert not skipped
+        assert wrote_none == (method == "qffl:mode=reweight")
+
+
+@pytest.mark.parametrize("convert", [lambda a: a.astype(np.float64), lambda a: a.astype(">f4"), shift_bytes])
+def test_other_arrays_go_through_the_matrix(convert):
+    odd = send("b", 2)
+    odd = replace(odd, arrays={n: convert(a) if a.dtype == np.float32 else a for n, a in odd.arrays.items()})
+    assert compare([send("a", 1), odd, send("c", 3)]) == (False, {})
+
+
+def test_other_models_go_through_the_matrix():
+    module = nn.Linear(16, 16).to(torch.bfloat16)
+    layout = Layout.of(module)
+    model = layout.pack(module.state_dict())
+    arrays = {name: t.detach().float().numpy() + 0.5 for name, t in module.state_dict().items()}
+    assert compare([Sent("a", arrays), Sent("b", arrays)], model=model, layout=layout) == (False, {})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_update_that_is_not_finite_is_skipped(value):
+    sent = [send("a", 1), spoil(send("b", 2), value), send("c", 3)]
+    wrote_none, skipped = compare(sent)
+    assert not wrote_none
+    assert skipped.keys() == {"b"}
+    assert "NaN, infinity" in skipped["b"]
+
+
+def test_a_bad_reply_leaves_the_rest_the_mean():
+    wrong = send("b", 2)
+    wrong = replace(wrong, arrays={**wrong.arrays, "0.weight": wrong.arrays["0.weight"].T})
+    oversized, no_buffer = replace(send("c", 3), num_examples=1e12), spoil(send("d", 4), np.nan, "1.running_mean")
+    wrote_none, skipped = compare([send("a", 1), wrong, oversized, send("e", 5)])
+    assert wrote_none
+    assert skipped.keys() == {"b", "c"}
+    wrote_none, skipped = compare([send("a", 1), no_buffer, send("e", 5)])
+    assert skipped == {"d": "its buffers hold NaN or infinity"}
+
+
+def test_an_update_whose_square_overflows_counts():
+    sent = [send("a", 1), spoil(send("b", 2), 1e30), send("c", 3)]
+    assert compare(sent) == (False, {})
+    assert build(sent, MODEL, LAYOUT, None, None).find_far_norms().keys() == {"b"}
+
+
+@pytest.mark.parametrize("max_norm", [10.0, "auto"])
+@pytest.mark.parametrize("budget", [None, 0])
+def test_long_updates_are_left_out_before_the_mean(max_norm, budget):
+    sent = [send("a", 1), send("b", 2, scale=1.0), send("c", 3), send("d", 4)]
+    wrote_none, skipped = compare(sent, max_norm=max_norm, budget=budget)
+    assert wrote_none
+    assert skipped.keys() == {"b"}
+    assert "max_norm" in skipped["b"]
+    assert compare(sent, budget=budget)[1] == {}
+
+
+def test_a_long_update_is_named_by_the_pass_that_averages():
+    cohort = build([send("a", 1), send("b", 2, scale=1.0), send("c", 3)], MODEL, LAYOUT, None, None)
+    aggregator = aggregate.uniform()
+    aggregator.apply(MODEL, cohort.updates, aggregator.init(LAYOUT))
+    assert "times the median" in cohort.find_far_norms()["b"]
+    assert "deltas" not in vars(cohort.updates)

@@ -1,0 +1,161 @@
+"""The cohort engine and its kernels on a GPU: skipped where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedheal
+from fedheal import Layout, methods
+from fedheal.engine import open_engine, serial
+from fedheal.engine.cohort import CohortEngine
+from fedheal.engine.precision import use_precision
+from fedheal.models.client_rows import ClientRows
+from fedheal.models.stacked_layers import list_layers, stack_module
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.round import initial_state, run_round
+from needs import needs
+from tiny_data import load, quick
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    needs("gpu")
+
+
+class Layers(nn.Module):
+    """A convolution, a normalisation with a shortcut, and a convolution with stride 2 behind it."""
+
+    def __init__(self, inputs, outputs, size, stride, bias):
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=bias)
+        self.norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, 16, 3, 2, 1, bias=False)
+
+    def forward(self, x, shortcut):
+        return self.second(self.norm.norm_relu(self.first(x), shortcut))
+
+
+def run_layers(module, x, shortcut, valid, uses_kernels, low):
+    """Return the outputs, all gradients and the running statistics of stacked layers."""
+    clients, batch_size = len(valid), len(x) // len(valid)
+    rows = ClientRows(Layout.of(module), clients, x.device, low=torch.bfloat16 if low else None)
+    rows.batch_size = batch_size
+    rows.valid.copy_(torch.tensor(valid))
+    rows.params.copy_(0.2 * torch.randn(rows.params.shape, generator=torch.Generator().manual_seed(1)))
+    rows.update_low()
+    stacked = stack_module(module, rows).train()
+    for layer in list_layers(stacked):
+        layer.uses_kernels = uses_kernels
+    given = [t.clone().requires_grad_() for t in (x, shortcut) if t is not None]
+    with torch.autocast("cuda", torch.bfloat16, enabled=low):
+        y = stacked(given[0], given[1] if shortcut is not None else None).float()
+    y = y * rows.find_padding(batch_size).view(-1, 1, 1, 1)
+    parameters = rows.list_parameters()
+    loss = (y * torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape)).sum()
+    found = torch.autograd.grad(loss, [*parameters, *given], allow_unused=True)
+    for parameter, gradient in zip(parameters, found, strict=False):
+        if gradient is not None:
+            parameter.grad.copy_(gradient)
+    return [y.detach(), *found[len(parameters) :], rows.gradients, rows.buffers, rows.counters.float()]
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shortcut", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size", "stride", "bias", "height", "width"),
+    [
+        (3, 8, 3, 1, False, 6, 6),
+        (16, 16, 3, 1, True, 5, 7),
+        (8, 24, 3, 2, False, 8, 8),
+        (16, 32, 1, 2, False, 7, 6),
+        (64, 128, 3, 2, True, 9, 9),
+        (128, 64, 1, 1, False, 4, 4),
+    ],
+)
+def test_kernels_equal_the_plain_layers(inputs, outputs, size, stride, bias, height, width, shortcut, low):
+    torch.manual_seed(0)
+    module = Layers(inputs, outputs, size, stride, bias).cuda()
+    x = torch.randn(12, inputs, height, width, device="cuda")
+    shape = (12, outputs, (height - 1) // stride + 1, (width - 1) // stride + 1)
+    added = torch.randn(shape, device="cuda", dtype=torch.bfloat16 if low else torch.float32) if shortcut else None
+    with use_precision("fp32", True, torch.device("cuda")):
+        plain = run_layers(module, x, added, [4, 3, 1], False, low)
+        found = run_layers(module, x, added, [4, 3, 1], True, low)
+    for one, two in zip(found, plain, strict=True):
+        apart = float((one.float() - two.float()).norm() / two.float().norm())
+        assert apart < (5e-2 if low else 1e-3), apart  # where ReLU is active may change with the last digit
+
+
+LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "epochs", "tolerance"),
+    [*((method, "tiny_data:featured", 4, 1e-5) for method in LOCAL), ("fedheal", "resnet10", 1, 1e-3)],
+)
+def test_a_cohort_equals_the_serial_engine(method, model, epochs, tolerance):
+    """fp32, after 12 steps of each client in each of two rounds; methods that do not fit say so and use lanes."""
+    keys = {"epochs": epochs, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
+    fed = build_federation(quick(method=method, model=model, **keys), load(), torch.device("cuda"))
+    start, finals = initial_state(fed), []
+    with use_precision("fp32", True, torch.device("cuda")):
+        together = CohortEngine(fed.local_training)
+        for engine in (together, serial.SerialEngine(fed.local_training)):
+            state = start
+            for _ in range(2):
+                state, _ = run_round(fed, state, engine, evaluate=False)
+            finals.append(state)
+            fed.local_training.module.load_state_dict(fed.local_training.layout.unpack(start.model))
+    assert (together.fallback_reason == "") == (method not in ("fedsam", "fedlesam", "feddg"))
+    one, two = (state.model.params - start.model.params for state in finals)
+    assert float((one - two).norm() / two.norm()) < tolerance
+
+
+def test_many_clients_of_different_sizes_train_in_groups():
+    fed = build_federation(
+        quick(model="tiny_data:featured", epochs=2, device="cuda", dirichlet=0.5),
+        load(),
+        torch.device("cuda"),
+    )
+    state, ends = initial_state(fed), []
+    with use_precision("fp32", True, torch.device("cuda")):
+        for size in (256, 4):
+            engine = CohortEngine(fed.local_training)
+            engine.group_size = size
+            ends.append(run_round(fed, state, engine, evaluate=False)[0].model.params)
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_dropout_and_deterministic_runs_repeat_bit_for_bit(precision):
+    keys = {"rounds": 3, "device": "cuda", "augment": "crop", "engine": "cohort", "deterministic": True}
+    for model in ("tiny_data:dropping", "resnet10"):
+        runs = [
+            fedheal.run(quick(method="fedheal", model=model, precision=precision, **keys), progress=False)
+            for _ in range(2)
+        ]
+        states = [run.model.state_dict() for run in runs]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        assert np.isfinite(runs[0].history[-1].train_loss)
+        assert runs[0].summary["engine"] == "cohort"
+
+
+def test_bf16_follows_lanes_within_their_noise():
+    losses = {}
+    fed = build_federation(quick(model="resnet10", epochs=2, device="cuda", lr=0.01), load(), torch.device("cuda"))
+    fed = replace(fed, local_training=replace(fed.local_training, precision="bf16"))
+    for name in ("cohort", "lanes"):
+        state, losses[name] = initial_state(fed), []
+        with use_precision("bf16", False, torch.device("cuda")), open_engine(fed.local_training, name) as engine:
+            for _ in range(4):
+                state, record = run_round(fed, state, engine, evaluate=False)
+                losses[name].append(record.train_loss)
+        assert getattr(engine, "fallback_reason", "") == ""
+    np.testing.assert_allclose(losses["cohort"], losses["lanes"], rtol=0.05)

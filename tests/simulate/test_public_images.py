@@ -1,0 +1,67 @@
+"""Which images are public: those that no client holds, or those of another data set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedheal.simulate.build import build_federation, partition_clients
+from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.public_images import select_public_images
+from tiny_data import load, quick
+
+CPU = torch.device("cpu")
+
+
+def select(**keys: Any) -> Tensor | None:
+    experiment, domains = quick(**{"method": "fccl"} | keys), load()
+    return select_public_images(experiment, domains, partition_clients(experiment, domains), CPU)
+
+
+def list_images(images: Tensor) -> list[bytes]:
+    return [image.numpy().tobytes() for image in images]
+
+
+def test_no_client_holds_a_public_image() -> None:
+    """120 training images, of which five clients hold 93; the others are public, in an order set by the seed."""
+    fed = build_federation(quick(method="fccl", validation=0.25), load(), CPU)
+    public = list_images(fed.local_training.public)
+    held = [*fed.local_training.examples.values(), *fed.validation.values()]
+    assert len(set(public)) == 27
+    assert not set(public) & {image for split in held for image in list_images(split.images)}
+    assert not set(public) & {image for domain in load().domains for image in list_images(domain.test.images)}
+    assert list_images(select()) == public != list_images(select(split_seed=1))
+    assert list_images(select(public_images=5)) == public[:5]
+
+
+def test_clients_left_out_of_training_keep_their_images() -> None:
+    assert list_images(select(without=["plain-0"])) == list_images(select())
+
+
+def test_other_methods_have_no_public_images() -> None:
+    assert select(method="fedheal") is None
+    assert build_federation(quick(public="tiny_data:load"), load(), CPU).local_training.public is None
+
+
+def test_another_data_set_is_used_whole() -> None:
+    """All its training images may be drawn, if they have the shape of the clients' images."""
+    with pytest.raises(ValueError, match=r"of 'many' has the shape \(3, 32, 32\), but the clients' .* \(3, 8, 8\)"):
+        select(public="tiny_data:many")
+    with pytest.raises(ValueError, match="public = 'embeded': there is no data set 'embeded'"):
+        select(public="embeded")
+    assert len(select(public="tiny_data:load", data="tiny_data:told")) == 120
+    assert len(select(public="tiny_data:load")) == 27  # the same data: what clients hold is not public
+
+
+def test_clients_that_hold_everything_leave_no_public_images() -> None:
+    keys = {"clients_per_domain": 1, "samples_per_client": "plain=60 noisy=40 dark=20"}
+    with pytest.raises(ValueError, match=r"clients hold all 120 training images of 'tiny': .* or give public=DATA"):
+        select(**keys)
+
+
+def test_a_folder_becomes_an_absolute_path() -> None:
+    assert Experiment(public="folder:photos").public.startswith("folder:/")
+    assert "public" not in Experiment().to_dict()

@@ -1,0 +1,34 @@
+"""A small federation and its state after some rounds, to compare engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedheal.simulate.build import build_federation
+from fedheal.simulate.federation import Federation
+from fedheal.simulate.round import initial_state, run_round
+from tiny_data import load, quick
+
+CPU = torch.device("cpu")
+
+
+def federation(method: str = "fedavg", **keys: Any) -> Federation:
+    given: dict[str, Any] = {"model": "tiny_data:featured", "epochs": 2, "augment": "crop-flip", "participation": 0.7}
+    if method in ("fedce", "fedga"):
+        given["validation"] = 0.25
+    return build_federation(quick(method=method, rounds=3, **given | keys), load(), CPU)
+
+
+def after(fed: Federation, engine: Any, rounds: int = 2) -> list[Tensor]:
+    """The state after some rounds, and the losses; the module itself is left as it was."""
+    before = {name: value.clone() for name, value in fed.local_training.module.state_dict().items()}
+    state, losses = initial_state(fed), []
+    for _ in range(rounds):
+        state, record = run_round(fed, state, engine, evaluate=False)
+        losses.append(record.train_loss)
+    fed.local_training.module.load_state_dict(before)
+    arrays, _ = state.to_arrays()
+    return [arrays[name] for name in sorted(arrays)] + [torch.tensor(losses, dtype=torch.float64)]
