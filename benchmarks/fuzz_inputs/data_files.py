@@ -178,7 +178,7 @@ class DataFiles:
         for _, place, _, text in edits:
             name = text.replace(b"/", b"_").replace(b"\0", b"_") or b"x"
             if name not in (b".", b".."):
-                (self.folder / "cats" / os_name(name)).mkdir() if place % 2 else (
+                (self.folder / "cats" / os_name(name)).mkdir(exist_ok=True) if place % 2 else (
                     self.folder / os_name(name + b".png")
                 ).touch()
         self.scan()
