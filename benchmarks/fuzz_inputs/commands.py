@@ -69,7 +69,10 @@ def call_command(words: list[str]) -> Done:
 def check_done(done: Done) -> str:
     """Return whether the command was accepted. Raise `Broken` unless it ended as documented."""
     last = done.err.rstrip("\n").rpartition("\n")[2]
-    if done.code not in (0, 1, 2, 130) or "Traceback" in done.err:
+    is_lost = (
+        "Exception ignored in" in done.err and "KeyboardInterrupt" in done.err
+    )  # Python's word on an interrupt in a finaliser
+    if done.code not in (0, 1, 2, 130) or ("Traceback" in done.err and not is_lost):
         raise Broken(f"exit code {done.code}: {done.err[-2000:]}")
     if done.code == 2 and not ("fedheal: " in done.err or "Usage:" in done.out + done.err):
         raise Broken(f"exit code 2 without a sentence: {last!r}")

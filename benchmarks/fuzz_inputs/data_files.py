@@ -25,11 +25,12 @@ from scipy.io import savemat
 import layouts
 from fedheal.data.archive import ExportManifest, read_export, read_manifest, write_export
 from fedheal.data.domains import Excerpt
+from fedheal.data.readers.camera_traps import list_location
 from fedheal.data.readers.folders import read_split_lists, scan_folder
 from fedheal.data.readers.idx import read_idx_images
 from fedheal.data.readers.images import decode_batches
 from fedheal.data.readers.libsvm import read_libsvm_images
-from fedheal.data.readers.mat import read_mat_images
+from fedheal.data.readers.mat import MatNames, read_mat_images
 from fedheal.data.readers.parquet import read_parquet_domain
 from fedheal.data.splits import Pixels, RawDomain
 
@@ -91,6 +92,7 @@ class DataFiles:
         "mat packed",
         "image",
         "list",
+        "camera",
         "folder",
         "parquet",
         "export",
@@ -162,10 +164,10 @@ class DataFiles:
         decode(read_libsvm_images(self.put("usps.bz2", self.usps, edits, is_inside), 10))
 
     def read_mat(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
-        decode(read_mat_images(self.put("a.mat", self.mats[1], edits, is_inside), 10, zero_is_ten=False))
+        decode(read_mat_images(self.put("a.mat", self.mats[1], edits, is_inside), 10, MatNames()))
 
     def read_mat_packed(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
-        decode(read_mat_images(self.put("a.mat", self.mats[0], edits, is_inside), 10, zero_is_ten=True))
+        decode(read_mat_images(self.put("a.mat", self.mats[0], edits, is_inside), 10, MatNames(first_label=1)))
 
     def read_image(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
         name = sorted(self.pictures)[number % len(self.pictures)]
@@ -178,7 +180,7 @@ class DataFiles:
         for _, place, _, text in edits:
             name = text.replace(b"/", b"_").replace(b"\0", b"_") or b"x"
             if name not in (b".", b".."):
-                (self.folder / "cats" / os_name(name)).mkdir() if place % 2 else (
+                (self.folder / "cats" / os_name(name)).mkdir(exist_ok=True) if place % 2 else (
                     self.folder / os_name(name + b".png")
                 ).touch()
         self.scan()
@@ -189,6 +191,20 @@ class DataFiles:
         path = self.put("list.txt", text, edits, is_inside)
         domain = read_split_lists("a", self.folder.parent, path, path)
         decode(domain.train)
+
+    def read_camera(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
+        """Annotations of camera traps, as JSON or as its bytes."""
+        images = [{"id": i, "file_name": f"{i}.png", "location": "38"} for i in range(5)]
+        annotations = [{"image_id": i, "category_id": i % 2} for i in range(5)]
+        held = {
+            "images": images,
+            "annotations": annotations,
+            "categories": [{"id": i, "name": n} for i, n in enumerate(("cat", "dog"))],
+        }
+        self.write_folder("0.png", self.pictures["a.png"])
+        text = json.dumps(edit_json(held, values) if is_inside else held).encode()
+        path = self.put("a.json", text, [] if is_inside else edits, True)
+        list_location("38", self.folder / "cats", [path], ("cat", "dog"))
 
     def read_parquet(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
         domain = read_parquet_domain("a", [self.put("train.parquet", self.parquet, edits, True)], "", ("cat", "dog"))
@@ -272,7 +288,7 @@ class DataFiles:
         elif name.startswith("bzip2"):
             read_libsvm_images(self.folder / "bomb.bz2", 10)
         elif name == "mat":
-            read_mat_images(path, 10, zero_is_ten=True)
+            read_mat_images(path, 10, MatNames(first_label=1))
         elif name.startswith("png"):
             errors = decode(scan_folder("a", self.folder).train)
             raise ValueError(f"{errors} images cannot be read")

@@ -120,23 +120,20 @@ class Guard:
 
     @contextmanager
     def _limit_time(self) -> Iterator[None]:
-        patience, is_interrupted = self.limits.patience or self.limits.seconds, self.limits.patience is None
+        patience, deadline = self.limits.patience, time.process_time() + self.limits.seconds
 
         def on_alarm(number: int, frame: FrameType | None) -> None:
             raise Hang
 
         def on_processor_time(number: int, frame: FrameType | None) -> None:
-            nonlocal is_interrupted
-            if is_interrupted:
+            if time.process_time() >= deadline or patience is None:
                 raise Hang
-            is_interrupted = True
-            signal.setitimer(signal.ITIMER_PROF, self.limits.seconds - patience)
-            if Interruptible.is_entered:
+            if Interruptible.is_entered:  # again and again: one that arrives in a finaliser is lost
                 signal.raise_signal(signal.SIGINT)
 
         before = signal.signal(signal.SIGALRM, on_alarm), signal.signal(signal.SIGPROF, on_processor_time)
         signal.setitimer(signal.ITIMER_REAL, WAITING * self.limits.seconds)
-        signal.setitimer(signal.ITIMER_PROF, patience)
+        signal.setitimer(signal.ITIMER_PROF, patience or self.limits.seconds, 1.0)
         try:
             yield
         finally:

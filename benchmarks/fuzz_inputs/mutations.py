@@ -107,10 +107,11 @@ json_edits = st.lists(
 )
 
 
-def edit_json(value: Any, edits: list[tuple[str, int, str, Any]]) -> Any:
+def edit_json(given: Any, edits: list[tuple[str, int, str, Any]]) -> Any:
     """Apply edits to the leaves and branches of a JSON value."""
-    changed = copy.deepcopy(value)
-    for kind, place, key, new in edits:
+    changed = copy.deepcopy(given)
+    for kind, place, key, value in edits:
+        new = copy.deepcopy(value)  # later edits must not change what was drawn
         spots = list(_list_spots(changed))
         if not spots:
             return new

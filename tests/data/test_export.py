@@ -353,3 +353,17 @@ def test_an_export_with_another_compression_is_refused(digits: Path) -> None:
     rewrite(digits, {}, zipfile.ZIP_BZIP2)
     with pytest.raises(ValueError, match="or an unknown compression"):
         read_export(digits)
+
+
+def test_an_error_does_not_quote_pages_of_a_damaged_archive(digits: Path) -> None:
+    rewrite(digits, {"0/whole": bytes(9)})
+    with zipfile.ZipFile(digits) as file:
+        length = file.getinfo("0/whole").header_offset + 26  # of the member's name, before it
+    whole = bytearray(digits.read_bytes())
+    whole[length : length + 2] = b"\xff\x7f"
+    digits.write_bytes(whole)
+    with pytest.raises(
+        ValueError, match=r"is damaged \(0/whole of .* cannot be read \(File name in directory"
+    ) as error:
+        read_export(digits)
+    assert len(str(error.value)) < 1000

@@ -96,3 +96,5 @@ def test_rows_keep_the_order_of_their_comparison(tmp_path):
     write_method_order(folder, [compared[name] for name in ("scaffold", "fedavg", "fedavg+uniform")])
     for paths in ([tmp_path], [folder], sorted(folder.glob("*/"))):
         assert [row.method for row in find_rows(paths)] == ["scaffold", "fedavg", "fedavg+uniform", "moon"]
+    (folder / "comparison.json").write_text('{"methods": 5}')  # damaged: as if it were not there
+    assert [row.method for row in find_rows([folder])] == ["fedavg", "fedavg+uniform", "moon", "scaffold"]

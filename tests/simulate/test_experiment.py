@@ -267,6 +267,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"rounds": [3]}, ["rounds", "[3]"]),
     ({"threads": 10**12}, ["threads", str(10**12), "4096"]),
     ({"batch_size": 2**63}, ["batch_size", str(2**63), str(2**31)]),
+    ({"lr_schedule": {}}, ["lr_schedule", "{}"]),
     ({"seed": -1}, ["seed", "-1"]),
     ({"seed": 2**63}, ["seed", str(2**63)]),
     ({"participation": 0}, ["participation", "0"]),

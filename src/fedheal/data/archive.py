@@ -133,7 +133,7 @@ def read_manifest(path: Path) -> ExportManifest:
             f"{path} is not an export that this version can read ({reason}): export the data again"
         ) from error
     except DAMAGE as error:
-        raise ValueError(f"{path} is not an export, or is damaged ({error})") from error
+        raise ValueError(f"{path} is not an export, or is damaged ({error!s:.300})") from error
 
 
 def _read_bounded(file: zipfile.ZipFile, name: str, limit: int) -> bytes:
@@ -234,6 +234,8 @@ def _make_member_reader(path: Path) -> Reader:
             with lock:
                 return _read_bounded(file, name, MAX_BYTES)
         except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError, ValueError, zlib.error) as error:
-            raise UnreadableImageError(f"{name} of {path} cannot be read ({error})") from error
+            raise UnreadableImageError(
+                f"{name} of {path} cannot be read ({error!s:.300})"
+            ) from error  # zipfile quotes pages of bytes
 
     return read_member

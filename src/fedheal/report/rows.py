@@ -118,7 +118,8 @@ def find_rows(paths: Sequence[Path]) -> list[Row]:
     order: dict[str, int] = {}
     for folder in dict.fromkeys(Path(row.folder).parent for row in rows):
         if (folder / ORDER_FILE).is_file():
-            for method in read_json(folder / ORDER_FILE).get("methods", []):
+            methods = read_json(folder / ORDER_FILE).get("methods")
+            for method in methods if isinstance(methods, list) else ():
                 order.setdefault(str(method), len(order))
     return sorted(rows, key=lambda row: (order.get(row.method, len(order)), row.method, row.seeds))
 

@@ -156,7 +156,7 @@ class Experiment(BaseModel):
         elif not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' exists already: give yours another name")
         fields |= _take_server(fields)
-        if fields.get("lr_decay") is None and fields.get("lr_schedule") in DECAYS:
+        if fields.get("lr_decay") is None and str(fields.get("lr_schedule")) in DECAYS:
             fields["lr_decay"] = DECAYS[fields["lr_schedule"]]
         engine = fields.get("engine")
         if engine == "ray":
