@@ -93,17 +93,15 @@ def test_kernels_equal_the_plain_layers(inputs, outputs, size, stride, bias, hei
         assert apart < (5e-2 if low else 1e-3), apart  # where ReLU is active may change with the last digit
 
 
+DO_NOT_FIT = ("fedsam", "feddg", "feddyn", "fccl")
 LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
 
 
-@pytest.mark.parametrize(
-    ("method", "model", "epochs", "tolerance"),
-    [*((method, "tiny_data:featured", 4, 1e-5) for method in LOCAL), ("fedheal", "resnet10", 1, 1e-3)],
-)
-def test_a_cohort_equals_the_serial_engine(method, model, epochs, tolerance):
+@pytest.mark.parametrize("method", LOCAL)
+def test_a_cohort_equals_the_serial_engine(method):
     """fp32, after 12 steps of each client in each of two rounds; methods that do not fit say so and use lanes."""
-    keys = {"epochs": epochs, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
-    fed = build_federation(quick(method=method, model=model, **keys), load(), torch.device("cuda"))
+    keys = {"epochs": 4, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
+    fed = build_federation(quick(method=method, model="tiny_data:featured", **keys), load(), torch.device("cuda"))
     start, finals = initial_state(fed), []
     with use_precision("fp32", True, torch.device("cuda")):
         together = CohortEngine(fed.local_training)
@@ -113,9 +111,9 @@ def test_a_cohort_equals_the_serial_engine(method, model, epochs, tolerance):
                 state, _ = run_round(fed, state, engine, evaluate=False)
             finals.append(state)
             fed.local_training.module.load_state_dict(fed.local_training.layout.unpack(start.model))
-    assert (together.fallback_reason == "") == (method not in ("fedsam", "fedlesam", "feddg"))
+    assert (together.fallback_reason == "") == (method not in DO_NOT_FIT)
     one, two = (state.model.params - start.model.params for state in finals)
-    assert float((one - two).norm() / two.norm()) < tolerance
+    assert float((one - two).norm() / two.norm()) < 1e-5
 
 
 def test_many_clients_of_different_sizes_train_in_groups():
@@ -158,4 +156,4 @@ def test_bf16_follows_lanes_within_their_noise():
                 state, record = run_round(fed, state, engine, evaluate=False)
                 losses[name].append(record.train_loss)
         assert getattr(engine, "fallback_reason", "") == ""
-    np.testing.assert_allclose(losses["cohort"], losses["lanes"], rtol=0.05)
+    np.testing.assert_allclose(losses["cohort"], losses["lanes"], rtol=0.05, atol=0.01)

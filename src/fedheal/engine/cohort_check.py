@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedheal.core.errors import format_error
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.rng import generator
 from fedheal.engine import serial
 from fedheal.engine.cohort_group import CohortGroup
-from fedheal.engine.cohort_steps import take_out_nets
+from fedheal.engine.cohort_steps import Prepared, take_out_nets
 from fedheal.engine.device_data import DeviceData
 from fedheal.engine.memory import release_gpu_memory
 from fedheal.engine.precision import use_precision
 from fedheal.engine.serial import LocalTraining, Shared, Task
-from fedheal.local.term import Context
+from fedheal.local.term import Context, NotCapturableError
 from fedheal.models.stacked_layers import DoesNotFitError, check_layers, list_layers
 
 LARGEST_GROUP = 256
@@ -63,23 +64,24 @@ def check_stacking(
         DoesNotFitError: A layer cannot be stacked, or the results differ.
     """
     check_layers(local_training.module)
+    if clip := next((term.clip for term in local_training.terms if term.clip), None):
+        raise DoesNotFitError(f"gradients are clipped at norm {clip}")
     device = local_training.device
     training = replace(local_training.training, batch_size=BATCH, steps=2, epochs=1)
     module = copy.deepcopy(local_training.module).double()
     checked = replace(local_training, module=module, layout=Layout.of(module), training=training, precision="fp32")
-    model = replace(model, params=model.params.double(), buffers=model.buffers.double())
     pair = [tasks[0], tasks[min(1, len(tasks) - 1)]]
     few = copy.copy(data)
     few.sizes = {task.client: min(data.sizes[task.client], n) for task, n in zip(pair, EXAMPLES, strict=True)}
     deterministic = torch.are_deterministic_algorithms_enabled()
     with use_precision("fp32", deterministic, device), _without_dropout(module):
-        clients = [_prepare(checked, model, shared, task, i) for i, task in enumerate(pair)]
+        clients = [_prepare(local_training, checked, model, shared, task, i) for i, task in enumerate(pair)]
         one_by_one = [_train_alone(checked, few, task, *client) for task, client in zip(pair, clients, strict=True)]
         group = CohortGroup(checked, few, len(pair), is_check=True)
         prepared = [take_out_nets(contexts, start) for contexts, start in clients]
         if prepared[0].key != prepared[1].key:  # no two clients are alike: check one beside itself
             prepared[1], pair[1], one_by_one[1] = prepared[0], pair[0], one_by_one[0]
-        stacked, _ = group.train(checked, prepared, pair, "batches")
+        stacked = _train_stacked(group, checked, prepared, pair)
     if unused := [layer.name for layer in list_layers(group.module) if not layer.calls]:
         raise DoesNotFitError(f"layer '{unused[0]}' is not used in training")
     if repeated := [layer.name for layer in list_layers(group.module) if layer.calls != 2]:
@@ -89,17 +91,21 @@ def check_stacking(
 
 
 def _prepare(
-    checked: LocalTraining, model: Packed, shared: Shared, task: Task, number: int
+    local_training: LocalTraining, checked: LocalTraining, model: Packed, shared: Shared, task: Task, number: int
 ) -> tuple[list[Context], Packed]:
+    """Let the terms prepare a client as usual, then turn everything into float64, with noise."""
+
     def refuse(start: Packed, strength: float) -> Packed:
         raise DoesNotFitError("a term trains a second model before the first one")
 
-    contexts = serial.make_contexts(checked, model, shared, task, refuse)
-    start = serial.prepare_start(checked, contexts, model)
+    contexts = serial.make_contexts(local_training, model, shared, task, refuse)
+    start = serial.prepare_start(local_training, contexts, model)
     rng = generator(0, "check of stacking", number)
-    for ctx in contexts:
-        ctx.scratch.update(_disturb(ctx.scratch, rng))
-    return contexts, replace(start, params=_disturb(start.params, rng))
+    widened = [
+        replace(ctx, module=checked.module, layout=checked.layout, scratch=_disturb(ctx.scratch, rng))
+        for ctx in contexts
+    ]
+    return widened, replace(start, params=_disturb(start.params, rng), buffers=start.buffers.double())
 
 
 def _disturb(value: Any, rng: torch.Generator) -> Any:
@@ -108,6 +114,8 @@ def _disturb(value: Any, rng: torch.Generator) -> Any:
         return value.double() + NOISE * torch.randn(value.shape, generator=rng, dtype=torch.float64).to(value.device)
     if isinstance(value, Tensor):
         return value.clone()
+    if isinstance(value, nn.Module):  # a frozen network
+        return copy.deepcopy(value).double()
     if isinstance(value, Mapping):
         return {name: _disturb(part, rng) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -127,6 +135,18 @@ def _train_alone(
         x, y = data.make_batch(row[:, :size])
         serial.train_step(checked, optimiser, own, x.double(), y, last)
     return checked.layout.pack(module.state_dict())
+
+
+def _train_stacked(
+    group: CohortGroup, checked: LocalTraining, prepared: Sequence[Prepared], pair: Sequence[Task]
+) -> list[Packed]:
+    """Take the steps stacked. Whatever fails here, and did not one client at a time, does not fit."""
+    try:
+        return group.train(checked, prepared, pair, "batches")[0]
+    except (DoesNotFitError, NotCapturableError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise DoesNotFitError(f"a step fails when clients are stacked ({format_error(error)})") from error
 
 
 def _compare(start: Packed, alone: Packed, together: Packed) -> None:

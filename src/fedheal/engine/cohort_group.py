@@ -158,8 +158,6 @@ class CohortGroup:
         with torch.no_grad():
             for term, ctx in zip(local_training.terms, step_set.get_gradient_contexts(rows), strict=True):
                 term.grad(ctx)
-            for clip in [term.clip for term in local_training.terms if term.clip]:
-                clip_gradients(rows, clip)
             update_parameters(rows, local_training, uses_kernel=not self.is_check)
             self.total[:active] += ce.detach()
             self.cursor += 1
@@ -208,14 +206,6 @@ def list_kinds(terms: Sequence[Term], steps: Sequence[Sequence[tuple[int, bool]]
         sizes, lasts = zip(*batches, strict=True) if looks_at_batches else ((), ())
         kinds.append((active, sizes, lasts))
     return kinds
-
-
-def clip_gradients(rows: ClientRows, clip: float) -> None:
-    """Scale the gradient of each active client down to this norm if it is larger, as `clip_grad_norm_` does."""
-    assert rows.gradients is not None
-    gradients = rows.gradients[: rows.active]
-    norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
-    gradients *= (clip / (norms + 1e-6)).clamp(max=1.0)
 
 
 def update_parameters(rows: ClientRows, local_training: LocalTraining, uses_kernel: bool = True) -> None:
