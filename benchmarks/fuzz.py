@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -129,6 +130,7 @@ def run_target(
 def run_child(name: str, inputs: int, seed: int, work: Path) -> None:
     """Run one target in this process, which began for it alone."""
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
     os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])  # a comparison then runs here, where it is watched
     faulthandler.dump_traceback_later(inputs * 10 + 600, exit=True)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -88,7 +88,7 @@ def test_idx_headers_that_lie(tmp_path: Path, data: bytes, sentence: str) -> Non
 def test_a_lying_idx_header_allocates_nothing(tmp_path: Path) -> None:
     import tracemalloc
 
-    (tmp_path / "lying").write_bytes(lying_idx(2**31 // 784, 28, 28))
+    (tmp_path / "lying").write_bytes(lying_idx(2**30 // 784, 28, 28))
     tracemalloc.start()
     with pytest.raises(ValueError, match="ends after"):
         read_idx_array(tmp_path / "lying", 3)
