@@ -12,11 +12,11 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 INPUTS = {
-    "command lines": 4,
+    "command lines": 2,
     "experiment files": 4,
     "method names": 30,
     "run folders": 3,
-    "data files": 15,
+    "data files": 6,
     "Flower replies": 8,
     "updates": 15,
 }

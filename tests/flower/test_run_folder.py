@@ -32,7 +32,7 @@ def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
     assert ours["clients"] == pytest.approx(theirs["clients"])
     for key in ("avg", "std", "worst", "jain"):
         assert ours[key] == pytest.approx(theirs[key])
-    assert theirs.keys() - ours.keys() == {"by_class", "calibration", "evaluate"}  # clients send accuracies
+    assert theirs.keys() - ours.keys() == {"by_class", "calibration", "engine", "evaluate"}  # clients send accuracies
     assert ours["dropouts"] == ours["skipped"] == 0
     final = load_file(tmp_path / "federation" / "model.safetensors")
     assert all(torch.equal(final[k], v) for k, v in result.model.state_dict().items())
