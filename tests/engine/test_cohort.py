@@ -117,6 +117,17 @@ def test_every_kind_of_layer_is_stacked() -> None:
     assert engine.fallback_reason == ""
 
 
+def test_a_round_does_not_depend_on_what_the_last_one_left() -> None:
+    fed = federation()
+    engine = CohortEngine(fed.local_training)
+    first = after(fed, engine, 1)
+    assert engine.group is not None
+    assert engine.group.rows.gradients is not None
+    engine.group.rows.gradients.fill_(torch.nan)
+    assert all(torch.equal(a, b) for a, b in zip(after(fed, engine, 1), first, strict=True))
+    assert engine.group.rows.params.isfinite().all()
+
+
 @dataclass(frozen=True)
 class MixesClients(Term):
     """Scales the gradient by its largest entry, over all clients if they are stacked."""

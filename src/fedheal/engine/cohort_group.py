@@ -67,7 +67,9 @@ class CohortGroup:
         self.rows.load([client.start for client in prepared])
         step_set.refill(prepared)
         assert self.rows.velocity is not None
-        for tensor in (self.rows.velocity, self.cursor, self.total, self.counts):
+        assert self.rows.gradients is not None
+        # Gradients too: compiling leaves arbitrary numbers between the tensors of a row, where no step writes.
+        for tensor in (self.rows.velocity, self.rows.gradients, self.cursor, self.total, self.counts):
             tensor.zero_()
         sizes = [[size for size, _ in client] for client in steps]
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(client, dtype=torch.int32) for client in sizes])
