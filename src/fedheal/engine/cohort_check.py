@@ -79,7 +79,7 @@ def check_stacking(
         one_by_one = [_train_alone(checked, few, task, *client) for task, client in zip(pair, clients, strict=True)]
         group = CohortGroup(checked, few, len(pair), is_check=True)
         prepared = [take_out_nets(contexts, start) for contexts, start in clients]
-        if prepared[0].key != prepared[1].key:  # no two clients are alike: check one beside itself
+        if prepared[0].key != prepared[1].key:  # the two differ in shapes: check the first one with itself
             prepared[1], pair[1], one_by_one[1] = prepared[0], pair[0], one_by_one[0]
         stacked = _train_stacked(group, checked, prepared, pair)
     if unused := [layer.name for layer in list_layers(group.module) if not layer.calls]:

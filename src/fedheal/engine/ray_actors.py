@@ -49,7 +49,7 @@ class ActorPool(PooledEngine):
                 f"workers = {workers}: the Ray cluster has room for {room} of {unit} each; use fewer, or add machines"
             )
         super().__init__(local_training, workers or room, threads, evaluated)
-        self.setup = self._put(describe_setup(ray, local_training, threads))
+        self.setup = self._store(describe_setup(ray, local_training, threads))
         self.actors: list[_Actor] = []
         self.data: dict[Hashable, Any] = {}  # references to examples in the cluster's memory
         self.homes: dict[Hashable, _Actor] = {}  # which actor did a job with these examples first
@@ -65,11 +65,11 @@ class ActorPool(PooledEngine):
         return [list(order[start::number]) for start in range(number)]
 
     def _run(self, prepare: Prepare, common: tuple[Any, ...], jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        work = _Work(prepare, self._put(pack_parcel(common)), jobs)
+        work = _Work(prepare, self._store(pack_parcel(common)), jobs)
         for number, job in enumerate(jobs):
             work.queues.setdefault(self.homes.get(_identify(job)), deque()).append(number)
         for actor in self.actors:
-            actor.jobs.clear()  # whose results nobody waited for
+            actor.jobs.clear()  # results that are no longer needed
         while len(self.actors) < self.number:
             self.actors.append(self._start())
         for _ in range(len(jobs)):
@@ -138,10 +138,10 @@ class ActorPool(PooledEngine):
                 if isinstance(key, int)
                 else (training.examples[str(key)], training.validation.get(str(key)))
             )
-            self.data[key] = self._put(pack_parcel(examples))
+            self.data[key] = self._store(pack_parcel(examples))
         return self.data[key]
 
-    def _put(self, value: object) -> Any:
+    def _store(self, value: object) -> Any:
         """Return a reference to a value in the cluster's memory."""
         try:
             return self.ray.put(value)

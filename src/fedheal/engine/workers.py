@@ -55,7 +55,7 @@ class WorkerPool(PooledEngine):
         left = deque(enumerate(jobs))
         with explain_broken_pool():
             for worker in self.workers:
-                while worker.jobs:  # whose results nobody waited for
+                while worker.jobs:  # results that are no longer needed
                     worker.receive()
             work = _Work(prepare, self.common.write(common))
             for worker in self.workers:

@@ -47,9 +47,9 @@ class Cohort:
 
     def skip_all(self, reason: str) -> Self:
         """Return the cohort with every client skipped."""
-        nobody = Updates([], self.updates.no_rows, [], domains=[])
+        no_updates = Updates([], self.updates.no_rows, [], domains=[])
         skipped = self.skipped | dict.fromkeys(self.updates.clients, reason)
-        return replace(self, updates=nobody, replies={}, skipped=skipped, missing_requirement=None, get_norms=dict)
+        return replace(self, updates=no_updates, replies={}, skipped=skipped, missing_requirement=None, get_norms=dict)
 
 
 class CohortBuilder(Generic[R]):

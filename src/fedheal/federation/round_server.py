@@ -66,7 +66,7 @@ class RoundServer(Generic[K, R, O]):
     clients: K
     log: logging.Logger
     folder: RunFolder[K] | None = None
-    num_rounds: int = 0  # 0 if nobody knows which round is the last
+    num_rounds: int = 0  # 0 if it is unknown which round is the last
     history: list[RoundRecord] | RoundHistory = field(default_factory=list)
     builder: CohortBuilder[R] = field(init=False)
     _state: RunState | None = field(default=None, init=False)

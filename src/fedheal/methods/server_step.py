@@ -154,9 +154,9 @@ def _absorb(
             slots=slots,
         )
         messages, shared = [replies[client].messages[i] for client in accepted], before.shared
-        if restarts and term.sums_slots:  # the round's model counts, but the sums begin as those of a cohort of nobody
-            nobody = Updates([], updates.no_rows, [])
-            messages, shared, context = [], term.init(step.layout), replace(context, updates=nobody)
+        if restarts and term.sums_slots:  # the round's model counts, but the sums begin as those of an empty cohort
+            no_updates = Updates([], updates.no_rows, [])
+            messages, shared, context = [], term.init(step.layout), replace(context, updates=no_updates)
         model, shared = term.absorb(state.model, model, messages, shared, context)
         after.append(TermState(shared, slots))
     return model, tuple(after)

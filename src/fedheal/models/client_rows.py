@@ -128,10 +128,10 @@ class ClientRows:
     def get_buffer(self, name: str) -> Tensor:
         """Return a buffer or a counter of the active clients, `[active, *shape]`."""
         place = self.places[name]
-        rows = self.counters if self.layout_kind(name) == "counter" else self.buffers
+        rows = self.counters if self.get_kind(name) == "counter" else self.buffers
         return place.view_flat(rows[: self.active])
 
-    def layout_kind(self, name: str) -> str:
+    def get_kind(self, name: str) -> str:
         """Return whether a name is that of a parameter, a buffer or a counter."""
         return next(entry.kind for entry in self.layout.entries if entry.name == name)
 
