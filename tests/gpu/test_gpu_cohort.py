@@ -93,7 +93,7 @@ def test_kernels_equal_the_plain_layers(inputs, outputs, size, stride, bias, hei
         assert apart < (5e-2 if low else 1e-3), apart  # where ReLU is active may change with the last digit
 
 
-DO_NOT_FIT = ("fedsam", "feddg", "feddyn", "fccl")
+DO_NOT_FIT = ("fedsam", "feddg", "fccl")
 LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
 
 

@@ -79,7 +79,8 @@ class CohortEngine:
     def _train_together(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> list[ClientResult]:
         if not tasks:
             return []
-        local_training = self.local_training
+        training = self.local_training.training.resolve_lr(tasks[0].round, self.local_training.rounds)
+        local_training = replace(self.local_training, training=training)
         if not self.group_size:
             self.group_size = choose_group_size(local_training, self.data, model, shared, tasks)
         metrics = self.data.compute_received_losses(local_training, model, tasks)
@@ -93,7 +94,7 @@ class CohortEngine:
             self.group = CohortGroup(local_training, self.data, width)
         for start in range(0, len(order), width):
             indices = order[start : start + width]
-            prepared = [self._prepare(model, shared, tasks[i]) for i in indices]
+            prepared = [self._prepare(local_training, model, shared, tasks[i]) for i in indices]
             for key, members in _group_by_key(prepared).items():
                 if key not in self.checked_keys:
                     check_stacking(local_training, self.data, model, shared, [tasks[indices[k]] for k in members])
@@ -102,21 +103,21 @@ class CohortEngine:
                 clients, of_clients = [prepared[k] for k in members], [tasks[i] for i in chosen]
                 with _activate(self.group):
                     local, mean_losses = self.group.train(local_training, clients, of_clients, "batches")
-                    finished = self._finish(model, of_clients, clients, local, [metrics[i] for i in chosen],
-                                            [deltas[i] for i in chosen])  # fmt: skip
+                    finished = self._finish(local_training, model, of_clients, clients, local,
+                                            [metrics[i] for i in chosen], [deltas[i] for i in chosen])  # fmt: skip
                 results |= dict(zip(chosen, finished, strict=True))
                 losses |= dict(zip(chosen, mean_losses, strict=True))
         numbers = torch.stack([losses[i] for i in range(len(tasks))]).tolist()
         return add_losses([results[i] for i in range(len(tasks))], numbers)
 
-    def _prepare(self, model: Packed, shared: Shared, task: Task) -> Prepared:
+    def _prepare(self, local_training: LocalTraining, model: Packed, shared: Shared, task: Task) -> Prepared:
         nets: dict[str, nn.Module] = {} if self.group is None else self.group.nets
-        contexts = serial.make_contexts(self.local_training, model, shared, task, _ask_for_training, nets)
-        return take_out_nets(contexts, serial.prepare_start(self.local_training, contexts, model))
+        contexts = serial.make_contexts(local_training, model, shared, task, _ask_for_training, nets)
+        return take_out_nets(contexts, serial.prepare_start(local_training, contexts, model))
 
     def _finish(
-        self, model: Packed, tasks: Sequence[Task], prepared: Sequence[Prepared], local: Sequence[Packed],
-        metrics: Sequence[dict[str, float]], deltas: Sequence[Tensor],
+        self, local_training: LocalTraining, model: Packed, tasks: Sequence[Task], prepared: Sequence[Prepared],
+        local: Sequence[Packed], metrics: Sequence[dict[str, float]], deltas: Sequence[Tensor],
     ) -> list[ClientResult]:  # fmt: skip
         """Call the terms' last hooks; a second training that they ask for is done for all clients together."""
         results: dict[int, ClientResult] = {}
@@ -124,7 +125,7 @@ class CohortEngine:
 
         def finish(i: int) -> ClientResult:
             result = serial.finish_client(
-                self.local_training, model, tasks[i], prepared[i].contexts, local[i], dict(metrics[i]), deltas[i]
+                local_training, model, tasks[i], prepared[i].contexts, local[i], dict(metrics[i]), deltas[i]
             )
             scratches = [ctx.scratch for ctx in prepared[i].contexts]
             addresses = {t.data_ptr() for scratch in scratches for t in graph_inputs.list_tensors(scratch)}
@@ -138,19 +139,21 @@ class CohortEngine:
             except SecondTraining as asked:
                 waiting[i] = asked
         if waiting:
-            trained = self._train_again(model, [tasks[i] for i in waiting], list(waiting.values()))
+            trained = self._train_again(local_training, model, [tasks[i] for i in waiting], list(waiting.values()))
             for (i, request), personal in zip(waiting.items(), trained, strict=True):
                 answer = _answer(request, personal)
                 prepared[i].contexts = [replace(ctx, fit=answer) for ctx in prepared[i].contexts]
                 results[i] = finish(i)
         return [results[i] for i in range(len(tasks))]
 
-    def _train_again(self, model: Packed, tasks: Sequence[Task], asked: Sequence[SecondTraining]) -> list[Packed]:
+    def _train_again(
+        self, local_training: LocalTraining, model: Packed, tasks: Sequence[Task], asked: Sequence[SecondTraining]
+    ) -> list[Packed]:
         assert self.group is not None
         if len({request.strength for request in asked}) > 1:
             raise DoesNotFitError("the clients' second trainings differ in strength")
         pairs = [
-            serial.proximal_retraining(self.local_training, model, task, request.strength, request.start)
+            serial.proximal_retraining(local_training, model, task, request.strength, request.start)
             for task, request in zip(tasks, asked, strict=True)
         ]
         prepared = [take_out_nets(contexts, request.start) for (_, contexts), request in zip(pairs, asked, strict=True)]

@@ -64,8 +64,6 @@ def check_stacking(
         DoesNotFitError: A layer cannot be stacked, or the results differ.
     """
     check_layers(local_training.module)
-    if clip := next((term.clip for term in local_training.terms if term.clip), None):
-        raise DoesNotFitError(f"gradients are clipped at norm {clip}")
     device = local_training.device
     training = replace(local_training.training, batch_size=BATCH, steps=2, epochs=1)
     module = copy.deepcopy(local_training.module).double()

@@ -6,7 +6,6 @@ kind of step runs once as it is and is then captured in a CUDA graph; what it re
 """
 
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,11 @@ from fedheal.core.rng import derive
 from fedheal.engine import serial
 from fedheal.engine.cohort_steps import Kind, Prepared, StackedSteps
 from fedheal.engine.device_data import DeviceData
+from fedheal.engine.graph_inputs import capture_graph
 from fedheal.engine.lane import LaneRandomState, identify_terms
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining, Task
-from fedheal.local.term import Batch, NotCapturableError, Term
+from fedheal.local.term import Batch, Term
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.stacked_layers import KERNELS, list_layers, stack_module
 
@@ -71,6 +71,7 @@ class CohortGroup:
         # Gradients too: compiling leaves arbitrary numbers between the tensors of a row, where no step writes.
         for tensor in (self.rows.velocity, self.rows.gradients, self.cursor, self.total, self.counts):
             tensor.zero_()
+        self.rows.lr.fill_(local_training.training.lr)  # a schedule changes it from round to round
         sizes = [[size for size, _ in client] for client in steps]
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(client, dtype=torch.int32) for client in sizes])
         self.counts[: len(padded), : len(tasks)] = padded.to(self.device)
@@ -116,24 +117,9 @@ class CohortGroup:
             del step_set.graphs[kind]
             while len(step_set.graphs) >= MAX_GRAPHS:
                 del step_set.graphs[next(iter(step_set.graphs))]
-            captured = step_set.graphs[kind] = self._capture(local_training, step_set, kind)
+            captured = capture_graph(self.pool, lambda: self._step_eagerly(local_training, step_set, kind))
+            step_set.graphs[kind] = captured
             captured.replay()
-
-    def _capture(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        assert self.pool is not None
-        try:
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            self._step_eagerly(local_training, step_set, kind)
-            graph.capture_end()
-        except (RuntimeError, NotCapturableError) as error:
-            with suppress(RuntimeError):
-                graph.capture_end()
-            if isinstance(error, torch.OutOfMemoryError | NotCapturableError):
-                raise
-            reason = str(error).splitlines()[0]
-            raise NotCapturableError(f"a step cannot be captured in a CUDA graph ({reason})") from error
-        return graph
 
     def _step_eagerly(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:
         rows, active, size = self.rows, kind[0], self.batch_size
@@ -160,6 +146,8 @@ class CohortGroup:
         with torch.no_grad():
             for term, ctx in zip(local_training.terms, step_set.get_gradient_contexts(rows), strict=True):
                 term.grad(ctx)
+            for clip in [term.clip for term in local_training.terms if term.clip]:
+                clip_gradients(rows, clip)
             update_parameters(rows, local_training, uses_kernel=not self.is_check)
             self.total[:active] += ce.detach()
             self.cursor += 1
@@ -210,20 +198,26 @@ def list_kinds(terms: Sequence[Term], steps: Sequence[Sequence[tuple[int, bool]]
     return kinds
 
 
+def clip_gradients(rows: ClientRows, clip: float) -> None:
+    """Scale the gradient of each active client down to this norm if it is larger, as `clip_grad_norm_` does."""
+    assert rows.gradients is not None
+    gradients = rows.gradients[: rows.active]
+    norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+    gradients *= (clip / (norms + 1e-6)).clamp(max=1.0)
+
+
 def update_parameters(rows: ClientRows, local_training: LocalTraining, uses_kernel: bool = True) -> None:
     """Take a step of SGD for the active clients that have examples in this step."""
-    training = local_training.training
-    settings = (training.lr, training.momentum, training.weight_decay)
+    momentum, weight_decay = local_training.training.momentum, local_training.training.weight_decay
     kernels = import_triton_kernels(KERNELS, rows.params.device.type) if uses_kernel else None
     if kernels is not None:
-        kernels.launch_sgd_step(rows, *settings)
+        kernels.launch_sgd_step(rows, momentum, weight_decay)
         return
     assert rows.gradients is not None
     assert rows.velocity is not None
-    lr, momentum, weight_decay = settings
     params, gradients, velocity = (t[: rows.active] for t in (rows.params, rows.gradients, rows.velocity))
     is_active = rows.valid[: rows.active, None] > 0
     new = momentum * velocity + gradients + weight_decay * params
     velocity.copy_(torch.where(is_active, new, velocity))
-    params.sub_(lr * velocity * is_active)
+    params.sub_(rows.lr * velocity * is_active)
     rows.update_low()

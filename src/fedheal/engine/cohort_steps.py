@@ -64,7 +64,7 @@ class FrozenNet:
 class ClientContext(FixedContext):
     """The context that `Term.loss` gets: no module holds this client's parameters alone."""
 
-    VARYING = FixedContext.VARYING | {"module", "layout", "nets", "evaluate"}
+    VARYING = FixedContext.VARYING | {"module", "layout", "nets", "evaluate", "lr"}
 
 
 class StackedContext(ClientContext):

@@ -1,6 +1,7 @@
-"""What the terms prepared for a client, at fixed addresses, so that one captured step can read it for every client."""
+"""Capture a step in a CUDA graph, and keep what the terms prepared for a client at fixed addresses for it."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -86,3 +87,25 @@ def list_tensors(value: Any) -> list[Tensor]:
 def clone_fixed(arrays: Arrays, addresses: set[int]) -> Arrays:
     """Copy the tensors at these addresses, which the next client overwrites."""
     return {name: t.clone() if t.data_ptr() in addresses else t for name, t in arrays.items()}
+
+
+def capture_graph(pool: Any, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of a step that is not taken; `pool` is the memory that it shares with other graphs.
+
+    Raises:
+        NotCapturableError: The step does something that a graph cannot repeat.
+        torch.OutOfMemoryError: The step's tensors do not fit.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        step()
+        graph.capture_end()
+    except (RuntimeError, NotCapturableError) as error:
+        with suppress(RuntimeError):
+            graph.capture_end()
+        if isinstance(error, torch.OutOfMemoryError | NotCapturableError):
+            raise
+        reason = str(error).splitlines()[0]
+        raise NotCapturableError(f"a step cannot be captured in a CUDA graph ({reason})") from error
+    return graph

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Generator, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fedheal.core.layout import Packed
 from fedheal.engine import graph_inputs, serial
 from fedheal.engine.device_data import DeviceData
-from fedheal.engine.graph_inputs import FixedContext
+from fedheal.engine.graph_inputs import FixedContext, capture_graph
 from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
-from fedheal.local.term import Context, NotCapturableError, Term
+from fedheal.local.term import Context, Term
 
 WARMUP_STEPS = 2  # of a kind, before it is captured
 MAX_STEP_SETS = 8
@@ -166,24 +166,9 @@ class Lane:
             self._step_eagerly(local_training, step_set, *kind)
             step_set.graphs[kind] = graph + 1
         else:
-            captured = step_set.graphs[kind] = self._capture(local_training, step_set, *kind)
+            captured = capture_graph(self.pool, lambda: self._step_eagerly(local_training, step_set, *kind))
+            step_set.graphs[kind] = captured
             captured.replay()
-
-    def _capture(self, local_training: LocalTraining, step_set: StepSet, size: int, last: bool) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        assert self.pool is not None
-        try:
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            self._step_eagerly(local_training, step_set, size, last)
-            graph.capture_end()
-        except (RuntimeError, NotCapturableError) as error:
-            with suppress(RuntimeError):
-                graph.capture_end()
-            if isinstance(error, torch.OutOfMemoryError | NotCapturableError):
-                raise
-            reason = str(error).splitlines()[0]
-            raise NotCapturableError(f"a step cannot be captured in a CUDA graph ({reason})") from error
-        return graph
 
     def _step_eagerly(self, local_training: LocalTraining, step_set: StepSet, size: int, last: bool) -> None:
         x, y = self.data.make_batch(self.plan.index_select(0, self.cursor)[0, :, :size])

@@ -13,6 +13,19 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 SHAPES = ["rows", "positions", "height", "width", "out_height", "out_width"]
 
 
+@triton.jit
+def add_product(total, a, b, precision: tl.constexpr):
+    """Return `total + a @ b`. `bf16x3` computes with three products of bfloat16 parts: more exact than tf32."""
+    if precision == "bf16x3":
+        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(a_low, b_high, total)
+        total = tl.dot(a_high, b_low, total)
+        return tl.dot(a_high, b_high, total)
+    else:
+        return tl.dot(a, b, total, input_precision=precision)
+
+
 @triton.jit(do_not_specialize=[*SHAPES, "stride"])
 def convolve(
     x, w, y, valid, rows, positions, height, width, out_height, out_width, stride, inputs, outputs,
@@ -47,7 +60,7 @@ def convolve(
             a = tl.load(x + at, mask=inside, other=0.0)
             known = (tap < size * size)[:, None] & (n < outputs)[None, :]
             b = tl.load(w + k[:, None] + n[None, :] * w_output, mask=known, other=0.0)
-            total = tl.dot(a, b, total, input_precision=precision)
+            total = add_product(total, a, b, precision)
     else:
         blocks = tl.cdiv(inputs, tile_inputs)
         steps = tl.where(is_used, size * size * blocks, 0)
@@ -66,7 +79,7 @@ def convolve(
                 b = tl.load(w + weight_at)
             else:
                 b = tl.load(w + weight_at, mask=(channel < inputs)[:, None] & (n < outputs)[None, :], other=0.0)
-            total = tl.dot(a, b, total, input_precision=precision)
+            total = add_product(total, a, b, precision)
     mask = (m < rows)[:, None]
     if not even_outputs:
         mask = mask & (n < outputs)[None, :]
@@ -117,7 +130,7 @@ def input_gradient_of_stride_2(
             b = tl.load(w + weight_at)
         else:
             b = tl.load(w + weight_at, mask=(channel < outputs)[:, None] & (n < inputs)[None, :], other=0.0)
-        total = tl.dot(a, b, total, input_precision=precision)
+        total = add_product(total, a, b, precision)
     h, v = 2 * i + down, 2 * j + right
     pixel = (image * height + h) * width + v
     mask = ((m < rows) & (h < height) & (v < width))[:, None]
@@ -170,7 +183,7 @@ def weight_gradient(
                 b_mask = b_mask & (i < inputs)[None, :]
             at = ((image * height + row) * width + column) * inputs
             b = tl.load(x + at[:, None] + i[None, :], mask=b_mask, other=0.0)
-        total = tl.dot(tl.trans(a), b, total, input_precision=precision)
+        total = add_product(total, tl.trans(a), b, precision)
     if packed:
         at = o[:, None] * (size * size * inputs) + i[None, :]
         mask = (o < outputs)[:, None] & (i < size * size * inputs)[None, :]
@@ -346,7 +359,7 @@ def norm_input_gradient(
 
 @triton.jit
 def take_sgd_step(
-    weights, gradients, velocity, low, valid, length, lr, momentum, weight_decay, has_low: tl.constexpr,
+    weights, gradients, velocity, low, valid, lr, length, momentum, weight_decay, has_low: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
     """Take a step of SGD with momentum for the clients that have examples in it; keep a copy in lower precision."""
@@ -357,7 +370,7 @@ def take_sgd_step(
         p = tl.load(weights + at, mask=known)
         v = momentum * tl.load(velocity + at, mask=known)
         v += tl.load(gradients + at, mask=known) + weight_decay * p
-        p -= lr * v
+        p -= tl.load(lr) * v
         tl.store(velocity + at, v, mask=known)
         tl.store(weights + at, p, mask=known)
         if has_low:

@@ -45,6 +45,7 @@ class ClientRows:
         buffers: `[clients, buffers]`, as `params`.
         counters: `[clients, counters]`, int64.
         valid: `[clients]`, how many examples of each client's batch count; the rest is padding.
+        lr: The learning rate, at a fixed address for captured steps.
         active: How many of the clients, from the first, take part in a step.
         batch_size: The number of examples of a client's batch, padding included.
     """
@@ -73,6 +74,7 @@ class ClientRows:
         self.buffers = torch.zeros(clients, sizes.buffers, dtype=dtype, device=device)
         self.counters = torch.zeros(clients, sizes.counters, dtype=torch.int64, device=device)
         self.valid = torch.zeros(clients, dtype=torch.int32, device=device)
+        self.lr = torch.zeros((), dtype=dtype, device=device)
         self.active, self.batch_size = clients, 1
         self._distinct = list(seen.values())
         self._leaves: dict[tuple[str, int], Tensor] = {}

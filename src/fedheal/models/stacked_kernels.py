@@ -374,11 +374,11 @@ def evaluate_norm(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None, relu
     return _launch_scale(x, shortcut, statistics, norm.weight, norm.bias, 0, 1, relu)
 
 
-def launch_sgd_step(rows: ClientRows, lr: float, momentum: float, weight_decay: float) -> None:
+def launch_sgd_step(rows: ClientRows, momentum: float, weight_decay: float) -> None:
     """Take a step of SGD for the active clients."""
     length, block = rows.params.shape[1], 1024
     _launch(
         kernels.take_sgd_step, (triton.cdiv(length, block), rows.active),
-        rows.params, rows.gradients, rows.velocity, rows.params if rows.low is None else rows.low, rows.valid, length,
-        lr, momentum, weight_decay, has_low=rows.low is not None, block=block,
+        rows.params, rows.gradients, rows.velocity, rows.params if rows.low is None else rows.low, rows.valid,
+        rows.lr, length, momentum, weight_decay, has_low=rows.low is not None, block=block,
     )  # fmt: skip
