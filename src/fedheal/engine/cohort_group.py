@@ -16,7 +16,7 @@ from fedheal.core.layout import Packed
 from fedheal.core.rng import derive
 from fedheal.engine import serial
 from fedheal.engine.cohort_steps import Kind, Prepared, StackedSteps
-from fedheal.engine.device_data import DeviceData
+from fedheal.engine.device_data import DeviceData, upload
 from fedheal.engine.graph_inputs import capture_graph
 from fedheal.engine.lane import LaneRandomState, identify_terms
 from fedheal.engine.precision import autocast
@@ -74,7 +74,7 @@ class CohortGroup:
         self.rows.lr.fill_(local_training.training.lr)  # a schedule changes it from round to round
         sizes = [[size for size, _ in client] for client in steps]
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(client, dtype=torch.int32) for client in sizes])
-        self.counts[: len(padded), : len(tasks)] = padded.to(self.device)
+        self.counts[: len(padded), : len(tasks)] = upload(padded, self.device)
         seed = derive(local_training.seed, f"{purpose} layers of a cohort", tasks[0].round, *(t.client for t in tasks))
         self.random_state.source.manual_seed(seed)
         taken = 0
@@ -85,7 +85,7 @@ class CohortGroup:
         for client, fixed in zip(prepared, step_set.contexts, strict=False):
             for ctx, fixed_ctx in zip(client.contexts, fixed, strict=True):
                 ctx.scratch.update(fixed_ctx.scratch)
-        numbers = torch.tensor([max(len(s), 1) for s in steps], device=self.device)
+        numbers = upload(torch.tensor([max(len(s), 1) for s in steps]), self.device)
         return self.rows.unload(len(tasks)), self.total[: len(tasks)] / numbers
 
     def _compile(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:

@@ -16,7 +16,7 @@ from fedheal.engine import serial
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining, Task
 
-PLANNED_STEPS = 8  # planned at a time
+PLANNED_STEPS = 8  # planned at a time, at most
 
 
 class DeviceData:
@@ -57,7 +57,7 @@ class DeviceData:
     ) -> Iterator[int]:
         """Plan the batches of clients that train together, a few steps at a time; yield the number of steps planned so far.
 
-        The device takes the first steps while later ones are planned.
+        The device takes the first steps while later ones are planned. It waits only for the very first.
 
         Args:
             local_training: What is trained.
@@ -67,16 +67,17 @@ class DeviceData:
         """
         batches = [self._list_batches(local_training, task, purpose) for task in tasks]
         longest = max(serial.count_steps(self.sizes[task.client], local_training.training) for task in tasks)
-        for start in range(0, longest, PLANNED_STEPS):
-            part = torch.zeros(min(PLANNED_STEPS, longest - start), *plan.shape[1:], dtype=plan.dtype)
+        start, number = 0, 1
+        while start < longest:
+            part = torch.zeros(min(number, longest - start), *plan.shape[1:], dtype=plan.dtype)
             rows = part.numpy()
             for t in range(len(rows)):
                 for i, of_client in enumerate(batches):
                     if (planned := next(of_client, None)) is not None:
                         rows[t, i, :, : planned.shape[1]] = planned
-            source = part.pin_memory() if plan.device.type == "cuda" else part
-            plan[start : start + len(part)].copy_(source, non_blocking=True)
-            yield start + len(part)
+            plan[start : start + len(part)] = upload(part, plan.device)
+            start, number = start + len(part), min(2 * number, PLANNED_STEPS)
+            yield start
 
     def _list_batches(self, local_training: LocalTraining, task: Task, purpose: str) -> Iterator[NDArray[np.int64]]:
         """Yield a client's batches as `[4, size]`: index, top and left shift, and whether an image is mirrored."""
@@ -124,3 +125,8 @@ class DeviceData:
         index = torch.cat([torch.arange(start, start + self.sizes[c], device=device) for c, start in starts.items()])
         rows, columns = slice(self.pad, self.pad + self.height), slice(self.pad, self.pad + self.width)
         return self.images[index][:, rows, columns].permute(0, 3, 1, 2), self.labels[index]
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor's copy on the device, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedheal.core.layout import Packed
 from fedheal.engine import graph_inputs, serial
-from fedheal.engine.device_data import DeviceData
+from fedheal.engine.device_data import DeviceData, upload
 from fedheal.engine.graph_inputs import FixedContext, capture_graph
 from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
 from fedheal.local.term import Context, Term
@@ -135,8 +135,7 @@ class Lane:
     def _upload_batches(self, task: Task, purpose: str) -> list[tuple[int, bool]]:
         """Put a client's batches on the device; return the size of each and whether it belongs to the last epoch."""
         plan, steps = self.data.plan_client(self.local_training, task, purpose)
-        source = plan.pin_memory() if self.cuda else plan
-        self.plan[: len(plan)].copy_(source, non_blocking=True)
+        self.plan[: len(plan)] = upload(plan, self.plan.device)
         return steps
 
     def _get_step_set(self, local_training: LocalTraining, contexts: Sequence[Context]) -> StepSet:

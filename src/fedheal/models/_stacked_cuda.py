@@ -13,19 +13,6 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 SHAPES = ["rows", "positions", "height", "width", "out_height", "out_width"]
 
 
-@triton.jit
-def add_product(total, a, b, precision: tl.constexpr):
-    """Return `total + a @ b`. `bf16x3` computes with three products of bfloat16 parts: more exact than tf32."""
-    if precision == "bf16x3":
-        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(a_low, b_high, total)
-        total = tl.dot(a_high, b_low, total)
-        return tl.dot(a_high, b_high, total)
-    else:
-        return tl.dot(a, b, total, input_precision=precision)
-
-
 @triton.jit(do_not_specialize=[*SHAPES, "stride"])
 def convolve(
     x, w, y, valid, rows, positions, height, width, out_height, out_width, stride, inputs, outputs,
@@ -60,12 +47,12 @@ def convolve(
             a = tl.load(x + at, mask=inside, other=0.0)
             known = (tap < size * size)[:, None] & (n < outputs)[None, :]
             b = tl.load(w + k[:, None] + n[None, :] * w_output, mask=known, other=0.0)
-            total = add_product(total, a, b, precision)
+            total = tl.dot(a, b, total, input_precision=precision)
     else:
         blocks = tl.cdiv(inputs, tile_inputs)
         steps = tl.where(is_used, size * size * blocks, 0)
         for step in range(0, steps):
-            tap, channel = step // blocks, (step % blocks) * tile_inputs + k
+            tap, channel = step % (size * size), step // (size * size) * tile_inputs + k
             row, column = top + tap // size, left + tap % size
             inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (m < rows)
             at = ((first + row * width + column) * inputs)[:, None] + channel[None, :]
@@ -79,7 +66,7 @@ def convolve(
                 b = tl.load(w + weight_at)
             else:
                 b = tl.load(w + weight_at, mask=(channel < inputs)[:, None] & (n < outputs)[None, :], other=0.0)
-            total = add_product(total, a, b, precision)
+            total = tl.dot(a, b, total, input_precision=precision)
     mask = (m < rows)[:, None]
     if not even_outputs:
         mask = mask & (n < outputs)[None, :]
@@ -130,7 +117,7 @@ def input_gradient_of_stride_2(
             b = tl.load(w + weight_at)
         else:
             b = tl.load(w + weight_at, mask=(channel < outputs)[:, None] & (n < inputs)[None, :], other=0.0)
-        total = add_product(total, a, b, precision)
+        total = tl.dot(a, b, total, input_precision=precision)
     h, v = 2 * i + down, 2 * j + right
     pixel = (image * height + h) * width + v
     mask = ((m < rows) & (h < height) & (v < width))[:, None]
@@ -141,56 +128,85 @@ def input_gradient_of_stride_2(
 
 @triton.jit(do_not_specialize=["rows", "positions", "chunk_rows", "stride", "dw_chunk"])
 def weight_gradient(
-    x, dy, dw, valid, rows, positions, chunk_rows, stride, inputs, outputs, x_client, y_client, dw_client, dw_chunk,
-    height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
-    size: tl.constexpr, packed: tl.constexpr, precision: tl.constexpr,
+    x, dy, x_low, dy_low, dw, valid, rows, positions, chunk_rows, stride, inputs, outputs, x_client, y_client, dw_client,
+    dw_chunk, height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
+    size: tl.constexpr, columns: tl.constexpr, packed: tl.constexpr, has_low: tl.constexpr, precision: tl.constexpr,
     even_inputs: tl.constexpr, even_outputs: tl.constexpr,
     tile_outputs: tl.constexpr, tile_inputs: tl.constexpr, tile_rows: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights' gradient over one chunk of the output's positions, without padding.
 
-    Every step divides by the output's size, which is a constant here: that is a third faster.
+    A program has one tap, or the three `columns` of a row of taps, which share the output's gradient; `packed`: all taps. With
+    `has_low` the inputs are pairs of bfloat16 (`split`). Every step divides by the output's size, which is a constant here:
+    that is a third faster.
     """
     chunk, client = tl.program_id(1), tl.program_id(2).to(tl.int64)
     input_tiles = 1 if packed else tl.cdiv(inputs, tile_inputs)
     output_tiles = tl.cdiv(outputs, tile_outputs)
     tap, tile = tl.program_id(0) // (input_tiles * output_tiles), tl.program_id(0) % (input_tiles * output_tiles)
+    tap *= columns
     x += client * x_client
+    x_low += client * x_client
     dy += client * y_client
+    dy_low += client * y_client
     o = (tile // input_tiles) * tile_outputs + tl.arange(0, tile_outputs)
     i = (tile % input_tiles) * tile_inputs + tl.arange(0, tile_inputs)
     total = tl.zeros((tile_outputs, tile_inputs), dtype=tl.float32)
+    if columns == 3:
+        second = tl.zeros((tile_outputs, tile_inputs), dtype=tl.float32)
+        third = tl.zeros((tile_outputs, tile_inputs), dtype=tl.float32)
     last = tl.minimum((chunk + 1) * chunk_rows, tl.minimum(rows, tl.load(valid + client) * positions))
     for start in range(chunk * chunk_rows, last, tile_rows):
         m = start + tl.arange(0, tile_rows)
         image, position = m // (out_height * out_width), m % (out_height * out_width)
         top, left = position // out_width * stride - size // 2, position % out_width * stride - size // 2
-        a_mask = (m < last)[:, None]
+        a_at, a_mask = m[:, None] * outputs + o[None, :], (m < last)[:, None]
         if not even_outputs:
             a_mask = a_mask & (o < outputs)[None, :]
-        a = tl.load(dy + m[:, None] * outputs + o[None, :], mask=a_mask, other=0.0)
+        a = tl.trans(tl.load(dy + a_at, mask=a_mask, other=0.0))
         if packed:
             row, column = top[:, None] + (i // inputs // size)[None, :], left[:, None] + (i // inputs % size)[None, :]
             inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (m < last)[:, None]
-            inside = inside & (i < size * size * inputs)[None, :]
-            at = ((image * height)[:, None] + row) * width + column
-            b = tl.load(x + at * inputs + (i % inputs)[None, :], mask=inside, other=0.0)
+            b_mask = inside & (i < size * size * inputs)[None, :]
+            b_at = (((image * height)[:, None] + row) * width + column) * inputs + (i % inputs)[None, :]
         else:
             row, column = top + tap // size, left + tap % size
-            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (m < last)
-            b_mask = inside[:, None]
+            in_row = (row >= 0) & (row < height) & (m < last)
+            b_mask = (in_row & (column >= 0) & (column < width))[:, None]
             if not even_inputs:
                 b_mask = b_mask & (i < inputs)[None, :]
-            at = ((image * height + row) * width + column) * inputs
-            b = tl.load(x + at[:, None] + i[None, :], mask=b_mask, other=0.0)
-        total = add_product(total, tl.trans(a), b, precision)
+            b_at = (((image * height + row) * width + column) * inputs)[:, None] + i[None, :]
+        b = tl.load(x + b_at, mask=b_mask, other=0.0)
+        total = tl.dot(a, b, total, input_precision=precision)
+        if has_low:
+            total = tl.dot(tl.trans(tl.load(dy_low + a_at, mask=a_mask, other=0.0)), b, total)
+            total = tl.dot(a, tl.load(x_low + b_at, mask=b_mask, other=0.0), total)
+        if columns == 3:  # the first column is the tap's; the second is always inside, the third if it is not the last
+            b = tl.load(x + b_at + inputs, mask=in_row[:, None], other=0.0)
+            second = tl.dot(a, b, second, input_precision=precision)
+            b = tl.load(x + b_at + 2 * inputs, mask=(in_row & (column + 2 < width))[:, None], other=0.0)
+            third = tl.dot(a, b, third, input_precision=precision)
     if packed:
         at = o[:, None] * (size * size * inputs) + i[None, :]
         mask = (o < outputs)[:, None] & (i < size * size * inputs)[None, :]
     else:
         at = (o[:, None] * (size * size) + tap) * inputs + i[None, :]
         mask = (o < outputs)[:, None] & (i < inputs)[None, :]
-    tl.store(dw + client * dw_client + chunk * dw_chunk + at, total, mask=mask)
+    dw += client * dw_client + chunk * dw_chunk
+    tl.store(dw + at, total, mask=mask)
+    if columns == 3:
+        tl.store(dw + at + inputs, second, mask=mask)
+        tl.store(dw + at + 2 * inputs, third, mask=mask)
+
+
+@triton.jit(do_not_specialize=["length"])
+def split(x, high, low, length, block: tl.constexpr):
+    """Write `x` as a sum of two bfloat16 numbers: products of the parts, but for low times low, are more exact than tf32."""
+    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    v = tl.load(x + i, mask=i < length, other=0.0)
+    rounded = v.to(tl.bfloat16)
+    tl.store(high + i, rounded, mask=i < length)
+    tl.store(low + i, (v - rounded.to(tl.float32)).to(tl.bfloat16), mask=i < length)
 
 
 @triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks", "positions"])
@@ -253,11 +269,13 @@ def statistics_of_moments(
         tl.store(batches_tracked, tl.load(batches_tracked) + (valid_rows > 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "positions"])
 def apply_norm(
-    x, shortcut, y, statistics, weight, bias, rows, channels, row_length,
+    x, shortcut, y, statistics, weight, bias, valid, rows, positions, channels, row_length,
     tile_rows: tl.constexpr, width: tl.constexpr, has_shortcut: tl.constexpr, relu: tl.constexpr,
+    has_padding: tl.constexpr,
 ):  # fmt: skip
+    """Normalise, add the shortcut, apply ReLU; padding is 0, and is not read."""
     c, client = tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
     known = c < channels
     statistics += client * 2 * channels
@@ -267,12 +285,17 @@ def apply_norm(
     offset = tl.load(bias + client * row_length + c, mask=known, other=0.0) - mean * scale
     r = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     inside = (r < rows)[:, None] & known[None, :]
+    counts = inside
+    if has_padding:
+        counts = inside & (r < tl.load(valid + client) * positions)[:, None]
     at = client * rows * channels + r[:, None] * channels + c[None, :]
-    result = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + offset[None, :]
+    result = tl.load(x + at, mask=counts, other=0.0).to(tl.float32) * scale[None, :] + offset[None, :]
     if has_shortcut:
-        result += tl.load(shortcut + at, mask=inside, other=0.0).to(tl.float32)
+        result += tl.load(shortcut + at, mask=counts, other=0.0).to(tl.float32)
     if relu:
         result = tl.maximum(result, 0.0)
+    if has_padding:
+        result = tl.where(counts, result, 0.0)
     tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
 
 
@@ -343,17 +366,18 @@ def norm_input_gradient(
     product = tl.load(dweight + at_row, mask=known, other=0.0) / number
     r = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     inside = (r < rows)[:, None] & known[None, :]
+    counts = inside & (r < valid_rows)[:, None]
     at = client * rows * channels + r[:, None] * channels + c[None, :]
-    g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(dy + at, mask=counts, other=0.0).to(tl.float32)
+    v = tl.load(x + at, mask=counts, other=0.0).to(tl.float32)
     if relu and has_shortcut:
-        g = tl.where(tl.load(y + at, mask=inside, other=0.0).to(tl.float32) > 0, g, 0.0)
+        g = tl.where(tl.load(y + at, mask=counts, other=0.0).to(tl.float32) > 0, g, 0.0)
         tl.store(shortcut_gradient + at, g.to(shortcut_gradient.dtype.element_ty), mask=inside)
     elif relu:
         g = tl.where(v * scale[None, :] + offset[None, :] > 0, g, 0.0)
     normal = (v - mean[None, :]) * inverse[None, :]
     result = scale[None, :] * (g - plain[None, :] - normal * product[None, :])
-    result = tl.where((r < valid_rows)[:, None], result, 0.0)
+    result = tl.where(counts, result, 0.0)
     tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
 
 

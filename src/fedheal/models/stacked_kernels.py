@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ MAX_CHUNKS = 128
 PACKED = 64  # inputs of all taps up to which they make one product
 TILE_ROWS = 32  # of batch normalisation, with two warps: measured on an H200
 NORM_WARPS = 2
+TAP_ROWS = True
 FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -90,12 +92,31 @@ def _get_precision() -> str:
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
 
 
-def _get_weights(layer: StackedConv2d, dtype: torch.dtype) -> Tensor:
-    """Return the layer's weights of all clients, from the first on; a client's are a row further."""
-    rows = layer.rows
+@dataclass(frozen=True)
+class _Weights:
+    """A layer's weights of all clients, from the first on, and how far apart entries are."""
+
+    values: Tensor
+    client: int
+    input: int
+    tap: int
+    output: int
+
+
+def _get_weights(layer: StackedConv2d, dtype: torch.dtype, turned: bool = False) -> _Weights:
+    """Return the weights, which are `[clients, outputs, taps, inputs]`; `turned`: for products over the outputs.
+
+    A tensor core takes tf32 numbers only if those of a sum are next to each other, so these are copied for turned products.
+    """
+    rows, inputs, outputs = layer.rows, layer.in_channels, layer.out_channels
+    taps, place = layer.kernel_size[0] ** 2, rows.places[f"{layer.name}.weight"]
     values = rows.params if dtype == torch.float32 else rows.low
     assert values is not None
-    return values[:, rows.places[f"{layer.name}.weight"].row_start :]
+    if turned and dtype == torch.float32 and _get_precision() == "tf32":
+        used = values[: rows.active, place.row_start : place.row_start + outputs * taps * inputs]
+        copied = used.view(rows.active, outputs, taps * inputs).transpose(1, 2).contiguous()
+        return _Weights(copied, outputs * taps * inputs, outputs, inputs * outputs, 1)
+    return _Weights(values[:, place.row_start :], rows.params.shape[1], 1, inputs, taps * inputs)
 
 
 def _tile_for(channels: int, widest: int) -> int:
@@ -108,19 +129,20 @@ def _count_client_entries(x: Tensor, clients: int) -> int:
 
 def launch_convolution(layer: StackedConv2d, x: Tensor) -> Tensor:
     """Return the convolution of `[clients * examples, inputs, height, width]`."""
-    size, stride = layer.kernel_size[0], layer.stride[0]
+    stride = layer.stride[0]
     number, inputs, height, width = x.shape
     out_height, out_width = (height - 1) // stride + 1, (width - 1) // stride + 1
     shape = (number, layer.out_channels, out_height, out_width)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    strides = {"w_input": 1, "w_tap": inputs, "w_output": size * size * inputs}
-    _run_convolution(layer, x, y, inputs, layer.out_channels, strides, stride=stride, flip=False)
+    weights = _get_weights(layer, x.dtype)
+    strides = {"w_input": weights.input, "w_tap": weights.tap, "w_output": weights.output}
+    _run_convolution(layer, x, y, inputs, layer.out_channels, weights, strides, stride=stride, flip=False)
     return y
 
 
 def _run_convolution(
-    layer: StackedConv2d, x: Tensor, y: Tensor, inputs: int, outputs: int, strides: dict[str, int], stride: int,
-    flip: bool,
+    layer: StackedConv2d, x: Tensor, y: Tensor, inputs: int, outputs: int, weights: _Weights, strides: dict[str, int],
+    stride: int, flip: bool,
 ) -> None:  # fmt: skip
     clients, size = layer.rows.active, layer.kernel_size[0]
     rows = y.shape[0] // clients * y.shape[2] * y.shape[3]
@@ -130,8 +152,8 @@ def _run_convolution(
     grid = (triton.cdiv(rows, tiles["tile_rows"]), triton.cdiv(outputs, tiles["tile_outputs"]), clients)
     _launch(
         kernels.convolve, grid,
-        x, _get_weights(layer, x.dtype), y, layer.rows.valid, rows, rows // layer.rows.batch_size, *x.shape[2:],
-        *y.shape[2:], stride, inputs, outputs, _count_client_entries(x, clients), layer.rows.params.shape[1],
+        x, weights.values, y, layer.rows.valid, rows, rows // layer.rows.batch_size, *x.shape[2:],
+        *y.shape[2:], stride, inputs, outputs, _count_client_entries(x, clients), weights.client,
         _count_client_entries(y, clients), **strides, size=size, flip=flip, packed=packed, precision=_get_precision(),
         even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
     )  # fmt: skip
@@ -152,10 +174,10 @@ def input_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> Tensor:
     clients, (size, stride) = layer.rows.active, (layer.kernel_size[0], layer.stride[0])
     number, inputs, height, width = x.shape
     outputs, dx = layer.out_channels, torch.empty_like(x)
-    strides = {"w_input": 1, "w_tap": inputs, "w_output": size * size * inputs}
-    if stride == 1:
-        turned = {**strides, "w_input": strides["w_output"], "w_output": 1}
-        _run_convolution(layer, dy, dx, outputs, inputs, turned, stride=1, flip=True)
+    weights = _get_weights(layer, dy.dtype, turned=True)
+    if stride == 1:  # a convolution whose inputs are the outputs
+        turned = {"w_input": weights.output, "w_tap": weights.tap, "w_output": weights.input}
+        _run_convolution(layer, dy, dx, outputs, inputs, weights, turned, stride=1, flip=True)
         return dx
     rows = number // clients * ((height + 1) // 2) * ((width + 1) // 2)
     tiles = choose_convolution_tiles(outputs, inputs, x.dtype)
@@ -163,9 +185,9 @@ def input_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> Tensor:
     grid = (triton.cdiv(rows, tiles["tile_rows"]), triton.cdiv(inputs, tiles["tile_inputs"]), 4 * clients)
     _launch(
         kernels.input_gradient_of_stride_2, grid,
-        dy, _get_weights(layer, dy.dtype), dx, layer.rows.valid, rows, rows // layer.rows.batch_size, height, width,
-        *dy.shape[2:], inputs, outputs, _count_client_entries(x, clients), layer.rows.params.shape[1],
-        _count_client_entries(dy, clients), **strides,
+        dy, weights.values, dx, layer.rows.valid, rows, rows // layer.rows.batch_size, height, width,
+        *dy.shape[2:], inputs, outputs, _count_client_entries(x, clients), weights.client,
+        _count_client_entries(dy, clients), weights.input, weights.tap, weights.output,
         size=size, precision=_get_precision(),
         even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
     )  # fmt: skip
@@ -177,14 +199,15 @@ def write_weight_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> None:
     clients, (size, stride) = layer.rows.active, (layer.kernel_size[0], layer.stride[0])
     inputs, outputs = layer.in_channels, layer.out_channels
     rows = dy.shape[0] // clients * dy.shape[2] * dy.shape[3]
-    tiles, packed = (
-        choose_gradient_tiles(inputs, outputs, clients, size * size, x.dtype),
-        size * size * inputs <= PACKED,
-    )
-    programs = size * size * triton.cdiv(inputs, tiles["tile_inputs"]) * triton.cdiv(outputs, tiles["tile_outputs"])
+    packed = size * size * inputs <= PACKED
+    splits = x.dtype == torch.float32 and _get_precision() == "tf32" and not packed
+    tiles = choose_gradient_tiles(inputs, outputs, clients, size, x.dtype, splits)
     if packed:
-        tiles["tile_inputs"] = _tile_for(size * size * inputs, PACKED)
+        tiles |= {"tile_inputs": _tile_for(size * size * inputs, PACKED), "columns": 1}
         programs = triton.cdiv(outputs, tiles["tile_outputs"])
+    else:
+        taps = size * size // tiles["columns"]
+        programs = taps * triton.cdiv(inputs, tiles["tile_inputs"]) * triton.cdiv(outputs, tiles["tile_outputs"])
     chunks = choose_chunks(programs * clients, rows, tiles["tile_rows"])
     place, gradients = layer.rows.places[f"{layer.name}.weight"], layer.rows.gradients
     assert gradients is not None
@@ -193,25 +216,46 @@ def write_weight_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> None:
         out = torch.empty(clients, chunks, place.stop - place.start, device=x.device)
         out_client, out_chunk = out.stride(0), out.stride(1)
     chunk_rows = triton.cdiv(triton.cdiv(rows, chunks), tiles["tile_rows"]) * tiles["tile_rows"]
+    x, x_low = _split(x) if splits else (x, x)
+    dy, dy_low = _split(dy) if splits else (dy, dy)
     _launch(
         kernels.weight_gradient, (programs, chunks, clients),
-        x, dy, out, layer.rows.valid, rows, rows // layer.rows.batch_size, chunk_rows, stride, inputs, outputs,
+        x, dy, x_low, dy_low, out, layer.rows.valid, rows, rows // layer.rows.batch_size, chunk_rows, stride, inputs, outputs,
         _count_client_entries(x, clients), _count_client_entries(dy, clients), out_client, out_chunk, *x.shape[2:],
-        *dy.shape[2:], size=size, packed=packed, precision=_get_precision(),
+        *dy.shape[2:], size=size, packed=packed, has_low=splits, precision=_get_precision(),
         even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
     )  # fmt: skip
     if chunks > 1:
         torch.sum(out, dim=1, out=gradients[:clients, place.row_start : place.row_start + out.shape[2]])
 
 
-def choose_gradient_tiles(inputs: int, outputs: int, clients: int, taps: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the tile sizes, warps and stages for a weight gradient, chosen by measurement on an H200."""
+def _split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors of bfloat16 whose sum is nearly `x`."""
+    high, low = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.bfloat16)
+    _launch(kernels.split, (triton.cdiv(x.numel(), 2048),), x, high, low, x.numel(), block=2048)
+    return high, low
+
+
+def choose_gradient_tiles(
+    inputs: int, outputs: int, clients: int, size: int, dtype: torch.dtype, splits: bool
+) -> dict[str, int]:
+    """Return the tile sizes, taps of a program, warps and stages for a weight gradient, chosen by measurement on an H200."""
+    is_narrow = min(inputs, outputs) < 128
+    if splits and not is_narrow:
+        return {
+            "tile_outputs": 128, "tile_inputs": 128, "tile_rows": 32, "columns": 1, "num_warps": 8, "num_stages": 3
+        }  # fmt: skip
     tile_outputs = _tile_for(outputs, 128)
-    programs = taps * clients * triton.cdiv(outputs, 128) * triton.cdiv(inputs, 128)
-    tile_inputs = _tile_for(inputs, 128 if programs >= 256 and dtype != torch.float32 else 64)
-    tile_rows = 64 if dtype != torch.float32 else 32
+    programs = size * size * clients * triton.cdiv(outputs, 128) * triton.cdiv(inputs, 128)
+    is_float32 = dtype == torch.float32 and not splits
+    tile_inputs = _tile_for(inputs, 128 if programs >= 256 and not is_float32 else 64)
+    columns = 3 if size == 3 and TAP_ROWS and dtype == torch.bfloat16 and inputs % tile_inputs == 0 else 1
+    tile_rows = 64 if not is_float32 else 32
+    if splits or columns == 3:
+        tile_outputs, tile_inputs = min(64, tile_outputs), min(64, tile_inputs)
     return {
-        "tile_outputs": tile_outputs, "tile_inputs": tile_inputs, "tile_rows": tile_rows, "num_warps": 4, "num_stages": 3
+        "tile_outputs": tile_outputs, "tile_inputs": tile_inputs, "tile_rows": tile_rows, "columns": columns,
+        "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
 
 
@@ -334,20 +378,25 @@ def _get_affine(layer: StackedBatchNorm, rows: Tensor) -> list[Tensor]:
 
 
 def _scale(layer: StackedBatchNorm, x: Tensor, shortcut: Tensor | None, statistics: Tensor, relu: bool) -> Tensor:
-    rows, (weight, bias) = layer.rows, _get_affine(layer, layer.rows.params)
-    return _launch_scale(x, shortcut, statistics, weight, bias, rows.params.shape[1], rows.active, relu)
+    weight, bias = _get_affine(layer, layer.rows.params)
+    return _launch_scale(x, shortcut, statistics, weight, bias, layer.rows, relu)
 
 
 def _launch_scale(
-    x: Tensor, shortcut: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor, row_length: int, clients: int,
+    x: Tensor, shortcut: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor, clients: ClientRows | None,
     relu: bool,
 ) -> Tensor:  # fmt: skip
+    """Normalise by these statistics, of several clients or of one model without padding."""
     y, channels = torch.empty_like(x), x.shape[1]
-    rows, width = x.numel() // (channels * clients), _choose_width(channels)
+    number, row_length = (1, 0) if clients is None else (clients.active, clients.params.shape[1])
+    rows, width = x.numel() // (channels * number), _choose_width(channels)
+    positions = 0 if clients is None else rows // clients.batch_size
     _launch(
-        kernels.apply_norm, (triton.cdiv(rows, TILE_ROWS), triton.cdiv(channels, width), clients),
-        x, y if shortcut is None else shortcut, y, statistics, weight, bias, rows, channels, row_length,
-        tile_rows=TILE_ROWS, width=width, has_shortcut=shortcut is not None, relu=relu, num_warps=NORM_WARPS,
+        kernels.apply_norm, (triton.cdiv(rows, TILE_ROWS), triton.cdiv(channels, width), number),
+        x, y if shortcut is None else shortcut, y, statistics, weight, bias,
+        statistics if clients is None else clients.valid, rows, positions, channels, row_length,
+        tile_rows=TILE_ROWS, width=width, has_shortcut=shortcut is not None, relu=relu,
+        has_padding=clients is not None, num_warps=NORM_WARPS,
     )  # fmt: skip
     return y
 
@@ -371,7 +420,7 @@ def evaluate_norm(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None, relu
     if shortcut is not None:
         shortcut = shortcut.contiguous(memory_format=torch.channels_last)
     statistics = torch.stack([norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)])
-    return _launch_scale(x, shortcut, statistics, norm.weight, norm.bias, 0, 1, relu)
+    return _launch_scale(x, shortcut, statistics, norm.weight, norm.bias, None, relu)
 
 
 def launch_sgd_step(rows: ClientRows, momentum: float, weight_decay: float) -> None:
