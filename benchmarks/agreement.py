@@ -1,9 +1,10 @@
-"""Do lanes and the serial engine learn the same? Accuracy after some rounds, each engine several times on the same seed.
+"""Do two engines learn the same? Accuracy after some rounds, each engine several times on the same seed.
 
     python benchmarks/agreement.py --data digits --repeats 8 rounds=20 epochs=1 lr=0.01
+    python benchmarks/agreement.py --data digits --engines cohort,lanes precision=bf16
 
 Repeats of one engine differ by the order of sums alone, since runs are not asked to be deterministic: their spread is the
-noise that a difference between the engines has to be judged by. Lanes need a GPU: on a CPU there is nothing to compare.
+noise that a difference between the engines has to be judged by. On a CPU there is one engine, and nothing to compare.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def wanted(asked: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
     """Where to run and what, tried out here: in a process of its own an error comes late and with a traceback."""
     if asked.repeats < 2:
         raise ValueError(f"repeats = {asked.repeats}: a spread needs at least 2")
+    if len(asked.engines.split(",")) != 2:
+        raise ValueError(f"engines = {asked.engines}: give two, such as cohort,lanes")
     if asked.at_a_time < 1:
         raise ValueError(f"at-a-time = {asked.at_a_time}: use 1 or more")
     said = parse_overrides(asked.words)
@@ -62,6 +65,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="what differs from the protocol")
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--engines", default="lanes,serial", help="two of cohort, lanes and serial")
     parser.add_argument("--repeats", type=int, default=8, help="of each engine, at least 2")
     parser.add_argument("--at-a-time", type=int, default=4, help="runs in processes of their own")
     asked = parser.parse_intermixed_args()  # words may stand after options, too
@@ -69,7 +73,7 @@ def main() -> None:
         device, keys = wanted(asked)
     except ValueError as error:
         refuse(str(error))
-    engines = ["lanes", "serial"] if device.type == "cuda" else ["serial"]
+    engines = asked.engines.split(",") if device.type == "cuda" else ["serial"]
     with ProcessPoolExecutor(asked.at_a_time, get_context("spawn")) as pool:
         found = list(pool.map(accuracy, [keys | {"engine": e} for e in engines for _ in range(asked.repeats)]))
     names = list(found[0])
@@ -85,8 +89,8 @@ def main() -> None:
         spread = zip(runs.mean(axis=0), runs.std(axis=0, ddof=1), strict=True)
         print(f"| {engine} | {' | '.join(f'{mean:.2f} ± {sd:.2f}' for mean, sd in spread)} |")
     if len(engines) > 1:
-        lanes, serial = by_engine["lanes"], by_engine["serial"]
-        gap, test = lanes.mean(axis=0) - serial.mean(axis=0), stats.ttest_ind(lanes, serial, equal_var=False)
+        one, two = by_engine.values()
+        gap, test = one.mean(axis=0) - two.mean(axis=0), stats.ttest_ind(one, two, equal_var=False)
         print(f"| difference | {' | '.join(f'{points:+.2f}' for points in gap)} |")
         print(f"| p (Welch, not corrected for {len(names)} columns) | {' | '.join(f'{p:.2f}' for p in test.pvalue)} |")
     else:

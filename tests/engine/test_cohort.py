@@ -217,9 +217,11 @@ def test_out_of_memory_halves_the_group(monkeypatch: Any, caplog: Any) -> None:
 def test_lanes_are_chosen_where_they_are_faster() -> None:
     fed = federation(model="resnet10", width=16)
     lanes_reason = find_faster_in_lanes(fed.local_training, cohort.DeviceData(fed.local_training))
-    assert lanes_reason == "with layers of 128 channels, lanes are faster in fp32; use bf16 for one program"
+    assert lanes_reason == "with layers of 128 channels, lanes are faster in fp32; use tf32 or bf16 for one program"
+    for precision in ("tf32", "bf16"):
+        faster = replace(fed.local_training, precision=precision)
+        assert find_faster_in_lanes(faster, cohort.DeviceData(faster)) == ""
     bf16 = replace(fed.local_training, precision="bf16")
-    assert find_faster_in_lanes(bf16, cohort.DeviceData(bf16)) == ""
     large = replace(bf16, training=replace(bf16.training, batch_size=1 << 12))
     assert "fills the GPU" in find_faster_in_lanes(large, cohort.DeviceData(large))
 

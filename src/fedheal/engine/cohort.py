@@ -164,8 +164,8 @@ def find_faster_in_lanes(local_training: LocalTraining, data: DeviceData) -> str
     """Return why lanes are faster for this run, or "" if they are not, by measurements on an H200 (docs/performance.md)."""
     convolutions = [part for part in local_training.module.modules() if isinstance(part, nn.Conv2d)]
     widest = max((max(conv.in_channels, conv.out_channels) for conv in convolutions), default=0)
-    if local_training.precision != "bf16" and widest >= WIDE:
-        return f"with layers of {widest} channels, lanes are faster in {local_training.precision}; use bf16 for one program"
+    if local_training.precision == "fp32" and widest >= WIDE:
+        return f"with layers of {widest} channels, lanes are faster in fp32; use tf32 or bf16 for one program"
     if local_training.training.batch_size * data.height * data.width >= PIXELS:
         return "one client's batch of such images fills the GPU"
     return ""

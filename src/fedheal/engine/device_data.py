@@ -10,11 +10,11 @@ from torch.nn import functional
 
 from fedheal.core.layout import Packed
 from fedheal.core.rng import generator
-from fedheal.data.augment import PAD, normalise_images
+from fedheal.data.augment import PAD, Choices, normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.precision import autocast
-from fedheal.engine.serial import LocalTraining, Task
+from fedheal.engine.serial import LocalTraining, Task, Training
 
 PLANNED_STEPS = 8  # planned at a time, at most
 
@@ -83,13 +83,14 @@ class DeviceData:
         """Yield a client's batches as `[4, size]`: index, top and left shift, and whether an image is mirrored."""
         training, examples = local_training.training, self.sizes[task.client]
         rng = generator(local_training.seed, purpose, task.round, task.client)
-        for selected, choices, _ in serial.plan_batches(examples, training, rng):
-            planned = np.zeros((4, len(selected)), np.int64)
-            planned[0] = selected.numpy() + self.offsets[task.client]
+        for order, choices, size in plan_epochs(examples, training, rng):
+            planned = np.zeros((4, len(order)), np.int64)
+            planned[0] = order.numpy() + self.offsets[task.client]
             for channel, choice in enumerate(choices, start=1):
                 if choice is not None:
                     planned[channel] = choice.numpy()
-            yield planned
+            for start in range(0, len(order), size):
+                yield planned[:, start : start + size]
 
     def make_batch(self, plan: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images and labels of a plan `[4, size]`: index, top and left shift, and whether it is mirrored."""
@@ -125,6 +126,31 @@ class DeviceData:
         index = torch.cat([torch.arange(start, start + self.sizes[c], device=device) for c, start in starts.items()])
         rows, columns = slice(self.pad, self.pad + self.height), slice(self.pad, self.pad + self.width)
         return self.images[index][:, rows, columns].permute(0, 3, 1, 2), self.labels[index]
+
+
+def plan_epochs(examples: int, training: Training, rng: torch.Generator) -> Iterator[tuple[Tensor, Choices, int]]:
+    """Yield examples and choices as `serial.plan_batches` does, for several batches at a time, and the size of a batch.
+
+    Shifts are drawn one number after another, so those of an epoch can be drawn at once, which is faster. Mirrored images come
+    from numbers of another kind, in between: then batches are planned one by one.
+    """
+    if "flip" in training.augment:
+        for order, choices, _ in serial.plan_batches(examples, training, rng):
+            yield order, choices, max(1, len(order))
+        return
+    size, steps_left = training.batch_size, serial.count_steps(examples, training)
+    while steps_left > 0:
+        order = torch.randperm(examples, generator=rng)[: steps_left * size]
+        steps_left -= -(-examples // size)
+        if "crop" not in training.augment:
+            yield order, Choices(None, None, None), size
+            continue
+        drawn = torch.randint(0, 2 * PAD + 1, (2 * len(order),), generator=rng)
+        full = len(order) // size * size
+        # Each batch has its shifts down, then those to the right.
+        shifts = drawn[: 2 * full].view(-1, 2, size).transpose(0, 1).reshape(2, full)
+        top, left = torch.cat([shifts, drawn[2 * full :].view(2, -1)], dim=1)
+        yield order, Choices(top, left, None), size
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ last, smaller batch included) and returns what it changed. Terms are called befo
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ Shared = tuple[Arrays, ...]  # the shared values of each term
 
 EVALUATE_BATCH = 512
 EVALUATE_PIXELS = 1 << 22  # in a batch on a GPU, which smaller ones leave idle
+JOINED_BYTES = 1 << 30  # of images on a GPU, up to which splits are evaluated as one
 CACHED_PIXELS = 1 << 16  # in a batch on a CPU, so that the network's activations stay in the caches
 
 
@@ -414,13 +416,26 @@ def find_correct(module: nn.Module, split: Split, precision: str = "fp32") -> Te
 
 def find_correct_in_turn(local_training: LocalTraining, pairs: Sequence[tuple[Packed, Split]]) -> list[Tensor]:
     """Return, for each pair of a model and a split, which examples the model classifies correctly."""
-    correct, loaded = [], None
-    for model, split in pairs:
-        if model is not loaded:
-            local_training.load_model(model, training=False)
-            loaded = model
-        correct.append(find_correct(local_training.module, split, local_training.precision))
+    correct: list[Tensor] = []
+    for _, group in groupby(pairs, key=lambda pair: id(pair[0])):
+        models, splits = zip(*group, strict=True)
+        module = local_training.load_model(models[0], training=False)
+        joined = _join_on_gpu(splits)
+        if joined is None:
+            correct += [find_correct(module, split, local_training.precision) for split in splits]
+        else:
+            hits = find_correct(module, joined, local_training.precision)
+            correct += torch.split(hits, [len(split) for split in splits])
     return correct
+
+
+def _join_on_gpu(splits: Sequence[Split]) -> Split | None:
+    """Return small splits on a GPU as one: it would spend most of the time on launches for many small batches."""
+    images = [split.images for split in splits]
+    is_small = images[0].is_cuda and sum(part.nbytes for part in images) <= JOINED_BYTES
+    if not is_small or len({part.shape[1:] for part in images}) > 1:
+        return None
+    return Split(torch.cat(images), torch.cat([split.labels for split in splits]))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The Triton kernels of `stacked_ops`: one launch per layer for all clients, each with its own weights.
+"""The Triton kernels of `stacked_kernels`: one launch per layer for all clients, each with its own weights.
 
 Feature maps are `[clients, images, height, width, channels]`. A convolution's weights are `[clients, outputs, taps, inputs]`,
 where a tap is a position of the kernel; rows of different clients may lie apart. Sums have a fixed order, so results repeat bit
@@ -126,19 +126,46 @@ def input_gradient_of_stride_2(
     tl.store(dx + pixel.to(tl.int64)[:, None] * inputs + n[None, :], total.to(dx.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def choose_scale(largest):
+    """Return the power of two that brings numbers of at most this size to below 2^15, near the top of float16."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    return (tl.minimum(254 + 14 - exponent, 253) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_to_half(x, largest, half, length, block: tl.constexpr):
+    """Write `x` as float16, which has the digits of tf32 but fewer powers: scaled by each client's largest number."""
+    client = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * block + tl.arange(0, block)
+    v = tl.load(x + client * length + i, mask=i < length, other=0.0) * choose_scale(tl.load(largest + client))
+    tl.store(half + client * length + i, v.to(tl.float16), mask=i < length)
+
+
+@triton.jit
+def turn(w, turned, w_client, outputs, columns, tile: tl.constexpr):
+    """Transpose each client's matrix `[outputs, columns]`."""
+    client = tl.program_id(2).to(tl.int64)
+    o, c = tl.program_id(0) * tile + tl.arange(0, tile), tl.program_id(1) * tile + tl.arange(0, tile)
+    known = (o < outputs)[:, None] & (c < columns)[None, :]
+    v = tl.load(w + client * w_client + o[:, None] * columns + c[None, :], mask=known, other=0.0)
+    turned += client * outputs * columns
+    tl.store(turned + c[:, None] * outputs + o[None, :], tl.trans(v), mask=tl.trans(known))
+
+
 @triton.jit(do_not_specialize=["rows", "positions", "chunk_rows", "stride", "dw_chunk"])
 def weight_gradient(
-    x, dy, x_low, dy_low, dw, valid, rows, positions, chunk_rows, stride, inputs, outputs, x_client, y_client, dw_client,
-    dw_chunk, height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
-    size: tl.constexpr, columns: tl.constexpr, packed: tl.constexpr, has_low: tl.constexpr, precision: tl.constexpr,
+    x, dy, x_largest, dy_largest, dw, valid, rows, positions, chunk_rows, stride, inputs, outputs, x_client, y_client,
+    dw_client, dw_chunk, height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
+    size: tl.constexpr, columns: tl.constexpr, packed: tl.constexpr, scaled: tl.constexpr, precision: tl.constexpr,
     even_inputs: tl.constexpr, even_outputs: tl.constexpr,
     tile_outputs: tl.constexpr, tile_inputs: tl.constexpr, tile_rows: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights' gradient over one chunk of the output's positions, without padding.
 
-    A program has one tap, or the three `columns` of a row of taps, which share the output's gradient; `packed`: all taps. With
-    `has_low` the inputs are pairs of bfloat16 (`split`). Every step divides by the output's size, which is a constant here:
-    that is a third faster.
+    A program has one tap, or the three `columns` of a row of taps, which share the output's gradient; `packed`: all taps.
+    `scaled`: the inputs were scaled by their largest numbers (`scale_to_half`). Every step divides by the output's size, which
+    is a constant here: that is a third faster.
     """
     chunk, client = tl.program_id(1), tl.program_id(2).to(tl.int64)
     input_tiles = 1 if packed else tl.cdiv(inputs, tile_inputs)
@@ -146,9 +173,7 @@ def weight_gradient(
     tap, tile = tl.program_id(0) // (input_tiles * output_tiles), tl.program_id(0) % (input_tiles * output_tiles)
     tap *= columns
     x += client * x_client
-    x_low += client * x_client
     dy += client * y_client
-    dy_low += client * y_client
     o = (tile // input_tiles) * tile_outputs + tl.arange(0, tile_outputs)
     i = (tile % input_tiles) * tile_inputs + tl.arange(0, tile_inputs)
     total = tl.zeros((tile_outputs, tile_inputs), dtype=tl.float32)
@@ -178,9 +203,6 @@ def weight_gradient(
             b_at = (((image * height + row) * width + column) * inputs)[:, None] + i[None, :]
         b = tl.load(x + b_at, mask=b_mask, other=0.0)
         total = tl.dot(a, b, total, input_precision=precision)
-        if has_low:
-            total = tl.dot(tl.trans(tl.load(dy_low + a_at, mask=a_mask, other=0.0)), b, total)
-            total = tl.dot(a, tl.load(x_low + b_at, mask=b_mask, other=0.0), total)
         if columns == 3:  # the first column is the tap's; the second is always inside, the third if it is not the last
             b = tl.load(x + b_at + inputs, mask=in_row[:, None], other=0.0)
             second = tl.dot(a, b, second, input_precision=precision)
@@ -193,20 +215,13 @@ def weight_gradient(
         at = (o[:, None] * (size * size) + tap) * inputs + i[None, :]
         mask = (o < outputs)[:, None] & (i < inputs)[None, :]
     dw += client * dw_client + chunk * dw_chunk
-    tl.store(dw + at, total, mask=mask)
+    x_scale, dy_scale = 1.0, 1.0
+    if scaled:
+        x_scale, dy_scale = choose_scale(tl.load(x_largest + client)), choose_scale(tl.load(dy_largest + client))
+    tl.store(dw + at, total / x_scale / dy_scale, mask=mask)
     if columns == 3:
-        tl.store(dw + at + inputs, second, mask=mask)
-        tl.store(dw + at + 2 * inputs, third, mask=mask)
-
-
-@triton.jit(do_not_specialize=["length"])
-def split(x, high, low, length, block: tl.constexpr):
-    """Write `x` as a sum of two bfloat16 numbers: products of the parts, but for low times low, are more exact than tf32."""
-    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    v = tl.load(x + i, mask=i < length, other=0.0)
-    rounded = v.to(tl.bfloat16)
-    tl.store(high + i, rounded, mask=i < length)
-    tl.store(low + i, (v - rounded.to(tl.float32)).to(tl.bfloat16), mask=i < length)
+        tl.store(dw + at + inputs, second / x_scale / dy_scale, mask=mask)
+        tl.store(dw + at + 2 * inputs, third / x_scale / dy_scale, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks", "positions"])
@@ -271,11 +286,11 @@ def statistics_of_moments(
 
 @triton.jit(do_not_specialize=["rows", "positions"])
 def apply_norm(
-    x, shortcut, y, statistics, weight, bias, valid, rows, positions, channels, row_length,
+    x, shortcut, y, statistics, weight, bias, valid, largest, rows, positions, channels, row_length,
     tile_rows: tl.constexpr, width: tl.constexpr, has_shortcut: tl.constexpr, relu: tl.constexpr,
-    has_padding: tl.constexpr,
+    has_padding: tl.constexpr, has_largest: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, add the shortcut, apply ReLU; padding is 0, and is not read."""
+    """Normalise, add the shortcut, apply ReLU; padding is 0, and is not read. `largest` receives the largest number."""
     c, client = tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
     known = c < channels
     statistics += client * 2 * channels
@@ -297,6 +312,8 @@ def apply_norm(
     if has_padding:
         result = tl.where(counts, result, 0.0)
     tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
+    if has_largest:
+        tl.atomic_max(largest + client, tl.max(tl.abs(result)).to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks", "positions"])
@@ -348,10 +365,11 @@ def reduce_sums(partials, dweight, dbias, channels, chunks, row_length, max_chun
 
 @triton.jit(do_not_specialize=["rows", "positions"])
 def norm_input_gradient(
-    dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, valid, rows, positions, channels, row_length,
-    tile_rows: tl.constexpr, width: tl.constexpr, relu: tl.constexpr, has_shortcut: tl.constexpr,
+    dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, valid, largest, rows, positions, channels,
+    row_length, tile_rows: tl.constexpr, width: tl.constexpr, relu: tl.constexpr, has_shortcut: tl.constexpr,
+    has_largest: tl.constexpr,
 ):  # fmt: skip
-    """Compute the input's gradient, which is 0 in rows that do not count."""
+    """Compute the input's gradient, which is 0 in rows that do not count. `largest` receives its largest number."""
     c, client = tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
     known = c < channels
     statistics += client * 2 * channels
@@ -379,6 +397,8 @@ def norm_input_gradient(
     result = scale[None, :] * (g - plain[None, :] - normal * product[None, :])
     result = tl.where(counts, result, 0.0)
     tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
+    if has_largest:
+        tl.atomic_max(largest + client, tl.max(tl.abs(result)).to(tl.int32, bitcast=True))
 
 
 @triton.jit

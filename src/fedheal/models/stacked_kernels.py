@@ -19,7 +19,7 @@ MAX_CHUNKS = 128
 PACKED = 64  # inputs of all taps up to which they make one product
 TILE_ROWS = 32  # of batch normalisation, with two warps: measured on an H200
 NORM_WARPS = 2
-TAP_ROWS = True
+LARGE_MAP = 1 << 15  # positions of a client's batch, which are cut into enough chunks to fill a GPU
 FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -69,7 +69,7 @@ class StackedConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: StackedConv2d) -> Tensor:
         x = _prepare(x)
-        ctx.layer, ctx.active = layer, layer.rows.active
+        ctx.layer, ctx.largest = layer, _get_largest(x)
         ctx.save_for_backward(x)
         return launch_convolution(layer, x)
 
@@ -78,7 +78,7 @@ class StackedConvolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         dy = gradient.contiguous(memory_format=torch.channels_last)
-        write_weight_gradient(ctx.layer, x, dy)
+        write_weight_gradient(ctx.layer, x, dy, ctx.largest, _get_largest(dy))
         return input_gradient(ctx.layer, x, dy) if ctx.needs_input_grad[0] else None, None, None
 
 
@@ -90,6 +90,23 @@ def _prepare(x: Tensor) -> Tensor:
 
 def _get_precision() -> str:
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def _allocate_largest(x: Tensor, clients: int) -> Tensor | None:
+    """Return memory for the largest number of each client in a tensor like this, if a weight gradient will need it."""
+    needs_scale = x.dtype == torch.float32 and _get_precision() == "tf32"
+    return torch.zeros(clients, device=x.device) if needs_scale else None
+
+
+def _set_largest(x: Tensor, largest: Tensor | None) -> None:
+    """Note the largest numbers at the tensor, for as long as nobody changes it."""
+    x.largest = largest, x._version  # type: ignore[attr-defined]
+
+
+def _get_largest(x: Tensor) -> Tensor | None:
+    """Return the largest numbers that were noted, or None if there are none or the tensor was changed since."""
+    largest, version = getattr(x, "largest", (None, 0))
+    return largest if version == x._version else None
 
 
 @dataclass(frozen=True)
@@ -112,11 +129,13 @@ def _get_weights(layer: StackedConv2d, dtype: torch.dtype, turned: bool = False)
     taps, place = layer.kernel_size[0] ** 2, rows.places[f"{layer.name}.weight"]
     values = rows.params if dtype == torch.float32 else rows.low
     assert values is not None
+    first, columns = values[:, place.row_start :], taps * inputs
     if turned and dtype == torch.float32 and _get_precision() == "tf32":
-        used = values[: rows.active, place.row_start : place.row_start + outputs * taps * inputs]
-        copied = used.view(rows.active, outputs, taps * inputs).transpose(1, 2).contiguous()
-        return _Weights(copied, outputs * taps * inputs, outputs, inputs * outputs, 1)
-    return _Weights(values[:, place.row_start :], rows.params.shape[1], 1, inputs, taps * inputs)
+        copied = torch.empty(rows.active, columns, outputs, device=values.device)
+        grid = (triton.cdiv(outputs, 64), triton.cdiv(columns, 64), rows.active)
+        _launch(kernels.turn, grid, first, copied, values.shape[1], outputs, columns, tile=64)
+        return _Weights(copied, outputs * columns, outputs, inputs * outputs, 1)
+    return _Weights(first, values.shape[1], 1, inputs, columns)
 
 
 def _tile_for(channels: int, widest: int) -> int:
@@ -161,11 +180,17 @@ def _run_convolution(
 
 def choose_convolution_tiles(inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the tile sizes, warps and stages for a convolution, chosen by measurement on an H200."""
-    tile_outputs = _tile_for(outputs, 128)
-    is_wide = tile_outputs == 128 or dtype == torch.float32
+    if dtype == torch.float32:
+        is_tf32 = _get_precision() == "tf32"
+        tile_outputs = _tile_for(outputs, 256 if is_tf32 else 128)
+        tile_inputs, warps, stages = _tile_for(inputs, 32), 4 if is_tf32 and tile_outputs < 256 else 8, 3
+    else:
+        tile_outputs = _tile_for(outputs, 128)
+        is_wide = tile_outputs == 128
+        tile_inputs, warps, stages = _tile_for(inputs, 32 if is_wide else 64), 4, 4 if is_wide else 3
     return {
-        "tile_rows": 128, "tile_outputs": tile_outputs, "tile_inputs": _tile_for(inputs, 32 if is_wide else 64),
-        "num_warps": 4 if dtype != torch.float32 else 8, "num_stages": 4 if is_wide and dtype != torch.float32 else 3,
+        "tile_rows": 128, "tile_outputs": tile_outputs, "tile_inputs": tile_inputs, "num_warps": warps,
+        "num_stages": stages,
     }  # fmt: skip
 
 
@@ -194,14 +219,20 @@ def input_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> Tensor:
     return dx
 
 
-def write_weight_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> None:
-    """Write the gradient of the weights to the clients' rows."""
+def write_weight_gradient(
+    layer: StackedConv2d, x: Tensor, dy: Tensor, x_largest: Tensor | None = None, dy_largest: Tensor | None = None
+) -> None:
+    """Write the gradient of the weights to the clients' rows; in tf32 the largest numbers are found if they are not given."""
     clients, (size, stride) = layer.rows.active, (layer.kernel_size[0], layer.stride[0])
     inputs, outputs = layer.in_channels, layer.out_channels
     rows = dy.shape[0] // clients * dy.shape[2] * dy.shape[3]
     packed = size * size * inputs <= PACKED
-    splits = x.dtype == torch.float32 and _get_precision() == "tf32" and not packed
-    tiles = choose_gradient_tiles(inputs, outputs, clients, size, x.dtype, splits)
+    # A tensor core takes float32 only if the numbers of a sum, here over positions, are next to each other.
+    scaled = x.dtype == torch.float32 and _get_precision() == "tf32" and not packed
+    if scaled:
+        x, x_largest = _scale_to_half(x, clients, x_largest)
+        dy, dy_largest = _scale_to_half(dy, clients, dy_largest)
+    tiles = choose_gradient_tiles(inputs, outputs, clients, size, x.dtype, rows)
     if packed:
         tiles |= {"tile_inputs": _tile_for(size * size * inputs, PACKED), "columns": 1}
         programs = triton.cdiv(outputs, tiles["tile_outputs"])
@@ -216,46 +247,42 @@ def write_weight_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> None:
         out = torch.empty(clients, chunks, place.stop - place.start, device=x.device)
         out_client, out_chunk = out.stride(0), out.stride(1)
     chunk_rows = triton.cdiv(triton.cdiv(rows, chunks), tiles["tile_rows"]) * tiles["tile_rows"]
-    x, x_low = _split(x) if splits else (x, x)
-    dy, dy_low = _split(dy) if splits else (dy, dy)
     _launch(
         kernels.weight_gradient, (programs, chunks, clients),
-        x, dy, x_low, dy_low, out, layer.rows.valid, rows, rows // layer.rows.batch_size, chunk_rows, stride, inputs, outputs,
+        x, dy, x_largest if scaled else x, dy_largest if scaled else dy, out, layer.rows.valid, rows,
+        rows // layer.rows.batch_size, chunk_rows, stride, inputs, outputs,
         _count_client_entries(x, clients), _count_client_entries(dy, clients), out_client, out_chunk, *x.shape[2:],
-        *dy.shape[2:], size=size, packed=packed, has_low=splits, precision=_get_precision(),
+        *dy.shape[2:], size=size, packed=packed, scaled=scaled, precision=_get_precision(),
         even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
     )  # fmt: skip
     if chunks > 1:
         torch.sum(out, dim=1, out=gradients[:clients, place.row_start : place.row_start + out.shape[2]])
 
 
-def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of bfloat16 whose sum is nearly `x`."""
-    high, low = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.bfloat16)
-    _launch(kernels.split, (triton.cdiv(x.numel(), 2048),), x, high, low, x.numel(), block=2048)
-    return high, low
+def _scale_to_half(x: Tensor, clients: int, largest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return a tensor as float16, scaled, and the largest number of each client, by which it was scaled."""
+    length, half = _count_client_entries(x, clients), torch.empty_like(x, dtype=torch.float16)
+    if largest is None:
+        largest = torch.linalg.vector_norm(x.permute(0, 2, 3, 1).reshape(clients, length), torch.inf, dim=1)
+    _launch(kernels.scale_to_half, (triton.cdiv(length, 2048), clients), x, largest, half, length, block=2048)
+    return half, largest
 
 
 def choose_gradient_tiles(
-    inputs: int, outputs: int, clients: int, size: int, dtype: torch.dtype, splits: bool
+    inputs: int, outputs: int, clients: int, size: int, dtype: torch.dtype, rows: int
 ) -> dict[str, int]:
     """Return the tile sizes, taps of a program, warps and stages for a weight gradient, chosen by measurement on an H200."""
-    is_narrow = min(inputs, outputs) < 128
-    if splits and not is_narrow:
-        return {
-            "tile_outputs": 128, "tile_inputs": 128, "tile_rows": 32, "columns": 1, "num_warps": 8, "num_stages": 3
-        }  # fmt: skip
-    tile_outputs = _tile_for(outputs, 128)
+    tile_outputs, tile_inputs = _tile_for(outputs, 128), _tile_for(inputs, 64)
+    tile_rows, columns, warps = 32 if dtype == torch.float32 else 64, 1, 4
     programs = size * size * clients * triton.cdiv(outputs, 128) * triton.cdiv(inputs, 128)
-    is_float32 = dtype == torch.float32 and not splits
-    tile_inputs = _tile_for(inputs, 128 if programs >= 256 and not is_float32 else 64)
-    columns = 3 if size == 3 and TAP_ROWS and dtype == torch.bfloat16 and inputs % tile_inputs == 0 else 1
-    tile_rows = 64 if not is_float32 else 32
-    if splits or columns == 3:
-        tile_outputs, tile_inputs = min(64, tile_outputs), min(64, tile_inputs)
+    is_large = programs >= 512 or (rows >= LARGE_MAP and inputs >= 128)
+    if dtype != torch.float32 and is_large:
+        tile_inputs, warps = _tile_for(inputs, 128), 8
+    elif dtype != torch.float32 and size == 3 and tile_outputs == tile_inputs == inputs == 64:
+        columns = 3
     return {
         "tile_outputs": tile_outputs, "tile_inputs": tile_inputs, "tile_rows": tile_rows, "columns": columns,
-        "num_warps": 4, "num_stages": 3,
+        "num_warps": warps, "num_stages": 3,
     }  # fmt: skip
 
 
@@ -341,14 +368,16 @@ class StackedNorm(torch.autograd.Function):
             max_chunks=MAX_CHUNKS,
             width=16,
         )
-        dx = torch.empty_like(x)
+        dx, largest = torch.empty_like(x), _allocate_largest(x, rows.active)
         # Without ReLU the shortcut's gradient is dy itself.
         shortcut_gradient = torch.empty_like(x) if ctx.has_shortcut and ctx.relu else dy
         _launch(
         kernels.norm_input_gradient, (triton.cdiv(sizes.rows, TILE_ROWS), sizes.channel_tiles, rows.active),
-            dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, rows.valid, sizes.rows,
-            sizes.positions, sizes.channels, params, **flags,
+            dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, rows.valid,
+            rows.valid if largest is None else largest.view(torch.int32), sizes.rows, sizes.positions, sizes.channels,
+            params, has_largest=largest is not None, **flags,
         )  # fmt: skip
+        _set_largest(dx, largest)
         return dx, shortcut_gradient if ctx.has_shortcut else None, None, None, None
 
 
@@ -391,13 +420,16 @@ def _launch_scale(
     number, row_length = (1, 0) if clients is None else (clients.active, clients.params.shape[1])
     rows, width = x.numel() // (channels * number), _choose_width(channels)
     positions = 0 if clients is None else rows // clients.batch_size
+    largest = None if clients is None else _allocate_largest(x, number)
     _launch(
         kernels.apply_norm, (triton.cdiv(rows, TILE_ROWS), triton.cdiv(channels, width), number),
         x, y if shortcut is None else shortcut, y, statistics, weight, bias,
-        statistics if clients is None else clients.valid, rows, positions, channels, row_length,
+        statistics if clients is None else clients.valid,
+        statistics if largest is None else largest.view(torch.int32), rows, positions, channels, row_length,
         tile_rows=TILE_ROWS, width=width, has_shortcut=shortcut is not None, relu=relu,
-        has_padding=clients is not None, num_warps=NORM_WARPS,
+        has_padding=clients is not None, has_largest=largest is not None, num_warps=NORM_WARPS,
     )  # fmt: skip
+    _set_largest(y, largest)
     return y
 
 
