@@ -3,8 +3,9 @@
     python benchmarks/search.py --data embedded --seeds 100-102 --jobs 2 --out runs/search
     python benchmarks/search.py --data digits --data-root DATA --seeds 100 --rounds 30 --device cuda --out runs/search
 
-Prints a Markdown table of all finished runs in the folder, best first. A command may be repeated: finished runs are kept, stopped
-ones are resumed. A run is scored on training images that no client holds, drawn by its seed. No test image is used.
+Prints a Markdown table of all finished runs in the folder, best first. A command may be repeated: finished runs are kept and
+stopped ones resumed. A run is scored on training images that no client holds, drawn by its seed. No test image is used.
+Fields such as `precision=bf16` stand before the options.
 """
 
 from __future__ import annotations
@@ -197,7 +198,9 @@ def subtract(found: Mapping[str, Mapping[int, Mapping[str, Any]]], a: str, b: st
 
 def print_table(data: str, found: dict[str, Any], tables: Mapping[str, dict[str, Any]]) -> None:
     """Print all methods, best first by the margin on all data sets, then on this one."""
-    margins = {name: {key: compute_margin(runs, name) for key, runs in tables.items() if name in runs} for name in found}
+    margins = {
+        name: {key: compute_margin(runs, name) for key, runs in tables.items() if name in runs} for name in found
+    }
     overall = {name: min(own.values()) if len(own) == 2 else float("nan") for name, own in margins.items()}
     first = next(iter(found.values()), {})
     domains = list(next(iter(first.values()))["weights"]) if first else []
