@@ -33,7 +33,7 @@ class MixState(State, kind="mix"):
 
 
 @declare_parameters(MIX_UNIFORM, MIX_POWER, MIX_LAST)
-def mixed_weights(
+def mix_weights(
     uniform: float = MIX_UNIFORM.default, power: float = MIX_POWER.default, last: float = MIX_LAST.default
 ) -> Stage:
     """Mix the weights of other stages with equal ones. `uniform=0` leaves them as they are, `uniform=1` is uniform."""
