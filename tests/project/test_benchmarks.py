@@ -163,7 +163,7 @@ def test_more_than_enough_images_are_not_all_held_out(search, monkeypatch):
 
 
 def test_the_margin_is_the_smallest_gain_over_all_controls(search):
-    """AVG and STD less uniform weights: +2, -3; less FedHEAL: +1, -4; less uniform with FedAdam: +5, -0.5. Seed 2 has no pair."""
+    """AVG, STD less uniform: +2, -3; less FedHEAL: +1, -4; less uniform with FedAdam: +5, -0.5; seed 2 is unpaired."""
     runs = {
         "fedavg+uniform": {1: {"avg": 70.0, "std": 9.0}},
         "fedavg+fedheal": {1: {"avg": 71.0, "std": 10.0}},
