@@ -3,16 +3,20 @@
     python benchmarks/noise.py --out runs/noise         prints a report with variance components; may be repeated to resume
 
 FedAvg and FedHEAL on the embedded data, all combinations of draws and initial models. The model is a small perceptron, which a
-CPU trains in seconds. `--model small_cnn` takes the demo's model instead, and `--data digits` other data.
+CPU trains in seconds. `--model small_cnn` takes the demo's model instead. With other data and a GPU:
+
+    python benchmarks/noise.py precision=bf16 --data digits --model resnet10 --device cuda --vary split=4,init=3 --rounds 15
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 from torch import nn
 
 import fedheal
+from fedheal.simulate.experiment import parse_overrides
 
 HIDDEN = 64
 
@@ -28,17 +32,23 @@ def build_perceptron(classes: int, input_shape: tuple[int, int, int]) -> nn.Modu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("words", nargs="*", metavar="key=value", help="fields that differ from the protocol")
     parser.add_argument("--out", default="runs/noise")
     parser.add_argument("--data", default="embedded")
+    parser.add_argument("--data-root", default=None, help="the data directory, if not that of FEDHEAL_DATA")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--methods", nargs="+", default=["fedavg", "fedheal"])
     parser.add_argument("--vary", default="split=5,init=3")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model", default=None)
-    options = parser.parse_args()
-    model = options.model or build_perceptron
-    methods = ["fedavg", "fedheal"]
-    print(
-        fedheal.compare(methods, options.data, out=options.out, vary=options.vary, rounds=options.rounds, model=model)
-    )
+    options = parser.parse_intermixed_args()
+    try:
+        fields = parse_overrides(options.words) | {"device": options.device, "data_root": options.data_root}
+        fields |= {"rounds": options.rounds, "model": options.model or build_perceptron}
+        print(fedheal.compare(options.methods, options.data, out=options.out, vary=options.vary, **fields))
+    except ValueError as error:
+        print(f"noise.py: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

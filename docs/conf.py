@@ -42,6 +42,7 @@ NAVIGATION = {
         "Concepts": "concepts",
         "Findings": "findings",
         "Statistics": "statistics",
+        "Search plan": "search-plan",
         "Design": "design",
         "Questions": "faq",
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 import fedheal
+from fedheal import methods
+from fedheal.data import load_dataset
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--data", "tiny_data:load", "--device", "cpu", "model=tiny_data:linear"]
@@ -114,3 +117,83 @@ def test_every_kernel_of_our_own_has_a_kind(monkeypatch):
     models = Path(fedheal.__file__).parent / "models"
     source = "".join((models / f"{name}.py").read_text() for name in ("_fused_norm_cuda", "_stacked_cuda"))
     assert set(re.findall(r"@triton\.jit.*\ndef (\w+)\(", source)) == set(importlib.import_module("kernels").OURS)
+
+
+@pytest.fixture
+def search(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("search")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--jobs", "0"], "jobs = 0: use 1 or more"),
+        (["--seeds", "x"], "seeds = x"),
+        (["--device", "cuda:99"], "device = 'cuda:99' cannot be used here"),
+        (["--candidates", "fedhael"], "there is no method part 'fedhael' (did you mean 'fedheal'?)"),
+        (["foo=1"], "unknown field 'foo'"),
+    ],
+)
+def test_a_search_of_nothing_is_a_sentence(benchmark, capsys, tmp_path, words, said):
+    assert_refused(benchmark, capsys, said, "search", *words, "--out", str(tmp_path))
+
+
+def test_a_noise_study_of_nothing_is_a_sentence(benchmark, capsys, tmp_path):
+    assert_refused(benchmark, capsys, "vary: split has one seed", "noise", "--vary", "split=1", "--out", str(tmp_path))
+
+
+def test_held_out_images_are_training_images_that_no_client_holds(search):
+    embedded = load_dataset("embedded")
+    held = search.hold_out(embedded, 100)
+    for before, now, needed in zip(embedded.domains, held.domains, (1200, 1200, 900, 240), strict=True):
+        assert len(now.train) == needed
+        rows = [{image.numpy().tobytes() for image in s.images} for s in (before.train, now.train, now.test)]
+        assert rows[1] | rows[2] == rows[0]
+        assert len(now.train) + len(now.test) == len(before.train)
+    other = search.hold_out(embedded, 101)
+    assert not torch.equal(other["display"].test.images, held["display"].test.images)
+    assert torch.equal(search.hold_out(embedded, 100)["display"].test.images, held["display"].test.images)
+
+
+def test_more_than_enough_images_are_not_all_held_out(search, monkeypatch):
+    monkeypatch.setattr(search, "HELD_OUT", 50)
+    held = search.hold_out(load_dataset("embedded"), 0)
+    assert [len(domain.test) for domain in held.domains] == [50] * 4
+
+
+def test_the_margin_is_the_smallest_gain_over_all_controls(search):
+    """AVG, STD less uniform: +2, -3; less FedHEAL: +1, -4; less uniform with FedAdam: +5, -0.5; seed 2 is unpaired."""
+    runs = {
+        "fedavg+uniform": {1: {"avg": 70.0, "std": 9.0}},
+        "fedavg+fedheal": {1: {"avg": 71.0, "std": 10.0}},
+        "fedavg+uniform+fedadam": {1: {"avg": 67.0, "std": 6.5}},
+        "fedavg+afl": {1: {"avg": 72.0, "std": 6.0}, 2: {"avg": 0.0, "std": 99.0}},
+        "fedavg+afl+fedadam": {1: {"avg": 72.0, "std": 6.0}},
+    }
+    assert search.compute_margin(runs, "fedavg+afl") == 1
+    assert search.compute_margin(runs, "fedavg+afl+fedadam") == 0.5
+    assert math.isnan(search.compute_margin(runs, "fedavg+uniform"))
+    assert math.isnan(search.compute_margin({"fedavg+afl": runs["fedavg+afl"]}, "fedavg+afl"))
+
+
+def test_every_candidate_of_the_search_is_in_its_plan(search):
+    plan = (BENCHMARKS.parent / "docs" / "search-plan.md").read_text()
+    stages = {part for name in search.CANDIDATES for part in name.split("+")}
+    names = [methods.get(name).name for name in [*search.CONTROLS, *search.CANDIDATES]]
+    assert len(set(names)) == len(names)
+    assert [part for part in stages if part not in plan and part != "fedavg"] == []
+
+
+@pytest.mark.slow
+def test_a_search_runs_once_and_prints_the_best_first(benchmark, capsys, tmp_path):
+    tiny = ["samples_per_client=8", "epochs=1", "--seeds", "100", "--rounds", "1", "--out", str(tmp_path)]
+    benchmark("search", *tiny, "--candidates", "afl+mix")
+    first = capsys.readouterr()
+    assert "3 runs, 3 to do" in first.err
+    listed = [line.split("`")[1] for line in first.out.splitlines() if line.startswith("| `")]
+    assert listed == ["fedavg+afl+mix", "fedavg+fedheal", "fedavg+uniform"]
+    benchmark("search", *tiny, "--candidates", "afl+mix")
+    again = capsys.readouterr()
+    assert "3 runs, 0 to do" in again.err
+    assert again.out == first.out

@@ -73,6 +73,7 @@ class Draft:
     norms: UpdateNorms | None = None  # of the masked updates, where a stage has measured them
     scale: float = 1.0  # a factor on the mean update of the parameters
     step: Tensor | None = None  # [G], float64: the update of the parameters, where it is no (masked) mean
+    running: tuple[Integers, Integers] | None = None  # buffers that are means and variances, for their total variance
     report: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready
 
     @property

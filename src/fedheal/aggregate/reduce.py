@@ -15,15 +15,20 @@ from fedheal.core.layout import Packed
 def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
     """Average the masked updates: `W_i + sum u k D / sum u k`; an entry that nobody keeps does not move.
 
-    Float buffers become the weighted mean of the clients' values, counters the largest one. Without any they stay. With
-    a mask the report has `unkept`, the share of entries that nobody keeps.
+    Float buffers become the weighted mean of the clients' values, counters the largest one. Without any they stay.
+    Variances that the draft names as `running` gain the variance of their means. With a mask the report has `unkept`,
+    the share of entries that nobody keeps.
     """
     params, report = _average_params(draft, weights)
     buffers, counters = draft.model.buffers, draft.model.counters
     if draft.updates.buffers is not None:
         local = draft.select_rows(draft.updates.buffers).to(torch.float64)
         u = torch.from_numpy(weights).to(local.device)
-        buffers = (u[:, None] * local).sum(dim=0).to(buffers.dtype)
+        averaged = (u[:, None] * local).sum(dim=0)
+        if draft.running is not None:
+            means, variances = (torch.from_numpy(columns).to(local.device) for columns in draft.running)
+            averaged[variances] += (u[:, None] * (local[:, means] - averaged[means]).square()).sum(dim=0)
+        buffers = averaged.to(buffers.dtype)
     if draft.updates.counters is not None:
         local = draft.select_rows(draft.updates.counters).to(torch.int64)
         counters = local.amax(dim=0).to(counters.dtype)

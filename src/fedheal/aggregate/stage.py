@@ -1,7 +1,8 @@
 """Stages: each fills in a part of the draft, and its state is passed in and out.
 
-A stage gives a *mask* (which entries count) or *weights* (who counts how much), or both. `chain` runs masks before
-weights whatever the order they are named in, since weights may depend on what is kept.
+A stage gives a *mask* (which entries count) or *weights* (who counts how much), or both. A *mixture* changes the
+weights of another stage, and *running* statistics may have an average of their own. `chain` runs masks before weights
+and weights before mixtures, whatever the order they are named in: each depends on the one before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from fedheal.core.errors import CustomPartError, add_article, check_returned, fr
 from fedheal.core.layout import Layout
 from fedheal.core.state import Nothing, State, expect
 
+# What stages give, and what each decides; only one stage can.
+GIVEN = {
+    "weights": "who counts how much",
+    "mask": "which entries count",
+    "mixture": "how weights are mixed",
+    "running": "how running statistics are averaged",
+}
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -30,7 +39,7 @@ class Stage:
         init: Returns the state before the first round, given the layout.
         apply: Fills in the draft of one round; returns it with the new state.
         needs: The client metrics it must be given; "domain" stands for the clients' domains.
-        gives: "weights", "mask", both, or nothing if the stage only reports.
+        gives: Some of `GIVEN`, or nothing if the stage only reports.
         parts: The stages of a chain in the order they run; None if this is no chain.
         name: The name of a user's own stage, for error messages; by default that of `apply`.
     """
@@ -149,13 +158,13 @@ def chain(*stages: Stage) -> Stage:
         The chain, itself a stage.
 
     Raises:
-        ValueError: Two stages give weights, or two give a mask.
+        ValueError: Two stages give the same, such as weights or a mask.
     """
     flat = [part for stage in stages for part in ((stage,) if stage.parts is None else stage.parts)]
-    for what, why in (("weights", "who counts how much"), ("mask", "which entries count")):
+    for what, why in GIVEN.items():
         if sum(what in stage.gives for stage in flat) > 1:
             raise ValueError(f"two of these stages give {what}: only one can decide {why}")
-    parts = tuple(sorted(flat, key=lambda stage: "weights" in stage.gives))
+    parts = tuple(sorted(flat, key=lambda stage: ("mixture" in stage.gives, "weights" in stage.gives)))
 
     def apply(draft: Draft, state: State) -> tuple[Draft, State]:
         states = expect(state, ChainState).states

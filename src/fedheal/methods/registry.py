@@ -348,6 +348,9 @@ def _make_aggregator(parts: list[Part], stages: list[Stage], uniform: bool, name
         stage = chain(*stages)
     except ValueError as error:
         raise ValueError(f"method '{name}': {error}") from None
+    if "running" in stage.gives and "released" in variants:
+        moved = "variant=released moves running statistics like parameters"
+        raise ValueError(f"method '{name}': {moved}, so total-variance has no effect: leave one out")
     if uniform and "weights" not in stage.gives:
         stage = chain(stage, STAGES["uniform"]())
     return Aggregator(stage, get_reducer(variants.pop() if variants else "paper"))
