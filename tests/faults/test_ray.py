@@ -44,18 +44,20 @@ def nodes() -> Iterator[Nodes]:
     needs("root", "netns")
     folder = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"  # Ray's sockets need short paths
     folder.mkdir()
-    with loopback() as inside:
+    with loopback() as inside, (folder / "errors").open("w") as errors:
         environment = ENVIRONMENT | {"RAY_NODES_FOLDER": str(folder), "TINY_DATA_SLEEP": "0.1"}
         process = subprocess.Popen(
             [*inside, *RAY_NODES],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
             text=True,
         )
         assert process.stdout is not None
-        yield Nodes(inside, process.stdout.readline().strip())
+        address = process.stdout.readline().strip()
+        assert address, (folder / "errors").read_text()
+        yield Nodes(inside, address)
         process.communicate(timeout=60)  # closes its input, and so ends it
 
 
