@@ -157,6 +157,30 @@ def test_clients_stay_with_the_actor_that_has_their_examples(cluster: FakeRay) -
         assert len(set(map(id, homes.values()))) == 2
 
 
+@pytest.mark.parametrize("error", [OSError("Broken pipe"), ray.exceptions.RaySystemError("lost")], ids=["pipe", "system"])
+def test_a_worker_that_cannot_fetch_is_lost(cluster: FakeRay, monkeypatch, caplog, error: Exception) -> None:
+    """A worker may live for a while after the machine's own process of the cluster was killed."""
+    federation = build()
+    expected, _ = run_rounds(federation, SerialEngine(federation.local_training))
+    cluster.cpus = (torch.get_num_threads(),) * 2
+    fetches = 0
+
+    def fetch(reference: Any) -> Any:
+        nonlocal fetches
+        fetches += 1
+        if fetches == 5:
+            raise error
+        return cluster.get(reference)
+
+    monkeypatch.setattr(ray, "get", fetch)
+    federation = build()
+    with open_pool(cluster, federation) as engine:
+        arrays, _ = run_rounds(federation, engine)
+    assert len(cluster.actors) == 3
+    assert "a worker on 10.0.0.7 was lost while training client '" in caplog.text
+    assert all(torch.equal(value, expected[name]) for name, value in arrays.items())
+
+
 def test_a_client_that_ends_every_worker_ends_the_run_with_its_name(cluster: FakeRay) -> None:
     federation = build()
     cluster.lost = lambda name, number: name == "work"
