@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -310,3 +311,19 @@ def test_a_cluster_that_cannot_be_used_is_a_sentence(monkeypatch, error: Excepti
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ValueError, match=said), connect_to_cluster("auto"):
         pass
+
+
+def test_ray_prints_nothing_not_even_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """At its end it prints messages that came more than once."""
+    from ray._private import worker
+
+    def say() -> None:
+        worker.print_worker_logs({"pid": "raylet", "lines": ["Raylet is terminated."]}, sys.stdout)
+
+    monkeypatch.setattr(ray, "init", lambda **keys: None)
+    monkeypatch.setattr(ray, "shutdown", say)
+    with connect_to_cluster("auto"):
+        say()
+    assert capsys.readouterr().out == ""
+    say()
+    assert "Raylet is terminated." in capsys.readouterr().out

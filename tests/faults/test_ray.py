@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -117,4 +118,5 @@ def test_a_node_killed_in_a_round_changes_no_bit(nodes: Nodes) -> None:
     done = run_command([*nodes.inside, "env", "LOSE_NODE=1", *RAY_NODES, nodes.address, "scaffold"])
     assert done.returncode == 0, done.stderr
     assert done.stdout == "scaffold same\n"
-    assert "a worker on 127.0.0.1 was lost while training client '" in done.stderr
+    # The worker may live until it next needs something from its node.
+    assert re.search(r"a worker on 127\.0\.0\.1 was lost while (training client '|evaluating)", done.stderr), done.stderr
