@@ -250,7 +250,7 @@ def list_counted(record: Record) -> list[str]:
 def replay(cohorts: list[list[str]]) -> dict[str, torch.Tensor]:
     """Return the model of the core aggregator with these clients in each round, and nothing else around it."""
     module = torch.nn.Linear(16, 64)  # its names and shapes are those of the sites' model
-    layout, aggregator = Layout.of(module), FedHEAL().aggregator
+    layout, aggregator = Layout.of(module), FedHEAL().method.aggregator
     model, state = layout.pack(to_tensors(make_model())), aggregator.init(layout)
     for number, cohort in enumerate(cohorts, start=1):
         if cohort:

@@ -17,7 +17,8 @@ A command that has ended has left the same bits as an undisturbed one: models, s
 
 Most commands run in a fork of a process that has imported fedheal, and their workers come from multiprocessing's fork server:
 the same code as `fedheal ...`, without the seconds that an import takes. Every 50th kill hits `python -m fedheal` in a process
-of its own. FOLDER gets the table as `kills.md` and `kills.json`, and the folder of each failure.
+of its own. The commands work in memory (/dev/shm) where there is such a folder. FOLDER gets the table as `kills.md` and
+`kills.json`, and the folder and log of each failure. The exit code is 1 after a failure or fewer kills than asked for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections import Counter
@@ -41,7 +43,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 TESTS = str(HERE.parent / "tests")
@@ -62,6 +64,8 @@ from fedheal.runs.lock import LOCK  # noqa: E402
 from tiny_data import words  # noqa: E402
 
 EVERY_SAVE, FRESH_EVERY, PATIENCE = "save_seconds=0", 50, 600.0
+GRACE_SECONDS = 5.0  # of a pool whose process was killed, instead of a minute: runs here take less than a second
+MEMORY = Path("/dev/shm")
 MOST_KILLS = 12  # of one command: a report has nothing to resume from, and would never end
 NEVER = -1  # the number of no operation: all are counted
 RUN_FILES = ("experiment.toml", "rounds.jsonl", "model.safetensors", "result.json")
@@ -193,12 +197,55 @@ def drop_seconds(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "seconds"}
 
 
+class Process(NamedTuple):
+    """A process of a victim. Its number may be another's after its end, but not its start."""
+
+    pid: int
+    start: str
+
+    @classmethod
+    def find(cls, pid: int) -> Process | None:
+        """Return the process that has this number, unless it has ended."""
+        fields = read_status(pid)
+        return cls(pid, fields[19]) if fields and fields[0] not in "ZX" else None
+
+    def is_alive(self) -> bool:
+        return Process.find(self.pid) == self
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self.pid)  # of whoever has the number now
+            if self.is_alive():
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+
+
+def read_status(pid: int) -> list[str]:
+    """Return the fields of a process's status from its state on, or nothing if there is no such process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def list_children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def list_session(pid: int) -> list[int]:
+    """Return the other processes of the session that a process has begun: also those that have outlived it."""
+    others = [int(path.name) for path in Path("/proc").glob("[0-9]*") if path.name != str(pid)]
+    return [other for other in others if read_status(other)[3:4] == [str(pid)]]
+
+
 class Victim:
     """A command, in a process of its own; its workers are the only processes of this script's fork server."""
 
     def __init__(self, command: list[str], log: Path, is_fresh: bool, fatal_operation: int | None) -> None:
         self.log, self.is_fresh, self.code = log, is_fresh, None
-        self.server = None if is_fresh else forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        forkserver.ensure_running()
+        self.server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         if is_fresh:
             with log.open("wb") as out:
                 program = [sys.executable, "-m", "fedheal", *command]
@@ -208,6 +255,7 @@ class Victim:
             _become_command(command, log, fatal_operation)
         else:
             self.pid = pid
+        self.first = Process(self.pid, read_status(self.pid)[19])
 
     def is_over(self) -> bool:
         """Return whether the first process has ended; its exit code is then `code`."""
@@ -218,43 +266,35 @@ class Victim:
             self.code = os.waitstatus_to_exitcode(status) if pid else None
         return self.code is not None
 
-    def list_workers(self) -> list[int]:
-        children = Path(f"/proc/{self.server or self.pid}/task/{self.server or self.pid}/children")
-        with suppress(OSError):
-            return [int(pid) for pid in children.read_text().split() if is_worker(int(pid))]
-        return []
+    def list_workers(self) -> list[Process]:
+        """Return the living processes but for the first one and multiprocessing's helper, which ends with the last."""
+        pids = list_session(self.pid) if self.is_fresh else list_children(self.server)
+        return [process for pid in pids if not is_tracker(pid) and (process := Process.find(pid)) is not None]
 
     def kill(self, chance: random.Random) -> str:
         """Kill the first process, a worker or all of them; return which."""
         workers = self.list_workers()
         hit = chance.choice(["first", "worker", "all"]) if workers else "first"
-        for pid in {"first": [self.pid], "worker": workers[-1:], "all": [self.pid, *workers]}[hit]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in {"first": [self.first], "worker": workers[-1:], "all": [self.first, *workers]}[hit]:
+            process.kill()
         return hit
 
     def wait(self, seconds: float = PATIENCE) -> None:
         """Wait until all processes have ended. Raise Failure if they do not."""
         end = time.monotonic() + seconds
-        workers = self.list_workers()
-        while not self.is_over() or any(Path(f"/proc/{pid}").exists() and is_worker(pid) for pid in workers):
-            workers = self.list_workers() or workers
+        while not self.is_over() or self.list_workers():
             if time.monotonic() > end:
-                self.kill_all(workers)
-                raise Failure(f"a process is left after {seconds:.0f} s: {self.pid}, workers {workers}")
-            time.sleep(0.005)
-
-    def kill_all(self, workers: list[int]) -> None:
-        for pid in [*workers, *([] if self.is_over() else [self.pid])]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                workers = self.list_workers()
+                for process in [*workers, *([] if self.is_over() else [self.first])]:
+                    process.kill()
+                raise Failure(f"a process is left after {seconds:.0f} s: {self.first}, workers {workers}")
+            time.sleep(0.002)
 
 
-def is_worker(pid: int) -> bool:
-    """Return whether a process lives and is no helper of multiprocessing's."""
+def is_tracker(pid: int) -> bool:
+    """Return whether a process is multiprocessing's resource tracker."""
     with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z" and b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
@@ -276,6 +316,7 @@ def _become_command(command: list[str], log: Path, fatal_operation: int | None) 
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it is: another's child
         for module in (fedheal.campaign.pool, fedheal.engine.workers):
             module.get_context = lambda _: multiprocessing.get_context("forkserver")  # type: ignore[attr-defined]
+        fedheal.campaign.pool.GRACE_SECONDS = GRACE_SECONDS
         sys.argv = ["fedheal", *command]
         with nullcontext() if fatal_operation is None else watch(log.parent, kill_at_operation):
             run_command_line()
@@ -293,6 +334,7 @@ class Trial:
     """All kills: what is left to do, and what was found."""
 
     out: Path
+    work: Path  # where the commands run
     chance: random.Random
     kills: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
@@ -303,23 +345,24 @@ class Trial:
     operations: dict[str, int] = field(default_factory=dict)  # on files, of the commands that have one process
 
     def start(self, name: str, folder: Path, is_fresh: bool = False, fatal_operation: int | None = None) -> Victim:
-        return Victim(COMMANDS[name](folder), self.out / "last.log", is_fresh, fatal_operation)
+        return Victim(COMMANDS[name](folder), self.work / "last.log", is_fresh, fatal_operation)
 
     def prepare(self, name: str, folder: Path) -> None:
         """Make the folder that a command starts in."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if name == "report":  # of the same comparison each time
-            shutil.copytree(self.out / "whole" / "comparison" / "runs", folder / "runs")
+            shutil.copytree(self.work / "whole" / "comparison" / "runs", folder / "runs")
 
     def measure(self) -> None:
         """Run each command undisturbed: its outcome, and how long it takes."""
         for name in COMMANDS:
-            folder = self.out / "whole" / name
+            folder = self.work / "whole" / name
             self.prepare(name, folder)
             start, victim = time.monotonic(), self.start(name, folder, fatal_operation=NEVER)
             victim.wait()
             self.seconds[name] = time.monotonic() - start
+            print(f"{name}: {self.seconds[name]:.2f} s", flush=True)
             if victim.code != 0:
                 raise Failure(f"{name} does not end well undisturbed: {victim.log.read_text()}")
             self.outcomes[name] = read_outcome(folder)
@@ -328,7 +371,7 @@ class Trial:
 
     def torment(self, name: str, kills: int, end: float) -> None:
         """Kill one command until it ends by itself or there were so many kills, then let it end."""
-        folder = self.out / "killed"
+        folder = self.work / "killed"
         self.prepare(name, folder)
         before = Snapshot.take(folder)
         for attempt in count():
@@ -337,7 +380,7 @@ class Trial:
             is_fresh = may_kill and done % FRESH_EVERY == FRESH_EVERY - 1
             operations = self.operations[name] if may_kill and done % 2 == 0 else 0
             at_operation = self.chance.randrange(operations) if operations else None
-            victim = self.start(name, folder, is_fresh, at_operation)
+            start, victim = time.monotonic(), self.start(name, folder, is_fresh, at_operation)
             hit = ""
             if at_operation is not None:
                 victim.wait()
@@ -348,6 +391,8 @@ class Trial:
             if hit:
                 self.kills[name] += 1
                 self.hits[hit] += 1
+            elif attempt == 0:  # the machine may be busier or idler than it was
+                self.seconds[name] = time.monotonic() - start
             after = Snapshot.take(folder)
             after.check_follows(before)
             before = after
@@ -396,7 +441,9 @@ class Trial:
             except Failure as failure:
                 self.failures.append(f"{name}, kill {self.kills.total()}: {failure}")
                 print(self.failures[-1], flush=True)
-                shutil.copytree(self.out / "killed", self.out / f"failure{len(self.failures)}", dirs_exist_ok=True)
+                kept = self.out / f"failure{len(self.failures)}"
+                shutil.copytree(self.work / "killed", kept, dirs_exist_ok=True)
+                shutil.copy(self.work / "last.log", kept)
 
     def write_table(self, seed: int, seconds: float) -> str:
         """Write the table as Markdown and JSON; return it."""
@@ -421,16 +468,19 @@ def main() -> int:
     asked = parser.parse_args()
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    os.chdir(out)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm_fedheal"])
-    first = context.Process(target=int)  # starts the server, which then imports fedheal
-    first.start()
-    first.join()
-    start, trial = time.monotonic(), Trial(out, random.Random(asked.seed))
-    trial.execute(asked.kills, asked.seconds)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kills-", dir=MEMORY if MEMORY.is_dir() else out) as work:
+        os.chdir(work)
+        first = context.Process(target=int)  # starts the server, which then imports fedheal
+        first.start()
+        first.join()
+        trial = Trial(out, Path(work), random.Random(asked.seed))
+        trial.execute(asked.kills, asked.seconds)
+        os.chdir(out)
     print(trial.write_table(asked.seed, time.monotonic() - start))
-    return 1 if trial.failures else 0
+    return 1 if trial.failures or trial.kills.total() < asked.kills else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -157,6 +158,30 @@ def test_clients_stay_with_the_actor_that_has_their_examples(cluster: FakeRay) -
         assert len(set(map(id, homes.values()))) == 2
 
 
+@pytest.mark.parametrize("error", [OSError("Broken pipe"), ray.exceptions.RaySystemError("lost")], ids=["pipe", "system"])
+def test_a_worker_that_cannot_fetch_is_lost(cluster: FakeRay, monkeypatch, caplog, error: Exception) -> None:
+    """A worker may live for a while after the machine's own process of the cluster was killed."""
+    federation = build()
+    expected, _ = run_rounds(federation, SerialEngine(federation.local_training))
+    cluster.cpus = (torch.get_num_threads(),) * 2
+    fetches = 0
+
+    def fetch(reference: Any) -> Any:
+        nonlocal fetches
+        fetches += 1
+        if fetches == 5:
+            raise error
+        return cluster.get(reference)
+
+    monkeypatch.setattr(ray, "get", fetch)
+    federation = build()
+    with open_pool(cluster, federation) as engine:
+        arrays, _ = run_rounds(federation, engine)
+    assert len(cluster.actors) == 3
+    assert "a worker on 10.0.0.7 was lost while training client '" in caplog.text
+    assert all(torch.equal(value, expected[name]) for name, value in arrays.items())
+
+
 def test_a_client_that_ends_every_worker_ends_the_run_with_its_name(cluster: FakeRay) -> None:
     federation = build()
     cluster.lost = lambda name, number: name == "work"
@@ -286,3 +311,19 @@ def test_a_cluster_that_cannot_be_used_is_a_sentence(monkeypatch, error: Excepti
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ValueError, match=said), connect_to_cluster("auto"):
         pass
+
+
+def test_ray_prints_nothing_not_even_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """At its end it prints messages that came more than once."""
+    from ray._private import worker
+
+    def say() -> None:
+        worker.print_worker_logs({"pid": "raylet", "lines": ["Raylet is terminated."]}, sys.stdout)
+
+    monkeypatch.setattr(ray, "init", lambda **keys: None)
+    monkeypatch.setattr(ray, "shutdown", say)
+    with connect_to_cluster("auto"):
+        say()
+    assert capsys.readouterr().out == ""
+    say()
+    assert "Raylet is terminated." in capsys.readouterr().out

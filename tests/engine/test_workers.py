@@ -20,9 +20,10 @@ import fedheal
 from fedheal import Method
 from fedheal.core.layout import Layout
 from fedheal.engine import Engine, open_engine
+from fedheal.engine.channel import Outbox
 from fedheal.engine.pooled import make_sendable
 from fedheal.engine.serial import Task
-from fedheal.engine.workers import WorkerPool
+from fedheal.engine.workers import WorkerPool, _start_worker
 from fedheal.local.term import Term
 from fedheal.methods import get
 from fedheal.simulate.build import build_federation
@@ -151,6 +152,15 @@ def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: 
     ) as raised:
         fedheal.run(quick(method=own, workers=2), progress=False)
     assert "--resume" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_worker_whose_run_is_killed_at_the_start_ends_without_a_traceback(capfd) -> None:
+    worker = _start_worker(Outbox(), Outbox(), 1)
+    worker.channel.connection.close()
+    worker.process.join(120)
+    assert worker.process.exitcode == 0
+    assert capfd.readouterr().err == ""
 
 
 def children(process: int) -> list[int]:

@@ -215,3 +215,31 @@ def test_stopped_parallel_runs_save_their_state_and_leave_no_process(how: signal
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+# Connects to a fork server that has imported `warm_fedheal`, and is gone before it asks for a process; then asks for one.
+LOST_CLIENT = """
+import multiprocessing, socket
+from multiprocessing import forkserver
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["warm_fedheal"])
+def start_process():
+    process = context.Process(target=int)
+    process.start()
+    process.join()
+    return process.exitcode
+print(start_process())
+before = forkserver._forkserver._forkserver_pid
+with socket.socket(socket.AF_UNIX) as client:
+    client.connect(forkserver._forkserver._forkserver_address)
+print(start_process(), forkserver._forkserver._forkserver_pid == before)
+"""
+
+
+@pytest.mark.slow
+def test_the_fork_server_of_the_long_trial_outlives_a_client_that_is_killed() -> None:
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "benchmarks")])
+    environment = ENVIRONMENT | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LOST_CLIENT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("0\n0 True\n", "")

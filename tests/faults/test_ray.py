@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -44,18 +45,20 @@ def nodes() -> Iterator[Nodes]:
     needs("root", "netns")
     folder = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"  # Ray's sockets need short paths
     folder.mkdir()
-    with loopback() as inside:
+    with loopback() as inside, (folder / "errors").open("w") as errors:
         environment = ENVIRONMENT | {"RAY_NODES_FOLDER": str(folder), "TINY_DATA_SLEEP": "0.1"}
         process = subprocess.Popen(
             [*inside, *RAY_NODES],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
             text=True,
         )
         assert process.stdout is not None
-        yield Nodes(inside, process.stdout.readline().strip())
+        address = process.stdout.readline().strip()
+        assert address, (folder / "errors").read_text()
+        yield Nodes(inside, address)
         process.communicate(timeout=60)  # closes its input, and so ends it
 
 
@@ -115,4 +118,5 @@ def test_a_node_killed_in_a_round_changes_no_bit(nodes: Nodes) -> None:
     done = run_command([*nodes.inside, "env", "LOSE_NODE=1", *RAY_NODES, nodes.address, "scaffold"])
     assert done.returncode == 0, done.stderr
     assert done.stdout == "scaffold same\n"
-    assert "a worker on 127.0.0.1 was lost while training client '" in done.stderr
+    # The worker may live until it next needs something from its node.
+    assert re.search(r"a worker on 127\.0\.0\.1 was lost while (training client '|evaluating)", done.stderr), done.stderr

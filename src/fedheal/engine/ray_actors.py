@@ -24,7 +24,7 @@ from fedheal.core.errors import format_count, format_error
 from fedheal.data.domains import Split
 from fedheal.engine.channel import Parcel, pack_parcel, unpack_parcel
 from fedheal.engine.pooled import PooledEngine, Prepare, prepare_training
-from fedheal.engine.ray_trainer import Host, Trainer, describe_setup
+from fedheal.engine.ray_trainer import Disconnected, Host, Trainer, describe_setup
 from fedheal.engine.serial import LocalTraining
 from fedheal.engine.workers import JOBS_AHEAD
 
@@ -88,13 +88,13 @@ class ActorPool(PooledEngine):
             actor, reference = self._wait()
             try:
                 value = self.ray.get(reference)
+                if isinstance(value, Exception):
+                    raise value
             except self.ray.exceptions.RayTaskError as error:
                 raise error.cause from None
-            except self.ray.exceptions.RayError as error:
+            except (self.ray.exceptions.RayError, Disconnected) as error:
                 self._replace(actor, work, error)
                 continue
-            if isinstance(value, Exception):
-                raise value
             if reference != actor.starting:
                 return actor.jobs.pop(reference), value
             actor.starting, actor.host, self.failed_starts = None, value, 0

@@ -31,12 +31,12 @@ def connect_to_cluster(address: str) -> Iterator[Any]:
                 f"the Ray cluster at {address!r} does not fit this process ({reason}): install the same versions of Ray and "
                 "Python on all machines"
             ) from None
-    try:
-        with _silence_ray() if connect else nullcontext():
+    with _silence_ray() if connect else nullcontext():
+        try:
             yield ray
-    finally:
-        if connect:
-            ray.shutdown()
+        finally:
+            if connect:
+                ray.shutdown()  # prints what Ray has held back
 
 
 @contextmanager

@@ -33,6 +33,10 @@ class Host(NamedTuple):
     instructions: str  # of its CPU, such as AVX2: others may sum in another order
 
 
+class Disconnected(Exception):
+    """The machine of an actor has lost the cluster, and the actor will be lost, too."""
+
+
 class Trainer:
     """An actor's own side: a process on some machine of the cluster."""
 
@@ -41,7 +45,7 @@ class Trainer:
         import ray
 
         try:
-            versions, options, saved = ray.get(setup[0])
+            versions, options, saved = _fetch(setup[0])
             address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             if versions != (there := _list_versions()):
                 raise ValueError(
@@ -66,27 +70,23 @@ class Trainer:
 
     def work(self, prepare: Prepare, common: list[Any], data: dict[Hashable, Any], job: Parcel) -> Parcel | Exception:
         """Do a job; fetch what this process does not have yet."""
-        import ray
-
         try:
             for key, reference in data.items():
                 self._hold(key, reference)
             if self.common[0] != common[0]:
                 setup = Setup(self.local_training, self.evaluated, self._train)
-                self.common = common[0], prepare(setup, *unpack_parcel(ray.get(common[0])))
+                self.common = common[0], prepare(setup, *unpack_parcel(_fetch(common[0])))
             return pack_parcel(self.common[1](unpack_parcel(job)))
         except Exception as error:
             return make_sendable(error)
 
     def _hold(self, key: Hashable, reference: Any) -> None:
         """Keep the examples of a client or a split in this process's memory."""
-        import ray
-
         training = self.local_training
         if isinstance(key, int) and key not in self.evaluated:
-            (self.evaluated[key],) = unpack_parcel(ray.get(reference))
+            (self.evaluated[key],) = unpack_parcel(_fetch(reference))
         elif isinstance(key, str) and key not in training.examples:
-            training.examples[key], validation = unpack_parcel(ray.get(reference))
+            training.examples[key], validation = unpack_parcel(_fetch(reference))
             if validation is not None:
                 training.validation[key] = validation
 
@@ -97,6 +97,16 @@ class Trainer:
         if self.engine is None:
             self.engine = self.stack.enter_context(open_engine(self.local_training))
         return self.engine.train(model, shared, tasks)
+
+
+def _fetch(reference: Any) -> Any:
+    """Return a value from the cluster's memory. Raise Disconnected if this machine's part of the cluster was killed."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except (OSError, ray.exceptions.RayError) as error:
+        raise Disconnected(format_error(error)) from error
 
 
 def _load(saved: bytes, device: str, address: str) -> LocalTraining:

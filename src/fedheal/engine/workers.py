@@ -178,13 +178,17 @@ def _serve(channel: Channel, setup_box: Outbox, common: Outbox, threads: int) ->
     end_with_parent()
     keep_freed_memory()
     torch.set_num_threads(threads)
-    saved, examples, validation, evaluated = setup_box.read(channel.receive(), share=True)
+    try:
+        place = channel.receive()
+    except (EOFError, ConnectionError):  # the main process was killed before it has sent anything
+        return
+    saved, examples, validation, evaluated = setup_box.read(place, share=True)
     local_training: LocalTraining = torch.load(io.BytesIO(saved), weights_only=False)
     local_training = replace(local_training, examples=examples, validation=validation)
     setup = Setup(local_training, evaluated, SerialEngine(local_training).train)
     setup_box.close()
-    channel.send("ready")
     with suppress(EOFError, ConnectionError):
+        channel.send("ready")
         while True:
             message = channel.receive()
             if isinstance(message, _Work):
