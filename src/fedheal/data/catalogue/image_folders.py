@@ -79,7 +79,7 @@ PACS = _make_dataset(
     home="https://domaingeneralization.github.io/",
     hub="flwrlabs/pacs",
     layout=FolderLayout(
-        looks_for="<class>/*.jpg; beside this folder, <domain>_train_kfold.txt and <domain>_crossval_kfold.txt",
+        looks_for="<class>/*.jpg (with <domain>_train_kfold.txt and <domain>_crossval_kfold.txt beside this folder)",
         split_lists=("{}_train_kfold.txt", "{}_crossval_kfold.txt"),
     ),
     size=224,
@@ -131,7 +131,7 @@ DOMAINNET = _make_dataset(
     home="https://ai.bu.edu/M3SDA/",
     hub="wltjr1007/DomainNet",
     layout=FolderLayout(
-        looks_for="<class>/*.jpg; beside this folder, <domain>_train.txt and <domain>_test.txt",
+        looks_for="<class>/*.jpg (with <domain>_train.txt and <domain>_test.txt beside this folder)",
         split_lists=("{}_train.txt", "{}_test.txt"),
     ),
     size=224,
