@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import fedheal
 import tiny_data
 from fedheal import Method, aggregate
 from fedheal.campaign.compare import plan
+from fedheal.data.domains import Domains
 from fedheal.report.comparability import list_cautions
 from fedheal.report.html_page import render_page
 from fedheal.report.rows import build_rows, find_results, find_rows
@@ -19,6 +21,12 @@ from fedheal.report.tables import build_tables, flatten_rows
 
 FIELDS: dict[str, Any] = {key: value for key, value in tiny_data.QUICK.items() if key != "data"} | {"rounds": 1}
 DOMAINS = list(tiny_data.TEST)
+
+
+def load_plain() -> Domains:
+    """One domain alone."""
+    data = tiny_data.load()
+    return replace(data, domains=data.domains[:1], clients_per_domain=(2,), samples_per_client=(24,))
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +85,7 @@ def test_incomplete_parts_are_rows_of_their_own(unseen: tuple[fedheal.Report, Pa
     [
         (["fedavg", "centralised"], {}, "'centralised' cannot be compared with evaluate=unseen"),
         (["fedavg"], {"only": ["plain"]}, "only = .* cannot be combined with evaluate=unseen"),
+        (["fedavg"], {"data": f"{__name__}:load_plain"}, "has only the domain 'plain', and needs two"),
     ],
 )
 def test_combinations_without_a_meaning_are_refused(
@@ -90,3 +99,16 @@ def test_combinations_without_a_meaning_are_refused(
 def test_a_single_run_leaves_out_one_domain(without: list[str]) -> None:
     with pytest.raises(ValueError, match=r"evaluate = 'unseen' with without = .*one run leaves out one domain"):
         fedheal.run(tiny_data.quick(evaluate="unseen", without=without), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"without": ["plian"]}, r"^without names 'plian' \(did you mean 'plain'\?\); the domains are"),
+        ({"without": DOMAINS}, r"^without = \['plain', 'noisy', 'dark'\]: no client is left to train"),
+        ({"only": ["dark"], "without": ["dark"]}, r"^only = \['dark'\] and without = \['dark'\]: no client is left"),
+    ],
+)
+def test_fields_that_name_no_domain_or_leave_no_client(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fedheal.run(tiny_data.quick(**keys), progress=False)

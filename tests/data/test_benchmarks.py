@@ -72,6 +72,33 @@ def test_pacs_lists_that_are_incomplete_or_of_other_images(tmp_path: Path) -> No
         load("pacs", tmp_path)
 
 
+@pytest.mark.parametrize("name", ["pacs", "domainnet-10"])
+def test_images_of_split_files_that_are_not_there_are_named(name: str, tmp_path: Path) -> None:
+    """Of DomainNet's ten classes the full sizes are unknown, so that nothing else says that images are missing."""
+    spec = data.SPECS[name].domains[-1]
+    root = tmp_path / spec.folders[0]
+    folders(root.parent, (spec.name,), data.SPECS[name].classes or ("dog", "horse"), 3)
+    layout = spec.layouts[0]
+    layouts.split_lists(root.parent, layout.split_lists, spec.name, root)
+    assert "not there" not in inspect_domains(data.SPECS[name], tmp_path)[-1].detail
+    lost = sorted(root.glob("*/0000.jpg"))[0]
+    lost.unlink()
+    sentence = f"1 image of the split files is not there: {lost}"
+    assert inspect_domains(data.SPECS[name], tmp_path)[-1].detail.endswith(sentence)
+    assert f"{spec.name}: {sentence}" in load(name, tmp_path, allow_missing=True).notes
+
+
+@pytest.mark.parametrize("part", ["", "train", "test"])
+def test_a_split_without_split_files_is_noted(part: str, tmp_path: Path) -> None:
+    """Folders for training and testing are a split of their own."""
+    root = tmp_path / "domainnet" / "sketch"
+    folders(root, (part,), DOMAINNET_TEN)
+    if part:
+        folders(root, ({"train": "test", "test": "train"}[part],), DOMAINNET_TEN)
+    note = "sketch: sketch_train.txt and sketch_test.txt are not there, so of every ten images the first eight are for training"
+    assert (note in load("domainnet-10", tmp_path, allow_missing=True).notes) is (not part)
+
+
 def test_a_full_set_counts_as_complete_however_it_is_divided() -> None:
     """Without split files the same images of PACS are 8 of 10 for training, and none is missing."""
     spec = data.SPECS["pacs"].domains[0]

@@ -68,6 +68,7 @@ def test_clients_own_their_indices() -> None:
             "3 clients with 4 samples each need 12 samples of domain 'a', which has 10: use fewer clients_per_domain or "
             "samples_per_client",
         ),
+        ({"a": 1}, {"a": 11}, "1 client needs 11 samples of domain 'a', which has 10: use fewer samples_per_client"),
         ({"a": 0}, {"a": 4}, "the number of clients of 'a' must be at least 1, not 0"),
         ({"a": 1}, {"a": -1}, "the number of samples per client of 'a' must be at least 1, not -1"),
         ({}, {"a": 1}, "the number of clients is missing for domain 'a'"),

@@ -50,6 +50,7 @@ def test_a_name_is_shown_as_it_is_while_a_run_goes(name, live):
             RoundRecord(round=1, cohort=1, replied=1, seconds=seconds, domains={name: 51.5}, fairness=evenness)
         )
     assert f"mine{name}" in file.getvalue()
+    assert live or "on x, seed 0: 2 rounds\n" in file.getvalue()
     assert f"{name} 51.5" in file.getvalue()
 
 

@@ -101,6 +101,17 @@ def test_every_figure_is_drawn_and_nothing_overflows(open_page, few, width, them
     assert (brightness[0] < brightness[1]) == (theme == "light")
 
 
+def test_numbers_within_domains_are_aligned_below_their_headings(open_page, tmp_path):
+    path = run_folder(tmp_path / "a", "fedavg", rounds=3) / "result.json"
+    result = json.loads(path.read_text())
+    counts = {domain: [[8, 10], [2, 10]] for domain in result["domains"]}
+    path.write_text(json.dumps(result | {"by_class": counts}))
+    tab = open_page(tmp_path)
+    cells = tab.locator(".within ~ .scroll").first.locator(":is(th, td):not(:first-child)")
+    aligned = cells.evaluate_all("cells => cells.map(cell => getComputedStyle(cell).textAlign)")
+    assert aligned == ["right"] * 2 * len(counts)
+
+
 def test_choices_change_figures(open_page, few):
     tab = open_page(few)
     wait_until_drawn(tab)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fedheal.data.domains import Domain, Domains, Split
 from fedheal.simulate.build import build_federation, partition_clients
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.public_images import select_public_images
@@ -19,6 +23,21 @@ CPU = torch.device("cpu")
 def select(**keys: Any) -> Tensor | None:
     experiment, domains = quick(**{"method": "fccl"} | keys), load()
     return select_public_images(experiment, domains, partition_clients(experiment, domains), CPU)
+
+
+def load_inverted() -> Domains:
+    """Other images, as many."""
+    return replace_training_images(lambda domain: Split(255 - domain.train.images, domain.train.labels))
+
+
+def load_test_images() -> Domains:
+    """The images that the clients are tested on, as training images."""
+    return replace_training_images(lambda domain: domain.test)
+
+
+def replace_training_images(make: Callable[[Domain], Split]) -> Domains:
+    data = load()
+    return replace(data, name="other", domains=tuple(replace(domain, train=make(domain)) for domain in data.domains))
 
 
 def list_images(images: Tensor) -> list[bytes]:
@@ -52,8 +71,18 @@ def test_another_data_set_is_used_whole() -> None:
         select(public="tiny_data:many")
     with pytest.raises(ValueError, match="public = 'embeded': there is no data set 'embeded'"):
         select(public="embeded")
-    assert len(select(public="tiny_data:load", data="tiny_data:told")) == 120
+    assert len(select(public=f"{__name__}:load_inverted")) == 120
     assert len(select(public="tiny_data:load")) == 27  # the same data: what clients hold is not public
+
+
+def test_images_of_another_data_set_that_clients_use_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same images under another name: clients hold 93 of 120. Images for testing are never public."""
+    monkeypatch.setenv("TINY_DATA_TOLD", str(tmp_path / "told"))
+    assert sorted(list_images(select(public="tiny_data:told"))) == sorted(list_images(select()))
+    with pytest.raises(ValueError, match="the clients hold all 42 training images of 'other'"):
+        select(public=f"{__name__}:load_test_images")
 
 
 def test_clients_that_hold_everything_leave_no_public_images() -> None:

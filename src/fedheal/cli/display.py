@@ -27,6 +27,7 @@ from fedheal.core.metrics import fairness
 from fedheal.core.parameter import get_parameters
 from fedheal.data import SPECS, find_spec
 from fedheal.data.on_disk import FOLDER_PREFIX, note_classes, open_dataset
+from fedheal.methods.costs import COSTS
 from fedheal.report import rows, tables
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
 from fedheal.report.figures import save_figure
@@ -190,13 +191,13 @@ def show_parts() -> None:
     for kind, parts in kinds.items():
         for name, part in parts.items():
             keys = ", ".join(f"{key}={format_value(p.default)}" for key, p in get_parameters(part).items())
-            body.append([f"{name} ({kind})", (inspect.getdoc(part) or "").split("\n")[0], keys])
-    body += [[f"{bound} (bound)", about, ""] for bound, about in rows.BOUNDS.items()]
-    body.append(
-        ["package.module:function", "your own function that returns a Stage, a Term, a Server or an Aggregator", ""]
-    )
+            about = (inspect.getdoc(part) or "").split("\n")[0]
+            body.append([f"{name} ({kind})", about, keys, COSTS[name]])
+    body += [[f"{bound} (bound)", about, "", ""] for bound, about in rows.BOUNDS.items()]
+    own = "your own function that returns a Stage, a Term, a Server or an Aggregator"
+    body.append(["package.module:function", own, "", ""])
     title = "<local>[:key=value,...]{+<stage>[:...]}[+<server>[:...]]"
-    print_table(["part", "what it does", "parameters"], body, title, prose=True)
+    print_table(["part", "what it does", "parameters", "costs more than fedavg"], body, title, prose=True)
 
 
 def show_parameters(name: str) -> None:
@@ -209,6 +210,9 @@ def show_parameters(name: str) -> None:
             body.append([key, part.name, cell, parameter.description, parameter.source])
     head = ["parameter", "part", "default", "what it is", "source of the default"]
     print_table(head, body or [["no parameters", name, "", "", ""]], method.name, prose=True)
+    for part in method.parts:
+        if COSTS.get(part.name):
+            typer.echo(f"{part.name} costs more than fedavg: {COSTS[part.name]}.")
 
 
 class LiveTable:

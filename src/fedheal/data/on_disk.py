@@ -228,6 +228,8 @@ def _note_locations(locations: Sequence[DomainLocation], prepared: PreparedData)
         if spec.is_incomplete(domain.train, domain.test):
             train, test = f"{domain.train:,} of {spec.train:,}", f"{domain.test:,} of {spec.test:,}"
             notes.append(f"{name}: {train} training and {test} test images on disk")
+        if location.files.note:
+            notes.append(f"{name}: {location.files.note}")
         if domain.unreadable:
             reasons = shorten_list(domain.unreadable, "; ")
             notes.append(f"{name}: {format_count(len(domain.unreadable), 'image')} could not be read: {reasons}")

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedheal.core.errors import format_count, shorten_list
 from fedheal.data.readers import folders, parquet
 from fedheal.data.readers.camera_traps import list_location
 from fedheal.data.readers.images import SUFFIXES
@@ -31,6 +32,7 @@ class DomainFiles:
     folder: Path
     files: tuple[Path, ...]
     read: Callable[[], RawDomain]
+    note: str = ""  # how its split differs from the one that is distributed with it
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,24 @@ class FolderLayout:
         lists = self._find_lists(name, folder.parent)
         if missing := [str(path) for path in lists if not path.is_file()]:
             return missing
+        note = ""
         if lists:
-            domain = folders.read_split_lists(name, folder.parent, *lists)
+            domain, absent = folders.read_split_lists(name, folder.parent, *lists)
+            if absent:
+                are = f"{format_count(len(absent), 'image')} of the split files {'is' if len(absent) == 1 else 'are'}"
+                note = f"{are} not there: {shorten_list([str(image) for image in absent], ', ')}"
         else:
             domain = folders.scan_folder(name, folder, self.train_folders)
+            if self.split_lists and not folders.find_split_folders(folder, self.train_folders):
+                names = " and ".join(pattern.format(name) for pattern in self.split_lists)
+                note = f"{names} are not there, so of every ten images the first eight are for training"
         is_numbered = self.is_numbered and domain.classes == tuple(map(str, range(len(self.classes))))
         if is_numbered:
             domain = replace(domain, classes=self.classes)
         missing = [str(folder / label) for label in self.classes if label not in domain.classes]
         if missing or not domain.classes:
             return missing if len(missing) < len(self.classes) else []
-        return _list_files(domain, folder, "numbered folders" if is_numbered else IMAGE_FOLDERS, lists)
+        return _list_files(domain, folder, "numbered folders" if is_numbered else IMAGE_FOLDERS, lists, note)
 
     def _find_lists(self, name: str, parent: Path) -> list[Path]:
         """Return the text files that define the split, in the first folder that has any of them."""
@@ -124,11 +133,13 @@ class CameraTrapLayout:
         return _list_files(folders.divide_images(name, listed), images, "camera traps", files) if listed else []
 
 
-def _list_files(domain: RawDomain, folder: Path, layout: str, descriptions: Sequence[Path]) -> DomainFiles:
+def _list_files(
+    domain: RawDomain, folder: Path, layout: str, descriptions: Sequence[Path], note: str = ""
+) -> DomainFiles:
     """Return a domain's images, and the files that divide or describe them: data are prepared again when one changes."""
     splits = (split for split in (domain.train, domain.test) if isinstance(split, EncodedImages))
     paths = (Path(image) for split in splits for image in split.names)
-    return DomainFiles(domain.name, layout, folder, (*paths, *descriptions), lambda: domain)
+    return DomainFiles(domain.name, layout, folder, (*paths, *descriptions), lambda: domain, note)
 
 
 @dataclass(frozen=True)

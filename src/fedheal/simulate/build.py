@@ -176,8 +176,9 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
             "`fedheal run`, `fedheal compare` and fedheal.compare(...) make one run for each domain if without is not set"
         )
     if not any(takes_part(experiment, client) for client in clients):
-        only, without = list(experiment.only), list(experiment.without)
-        raise ValueError(f"only = {only} and without = {without} leave no client to train")
+        given = {"only": list(experiment.only), "without": list(experiment.without)}
+        fields = " and ".join(f"{key} = {names}" for key, names in given.items() if names)
+        raise ValueError(f"{fields}: no client is left to train; name fewer in without, or others in only")
     return clients
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from fedheal.core.errors import format_count
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.callbacks import Callback
 
@@ -46,9 +47,8 @@ class Progress(Callback):
         self.name, self.rounds = experiment["method"], int(experiment["rounds"])
         self.task = self.bar.add_task(self.name, total=self.rounds, completed=len(done), accuracy="")
         resumed = f", resumed after round {len(done)}" if done else ""
-        self._print_line(
-            f"{self.name} on {experiment['data']}, seed {experiment['seed']}: {self.rounds} rounds{resumed}"
-        )
+        rounds = format_count(self.rounds, "round")
+        self._print_line(f"{self.name} on {experiment['data']}, seed {experiment['seed']}: {rounds}{resumed}")
 
     def round(self, record: RoundRecord) -> None:
         self.bar.advance(self.task)

@@ -1,7 +1,7 @@
 """The public images of an experiment, for methods whose clients compare their outputs on images that all of them have.
 
 They have no labels, and no client trains or validates with them. By default they are drawn from the training images that
-no client holds; `public` names another data set.
+no client holds; `public` names another data set, of which images that clients hold or are tested on are left out.
 """
 
 from collections.abc import Sequence
@@ -26,25 +26,41 @@ def select_public_images(
     if not most:
         return None
     shape = domains.domains[0].test.images.shape[1:]
-    source, held = domains, clients
-    if experiment.public not in (None, experiment.data):
-        source, held = _load_public(experiment, shape[-1]), ()
-    places = _list_free_places(source, held)
-    if len(places) < 2:
-        raise ValueError(
-            f"method '{method.name}' needs public images, but the clients hold all {_count(source)} training images of "
-            f"'{source.name}': use fewer samples_per_client, or give public=DATA, another data set"
-        )
+    if experiment.public in (None, experiment.data):
+        source, places, used = domains, _list_free_places(domains, clients), set[int]()
+    else:
+        source = _load_public(experiment, shape[-1])
+        places, used = _list_free_places(source, ()), _hash_used_images(domains, clients)
     order = torch.randperm(len(places), generator=generator(experiment.get_seed("split"), "public images"))
-    chosen = [places[i] for i in order[:most].tolist()]
-    images = [source.domains[domain].select(torch.tensor([position])).images[0] for domain, position in chosen]
-    for image in images:
+    images: list[Tensor] = []
+    for domain, position in (places[i] for i in order.tolist()):
+        if len(images) == most:
+            break
+        image = source.domains[domain].select(torch.tensor([position])).images[0]
         if image.shape != shape:
             raise ValueError(
                 f"a public image of '{source.name}' has the shape {tuple(image.shape)}, but the clients' images have "
                 f"{tuple(shape)}: bring them to one size"
             )
+        if _hash_image(image) not in used:
+            images.append(image)
+    if len(images) < 2:
+        raise ValueError(
+            f"method '{method.name}' needs public images, but the clients hold all {_count(source)} training images of "
+            f"'{source.name}': use fewer samples_per_client, or give public=DATA, another data set"
+        )
     return torch.stack(images).to(device)
+
+
+def _hash_used_images(domains: Domains, clients: Sequence[Client]) -> set[int]:
+    """Return the hashes of all images that clients hold or are tested on: another data set may have the same ones."""
+    held = [domains[client.domain].select(client.indices) for client in clients]
+    tested = [domain.test for domain in domains.domains]
+    return {_hash_image(image) for split in (*held, *tested) for image in split.images}
+
+
+def _hash_image(image: Tensor) -> int:
+    return hash(image.numpy().tobytes())
 
 
 def _load_public(experiment: Experiment, size: int) -> Domains:

@@ -78,7 +78,10 @@ PACS = _make_dataset(
     parents=("PACS", "pacs", "pacs_data", "PACS/kfold", "PACS/raw_images", "PACS/raw_images/kfold", "pacs/images"),
     home="https://domaingeneralization.github.io/",
     hub="flwrlabs/pacs",
-    layout=FolderLayout(split_lists=("{}_train_kfold.txt", "{}_crossval_kfold.txt")),
+    layout=FolderLayout(
+        looks_for="<class>/*.jpg (with <domain>_train_kfold.txt and <domain>_crossval_kfold.txt beside this folder)",
+        split_lists=("{}_train_kfold.txt", "{}_crossval_kfold.txt"),
+    ),
     size=224,
     clients=1,
     fraction=0.3,
@@ -127,7 +130,10 @@ DOMAINNET = _make_dataset(
     parents=("domainnet", "DomainNet", "domain_net"),
     home="https://ai.bu.edu/M3SDA/",
     hub="wltjr1007/DomainNet",
-    layout=FolderLayout(split_lists=("{}_train.txt", "{}_test.txt")),
+    layout=FolderLayout(
+        looks_for="<class>/*.jpg (with <domain>_train.txt and <domain>_test.txt beside this folder)",
+        split_lists=("{}_train.txt", "{}_test.txt"),
+    ),
     size=224,
     clients=1,
     # Nguyen et al. 2022, README of the released code: 5,000 steps, five a round.

@@ -26,11 +26,16 @@ LabelledPaths = list[tuple[str, Path]]  # (class, image file)
 
 def scan_folder(name: str, folder: Path, train_names: Sequence[str] = TRAIN_NAMES) -> RawDomain:
     """List the images of a domain; they are read on demand."""
+    splits = find_split_folders(folder, train_names)
+    return _make_domain(name, *map(_list_by_class, splits)) if splits else divide_images(name, _list_by_class(folder))
+
+
+def find_split_folders(folder: Path, train_names: Sequence[str] = TRAIN_NAMES) -> list[Path]:
+    """Return the folders of training and test images, or an empty list unless both are there."""
     names = {name.lower(): name for name in list_subfolders(folder)}
-    train, test = (next((names[n] for n in known if n in names), None) for known in (train_names, TEST_NAMES))
-    if train and test:
-        return _make_domain(name, _list_by_class(folder / train), _list_by_class(folder / test))
-    return divide_images(name, _list_by_class(folder))
+    found = [next((folder / names[n] for n in known if n in names), None) for known in (train_names, TEST_NAMES)]
+    splits = [path for path in found if path]
+    return splits if len(splits) == len(found) else []
 
 
 def divide_images(name: str, images: LabelledPaths) -> RawDomain:
@@ -39,12 +44,18 @@ def divide_images(name: str, images: LabelledPaths) -> RawDomain:
     return _make_domain(name, list(compress(images, is_train)), list(compress(images, ~is_train)))
 
 
-def read_split_lists(name: str, root: Path, train: Path, test: Path) -> RawDomain:
-    """List the images of two text files with lines of `<domain>/<class>/<file>`, below `root`, and optionally a number."""
-    domain = _make_domain(name, _read_list(root, train), _read_list(root, test))
+def read_split_lists(name: str, root: Path, train: Path, test: Path) -> tuple[RawDomain, list[Path]]:
+    """List the images of two text files with lines of `<domain>/<class>/<file>`, below `root`, and optionally a number.
+
+    Returns:
+        The domain, and the listed images that are not there.
+    """
+    listed = [_read_list(root, path) for path in (train, test)]
+    absent = {image for images in listed for _, image in images if not image.is_file()}
+    domain = _make_domain(name, *([pair for pair in images if pair[1] not in absent] for images in listed))
     if not domain.classes:
         raise ValueError(f"{train} and {test} list no image that is below {root}: put its images there")
-    return domain
+    return domain, sorted(absent)
 
 
 def _make_domain(name: str, *splits: LabelledPaths) -> RawDomain:
@@ -75,7 +86,7 @@ def _read_list(root: Path, path: Path) -> LabelledPaths:
         parts = Path(words[0]).parts if words else ()
         if words and (len(parts) < 3 or ".." in parts or parts[0] == "/"):
             raise ValueError(f"line {number} of {path} is not <domain>/<class>/<file>")
-        if words and (root / words[0]).is_file():
+        if words:
             images.append((parts[1], root / words[0]))
     return images
 

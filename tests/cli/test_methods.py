@@ -1,0 +1,40 @@
+"""What `fedheal methods` says a part costs, against the measurements in the docs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedheal import methods
+from fedheal.aggregate.registry import STAGES
+from fedheal.methods.costs import COSTS
+
+DOCS = Path(__file__).parents[2] / "docs" / "methods.md"
+
+
+def read_training_times() -> dict[str, str]:
+    """The training times of the section on costs, by part: "1.9" or "1.2 to 1.3" times that of FedAvg."""
+    section = DOCS.read_text(encoding="utf-8").partition("\n## Costs\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`)(?:, also .*?)? \| (?:x )?([\d. to]+) \|", section, re.MULTILINE)
+    return {name: time for names, time in rows for name in re.findall(r"`([\w-]+)`", names)}
+
+
+def test_every_part_has_a_cost() -> None:
+    assert set(COSTS) == {*methods.LOCAL, *STAGES, *methods.WHOLE, *methods.SERVERS}
+
+
+@pytest.mark.parametrize("name", [*methods.LOCAL, *STAGES, *methods.WHOLE])
+def test_stated_training_times_are_the_measured_ones(name: str) -> None:
+    measured = {"directions": "1"} | read_training_times()  # directions only counts signs on the server
+    times = re.findall(r"training x ([\d.]+(?: to [\d.]+)?)", COSTS[name])
+    assert times == ([] if float(measured[name].split()[0]) <= 1 else [measured[name]])
+
+
+def test_the_command_states_costs(call) -> None:
+    assert "costs more than fedavg" in call("methods").out
+    done = call("methods", "fedsam+fedheal+fedadam")
+    assert "fedsam costs more than fedavg: training x 1.9.\n" in done.out
+    assert "fedadam costs more than fedavg: server keeps two vectors as long as the model.\n" in done.out
+    assert "costs more" not in call("methods", "fedprox").out
