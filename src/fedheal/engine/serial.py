@@ -18,7 +18,7 @@ from fedheal.core.rng import derive, generator
 from fedheal.core.updates import Reply
 from fedheal.data.augment import Choices, apply_choices, draw_choices, normalise_images
 from fedheal.data.domains import Split
-from fedheal.engine.local_optimizer import build_optimizer, compute_lr
+from fedheal.engine.local_optimizer import LeanSGD, build_optimizer, compute_lr
 from fedheal.engine.precision import autocast
 from fedheal.local.fedprox import FedProx
 from fedheal.local.term import Arrays, Batch, Context, NotCapturableError, Term, effective_step
@@ -238,7 +238,7 @@ def _fit(
         for x, y, last in make_batches(local_training.examples[task.client], training, rng):
             total += train_step(local_training, optimiser, contexts, x, y, last)
             steps += 1
-    return local_training.layout.pack(module.state_dict()), total / max(steps, 1)
+    return local_training.layout.pack_module(module), total / max(steps, 1)
 
 
 def make_optimiser(local_training: LocalTraining) -> torch.optim.SGD:
@@ -268,7 +268,7 @@ def derive_layer_seed(local_training: LocalTraining, purpose: str, task: Task) -
 
 def train_step(
     local_training: LocalTraining,
-    optimiser: torch.optim.Optimizer,
+    optimiser: torch.optim.Optimizer | LeanSGD,
     contexts: Sequence[Context],
     x: Tensor,
     y: Tensor,
