@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fedheal.core.checks import check_type
 
@@ -153,8 +154,12 @@ class Layout:
     def _join(self, tensors: Mapping[Kind, list[Tensor]], device: torch.device) -> Packed:
         def vector(kind: Kind) -> Tensor:
             dtype = self._groups[kind].dtype
-            parts = [as_real(tensor).reshape(-1).to(device, dtype) for tensor in tensors[kind]]
-            return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+            if not tensors[kind]:
+                return torch.empty(0, dtype=dtype, device=device)
+            is_alike = all(tensor.dtype == dtype and tensor.device == device for tensor in tensors[kind])
+            if is_alike and len(tensors[kind]) > 1:  # of a single one it gives a view
+                return _flatten_dense_tensors(tensors[kind])
+            return torch.cat([as_real(tensor).reshape(-1).to(device, dtype) for tensor in tensors[kind]])
 
         return Packed(vector("param"), vector("buffer"), vector("counter"))
 
@@ -179,9 +184,8 @@ class Layout:
             return
         with torch.no_grad():
             for kind, vector in self._list_vectors(packed).items():
-                parts = zip(self._groups[kind].entries, torch.split(vector, self._groups[kind].lengths), strict=True)
                 if tensors[kind]:
-                    torch._foreach_copy_(tensors[kind], [part.view(e.shape) for e, part in parts])
+                    torch._foreach_copy_(tensors[kind], _unflatten_dense_tensors(vector, tensors[kind]))
 
     def _find_tensors(self, module: nn.Module) -> dict[Kind, list[Tensor]] | None:
         """Return a module's own tensors, if it has them on the CPU as this layout says and its `state_dict` adds nothing.

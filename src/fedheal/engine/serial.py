@@ -79,7 +79,9 @@ class LocalTraining:
     def load_model(self, model: Packed, training: bool) -> nn.Module:
         """Load a model into the module and return it, in training or in evaluation mode."""
         self.layout.load_into(self.module, model)
-        return self.module.train(training)
+        if any(part.training is not training for part in self.module.modules()):
+            self.module.train(training)
+        return self.module
 
 
 @dataclass(frozen=True)
