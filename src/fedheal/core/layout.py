@@ -207,9 +207,9 @@ class Layout:
         """Return the vectors by kind. Raise ValueError if one has not the layout's length."""
         vectors: dict[Kind, Tensor] = {"param": packed.params, "buffer": packed.buffers, "counter": packed.counters}
         for kind, vector in vectors.items():
-            if vector.shape != (self._groups[kind].length,):
+            if vector.shape != (length := self._groups[kind].length,):
                 raise ValueError(
-                    f"{kind}s of shape {tuple(vector.shape)} do not fit this layout, which has {self._groups[kind].length} of them"
+                    f"{kind}s of shape {tuple(vector.shape)} do not fit this layout, which has {length} of them"
                 )
         return vectors
 
@@ -276,7 +276,9 @@ def _add_state(module: nn.Module, prefix: str, state: dict[str, Tensor]) -> bool
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             state[prefix + name] = buffer
-    return all(_add_state(part, f"{prefix}{name}.", state) for name, part in module._modules.items() if part is not None)
+    return all(
+        _add_state(part, f"{prefix}{name}.", state) for name, part in module._modules.items() if part is not None
+    )
 
 
 @cache
