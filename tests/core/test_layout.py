@@ -406,7 +406,7 @@ def test_pack_module_refuses_a_module_that_has_changed():
     module.append(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="has unknown"):
         layout.pack_module(module)
-    with pytest.raises(ValueError, match="'0.weight' is"):
+    with pytest.raises(ValueError, match=r"'0\.weight' is"):
         layout.pack_module(nn.Sequential(nn.Linear(2, 3)))
 
 

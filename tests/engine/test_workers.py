@@ -107,7 +107,9 @@ def record_jobs(patch: pytest.MonkeyPatch) -> list[Any]:
     """Return the list that gets every job which another process is sent."""
     sent: list[Any] = []
     send = _Worker.send_job
-    patch.setattr(_Worker, "send_job", lambda self, work, number, job: (sent.append(job), send(self, work, number, job)))
+    patch.setattr(
+        _Worker, "send_job", lambda self, work, number, job: (sent.append(job), send(self, work, number, job))
+    )
     return sent
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ class Layout:
                 return torch.empty(0, dtype=dtype, device=device)
             is_alike = all(tensor.dtype == dtype and tensor.device == device for tensor in tensors[kind])
             if is_alike and len(tensors[kind]) > 1:  # of a single one it gives a view
-                return _flatten_dense_tensors(tensors[kind])
+                return cast(Tensor, _flatten_dense_tensors(tensors[kind]))  # type: ignore[no-untyped-call]
             return torch.cat([as_real(tensor).reshape(-1).to(device, dtype) for tensor in tensors[kind]])
 
         return Packed(vector("param"), vector("buffer"), vector("counter"))
@@ -185,7 +185,8 @@ class Layout:
         with torch.no_grad():
             for kind, vector in self._list_vectors(packed).items():
                 if tensors[kind]:
-                    torch._foreach_copy_(tensors[kind], _unflatten_dense_tensors(vector, tensors[kind]))
+                    parts = _unflatten_dense_tensors(vector, tensors[kind])  # type: ignore[no-untyped-call]
+                    torch._foreach_copy_(tensors[kind], parts)
 
     def _find_tensors(self, module: nn.Module) -> dict[Kind, list[Tensor]] | None:
         """Return a module's own tensors, if it has them on the CPU as this layout says and its `state_dict` adds nothing.
@@ -266,7 +267,9 @@ class Layout:
 
 def _add_state(module: nn.Module, prefix: str, state: dict[str, Tensor]) -> bool:
     """Add a module's tensors by their names in its `state_dict`; return False if loading or saving does more than copy them."""
-    if not _is_plain(type(module)) or module._state_dict_hooks or module._state_dict_pre_hooks:
+    if not _is_plain(type(module)):  # type: ignore[arg-type]  (mypy takes the hash of a module for that of its class)
+        return False
+    if module._state_dict_pre_hooks or module._state_dict_hooks:
         return False
     if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
         return False
@@ -283,7 +286,7 @@ def _add_state(module: nn.Module, prefix: str, state: dict[str, Tensor]) -> bool
 
 @cache
 def _is_plain(kind: type[nn.Module]) -> bool:
-    """Return whether a class leaves loading and saving to `nn.Module`."""
+    """Return whether a class of modules leaves loading and saving to `nn.Module`."""
     names = ("state_dict", "load_state_dict", "_save_to_state_dict", "get_extra_state", "set_extra_state")
     if any(getattr(kind, name) is not getattr(nn.Module, name) for name in names):
         return False

@@ -116,7 +116,7 @@ class Outbox:
         """Return the value at a place; `share`: with tensors in memory that all processes share."""
         file = self.files[place.turn]
         parts = [part.numpy() for part in (file.map(place.lengths) if share else file.read(place.lengths))]
-        pickled = place.pickled or parts.pop()
+        pickled: Any = place.pickled or parts.pop()
         return pickle.loads(pickled, buffers=parts)  # noqa: S301  (our own process's)
 
     def close(self) -> None:

@@ -41,9 +41,10 @@ def evaluate_domains(
     correct = workers.find_correct(pairs) if workers else find_correct_in_turn(federation.local_training, pairs)
     is_correct = {domain: hits.cpu().numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
     clients: dict[str, float] = {}
-    for domain, hits in is_correct.items():
-        owners = np.arange(len(hits)) % max(len(members[domain]), 1)
-        shares = 100.0 * (np.bincount(owners[hits], minlength=owners.max(initial=-1) + 1) / np.bincount(owners))
+    for domain, marks in is_correct.items():
+        owners = np.arange(len(marks)) % max(len(members[domain]), 1)
+        sizes = np.bincount(owners)
+        shares = 100.0 * (np.bincount(owners[marks], minlength=len(sizes)) / sizes)
         clients |= zip(members[domain], shares.tolist(), strict=False)
     hits_of: dict[str, list[Tensor]] = {}
     for (domain, _), hits in zip(held_out, correct[len(federation.tests) :], strict=True):
