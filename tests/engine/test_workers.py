@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,13 @@ def children(process: int) -> list[int]:
     return found
 
 
+def is_ready(process: int) -> bool:
+    """Whether a worker has the examples, in memory that it shares."""
+    with suppress(OSError):
+        return "memfd:fedheal" in Path(f"/proc/{process}/maps").read_text()
+    return False
+
+
 def alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -208,7 +216,7 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(there)}
     process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], env=environment)
     deadline = time.monotonic() + 90
-    while not (tmp_path / "run" / "rounds.jsonl").exists() and time.monotonic() < deadline:
+    while not any(is_ready(worker) for worker in children(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     workers = children(process.pid)
     try:

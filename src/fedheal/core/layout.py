@@ -267,7 +267,7 @@ class Layout:
 
 def _add_state(module: nn.Module, prefix: str, state: dict[str, Tensor]) -> bool:
     """Add a module's tensors by their names in its `state_dict`; return False if loading or saving does more than copy them."""
-    if not _is_plain(type(module)):  # type: ignore[arg-type]  (mypy takes the hash of a module for that of its class)
+    if not _is_plain(type(module)):  # type: ignore[arg-type]
         return False
     if module._state_dict_pre_hooks or module._state_dict_hooks:
         return False

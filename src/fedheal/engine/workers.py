@@ -88,7 +88,7 @@ class WorkerPool(PooledEngine):
                 yield worker.receive()
             else:
                 with self._explain_failed_start():
-                    worker.is_ready = bool(worker.channel.receive())
+                    worker.become_ready()
 
     def _start(self) -> None:
         """Start the other processes, once."""
@@ -107,6 +107,8 @@ class WorkerPool(PooledEngine):
         """Tell a model that cannot be pickled from a process that dies later."""
         try:
             yield
+        except BrokenProcessPool:
+            raise
         except Exception as error:  # a user's class may raise anything when it is pickled
             is_dead = isinstance(error, EOFError | ConnectionError)
             reason = "its error is above" if is_dead else str(error).partition("\n")[0]
@@ -133,6 +135,16 @@ class _Worker:
     jobs: deque[int] = field(default_factory=deque)  # the numbers of those that it has
     work: _Work | None = None  # that it was last sent
     is_ready: bool = False  # whether it has started
+
+    def become_ready(self) -> None:
+        """Receive the word that it has started. Raise EOFError if it ended instead, BrokenProcessPool if it was killed."""
+        try:
+            self.is_ready = bool(self.channel.receive())
+        except (EOFError, ConnectionError) as error:
+            self.process.join()
+            if (self.process.exitcode or 0) < 0:
+                raise BrokenProcessPool from error
+            raise
 
     def send_job(self, work: _Work, number: int, job: object) -> None:
         try:
