@@ -349,16 +349,73 @@ def half() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3, dtype=torch.bfloat16), nn.Linear(3, 3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [tied, lambda: normed(3, 16), lambda: Doubling(3, 2), hooked, half],
-    ids=["tied", "normed", "own loading", "hook", "dtypes"],
-)
+class Negated(nn.Linear):
+    """Saves something else than it has."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[prefix + "bias"] = -destination[prefix + "bias"]
+
+
+def partly_saved() -> nn.Module:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2, bias=False), nn.ReLU())
+    module.register_buffer("left_out", torch.randn(3), persistent=False)
+    return module
+
+
+def saving_hook() -> nn.Module:
+    module = nn.Linear(3, 2)
+
+    def negate_bias(module, state, prefix, metadata):
+        if not state[f"{prefix}bias"].requires_grad:
+            state[f"{prefix}bias"] = -state[f"{prefix}bias"]
+
+    module.register_state_dict_post_hook(negate_bias)
+    return module
+
+
+SAVED_MODULES = MODULES | {
+    "tied": tied,
+    "normed": lambda: normed(3, 16),
+    "own loading": lambda: Doubling(3, 2),
+    "hook": hooked,
+    "dtypes": half,
+    "own saving": lambda: Negated(3, 2),
+    "saving hook": saving_hook,
+    "partly saved": partly_saved,
+    "complex": lambda: nn.Linear(3, 2, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("make", SAVED_MODULES.values(), ids=SAVED_MODULES)
+def test_pack_module_gives_the_bits_of_pack(make):
+    torch.manual_seed(0)
+    module = make()
+    packed = Layout.of(module).pack_module(module)
+    expected = Layout.of(module).pack(copy.deepcopy(module).state_dict())
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data.zero_()  # the vectors are new memory
+    assert_same(vars(packed), vars(expected))
+    assert not any(value.requires_grad for value in vars(packed).values())
+
+
+def test_pack_module_refuses_a_module_that_has_changed():
+    module = nn.Sequential(nn.Linear(3, 2))
+    layout = Layout.of(module)
+    module.append(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="has unknown"):
+        layout.pack_module(module)
+    with pytest.raises(ValueError, match=r"'0\.weight' is"):
+        layout.pack_module(nn.Sequential(nn.Linear(2, 3)))
+
+
+@pytest.mark.parametrize("make", SAVED_MODULES.values(), ids=SAVED_MODULES)
 def test_load_into_gives_the_bits_of_load_state_dict(make):
     torch.manual_seed(0)
     given, fast, slow = make(), make(), make()
     layout = Layout.of(given)
     layout.load_into(fast, layout.pack(given.state_dict()))
     slow.load_state_dict(layout.unpack(layout.pack(given.state_dict())))
-    assert all(torch.equal(value, slow.state_dict()[name]) for name, value in fast.state_dict().items())
+    assert_same(fast.state_dict(), slow.state_dict())
     assert [name for name, _ in fast.named_parameters()] == [name for name, _ in slow.named_parameters()]

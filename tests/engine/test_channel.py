@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedheal.engine.channel import Outbox
+from fedheal.engine.channel import PIPED, Outbox
 
 VALUES: dict[str, Any] = {
     "whole": torch.arange(5),
@@ -48,6 +48,16 @@ def test_tensors_keep_their_bits_dtypes_and_strides(outbox: Outbox, share: bool)
             VALUES[name].stride(),
         )
     assert received["part"].untyped_storage().nbytes() < VALUES["part"].untyped_storage().nbytes() or share
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_long_value_does_not_fill_the_pipe(outbox: Outbox, share: bool) -> None:
+    """A process that is still starting does not read it: who sends it would wait."""
+    value = ["x" * PIPED, torch.arange(3), "end"]
+    place = outbox.write(value)
+    assert place.pickled == b""
+    text, tensor, end = outbox.read(place, share)
+    assert (text, tensor.tolist(), end) == (value[0], [0, 1, 2], "end")
 
 
 def test_two_values_can_wait_and_what_is_read_stays(outbox: Outbox) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedheal.engine import serial
 from fedheal.engine.lanes import Lanes
-from fedheal.engine.local_optimizer import build_optimizer, compute_lr
+from fedheal.engine.local_optimizer import LeanSGD, build_optimizer, compute_lr
 from fedheal.engine.serial import SerialEngine, Task, Training
 from fedheal.simulate.build import check_method
 from fedheal.simulate.round import initial_state, run_round
@@ -71,6 +71,34 @@ def _run_adam(gradients: list[float], decay: float, is_decoupled: bool) -> float
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         w -= 0.1 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
     return w
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 1e-2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sgd_gives_the_bits_of_torch(momentum: float, weight_decay: float, dtype: torch.dtype) -> None:
+    """With gradients that come later, stay away for a step, or never come, and other strides."""
+    ours, theirs = ([nn.Parameter(_draw(shape, dtype)) for shape in SHAPES] for _ in range(2))
+    lean = build_optimizer("sgd", ours, 0.03, momentum, weight_decay, fused=False)
+    assert isinstance(lean, LeanSGD)
+    made = torch.optim.SGD(theirs, lr=0.03, momentum=momentum, weight_decay=weight_decay)
+    for number, present in enumerate([(0, 2), (0, 1, 2), (0, 1), (0, 1, 2)]):
+        for params, optimiser in ((ours, lean), (theirs, made)):
+            optimiser.zero_grad()
+            assert all(param.grad is None for param in params)
+            for i in present:
+                params[i].grad = _draw(SHAPES[i], dtype, number)
+            optimiser.step()
+    assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[1], _draw(SHAPES[1], dtype))
+
+
+SHAPES = [(8, 3, 3, 3), (37,), (10, 512), (5,)]
+
+
+def _draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 9) -> torch.Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return drawn.contiguous(memory_format=torch.channels_last) if len(shape) == 4 and seed % 2 else drawn
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

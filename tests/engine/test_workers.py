@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from fedheal.engine import Engine, open_engine
 from fedheal.engine.channel import Outbox
 from fedheal.engine.pooled import make_sendable
 from fedheal.engine.serial import Task
-from fedheal.engine.workers import WorkerPool, _start_worker
+from fedheal.engine.workers import WorkerPool, _start_worker, _Worker
 from fedheal.local.term import Term
 from fedheal.methods import get
 from fedheal.simulate.build import build_federation
@@ -43,9 +45,19 @@ def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
     assert [reply.num_examples for reply in replies] == [24, 13]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As other processes have: a run sets it, and this process trains with its own number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on(monkeypatch) -> None:
-    """With statistics and tied weights; the module of this process is not touched by theirs, nor does it evaluate."""
+    """With statistics and tied weights. Another process takes its part of the clients and of the evaluation."""
     keys = {"validation": 0.25} | {
         "model": "tiny_data:tied",
         "participation": 0.8,
@@ -59,27 +71,29 @@ def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on(m
     before = {name: value.clone() for name, value in module.state_dict().items()}
     evaluated = [*federation.tests.values(), *federation.validation.values()]
     with open_engine(local_training, workers=2, evaluated=evaluated) as engine, monkeypatch.context() as patch:
-        patch.delattr("fedheal.simulate.evaluation.find_correct_in_turn")
+        sent = record_jobs(patch)
         state = initial_state(federation)
         tasks = [Task(client, 1) for client in ("dark-0", "plain-1", "noisy-0")]
+        list(engine.train(state.model, (), tasks))  # the other process is still starting
+        assert not sent
+        wait_until_ready(engine)
         next(engine.train(state.model, (), tasks))  # whose other results nobody waits for
         results = [list(engine.train(state.model, (), tasks))]
+        module.load_state_dict(before)
         ends = [run_rounds(federation, engine)]
-        with pytest.raises(ValueError, match="do not fit this layout") as raised:
+        assert {type(job[0]) for job in sent} == {Task, tuple}  # of training and of evaluation
+        with pytest.raises(ValueError, match="do not fit this layout"):
             list(engine.train(replace(state.model, params=torch.zeros(7)), (), tasks))
+        longest = Task("plain-1", 1, ({},))  # which another process gets; it has the slot of a term too many
+        with pytest.raises(ValueError, match="zip") as raised:
+            list(engine.train(state.model, (), [longest, *tasks]))
         assert "In a worker process:" in raised.value.__notes__[0]
         with pytest.raises(KeyError, match="nobody"):
             list(engine.train(state.model, (), [Task("nobody", 1)]))
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as theirs: a run sets it; the serial engine uses the process's threads
-    try:
-        with open_engine(local_training) as engine:
-            results.append(list(engine.train(state.model, (), tasks)))
-            module.load_state_dict(before)
-            ends.append(run_rounds(federation, engine))
-    finally:
-        torch.set_num_threads(threads)
+    with open_engine(local_training) as engine:
+        results.append(list(engine.train(state.model, (), tasks)))
+        module.load_state_dict(before)
+        ends.append(run_rounds(federation, engine))
     assert [result.reply.client for result in results[0]] == [task.client for task in tasks]
     for one, two in zip(*results, strict=True):
         assert torch.equal(one.reply.delta, two.reply.delta)
@@ -89,6 +103,22 @@ def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on(m
     assert all(torch.equal(array, one[name]) for name, array in two.items())
     assert evaluated_by_two == evaluated_by_one
     assert evaluated_by_one[-1][2].keys() == {"plain", "noisy", "dark"}
+
+
+def record_jobs(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list that gets every job which another process is sent."""
+    sent: list[Any] = []
+    send = _Worker.send_job
+    patch.setattr(
+        _Worker, "send_job", lambda self, work, number, job: (sent.append(job), send(self, work, number, job))
+    )
+    return sent
+
+
+def wait_until_ready(engine: Engine) -> None:
+    assert isinstance(engine, WorkerPool)
+    while not all(worker.is_ready for worker in engine.workers):
+        assert list(engine._receive_results(timeout=None)) == []
 
 
 def run_rounds(federation: Federation, engine: Engine) -> tuple[dict[str, torch.Tensor], list[Any]]:
@@ -143,14 +173,12 @@ def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: 
     if term is Sendable:
         monkeypatch.setattr(Sendable, "__module__", "a_notebook")
         monkeypatch.setitem(sys.modules, "a_notebook", sys.modules[__name__])
-    workers = 1 if term is Sendable else 2  # one process that fails will do: each takes seconds to start
-    monkeypatch.setattr("fedheal.engine.WorkerPool", lambda training, *_: WorkerPool(training, workers, 1))
     own = Method((term(),), get("fedavg").aggregator, "mine")
     with pytest.raises(
         ChildProcessError,
-        match=rf"workers = {workers}: a worker process could not start .*\(.*{said}.*\)\. .*workers=1",
+        match=rf"workers = 2: a worker process could not start .*\(.*{said}.*\)\. .*workers=1",
     ) as raised:
-        fedheal.run(quick(method=own, workers=2), progress=False)
+        fedheal.run(quick(method=own, workers=2, rounds=1_000_000), progress=False)  # ends when the worker has failed
     assert "--resume" not in str(raised.value)
 
 
@@ -177,6 +205,13 @@ def children(process: int) -> list[int]:
     return found
 
 
+def is_ready(process: int) -> bool:
+    """Whether a worker has the examples, in memory that it shares."""
+    with suppress(OSError):
+        return "memfd:fedheal" in Path(f"/proc/{process}/maps").read_text()
+    return False
+
+
 def alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -191,7 +226,7 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(there)}
     process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], env=environment)
     deadline = time.monotonic() + 90
-    while not (tmp_path / "run" / "rounds.jsonl").exists() and time.monotonic() < deadline:
+    while not any(is_ready(worker) for worker in children(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     workers = children(process.pid)
     try:

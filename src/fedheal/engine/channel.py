@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes, as torch's own memory has it
+PIPED = 1 << 15  # bytes that fit into a pipe which nobody reads yet
 
 
 class Place(NamedTuple):
-    """Where a value was left: which of two files, the lengths of its parts there, and the rest of it."""
+    """Where a value was left: which of two files, the lengths of its parts there, and the rest of it unless that is a part."""
 
     turn: int
     lengths: list[int]
@@ -105,6 +106,8 @@ class Outbox:
     def write(self, value: object) -> Place:
         """Leave a value; return what `read` needs to find it."""
         pickled, parts = _pickle_apart(value)
+        if len(pickled) > PIPED:
+            pickled, parts = b"", [*parts, memoryview(pickled)]
         self.turn = 1 - self.turn
         self.files[self.turn].write(parts)
         return Place(self.turn, [len(part) for part in parts], pickled)
@@ -112,8 +115,9 @@ class Outbox:
     def read(self, place: Place, share: bool = False) -> Any:
         """Return the value at a place; `share`: with tensors in memory that all processes share."""
         file = self.files[place.turn]
-        parts = file.map(place.lengths) if share else file.read(place.lengths)
-        return pickle.loads(place.pickled, buffers=[part.numpy() for part in parts])  # noqa: S301  (our own process's)
+        parts = [part.numpy() for part in (file.map(place.lengths) if share else file.read(place.lengths))]
+        pickled: Any = place.pickled or parts.pop()
+        return pickle.loads(pickled, buffers=parts)  # noqa: S301  (our own process's)
 
     def close(self) -> None:
         for file in self.files:
@@ -149,10 +153,10 @@ class Channel(NamedTuple):
     inbox: Outbox
 
     def send(self, value: object) -> None:
-        self.connection.send(tuple(self.outbox.write(value)))
+        self.connection.send_bytes(pickle.dumps(tuple(self.outbox.write(value))))  # `send` takes twice as long
 
     def receive(self) -> Any:
-        return self.inbox.read(Place(*self.connection.recv()))
+        return self.inbox.read(Place(*pickle.loads(self.connection.recv_bytes())))  # noqa: S301  (our own process's)
 
     def close(self) -> None:
         for end in self:

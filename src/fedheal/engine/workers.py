@@ -1,8 +1,9 @@
 """The serial engine in several processes: each trains and evaluates a part, with the results of one process.
 
-Workers are spawned (torch's threads do not survive a fork). All examples are in one block of memory that they share. They get
-the global model once a round, and the next client while they still train one. Every client is trained with the same number of
-threads wherever it runs, and every batch is evaluated as a whole.
+This process is one of them; the others are spawned (torch's threads do not survive a fork) and join as soon as they have
+started. All examples are in one block of memory that they share. They get the global model once a round, and the next client
+while they still train one. Every client is trained with the same number of threads wherever it runs, and every batch is
+evaluated as a whole.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe, get_context, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -28,73 +29,94 @@ from fedheal.engine.channel import Channel, Outbox, Place
 from fedheal.engine.pooled import PooledEngine, Prepare, Setup, make_sendable
 from fedheal.engine.serial import LocalTraining, SerialEngine
 
-JOBS_AHEAD = 2  # that a worker has: the one that it does, and the next
+JOBS_AHEAD = 2  # that another process has: the one that it does, and the next
 
 
 class WorkerPool(PooledEngine):
-    """An engine that trains and evaluates in several processes of this machine."""
+    """An engine that trains and evaluates in several processes of this machine, of which this one is the first."""
 
     def __init__(
         self, local_training: LocalTraining, workers: int, threads: int, evaluated: Sequence[Split] = ()
     ) -> None:
         super().__init__(local_training, workers, threads, evaluated)
-        self.common = Outbox()  # what all workers get
+        self.setup, self.common = Outbox(), Outbox()  # what all workers get: once, and for the jobs of a round
         self.workers: list[_Worker] = []
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for worker in self.workers:
-            if kind is not None:  # nobody waits for the clients that are being trained
+            if kind is not None or not worker.is_ready:  # nobody waits for what it does
                 worker.process.terminate()
             worker.channel.close()  # ends a worker that waits for a job
         for worker in self.workers:
             worker.process.join()
+        self.setup.close()
         self.common.close()
 
     def _run(self, prepare: Prepare, common: tuple[Any, ...], jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Do jobs here and elsewhere. Longest first, so that no other process waits while this one does a job."""
         self._start()
-        left = deque(enumerate(jobs))
         with explain_broken_pool():
             for worker in self.workers:
                 while worker.jobs:  # results that are no longer needed
                     worker.receive()
-            work = _Work(prepare, self.common.write(common))
-            for worker in self.workers:
-                worker.send(work)
-            for worker in self.workers * JOBS_AHEAD:
-                worker.send_next(left)
-        while busy := {worker.channel.connection: worker for worker in self.workers if worker.jobs}:
-            for connection in wait(list(busy)):
-                worker = busy[connection]  # type: ignore[index]
-                with explain_broken_pool():
-                    job, result = worker.receive()
-                    worker.send_next(left)
+        do_job = prepare(Setup(self.local_training, self.evaluated, SerialEngine(self.local_training).train), *common)
+        work, left = _Work(prepare, self.common.write(common)), deque(enumerate(jobs))
+        while left or any(worker.jobs for worker in self.workers):
+            with explain_broken_pool():
+                self._send_jobs(work, left)
+                results = list(self._receive_results(timeout=0 if left else None))
+            for job, result in results:
                 if isinstance(result, Exception):
                     raise result
                 yield job, result
+            if left and not results:
+                number, job = left.popleft()
+                yield number, do_job(job)
+
+    def _send_jobs(self, work: "_Work", left: deque[tuple[int, Any]]) -> None:
+        """Give every other process that is ready a job and the next one; the last ones are for those that are free first."""
+        for ahead in range(JOBS_AHEAD):
+            for worker in self.workers:
+                if worker.is_ready and len(worker.jobs) == ahead and len(left) >= max(2, ahead * self.number):
+                    worker.send_job(work, *left.popleft())
+
+    def _receive_results(self, timeout: float | None) -> Iterator[tuple[int, Any]]:
+        waiting = {worker.channel.connection: worker for worker in self.workers if worker.jobs or not worker.is_ready}
+        for connection in wait(list(waiting), timeout):
+            worker = waiting[connection]  # type: ignore[index]
+            if worker.is_ready:
+                yield worker.receive()
+            else:
+                with self._explain_failed_start():
+                    worker.become_ready()
 
     def _start(self) -> None:
-        """Start all processes once, to tell a model that cannot be pickled from a process that dies later."""
+        """Start the other processes, once."""
         if self.workers:
             return
-        setup = Outbox()
+        keep_freed_memory()
+        with self._explain_failed_start():
+            for _ in range(self.number - 1):
+                self.workers.append(_start_worker(self.setup, self.common, self.threads))
+            place = self.setup.write(_describe_setup(self.local_training, self.evaluated))
+            for worker in self.workers:
+                worker.channel.send(place)
+
+    @contextmanager
+    def _explain_failed_start(self) -> Iterator[None]:
+        """Tell a model that cannot be pickled from a process that dies later."""
         try:
-            for _ in range(self.number):
-                self.workers.append(_start_worker(setup, self.common, self.threads))
-            place = setup.write(_describe_setup(self.local_training, self.evaluated))
-            for worker in self.workers:
-                worker.send(place)
-            for worker in self.workers:
-                worker.channel.receive()
+            yield
+        except BrokenProcessPool:
+            raise
         except Exception as error:  # a user's class may raise anything when it is pickled
-            is_dead = isinstance(error, EOFError | BrokenProcessPool)
+            is_dead = isinstance(error, EOFError | ConnectionError)
             reason = "its error is above" if is_dead else str(error).partition("\n")[0]
             raise ChildProcessError(
                 f"workers = {self.number}: a worker process could not start with this model and method ({reason}). Define "
                 "their classes and functions in a module that can be imported, and leave memory for another process; "
                 "workers=1 needs neither"
             ) from error
-        finally:
-            setup.close()
 
 
 class _Work(NamedTuple):
@@ -104,24 +126,35 @@ class _Work(NamedTuple):
     place: Place
 
 
-class _Worker(NamedTuple):
-    """A worker process, as the main process sees it."""
+@dataclass
+class _Worker:
+    """Another process, as this one sees it."""
 
     process: BaseProcess
     channel: Channel
-    jobs: deque[int]  # the numbers of those that it has
+    jobs: deque[int] = field(default_factory=deque)  # the numbers of those that it has
+    work: _Work | None = None  # that it was last sent
+    is_ready: bool = False  # whether it has started
 
-    def send(self, value: object) -> None:
+    def become_ready(self) -> None:
+        """Receive the word that it has started. Raise EOFError if it ended instead, BrokenProcessPool if it was killed."""
         try:
-            self.channel.send(value)
+            self.is_ready = bool(self.channel.receive())
+        except (EOFError, ConnectionError) as error:
+            self.process.join()
+            if (self.process.exitcode or 0) < 0:
+                raise BrokenProcessPool from error
+            raise
+
+    def send_job(self, work: _Work, number: int, job: object) -> None:
+        try:
+            if work is not self.work:
+                self.channel.send(work)
+            self.channel.send(job)
         except ConnectionError as error:
             raise BrokenProcessPool from error
-
-    def send_next(self, left: deque[tuple[int, Any]]) -> None:
-        if left:
-            number, job = left.popleft()
-            self.jobs.append(number)
-            self.send(job)
+        self.work = work
+        self.jobs.append(number)
 
     def receive(self) -> tuple[int, Any]:
         try:
@@ -137,7 +170,7 @@ def _start_worker(setup: Outbox, common: Outbox, threads: int) -> _Worker:
     process = get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
     process.start()
     there.close()
-    return _Worker(process, Channel(here, sent, received), deque())
+    return _Worker(process, Channel(here, sent, received))
 
 
 def _describe_setup(local_training: LocalTraining, evaluated: Sequence[Split]) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ def evaluate_domains(
     A client's accuracy is that on its share of its domain's test examples, which are dealt out in turn. The workers of
     `engine` evaluate, if it has any.
     """
-    members = _list_members(federation)
+    members = federation.members
     models = {d: select_evaluated_model(federation, model, terms, members[d]) for d in federation.tests}
     held_out = [
         (domain, federation.validation[client])
@@ -40,12 +40,12 @@ def evaluate_domains(
     workers = engine if isinstance(engine, PooledEngine) else None
     correct = workers.find_correct(pairs) if workers else find_correct_in_turn(federation.local_training, pairs)
     is_correct = {domain: hits.cpu().numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
-    clients = {
-        client: 100.0 * (np.count_nonzero(share) / len(share))
-        for domain, hits in is_correct.items()
-        for i, client in enumerate(members[domain])
-        if len(share := hits[i :: len(members[domain])])
-    }
+    clients: dict[str, float] = {}
+    for domain, marks in is_correct.items():
+        owners = np.arange(len(marks)) % max(len(members[domain]), 1)
+        sizes = np.bincount(owners)
+        shares = 100.0 * (np.bincount(owners[marks], minlength=len(sizes)) / sizes)
+        clients |= zip(members[domain], shares.tolist(), strict=False)
     hits_of: dict[str, list[Tensor]] = {}
     for (domain, _), hits in zip(held_out, correct[len(federation.tests) :], strict=True):
         hits_of.setdefault(domain, []).append(hits.cpu())
@@ -65,7 +65,7 @@ def evaluate_classes(federation: Federation, model: Packed, terms: Sequence[Term
 
     `by_class` has, for each class, how many test examples are classified correctly, and of how many.
     """
-    members, by_class, calibration = _list_members(federation), {}, {}
+    members, by_class, calibration = federation.members, {}, {}
     for domain, split in federation.tests.items():
         evaluated = select_evaluated_model(federation, model, terms, members[domain])
         scores = _score_split(federation.local_training, evaluated, split)
@@ -86,14 +86,6 @@ def _score_split(local_training: LocalTraining, model: Packed, split: Split) -> 
             logits = module(normalise_images(images))
         scores.append(score_logits(logits, labels))
     return torch.cat(scores).cpu()
-
-
-def _list_members(federation: Federation) -> dict[str, list[str]]:
-    """Return the clients of each domain, sorted."""
-    members: dict[str, list[str]] = {domain: [] for domain in federation.tests}
-    for client, domain in sorted(federation.client_domains.items()):
-        members.setdefault(domain, []).append(client)
-    return members
 
 
 def select_evaluated_model(

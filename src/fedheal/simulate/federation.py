@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.server_optimizer import Server
@@ -33,3 +34,11 @@ class Federation:
             layout=self.local_training.layout,
             rounds=self.local_training.rounds,
         )
+
+    @cached_property
+    def members(self) -> dict[str, list[str]]:
+        """The clients of each domain, sorted."""
+        members: dict[str, list[str]] = {domain: [] for domain in self.tests}
+        for client, domain in sorted(self.client_domains.items()):
+            members.setdefault(domain, []).append(client)
+        return members

@@ -116,6 +116,8 @@ def sample_cohort(federation: Federation, seed: int, number: int) -> list[str]:
 
 def drops_out(federation: Federation, seed: int, number: int, client: str) -> bool:
     """Return whether a client of the cohort does not reply in this round."""
+    if not federation.dropout:
+        return False
     return float(torch.rand((), generator=generator(seed, "dropout", number, client))) < federation.dropout
 
 
