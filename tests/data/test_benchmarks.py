@@ -14,6 +14,7 @@ import layouts
 from fedheal import data
 from fedheal.data.catalogue.image_folders import DOMAINNET_TEN, TERRA_CLASSES, VLCS_CLASSES
 from fedheal.data.locate import inspect_domains
+from fedheal.data.on_disk import multiply_fraction
 from fedheal.simulate.experiment import Experiment
 
 NEW = ("digits-five", "pacs", "office-home", "vlcs", "domainnet", "domainnet-10", "terra-incognita")
@@ -236,9 +237,9 @@ def test_check_says_what_is_missing_and_where_it_can_be_had(name: str, tmp_path:
     assert all(re.search(r"/ should contain .*; it is available from .*https?://", line) for line in lines), lines
 
 
-def read_table() -> dict[str, list[str]]:
-    """The table of protocols in docs/data.md: cells by the data set's name."""
-    text = DOCS.read_text(encoding="utf-8").partition("<!-- protocols -->")[2].partition("\n\n")[0]
+def read_table(mark: str = "protocols") -> dict[str, list[str]]:
+    """A table of protocols in docs/data.md: the other cells by the first, which is the data set's name in that of protocols."""
+    text = DOCS.read_text(encoding="utf-8").partition(f"<!-- {mark} -->")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines()[2:]]
     return {row[0].strip("`"): row[1:] for row in rows}
 
@@ -252,6 +253,27 @@ def test_the_documented_protocol_is_the_one_that_runs(name: str) -> None:
     *cells, source = read_table()[name]
     assert cells == [str(number) for number in numbers] + [f"{e.weight_decay:g}".replace("e-0", "e-")]
     assert re.search(r"\d{4}\)", source)
+
+
+@pytest.mark.parametrize(("column", "name"), [(0, "digits"), (1, "office-caltech")])
+def test_the_documented_protocol_of_the_paper_is_the_one_that_runs(column: int, name: str) -> None:
+    table = read_table("paper protocol")
+    assert all(cells[-1] for cells in table.values())  # every row names its source
+    said = {row: cells[column] for row, cells in table.items()}
+    spec, e = data.SPECS[name], Experiment(data=name)
+    assert said["clients"] == f"{spec.clients} per domain"
+    held = [multiply_fraction(spec.fraction, domain.train) for domain in spec.domains]
+    assert said["images per client"].startswith(f"{spec.fraction:.0%}".replace("%", " %"))
+    assert " / ".join(map(str, held)) in said["images per client"]
+    assert said["images"].startswith(f"{spec.size} x {spec.size}, ")
+    assert ("crop" in said["images"], ", flip" in said["images"]) == ("crop" in e.augment, "flip" in e.augment)
+    training = table["training"][0].replace("64", "16") if column else table["training"][0]
+    numbers = f"{e.rounds} rounds, {e.epochs} epochs, batch {e.batch_size}, lr {e.lr}, momentum {e.momentum}"
+    assert training == f"ResNet-10, {numbers}, weight decay {e.weight_decay:g}".replace("e-0", "e-")
+    assert e.model == "resnet10"
+    assert said["training"] == (f"the same with batch {e.batch_size}" if column else training)
+    fedheal = {key: value for part in e.resolved_method.parts for key, value in part.values.items()}
+    assert said["FedHEAL"] == f"`tau` {fedheal['tau']}, `beta` {fedheal['beta']}"
 
 
 def test_epochs_replace_the_steps_of_a_protocol() -> None:

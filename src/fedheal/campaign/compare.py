@@ -136,7 +136,9 @@ def expand_unseen(values: Mapping[str, Any], domains: Domains | None = None) -> 
         return [experiment]
     names = [domain.name for domain in (domains or load_domains(experiment)).domains]
     if len(names) < 2:
-        raise ValueError(f"evaluate = 'unseen': data '{experiment.data}' has only the domain '{names[0]}', and needs two")
+        raise ValueError(
+            f"evaluate = 'unseen': data '{experiment.data}' has only the domain '{names[0]}', and needs two"
+        )
     name = experiment.folder_name
     return [Experiment.of(dict(values) | {"without": [d], "name": f"{name}-unseen-{d}"}) for d in names]
 

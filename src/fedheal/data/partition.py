@@ -84,9 +84,7 @@ def partition_samples(
         if count * each > size:
             need = "1 client needs" if count == 1 else f"{count} clients with {each} samples each need"
             fewer = "samples_per_client" if count == 1 else "clients_per_domain or samples_per_client"
-            raise ValueError(
-                f"{need} {count * each} samples of domain {domain!r}, which has {size}: use fewer {fewer}"
-            )
+            raise ValueError(f"{need} {count * each} samples of domain {domain!r}, which has {size}: use fewer {fewer}")
         own = None if labels is None else labels[domain].numpy()
         indices = _assign_domain(domain, _shuffle(size, domain, seed), own, [each] * count, seed, skew, validation)
         assigned += [

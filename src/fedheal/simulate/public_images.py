@@ -44,6 +44,12 @@ def select_public_images(
             )
         if _hash_image(image) not in used:
             images.append(image)
+    if len(images) < 2 and source is not domains:
+        count = _count(source)
+        raise ValueError(
+            f"public = '{experiment.public}': it has {count} training images, and clients hold or are tested on at least "
+            f"{count - 1} of them: name other data"
+        )
     if len(images) < 2:
         raise ValueError(
             f"method '{method.name}' needs public images, but the clients hold all {_count(source)} training images of "
