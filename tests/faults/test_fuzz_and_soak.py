@@ -55,14 +55,14 @@ def test_an_input_that_waits_or_computes_too_long_hangs_and_one_on_a_busy_machin
     load("fuzz")
     import guard
 
-    monkeypatch.setattr(guard, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(guard, "LEAST_SECONDS", 0.02)
     watched = guard.Guard(guard.Limits(seconds=0.5), guard.WriteWatch([tmp_path]), [])
 
     def alternate():  # as on a machine whose cores others use, too: longer than the limit on the clock
         end = time.monotonic() + 4
         while time.monotonic() < end:
             time.sleep(0.01)
-            sum(range(10_000))
+            sum(range(40_000))
         return "accepted"
 
     def compute():
