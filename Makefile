@@ -18,8 +18,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # In three processes on two cores, since some tests wait for servers. They must collect the same tests: hashes are fixed.
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
+SOAK := soak-chaos soak-kills soak-tests soak-rounds soak-fuzz
 
-.PHONY: run test check soak lint bench docs pictures results audit dist dist-check clean
+.PHONY: run test check soak $(SOAK) lint bench docs pictures results audit dist dist-check clean
 
 run: $(VENV)/.run
 	@$(BIN)/fedheal demo
@@ -30,11 +31,23 @@ test: lint
 check: lint
 	$(PYTEST) -m "not slow and not soak" tests src
 
+# Three parts at a time on two cores: the deployment mostly waits. A part's output comes when it has ended.
 soak: $(VENV)/.test
+	$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target $(SOAK)
+
+soak-chaos:
+	$(BIN)/python benchmarks/chaos.py --rounds 60 --seed 0 --out runs/chaos
+
+soak-kills:
+	$(BIN)/python benchmarks/kills.py --kills 1000 --seed 0 --out runs/kills
+
+soak-tests:
 	FEDHEAL_TEST_ALL=1 $(BIN)/python -m pytest -m soak
-	$(BIN)/python benchmarks/kills.py --kills 1000 --seed 0 --seconds 1200 --out runs/kills
-	$(BIN)/python benchmarks/chaos.py --rounds 60 --seed 0 --seconds 3000 --out runs/chaos
+
+soak-fuzz:
 	$(BIN)/python benchmarks/fuzz.py --inputs 10000 --seed 0 --out runs/fuzz
+
+soak-rounds:
 	$(BIN)/python benchmarks/soak.py --rounds 10000 --seed 0 --out runs/soak
 
 lint: $(VENV)/.test

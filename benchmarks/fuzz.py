@@ -131,7 +131,8 @@ def run_child(name: str, inputs: int, seed: int, work: Path) -> None:
     """Run one target in this process, which began for it alone."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
-    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])  # a comparison then runs here, where it is watched
+    cores = sorted(os.sched_getaffinity(0))  # on one of them a comparison runs here, where it is watched
+    os.sched_setaffinity(0, {cores[list(TARGETS).index(name) % len(cores)]})
     faulthandler.dump_traceback_later(inputs * 10 + 600, exit=True)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + SPARE_BYTES, resource.RLIM_INFINITY))

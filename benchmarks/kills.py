@@ -1,6 +1,6 @@
 """Kill runs, comparisons, sweeps and reports at random moments, a thousand times, and check what is left each time.
 
-    python benchmarks/kills.py --kills 1000 --seed 0 --seconds 1500 --out FOLDER
+    python benchmarks/kills.py --kills 1000 --seed 0 --out FOLDER
 
 A command is started, killed with SIGKILL after a random time, and started again until it ends by itself; then the next one
 begins in a new folder. A seed draws the moments and the processes that the signal hits: the first one, one of its workers, or
@@ -463,7 +463,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=1500.0, help="stop after so long, with the kills done so far")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, with the kills done so far")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     out = asked.out.resolve()

@@ -17,7 +17,8 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree"}
 
 
-WAITING = 6  # times the limit of processor time may pass on the clock, since other programs run, too
+WAITING = 6  # times the limit of processor time may pass on the clock
+LEAST_SECONDS = 1.0  # of processor time meanwhile: with less it waits, with more it is slow because other programs run, too
 
 
 class Broken(Exception):
@@ -30,7 +31,7 @@ class Hang(BaseException):
 
 @dataclass(frozen=True)
 class Limits:
-    """What an input may take. `seconds` are of processor time, after which six times as many on the clock mean that it waits.
+    """What an input may take. `seconds` are of processor time; six times as many on the clock must not pass without any.
 
     `patience`: seconds of processor time until a command is interrupted like by Ctrl-C.
     """
@@ -120,10 +121,14 @@ class Guard:
 
     @contextmanager
     def _limit_time(self) -> Iterator[None]:
-        patience, deadline = self.limits.patience, time.process_time() + self.limits.seconds
+        patience, used = self.limits.patience, time.process_time()
+        deadline = used + self.limits.seconds
 
         def on_alarm(number: int, frame: FrameType | None) -> None:
-            raise Hang
+            nonlocal used
+            if time.process_time() - used < LEAST_SECONDS:
+                raise Hang
+            used = time.process_time()
 
         def on_processor_time(number: int, frame: FrameType | None) -> None:
             if time.process_time() >= deadline or patience is None:
@@ -132,7 +137,7 @@ class Guard:
                 signal.raise_signal(signal.SIGINT)
 
         before = signal.signal(signal.SIGALRM, on_alarm), signal.signal(signal.SIGPROF, on_processor_time)
-        signal.setitimer(signal.ITIMER_REAL, WAITING * self.limits.seconds)
+        signal.setitimer(signal.ITIMER_REAL, WAITING * self.limits.seconds, WAITING * self.limits.seconds)
         signal.setitimer(signal.ITIMER_PROF, patience or self.limits.seconds, 1.0)
         try:
             yield

@@ -158,7 +158,7 @@ def test_clients_stay_with_the_actor_that_has_their_examples(cluster: FakeRay) -
         assert len(set(map(id, homes.values()))) == 2
 
 
-@pytest.mark.parametrize("error", [OSError("Broken pipe"), ray.exceptions.RaySystemError("lost")], ids=["pipe", "system"])
+@pytest.mark.parametrize("error", [OSError("Broken pipe"), ray.exceptions.RaySystemError("lost")])
 def test_a_worker_that_cannot_fetch_is_lost(cluster: FakeRay, monkeypatch, caplog, error: Exception) -> None:
     """A worker may live for a while after the machine's own process of the cluster was killed."""
     federation = build()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -48,6 +49,32 @@ def test_wrong_inputs_end_with_a_result_or_a_sentence(load, tmp_path, monkeypatc
         outcome = fuzz.run_target(target, INPUTS[target], 0, tmp_path, is_whole=False)
     assert outcome.failures == []
     assert outcome.inputs == INPUTS[target]
+
+
+def test_an_input_that_waits_or_computes_too_long_hangs_and_one_on_a_busy_machine_does_not(load, tmp_path, monkeypatch):
+    load("fuzz")
+    import guard
+
+    monkeypatch.setattr(guard, "LEAST_SECONDS", 0.02)
+    watched = guard.Guard(guard.Limits(seconds=0.5), guard.WriteWatch([tmp_path]), [])
+
+    def alternate():  # as on a machine whose cores others use, too: longer than the limit on the clock
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            time.sleep(0.01)
+            sum(range(40_000))
+        return "accepted"
+
+    def compute():
+        while True:
+            sum(range(10_000))
+
+    assert watched.run(alternate) == "accepted"
+    for attempt in (lambda: time.sleep(60), compute):
+        began = time.monotonic()
+        with pytest.raises(guard.Hang):
+            watched.run(attempt)
+        assert time.monotonic() - began < 30
 
 
 def test_every_target_has_a_slice(load):
