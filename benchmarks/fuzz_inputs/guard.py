@@ -18,7 +18,9 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.l
 
 
 WAITING = 6  # times the limit of processor time may pass on the clock
-LEAST_SECONDS = 1.0  # of processor time meanwhile: with less it waits, with more it is slow because other programs run, too
+LEAST_SECONDS = (
+    1.0  # of processor time meanwhile: with less it waits, with more it is slow because other programs run, too
+)
 
 
 class Broken(Exception):

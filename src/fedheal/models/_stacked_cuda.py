@@ -153,6 +153,21 @@ def turn(w, turned, w_client, outputs, columns, tile: tl.constexpr):
     tl.store(turned + c[:, None] * outputs + o[None, :], tl.trans(v), mask=tl.trans(known))
 
 
+@triton.jit
+def find_packed_inputs(i, image, top, left, is_row, height, width, inputs, size: tl.constexpr):
+    """Return where the inputs of all taps lie that output positions need, and which of them are inside the image."""
+    row, column = top[:, None] + (i // inputs // size)[None, :], left[:, None] + (i // inputs % size)[None, :]
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & is_row[:, None]
+    at = (((image * height)[:, None] + row) * width + column) * inputs + (i % inputs)[None, :]
+    return at, inside & (i < size * size * inputs)[None, :]
+
+
+@triton.jit
+def store_gradient(dw, total, o, i, columns, is_known, x_scale, dy_scale):
+    """Write a tile of a weight gradient, without the scales of the inputs."""
+    tl.store(dw + o[:, None] * columns + i[None, :], total / x_scale / dy_scale, mask=is_known)
+
+
 @triton.jit(do_not_specialize=["rows", "positions", "chunk_rows", "stride", "dw_chunk"])
 def weight_gradient(
     x, dy, x_largest, dy_largest, dw, valid, rows, positions, chunk_rows, stride, inputs, outputs, x_client, y_client,
@@ -169,59 +184,46 @@ def weight_gradient(
     """
     chunk, client = tl.program_id(1), tl.program_id(2).to(tl.int64)
     input_tiles = 1 if packed else tl.cdiv(inputs, tile_inputs)
-    output_tiles = tl.cdiv(outputs, tile_outputs)
-    tap, tile = tl.program_id(0) // (input_tiles * output_tiles), tl.program_id(0) % (input_tiles * output_tiles)
-    tap *= columns
+    tiles = input_tiles * tl.cdiv(outputs, tile_outputs)
+    tap, tile = tl.program_id(0) // tiles * columns, tl.program_id(0) % tiles
     x += client * x_client
     dy += client * y_client
+    dw += client * dw_client + chunk * dw_chunk
     o = (tile // input_tiles) * tile_outputs + tl.arange(0, tile_outputs)
     i = (tile % input_tiles) * tile_inputs + tl.arange(0, tile_inputs)
     total = tl.zeros((tile_outputs, tile_inputs), dtype=tl.float32)
     if columns == 3:
-        second = tl.zeros((tile_outputs, tile_inputs), dtype=tl.float32)
-        third = tl.zeros((tile_outputs, tile_inputs), dtype=tl.float32)
+        second, third = total, total
     last = tl.minimum((chunk + 1) * chunk_rows, tl.minimum(rows, tl.load(valid + client) * positions))
     for start in range(chunk * chunk_rows, last, tile_rows):
         m = start + tl.arange(0, tile_rows)
         image, position = m // (out_height * out_width), m % (out_height * out_width)
         top, left = position // out_width * stride - size // 2, position % out_width * stride - size // 2
-        a_at, a_mask = m[:, None] * outputs + o[None, :], (m < last)[:, None]
-        if not even_outputs:
-            a_mask = a_mask & (o < outputs)[None, :]
-        a = tl.trans(tl.load(dy + a_at, mask=a_mask, other=0.0))
+        a_mask = (m < last)[:, None] if even_outputs else (m < last)[:, None] & (o < outputs)[None, :]
+        a = tl.trans(tl.load(dy + m[:, None] * outputs + o[None, :], mask=a_mask, other=0.0))
         if packed:
-            row, column = top[:, None] + (i // inputs // size)[None, :], left[:, None] + (i // inputs % size)[None, :]
-            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (m < last)[:, None]
-            b_mask = inside & (i < size * size * inputs)[None, :]
-            b_at = (((image * height)[:, None] + row) * width + column) * inputs + (i % inputs)[None, :]
+            b_at, b_mask = find_packed_inputs(i, image, top, left, m < last, height, width, inputs, size)
         else:
             row, column = top + tap // size, left + tap % size
             in_row = (row >= 0) & (row < height) & (m < last)
             b_mask = (in_row & (column >= 0) & (column < width))[:, None]
-            if not even_inputs:
-                b_mask = b_mask & (i < inputs)[None, :]
+            b_mask = b_mask if even_inputs else b_mask & (i < inputs)[None, :]
             b_at = (((image * height + row) * width + column) * inputs)[:, None] + i[None, :]
-        b = tl.load(x + b_at, mask=b_mask, other=0.0)
-        total = tl.dot(a, b, total, input_precision=precision)
+        total = tl.dot(a, tl.load(x + b_at, mask=b_mask, other=0.0), total, input_precision=precision)
         if columns == 3:  # the first column is the tap's; the second is always inside, the third if it is not the last
             b = tl.load(x + b_at + inputs, mask=in_row[:, None], other=0.0)
             second = tl.dot(a, b, second, input_precision=precision)
             b = tl.load(x + b_at + 2 * inputs, mask=(in_row & (column + 2 < width))[:, None], other=0.0)
             third = tl.dot(a, b, third, input_precision=precision)
-    if packed:
-        at = o[:, None] * (size * size * inputs) + i[None, :]
-        mask = (o < outputs)[:, None] & (i < size * size * inputs)[None, :]
-    else:
-        at = (o[:, None] * (size * size) + tap) * inputs + i[None, :]
-        mask = (o < outputs)[:, None] & (i < inputs)[None, :]
-    dw += client * dw_client + chunk * dw_chunk
     x_scale, dy_scale = 1.0, 1.0
     if scaled:
         x_scale, dy_scale = choose_scale(tl.load(x_largest + client)), choose_scale(tl.load(dy_largest + client))
-    tl.store(dw + at, total / x_scale / dy_scale, mask=mask)
+    all_inputs = size * size * inputs
+    is_known = (o < outputs)[:, None] & (i < (all_inputs if packed else inputs))[None, :]
+    store_gradient(dw + tap * inputs, total, o, i, all_inputs, is_known, x_scale, dy_scale)
     if columns == 3:
-        tl.store(dw + at + inputs, second / x_scale / dy_scale, mask=mask)
-        tl.store(dw + at + 2 * inputs, third / x_scale / dy_scale, mask=mask)
+        store_gradient(dw + (tap + 1) * inputs, second, o, i, all_inputs, is_known, x_scale, dy_scale)
+        store_gradient(dw + (tap + 2) * inputs, third, o, i, all_inputs, is_known, x_scale, dy_scale)
 
 
 @triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks", "positions"])
