@@ -27,13 +27,13 @@ LINKED = sorted(
         *(ROOT / "examples").glob("*.ipynb"),
     ]
 )
-BLOCK = re.compile(r"^```(?:bash|sh|console)?\n(.*?)^```", re.S | re.M)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 COMMANDS = [
     (page.name, line.partition("#")[0].strip())
     for page in PAGES
-    for block in BLOCK.findall(page.read_text(encoding="utf-8"))
-    for line in block.splitlines()
-    if line.startswith("fedheal ")
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8"))
+    for line in block.replace("\\\n", " ").splitlines()
+    if language in ("", "bash", "sh", "console") and line.startswith("fedheal ")
 ]
 
 
