@@ -229,6 +229,8 @@ class Soak:
 
     def execute(self, rounds: int) -> None:
         initial = ArrayRecord({key: Array(make_initial(key, shape)) for key, shape in SHAPES.items()})
+        gc.collect()
+        gc.freeze()  # what the imports have made is not looked at again every tenth round
         self.began = time.process_time()
         self.grid.start_round(1)
         self.strategy.start(self.grid, initial, num_rounds=rounds, evaluate_fn=self.check_round)
