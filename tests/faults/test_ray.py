@@ -47,16 +47,15 @@ def nodes() -> Iterator[Nodes]:
     needs("root", "netns")
     folder = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"  # Ray's sockets need short paths
     folder.mkdir()
-    with loopback() as inside, (folder / "errors").open("w") as errors:
-        environment = ENVIRONMENT | {"RAY_NODES_FOLDER": str(folder), "TINY_DATA_SLEEP": "0.1"}
-        process = subprocess.Popen(
-            [*inside, *RAY_NODES],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+    environment = ENVIRONMENT | {"RAY_NODES_FOLDER": str(folder), "TINY_DATA_SLEEP": "0.1"}
+    pipe = subprocess.PIPE
+    with (
+        loopback() as inside,
+        (folder / "errors").open("w") as errors,
+        subprocess.Popen(
+            [*inside, *RAY_NODES], env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         assert address, (folder / "errors").read_text()
