@@ -77,6 +77,18 @@ def test_an_input_that_waits_or_computes_too_long_hangs_and_one_on_a_busy_machin
         assert time.monotonic() - began < 30
 
 
+def test_only_bombs_are_written_before_the_clock_starts(load, tmp_path):
+    load("fuzz")
+    from data_files import DataFiles
+
+    (tmp_path / "play").mkdir()
+    target, written = DataFiles(tmp_path), []
+    for kind in (*target.kinds, "bomb idx", "bomb zip of depth"):
+        target.prepare((kind, 0, True, [], []))
+        written += [kind] * any(target.folder.iterdir())
+    assert written == ["bomb idx", "bomb zip of depth"]
+
+
 def test_every_target_has_a_slice(load):
     assert load("fuzz").TARGETS.keys() == INPUTS.keys()
 
