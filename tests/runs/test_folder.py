@@ -526,7 +526,10 @@ def test_a_crash_while_the_last_line_is_replaced_leaves_the_old_one_or_the_new_o
 
 
 def test_whoever_gets_the_lock_removes_temporary_files_of_killed_processes(tmp_path: Path) -> None:
-    for name in ("model.safetensors.1a2b.tmp", "report.html"):
+    """Also a checkpoint's: a process killed right after the last save of a run has not removed it, and no save follows."""
+    (tmp_path / "state").mkdir()
+    for name in ("model.safetensors.1a2b.tmp", "report.html", "state/3.safetensors", "state/3.safetensors.3c4d.tmp"):
         (tmp_path / name).touch()
     with lock.hold_lock(tmp_path):
-        assert {path.name for path in tmp_path.iterdir()} == {lock.LOCK, "report.html"}
+        left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+        assert left == {lock.LOCK, "report.html", "state/3.safetensors"}

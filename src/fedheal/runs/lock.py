@@ -24,7 +24,7 @@ def acquire_lock(folder: Path) -> BaseFileLock:
         raise ValueError(f"{folder} is in use by another run: wait until it ends, or stop it") from None
     except OSError:
         return lock
-    for leftover in folder.glob("*.tmp"):  # of killed processes
+    for leftover in (*folder.glob("*.tmp"), *folder.glob("state/*.tmp")):  # of killed processes
         if leftover != path:
             leftover.unlink(missing_ok=True)
     return lock
