@@ -112,8 +112,10 @@ class Deployment:
         return found
 
 
-def start_secure_deployment(folder: Path, inside: Sequence[str], nodes: int, **keys: Any) -> Deployment:
-    """Start a SuperLink with TLS, register the keys `folder/key0`, ... and start their SuperNodes."""
+def start_secure_deployment(
+    folder: Path, inside: Sequence[str], nodes: int, started: int | None = None, **keys: Any
+) -> Deployment:
+    """Start a SuperLink with TLS, register the keys `folder/key0`, ... and start the first SuperNodes, or all of them."""
     certificates(folder, "good")
     good = folder / "good"
     link = ["--ssl-ca-certfile", f"{good}.ca", "--ssl-certfile", f"{good}.crt", "--ssl-keyfile", f"{good}.key"]
@@ -131,7 +133,8 @@ def start_secure_deployment(folder: Path, inside: Sequence[str], nodes: int, **k
         registrations.append(deployment.start("register", words))
     for number, registration in enumerate(registrations):
         assert registration.wait(120) == 0, deployment.log("register")
-        deployment.start_node(number)
+        if started is None or number < started:
+            deployment.start_node(number)
     return deployment
 
 
