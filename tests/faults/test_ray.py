@@ -48,16 +48,21 @@ def nodes() -> Iterator[Nodes]:
     folder.mkdir()
     with loopback() as inside:
         environment = ENVIRONMENT | {"RAY_NODES_FOLDER": str(folder), "TINY_DATA_SLEEP": "0.1"}
-        process = subprocess.Popen(
-            [*inside, *RAY_NODES],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert process.stdout is not None
-        yield Nodes(inside, process.stdout.readline().strip())
+        for _ in range(3):  # Ray gives a node 30 s to start, which a busy machine may exceed
+            process = subprocess.Popen(
+                [*inside, *RAY_NODES],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            assert process.stdout is not None
+            if address := process.stdout.readline().strip():
+                break
+            process.communicate(timeout=60)
+        assert address, "the cluster did not start"
+        yield Nodes(inside, address)
         process.communicate(timeout=60)  # closes its input, and so ends it
 
 

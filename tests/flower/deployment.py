@@ -60,6 +60,7 @@ class Deployment:
         self.started: list[subprocess.Popen[bytes]] = []
         self.link: subprocess.Popen[bytes] | None = None
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self.seconds_to_register = 0.0  # how busy the machine is
 
     def start(self, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -126,7 +127,7 @@ def start_secure_deployment(
     connection = f'root-certificates = "{good}.ca"'
     deployment = Deployment(folder / "d", inside, [*link, "--enable-supernode-auth"], secure_node, connection, **keys)
     deployment.start_link()
-    registrations = []
+    registrations, began = [], time.monotonic()
     for number in range(nodes):
         node_key(folder / f"key{number}")
         words = ["flwr", "supernode", "register", f"{folder}/key{number}.pub", "dep", "--name", f"site-{number}"]
@@ -135,6 +136,7 @@ def start_secure_deployment(
         assert registration.wait(120) == 0, deployment.log("register")
         if started is None or number < started:
             deployment.start_node(number)
+    deployment.seconds_to_register = time.monotonic() - began
     return deployment
 
 
