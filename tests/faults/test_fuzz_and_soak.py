@@ -37,7 +37,6 @@ def load(monkeypatch):
     return load_benchmark
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", INPUTS)
 def test_wrong_inputs_end_with_a_result_or_a_sentence(load, tmp_path, monkeypatch, target):
     fuzz = load("fuzz")
