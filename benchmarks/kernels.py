@@ -44,6 +44,7 @@ OURS = {
     **dict.fromkeys(("moments", "statistics_of_moments", "apply_norm", "gradient_sums"), "normalisation"),
     **dict.fromkeys(("reduce_sums", "norm_input_gradient"), "normalisation"),
     **dict.fromkeys(("convolve", "input_gradient_of_stride_2", "weight_gradient"), "convolutions"),
+    **dict.fromkeys(("scale_to_half", "turn"), "copies and casts"),
     "take_sgd_step": "optimiser and other kernels over lists",
 }
 # The kind of any other kernel is the first with a word that is in the kernel's name.

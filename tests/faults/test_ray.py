@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import uuid
@@ -29,6 +30,7 @@ ENVIRONMENT = os.environ | {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # 15 by default: workers would wait for all other tests
+    "RAY_raylet_start_wait_time_s": "300",  # 30 by default, which is too short on a busy machine
 }
 FEDHEAL = [sys.executable, "-m", "fedheal"]
 RAY_NODES = [sys.executable, str(TESTS / "ray_nodes.py")]
@@ -65,6 +67,7 @@ def nodes() -> Iterator[Nodes]:
         assert address, (folder / "errors").read_text()
         yield Nodes(inside, address)
         process.communicate(timeout=60)  # closes its input, and so ends it
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_command(command: list[str], seconds: float = 240) -> subprocess.CompletedProcess[str]:
