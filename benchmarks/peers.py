@@ -7,8 +7,8 @@
 Every peer trains the small network with FedAvg in two processes of one thread: batches of 64, one epoch, and an evaluation of
 all test images after every round. Images are random bytes. Launches take turns, so that whatever else the machine does hits
 all peers. A round is the median of the second half, when all processes have started; `start` is the time from the command to
-the end of the first round; processor time and memory are sums over a peer's processes, shared pages counted once. glibc keeps freed memory in all of them, which
-fedheal's workers ask for themselves and others do not.
+the end of the first round; processor time and memory are sums over a peer's processes, shared pages counted once. glibc keeps
+freed memory in all of them, which fedheal's workers ask for themselves and others do not.
 
 pfl is started by torchrun and evaluates in both processes. Its batches are not shuffled, and running means and variances stay
 with each process. Flower evaluates in its server. Needs `pip install pfl` and fedheal's `flower` extra; a peer that is not

@@ -44,9 +44,15 @@ def lose_workers(address: str, methods: Sequence[str]) -> None:
     from tiny_data import load, quick
 
     class Losing(ActorPool):
-        """Kill a worker after the first result of round 2, when others are still to come."""
+        """Kill a worker in round 2, when others are still at work."""
 
         killed = 0
+
+        def _start(self) -> Any:
+            actor = super()._start()
+            if not self.killed:  # both nodes take part from the start; a node that is lost has no room for another
+                self.ray.wait([actor.starting], timeout=200)
+            return actor
 
         def _wait_for_result(self, work: Any) -> Any:
             found, first = super()._wait_for_result(work), work.jobs[0][0]
@@ -54,8 +60,9 @@ def lose_workers(address: str, methods: Sequence[str]) -> None:
                 busy = [actor.host.pid for actor in self.actors if actor.host and actor.jobs]
                 if "LOSE_NODE" in os.environ:  # the process that starts the workers of the node that is not the head
                     busy = [raylet for raylet in map(find_parent, busy) if "--head" not in read_command(raylet)]
-                self.killed = busy[0]
-                os.kill(self.killed, signal.SIGKILL)
+                for pid in busy[:1]:
+                    self.killed = pid
+                    os.kill(pid, signal.SIGKILL)
             return found
 
     def run_rounds(federation: Federation, engine: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:

@@ -49,21 +49,17 @@ def nodes() -> Iterator[Nodes]:
     needs("root", "netns")
     folder = Path("/tmp") / f"ray-{uuid.uuid4().hex[:6]}"  # Ray's sockets need short paths
     folder.mkdir()
-    with loopback() as inside, (folder / "errors").open("w") as errors:
-        environment = ENVIRONMENT | {"RAY_NODES_FOLDER": str(folder), "TINY_DATA_SLEEP": "0.1"}
-        for _ in range(3):  # Ray gives a node 30 s to start, which a busy machine may exceed
-            process = subprocess.Popen(
-                [*inside, *RAY_NODES],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-            assert process.stdout is not None
-            if address := process.stdout.readline().strip():
-                break
-            process.communicate(timeout=60)
+    environment = ENVIRONMENT | {"RAY_NODES_FOLDER": str(folder), "TINY_DATA_SLEEP": "0.1"}
+    pipe = subprocess.PIPE
+    with (
+        loopback() as inside,
+        (folder / "errors").open("w") as errors,
+        subprocess.Popen(
+            [*inside, *RAY_NODES], env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
         assert address, (folder / "errors").read_text()
         yield Nodes(inside, address)
         process.communicate(timeout=60)  # closes its input, and so ends it
