@@ -15,8 +15,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# In three processes on two cores, since some tests wait for servers. They must collect the same tests: hashes are fixed.
-PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
+# Processes must collect the same tests: hashes are fixed. And keep what is compiled: else each would compile all sources anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTHONHASHSEED=0 $(BIN)/python -m pytest --dist=worksteal
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 SOAK := soak-chaos soak-kills soak-tests soak-rounds soak-fuzz
 
@@ -26,10 +26,10 @@ run: $(VENV)/.run
 	@$(BIN)/fedheal demo
 
 test: lint
-	$(PYTEST) -m "not soak"
+	$(PYTEST) --numprocesses=3 -m "not soak"  # three on two cores, since some tests wait for servers
 
 check: lint
-	$(PYTEST) -m "not slow and not soak" tests src
+	$(PYTEST) --numprocesses=2 -m "not slow and not soak" tests src
 
 # Three parts at a time on two cores: the deployment mostly waits. A part's output comes when it has ended.
 soak: $(VENV)/.test

@@ -1,4 +1,4 @@
-"""Seconds a round with actors of a Ray cluster, with worker processes, and one client after another; and what travels.
+"""Seconds a round with actors of a Ray cluster, in two processes, and one client after another; and what travels.
 
     python benchmarks/over_machines.py
     python benchmarks/over_machines.py --tasks thin --rounds 40
@@ -45,8 +45,7 @@ TASKS = {
 }
 WAYS = {
     "one after another": lambda ray, training, tests: SerialEngine(training),
-    "1 worker process": lambda ray, training, tests: WorkerPool(training, 1, 1, tests),
-    "2 worker processes": lambda ray, training, tests: WorkerPool(training, 2, 1, tests),
+    "2 processes": lambda ray, training, tests: WorkerPool(training, 2, 1, tests),
     "1 actor": lambda ray, training, tests: ActorPool(ray, training, 1, 1, tests),
     "2 actors on 2 nodes": lambda ray, training, tests: ActorPool(ray, training, 2, 1, tests),
 }

@@ -6,9 +6,9 @@
 
 Every peer trains the small network with FedAvg in two processes of one thread: batches of 64, one epoch, and an evaluation of
 all test images after every round. Images are random bytes. Launches take turns, so that whatever else the machine does hits
-all peers. A round is the median after the third; `start` is the time from the command to the end of the first round; processor
-time and memory are sums over a peer's processes, shared pages counted once. glibc keeps freed memory in all of them, which
-fedheal's workers ask for themselves and others do not.
+all peers. A round is the median of the second half, when all processes have started; `start` is the time from the command to
+the end of the first round; processor time and memory are sums over a peer's processes, shared pages counted once. glibc keeps
+freed memory in all of them, which fedheal's workers ask for themselves and others do not.
 
 pfl is started by torchrun and evaluates in both processes. Its batches are not shuffled, and running means and variances stay
 with each process. Flower evaluates in its server. Needs `pip install pfl` and fedheal's `flower` extra; a peer that is not
@@ -64,8 +64,8 @@ class Workload:
 
 TASKS = {
     "few": Workload((600, 72, 732, 100), 5, 20, 1000, 8),
-    "more": Workload((38,) * 4, 50, 20, 100, 30),
-    "many": Workload((8,) * 4, 250, 10, 50, 60),
+    "more": Workload((38,) * 4, 50, 20, 100, 100),
+    "many": Workload((8,) * 4, 250, 10, 50, 300),
 }
 
 
@@ -340,7 +340,7 @@ PEERS = {
 @dataclass(frozen=True)
 class Launch:
     start: float  # seconds to the end of the first round
-    round: float  # the median of the others
+    round: float  # the median of the second half
     processor: float  # seconds of all processes in a round
     memory: float  # bytes
 
@@ -372,13 +372,13 @@ def launch(key: str, name: str, inside: Sequence[str]) -> Launch:
             for line in process.stdout:
                 if "round " in line:
                     times.append(float(line.split("round ")[1].split()[0]))
-                    if len(times) in (2, rounds - 1):
+                    if len(times) in (rounds // 2, rounds - 1):
                         sampled.append(measure_processes(token))
     if process.returncode or len(times) != rounds:
         raise SystemExit(f"{key} ended early on '{name}': run it with PEERS_VERBOSE=1 to see why")
     (_, before), (memory, after) = sampled
-    seconds = statistics.median(b - a for a, b in pairwise(times[2:]))
-    return Launch(times[0] - begin, seconds, (after - before) / (rounds - 3), memory)
+    seconds = statistics.median(b - a for a, b in pairwise(times[rounds // 2 - 1 :]))
+    return Launch(times[0] - begin, seconds, (after - before) / (rounds - 1 - rounds // 2), memory)
 
 
 @contextmanager

@@ -103,6 +103,12 @@ def broad(classes: int, width: int = 512) -> nn.Module:
     return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, width), nn.ReLU(), nn.Linear(width, classes))
 
 
+def broad_normed(classes: int, width: int = 512) -> nn.Module:
+    """The same, with running means, variances and a counter."""
+    layers = list(broad(classes, width))
+    return nn.Sequential(*layers[:3], nn.BatchNorm1d(width), *layers[3:])
+
+
 def normed(classes: int, width: int = 4) -> nn.Module:
     """With running means, variances and a counter."""
     return nn.Sequential(

@@ -246,10 +246,10 @@ class DataFiles:
         decode(domain.train)
 
     def prepare(self, case: Any) -> None:
-        """Write the input if it is a bomb, which takes longer than to refuse it."""
-        self.clear()
+        """Write a bomb, which takes longer than to refuse it."""
         if not case[0].startswith("bomb "):
             return
+        self.clear()
         name, path = case[0].removeprefix("bomb "), self.folder / "bomb"
         if name == "gzip":  # more than the header states
             head = gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 20, 28, 28))

@@ -112,7 +112,13 @@ def run_rounds(federation: Federation, engine: Any, rounds: int = 2) -> tuple[di
     return dict(state.to_arrays()[0]), records
 
 
-@pytest.mark.parametrize("method", [*methods.LOCAL, *methods.WHOLE])
+QUICK_CHECK = ("fedavg", "scaffold", "ditto")  # without memory, with it on both sides, with a model of each client
+ALL_METHODS = [*methods.LOCAL, *methods.WHOLE]
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in QUICK_CHECK else pytest.mark.slow) for name in ALL_METHODS]
+)
 def test_every_method_has_the_bits_of_the_serial_engine_though_actors_are_lost(cluster: FakeRay, method: str) -> None:
     """What a client keeps is sent with its task, so that it is not lost with the actor."""
     keys = {"method": method, "model": "tiny_data:slow", "validation": 0.25, "lr": 0.02}

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import fedheal
+from fedheal.cli import app
 from tiny_data import quick, words
 
 TESTS = Path(__file__).parents[1]
@@ -77,8 +79,8 @@ def test_a_run_killed_many_times_ends_like_an_uninterrupted_one(tmp_path: Path) 
         kills += 1
     assert lines(tmp_path / "killed") > 0
     assert not (tmp_path / "killed" / "result.json").exists()
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = CliRunner().invoke(app, command[3:])
+    assert (done.exit_code, done.stderr) == (0, ""), done.output
     toml = (tmp_path / "killed" / "experiment.toml").read_text()
     (tmp_path / "killed" / "experiment.toml").write_text(toml.replace("save_seconds = 0.0", "save_seconds = 60.0"))
     assert_same(tmp_path / "killed", tmp_path / "whole")

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
 from fedheal import methods
+from fedheal.cli import app
 from loopback import loopback
 from needs import needs
 from tiny_data import QUICK, words
@@ -85,19 +87,19 @@ def test_a_worker_killed_in_a_round_changes_no_bit(nodes: Nodes, names: list[str
 
 def test_runs_on_a_cluster_equal_local_ones_and_errors_are_one_line(nodes: Nodes, tmp_path: Path) -> None:
     fields = [f"{key}={value}" for key, value in QUICK.items() if key != "data"]
-    command = [*FEDHEAL, "compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2"]
+    compare = ["compare", "fedavg", "fedheal", "--data", QUICK["data"], "--seeds", "2", *fields]
     one_run = [*nodes.inside, *FEDHEAL, "run", *words("method=fedavg", "seed=1"), "--quiet"]
     with ThreadPoolExecutor() as pool:
-        # Meanwhile, what needs no cluster: one of these waits for an answer that does not come.
-        local = pool.submit(run_command, [*command, *fields, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
-        refused = [*nodes.inside, *command, *fields, "--ray", "127.0.0.1:1", "--out", str(tmp_path / "none")]
+        # Meanwhile, what needs no cluster: it waits for an answer that does not come.
+        refused = [*nodes.inside, *FEDHEAL, *compare, "--ray", "127.0.0.1:1", "--out", str(tmp_path / "none")]
         unanswered = pool.submit(run_command, refused)
-        on_ray = [*nodes.inside, *command, *fields, "--ray", nodes.address]
+        on_ray = [*nodes.inside, *FEDHEAL, *compare, "--ray", nodes.address]
         there = run_command([*on_ray, "--json", "--out", str(tmp_path / "there")])
         wrong = run_command([*on_ray, "width=4", "--out", str(tmp_path / "wrong")])
         spread = run_command([*one_run, "--ray", nodes.address, "--workers", "2", "--out", str(tmp_path / "spread")])
-        here, no_cluster = local.result(), unanswered.result()
-    assert here.returncode == 0, here.stderr
+        here = CliRunner().invoke(app, [*compare, "--jobs", "1", "--json", "--out", str(tmp_path / "here")])
+        no_cluster = unanswered.result()
+    assert here.exit_code == 0, here.output
     assert no_cluster.returncode == 2
     assert "no Ray cluster answers at '127.0.0.1:1'" in no_cluster.stderr
     assert "Traceback" not in no_cluster.stderr

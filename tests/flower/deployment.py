@@ -60,6 +60,7 @@ class Deployment:
         self.started: list[subprocess.Popen[bytes]] = []
         self.link: subprocess.Popen[bytes] | None = None
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self.seconds_to_register = 0.0  # how busy the machine is
 
     def start(self, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -112,8 +113,10 @@ class Deployment:
         return found
 
 
-def start_secure_deployment(folder: Path, inside: Sequence[str], nodes: int, **keys: Any) -> Deployment:
-    """Start a SuperLink with TLS, register the keys `folder/key0`, ... and start their SuperNodes."""
+def start_secure_deployment(
+    folder: Path, inside: Sequence[str], nodes: int, started: int | None = None, **keys: Any
+) -> Deployment:
+    """Start a SuperLink with TLS, register the keys `folder/key0`, ... and start the first SuperNodes, or all of them."""
     certificates(folder, "good")
     good = folder / "good"
     link = ["--ssl-ca-certfile", f"{good}.ca", "--ssl-certfile", f"{good}.crt", "--ssl-keyfile", f"{good}.key"]
@@ -124,14 +127,16 @@ def start_secure_deployment(folder: Path, inside: Sequence[str], nodes: int, **k
     connection = f'root-certificates = "{good}.ca"'
     deployment = Deployment(folder / "d", inside, [*link, "--enable-supernode-auth"], secure_node, connection, **keys)
     deployment.start_link()
-    registrations = []
+    registrations, began = [], time.monotonic()
     for number in range(nodes):
         node_key(folder / f"key{number}")
         words = ["flwr", "supernode", "register", f"{folder}/key{number}.pub", "dep", "--name", f"site-{number}"]
         registrations.append(deployment.start("register", words))
     for number, registration in enumerate(registrations):
         assert registration.wait(120) == 0, deployment.log("register")
-        deployment.start_node(number)
+        if started is None or number < started:
+            deployment.start_node(number)
+    deployment.seconds_to_register = time.monotonic() - began
     return deployment
 
 

@@ -78,7 +78,7 @@ FEDDYN = "feddyn:alpha=0.5,clip=0"
 @pytest.mark.parametrize(
     ("method", "how"),
     [
-        ("scaffold", "context"),
+        pytest.param("scaffold", "context", marks=pytest.mark.slow),  # many rounds
         (FEDDYN, "context"),
         ("scaffold", "node"),
         pytest.param(FEDDYN, "older", marks=pytest.mark.slow),  # it writes files

@@ -35,20 +35,21 @@ def _one_thread():
 PLAIN = [name for name in methods.names() if "+" not in name or name.startswith("fedavg+")]
 OTHERS = [name for name in methods.LOCAL if name != "fedavg"]
 STAGES = [name.partition("+")[2] for name in PLAIN if "+" in name]
-NAMES = [*PLAIN, *(f"{local}+{stage}" for local, stage in zip(OTHERS, STAGES, strict=False))]
-LONG = {
-    "fccl",
-    "fcclplus",
-    "feddg",
-    "fedsam",
-    "fedlesam",
-    "fedism",
-}  # slow steps; the contract tests cover what they do
+# Slow steps; the contract tests cover what they do.
+LONG = {"fccl", "fcclplus", "feddg", "fedsam", "fedlesam", "fedism"}
+PAIRS = [*zip(OTHERS, STAGES, strict=False)]
+# Local methods and stages that a pair shows to learn: alone in the long trials.
+PAIRED = {name for local, stage in PAIRS if local not in LONG for name in (local, f"fedavg+{stage}")}
+NAMES = [*PLAIN, *(f"{local}+{stage}" for local, stage in PAIRS)]
+
+
+def is_long(name):
+    return name.partition("+")[0] in LONG or name in PAIRED
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.soak if n.partition("+")[0] in LONG else pytest.mark.slow) for n in NAMES],
+    [pytest.param(name, marks=pytest.mark.soak if is_long(name) else pytest.mark.slow) for name in NAMES],
 )
 def test_it_learns(name):
     found = benchmark.cost(name)

@@ -40,7 +40,7 @@ else:
     for module in pkgutil.walk_packages(fedheal.__path__, "fedheal."):
         if not module.name.endswith(("cuda", "stacked_kernels", "__main__")):
             importlib.import_module(module.name)
-    fedheal.run(fedheal.Experiment(method="fedavg", data="embedded", rounds=1), "run")
+    fedheal.run(fedheal.Experiment(method="fedavg", data="embedded", rounds=1, steps=1), "run")
     fedheal.make_report("run").write_html("page.html")
     print(fedheal.__file__)
 print(reached)

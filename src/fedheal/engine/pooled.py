@@ -96,15 +96,20 @@ def prepare_training(setup: Setup, model: Packed, shared: Shared) -> Callable[[S
 
 def prepare_evaluation(setup: Setup, models: Sequence[Packed]) -> Callable[[Sequence[EvalBatch]], Tensor]:
     """Return the function that finds which examples of a job's batches are classified correctly."""
+    local_training, loaded = setup.local_training, -1
 
     def evaluate(batches: Sequence[EvalBatch]) -> Tensor:
-        splits = [setup.evaluated[split] for _, split, _ in batches]
-        pairs = [
-            (models[model], Split(split.images[start : start + size], split.labels[start : start + size]))
-            for split, (model, _, start) in zip(splits, batches, strict=True)
-            for size in [serial.choose_eval_batch_size(split, cached=True)]
-        ]
-        return torch.cat(serial.find_correct_in_turn(setup.local_training, pairs))
+        nonlocal loaded
+        correct = []
+        for model, number, start in batches:
+            if model != loaded:
+                local_training.load_model(models[model], training=False)
+                loaded = model
+            split = setup.evaluated[number]
+            end = start + serial.choose_eval_batch_size(split, cached=True)
+            batch = Split(split.images[start:end], split.labels[start:end])
+            correct.append(serial.find_correct(local_training.module, batch, local_training.precision))
+        return torch.cat(correct)
 
     return evaluate
 

@@ -21,6 +21,8 @@ COSTS = {
     "fphl": "server keeps sign counts as long as the model per client",
     "fael": "server keeps 4 numbers per client",
     "fael-exact": "",
+    "mix": "",
+    "total-variance": "",
     "directions": "server keeps two counts as long as the model per client",
     "fedfv": "training x 1.1; sends 1 number",
     "ditto": "training x 1.8; sends and keeps a personal model",

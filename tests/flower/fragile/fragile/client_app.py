@@ -38,7 +38,8 @@ def train(message: Message, context: Context) -> Message:
 def evaluate(message: Message, context: Context) -> Message:
     here, name = _parts(context)
     domain = here.client_domains[name]
-    residents = [site for site in SITES if here.client_domains[site] == domain]
+    sites = described(context.run_config).only
+    residents = [site for site in sites if here.client_domains[site] == domain]
     share = slice(residents.index(name), None, len(residents))
     test = Split(here.tests[domain].images[share], here.tests[domain].labels[share])
     return client.evaluate(message, context, here.local_training, test, name, domain=domain, folder=_memory(context))

@@ -9,7 +9,7 @@ from fedheal.flower import FairStrategy, FedHEAL
 from fedheal.simulate.build import build_module
 from tiny_data import QUICK
 
-SITES = ("plain-0", "plain-1", "noisy-0", "noisy-1")
+SITES = ("plain-0", "noisy-0", "plain-1", "noisy-1")  # of SuperNodes 0, 1, ...; a run may have the first few
 app = ServerApp()
 
 
@@ -17,7 +17,7 @@ def described(config) -> Experiment:
     """As the project's own simulator would be told it."""
     return Experiment(
         **QUICK | {"model": "tiny_data:featured", "rounds": int(config["rounds"]), "method": str(config["method"])},
-        only=SITES,
+        only=SITES[: int(config["sites"])],
     )
 
 
@@ -36,7 +36,7 @@ def main(grid: Grid, context: Context) -> None:
         "evaluate_every": int(config["every"]),
         "min_available_nodes": int(config["nodes"]),
         "wait_seconds": 120,
-        "clients": 4,
+        "clients": int(config["sites"]),
     }
     strategy = (
         FedHEAL(placement="client", **settings)
