@@ -389,10 +389,10 @@ SAVED_MODULES = MODULES | {
 
 
 @pytest.mark.parametrize("make", SAVED_MODULES.values(), ids=SAVED_MODULES)
-def test_pack_module_gives_the_bits_of_pack(make):
+def test_a_bound_module_packs_the_bits_of_its_state_dict(make):
     torch.manual_seed(0)
     module = make()
-    packed = Layout.of(module).pack_module(module)
+    packed = Layout.of(module).bind(module).pack()
     expected = Layout.of(module).pack(copy.deepcopy(module).state_dict())
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data.zero_()  # the vectors are new memory
@@ -400,14 +400,14 @@ def test_pack_module_gives_the_bits_of_pack(make):
     assert not any(value.requires_grad for value in vars(packed).values())
 
 
-def test_pack_module_refuses_a_module_that_has_changed():
+def test_a_module_that_has_changed_is_refused_by_name():
     module = nn.Sequential(nn.Linear(3, 2))
     layout = Layout.of(module)
     module.append(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="has unknown"):
-        layout.pack_module(module)
+        layout.bind(module).pack()
     with pytest.raises(ValueError, match=r"'0\.weight' is"):
-        layout.pack_module(nn.Sequential(nn.Linear(2, 3)))
+        layout.bind(nn.Sequential(nn.Linear(2, 3))).pack()
 
 
 @pytest.mark.parametrize("make", SAVED_MODULES.values(), ids=SAVED_MODULES)

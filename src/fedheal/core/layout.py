@@ -8,7 +8,7 @@ is one slice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, cast
@@ -143,23 +143,10 @@ class Layout:
         check_type("state_dict", state_dict, Mapping, "give module.state_dict()")
         self._check(state_dict)
         device = next((t.device for t in state_dict.values()), torch.device("cpu"))
-        return self._join({k: [state_dict[e.name] for e in g.entries] for k, g in self._groups.items()}, device)
 
-    def pack_module(self, module: nn.Module) -> Packed:
-        """Return a module's state as new vectors, as `pack(module.state_dict())` does, in less time on a CPU."""
-        tensors = self._find_tensors(module)
-        return self.pack(module.state_dict()) if tensors is None else self._join(tensors, torch.device("cpu"))
-
-    @torch.no_grad()
-    def _join(self, tensors: Mapping[Kind, list[Tensor]], device: torch.device) -> Packed:
         def vector(kind: Kind) -> Tensor:
-            dtype = self._groups[kind].dtype
-            if not tensors[kind]:
-                return torch.empty(0, dtype=dtype, device=device)
-            is_alike = all(tensor.dtype == dtype and tensor.device == device for tensor in tensors[kind])
-            if is_alike and len(tensors[kind]) > 1:  # of a single one it gives a view
-                return cast(Tensor, _flatten_dense_tensors(tensors[kind]))  # type: ignore[no-untyped-call]
-            return torch.cat([as_real(tensor).reshape(-1).to(device, dtype) for tensor in tensors[kind]])
+            parts = [state_dict[e.name].detach() for e in self._groups[kind].entries]
+            return _join(parts, self._groups[kind].dtype, device)
 
         return Packed(vector("param"), vector("buffer"), vector("counter"))
 
@@ -178,27 +165,20 @@ class Layout:
 
     def load_into(self, module: nn.Module, packed: Packed) -> None:
         """Load vectors into a module, as `module.load_state_dict(self.unpack(packed))` does, without copies in between."""
-        tensors = self._find_tensors(module) if packed.params.device.type == "cpu" else None
-        if tensors is None:
-            module.load_state_dict(self.unpack(packed))
-            return
-        with torch.no_grad():
-            for kind, vector in self._list_vectors(packed).items():
-                if tensors[kind]:
-                    parts = _unflatten_dense_tensors(vector, tensors[kind])  # type: ignore[no-untyped-call]
-                    torch._foreach_copy_(tensors[kind], parts)
+        self.bind(module).load(packed)
+
+    def bind(self, module: nn.Module) -> Bound:
+        """Return what loads and packs a module faster than its `state_dict`, as long as it has the same tensors and parts."""
+        return Bound(self, module, self._find_tensors(module))
 
     def _find_tensors(self, module: nn.Module) -> dict[Kind, list[Tensor]] | None:
-        """Return a module's own tensors, if it has them on the CPU as this layout says and its `state_dict` adds nothing.
-
-        None if not: then `state_dict` and `load_state_dict` do what they have to do for it, or say what is wrong.
-        """
+        """Return a module's own tensors, if it has them on the CPU as this layout says and its `state_dict` adds nothing."""
         state: dict[str, Tensor] = {}
         if not _add_state(module, "", state) or state.keys() != self._names:
             return None
         for e in self.entries:
             tensor = state[e.name]
-            if tensor.shape != e.shape or tensor.dtype != e.dtype or tensor.device.type != "cpu" or e.dtype.is_complex:
+            if not tensor.is_cpu or tensor.dtype != e.dtype or tensor.shape != e.shape or e.dtype.is_complex:
                 return None
         found: dict[Kind, list[Tensor]] = {k: [state[e.name] for e in g.entries] for k, g in self._groups.items()}
         is_tied = len({id(tensor) for tensor in state.values()}) < len(state)
@@ -263,6 +243,45 @@ class Layout:
             bits = [as_real(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (tensor, state_dict[twin])]
             if not torch.equal(bits[0], bits[1].to(bits[0].device)):
                 raise ValueError(f"'{e.name}' and '{twin}' are tied in this layout but differ in the state_dict")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A module, and its tensors in the order of a layout's vectors.
+
+    Without tensors, `state_dict` and `load_state_dict` do what they have to do for it, or say what is wrong.
+    """
+
+    layout: Layout
+    module: nn.Module
+    tensors: Mapping[Kind, list[Tensor]] | None
+
+    @torch.no_grad()
+    def load(self, packed: Packed) -> None:
+        """Load vectors into the module."""
+        if self.tensors is None or packed.params.device.type != "cpu":
+            self.module.load_state_dict(self.layout.unpack(packed))
+            return
+        for kind, vector in self.layout._list_vectors(packed).items():
+            if tensors := self.tensors[kind]:
+                torch._foreach_copy_(tensors, _unflatten_dense_tensors(vector, tensors))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def pack(self) -> Packed:
+        """Return the module's state as new vectors."""
+        if self.tensors is None:
+            return self.layout.pack(self.module.state_dict())
+        groups = self.layout._groups
+        return Packed(*(_join(self.tensors[kind], groups[kind].dtype, torch.device("cpu")) for kind in KINDS))
+
+
+def _join(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a new vector of all numbers."""
+    if not tensors:
+        return torch.empty(0, dtype=dtype, device=device)
+    if len(tensors) > 1 and all(tensor.dtype == dtype and tensor.device == device for tensor in tensors):
+        return cast(Tensor, _flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]  # of one it gives a view
+    return torch.cat([as_real(tensor).reshape(-1).to(device, dtype) for tensor in tensors])
 
 
 def _add_state(module: nn.Module, prefix: str, state: dict[str, Tensor]) -> bool:

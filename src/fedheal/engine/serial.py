@@ -228,7 +228,9 @@ def _fit(
     local_training: LocalTraining, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]
 ) -> tuple[Packed, Tensor]:
     """Train from `start` with all terms; return the local model and its mean cross-entropy."""
-    module, training = local_training.load_model(start, training=True), local_training.training
+    module, training = set_mode(local_training.module, training=True), local_training.training
+    bound = local_training.layout.bind(module)
+    bound.load(start)
     optimiser = build_optimizer(
         training.optimizer,
         module.parameters(),
@@ -244,7 +246,7 @@ def _fit(
             total += train_step(local_training, optimiser, contexts, x, y, last)
             steps += 1
     optimiser.zero_grad(set_to_none=True)
-    return local_training.layout.pack_module(module), total / max(steps, 1)
+    return bound.pack(), total / max(steps, 1)
 
 
 def make_optimiser(local_training: LocalTraining) -> torch.optim.SGD:
