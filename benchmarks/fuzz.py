@@ -69,9 +69,9 @@ class Outcome:
 
 
 def run_target(
-    name: str, inputs: int, seed: int, work: Path, last: Path | None = None, is_whole: bool = True
+    name: str, inputs: int, seed: int, work: Path, last: Path | None = None, with_bombs: bool = True
 ) -> Outcome:
-    """Try the inputs of a target; first valid ones, which must be accepted, and bombs, if `is_whole`.
+    """Try the inputs of a target; first valid ones, which must be accepted, then bombs, if asked for.
 
     `last`: a file that always holds the input under way, for a process that dies.
     """
@@ -88,10 +88,9 @@ def run_target(
     watch = WriteWatch([work / "play", work / "tmp", work / "cache", work / "settings"])
     guard = Guard(target.limits, watch, [work / "home", work / "tmp"])
     outcome, began = Outcome(name, limit_megabytes=target.limits.megabytes), time.monotonic()
-    if is_whole:
-        for case in target.valid:  # also imports and compiles what later inputs need
-            if (end := target.attempt(case)) != "accepted":
-                raise AssertionError(f"{name}: a valid input is {end}: {case!r:.500}")
+    for case in target.valid:  # also imports and compiles what later inputs need
+        if (end := target.attempt(case)) != "accepted":
+            raise AssertionError(f"{name}: a valid input is {end}: {case!r:.500}")
 
     def attempt(case: Any) -> None:
         outcome.inputs += 1
@@ -112,7 +111,7 @@ def run_target(
             })  # fmt: skip
         outcome.ends[end] += 1
 
-    for case in getattr(target, "bombs", ()) if is_whole else ():
+    for case in getattr(target, "bombs", ()) if with_bombs else ():
         attempt(case)
     checks = settings(
         max_examples=inputs,

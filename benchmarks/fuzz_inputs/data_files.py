@@ -189,7 +189,7 @@ class DataFiles:
         self.write_folder("0.png", self.pictures["a.png"])
         text = b"".join(b"data/%s/%d.png 3\n" % (name, i) for name in (b"cats", b"dogs") for i in range(10))
         path = self.put("list.txt", text, edits, is_inside)
-        domain = read_split_lists("a", self.folder.parent, path, path)
+        domain, _ = read_split_lists("a", self.folder.parent, path, path)
         decode(domain.train)
 
     def read_camera(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
