@@ -23,6 +23,7 @@ import json
 import logging
 import math
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -216,6 +217,7 @@ class Soak:
         self.measurements, self.oracle, self.failures = Measurements(), SignOracle(), list[str]()
         self.grid = ChurningGrid(seed, self.oracle, self.measurements.events)
         self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)  # that of an earlier trial
         self.strategy = FedHEAL(
             tau=0.5,
             folder=folder,

@@ -102,3 +102,10 @@ def test_sites_that_come_and_go_are_counted_exactly(load, tmp_path):
     assert trial.measurements.events.keys() >= {"joins", "leaves", "falls silent", "twice"}
     trial.oracle.n["site-00"] += 1  # the oracle sees what is wrong
     assert "site-00" in trial.oracle.find_difference(soak.find_state(trial.strategy.state))
+
+
+def test_a_trial_may_be_repeated_in_its_folder(load, tmp_path):
+    soak = load("soak")
+    for _ in range(2):
+        soak.Soak(0, tmp_path / "run").execute(3)
+    assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == 3
