@@ -172,13 +172,14 @@ class Layout:
         return Bound(self, module, self._find_tensors(module))
 
     def _find_tensors(self, module: nn.Module) -> dict[Kind, list[Tensor]] | None:
-        """Return a module's own tensors, if it has them on the CPU as this layout says and its `state_dict` adds nothing."""
+        """Return a module's own tensors, if it has them on one device as this layout says and its `state_dict` adds nothing."""
         state: dict[str, Tensor] = {}
         if not _add_state(module, "", state) or state.keys() != self._names:
             return None
+        device = next((tensor.device for tensor in state.values()), None)
         for e in self.entries:
             tensor = state[e.name]
-            if not tensor.is_cpu or tensor.dtype != e.dtype or tensor.shape != e.shape or e.dtype.is_complex:
+            if tensor.device != device or tensor.dtype != e.dtype or tensor.shape != e.shape or e.dtype.is_complex:
                 return None
         found: dict[Kind, list[Tensor]] = {k: [state[e.name] for e in g.entries] for k, g in self._groups.items()}
         is_tied = len({id(tensor) for tensor in state.values()}) < len(state)
@@ -259,7 +260,7 @@ class Bound:
     @torch.no_grad()
     def load(self, packed: Packed) -> None:
         """Load vectors into the module."""
-        if self.tensors is None or packed.params.device.type != "cpu":
+        if self.tensors is None or packed.params.device != self._device:
             self.module.load_state_dict(self.layout.unpack(packed))
             return
         for kind, vector in self.layout._list_vectors(packed).items():
@@ -272,7 +273,13 @@ class Bound:
         if self.tensors is None:
             return self.layout.pack(self.module.state_dict())
         groups = self.layout._groups
-        return Packed(*(_join(self.tensors[kind], groups[kind].dtype, torch.device("cpu")) for kind in KINDS))
+        return Packed(*(_join(self.tensors[kind], groups[kind].dtype, self._device) for kind in KINDS))
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the module's tensors."""
+        tensors = [] if self.tensors is None else [group[0] for group in self.tensors.values() if group]
+        return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _join(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
