@@ -23,6 +23,7 @@ from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining, Task
 from fedheal.local.term import Batch, Term
 from fedheal.models.client_rows import ClientRows
+from fedheal.models.kernel_launches import compile_in_parallel
 from fedheal.models.stacked_layers import KERNELS, list_layers, stack_module
 
 MAX_STEP_SETS = 8
@@ -90,10 +91,9 @@ class CohortGroup:
 
     def _compile(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:
         """Compile the kernels of a step, before it is taken with values that count."""
-        kernels = import_triton_kernels(KERNELS, self.device.type)
-        if kernels is not None:
+        if import_triton_kernels(KERNELS, self.device.type) is not None:
             self.cursor.zero_()
-            kernels.compile_in_parallel(lambda: self._step_eagerly(local_training, step_set, kind))
+            compile_in_parallel(lambda: self._step_eagerly(local_training, step_set, kind))
         self.is_compiled = True
 
     def _get_step_set(self, local_training: LocalTraining, prepared: Sequence[Prepared]) -> StackedSteps:
