@@ -16,6 +16,7 @@ from fedheal.engine import open_engine, serial
 from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.precision import use_precision
 from fedheal.models.client_rows import ClientRows
+from fedheal.models.max_pooling import FusedMaxPool2d
 from fedheal.models.stacked_layers import KERNELS, list_layers, stack_module
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
@@ -23,6 +24,7 @@ from needs import needs
 from tiny_data import load, quick
 
 pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -195,3 +197,26 @@ def test_bf16_follows_lanes_within_their_noise():
                 losses[name].append(record.train_loss)
         assert getattr(engine, "fallback_reason", "") == ""
     np.testing.assert_allclose(losses["cohort"], losses["lanes"], rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("number", "channels", "height", "width"),
+    [(5, 8, 32, 32), (3, 3, 5, 7), (2, 24, 2, 3), (4, 130, 6, 4), (1, 1, 9, 2)],
+)
+def test_pooling_equals_that_of_torch(number, channels, height, width, dtype):
+    """Bit for bit, also where inputs are equal, not a number or beyond the last window."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randint(-3, 3, (number, channels, height, width), generator=rng).to(DEVICE, dtype)
+    x[torch.rand(x.shape, generator=rng) < 0.1] = torch.nan
+    x[torch.rand(x.shape, generator=rng) < 0.1] = -torch.inf
+    x = x.contiguous(memory_format=torch.channels_last)
+    pooling, found = FusedMaxPool2d(), []
+    for uses_kernels in (True, False):
+        pooling.uses_kernels, given = uses_kernels, x.clone().requires_grad_()
+        y = pooling(given)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+        found.append((y.detach(), *torch.autograd.grad(y, given, dy)))
+    for one, two in zip(*found, strict=True):
+        assert one.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)

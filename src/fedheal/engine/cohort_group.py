@@ -24,7 +24,7 @@ from fedheal.engine.serial import LocalTraining, Task
 from fedheal.local.term import Batch, Term
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.kernel_launches import compile_in_parallel
-from fedheal.models.stacked_layers import KERNELS, list_layers, stack_module
+from fedheal.models.stacked_layers import KERNELS, allow_kernels, stack_module
 
 MAX_STEP_SETS = 8
 MAX_GRAPHS = 32
@@ -41,8 +41,7 @@ class CohortGroup:
         low = torch.bfloat16 if local_training.precision == "bf16" else None
         self.rows = ClientRows(local_training.layout, size, device, low=low)
         self.module = stack_module(local_training.module, self.rows).train()
-        for layer in list_layers(self.module):
-            layer.uses_kernels = not is_check
+        allow_kernels(self.module, not is_check)
         self.stream = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle() if self.cuda else None
         most_steps = max(serial.count_steps(examples, training) for examples in data.sizes.values())
