@@ -45,7 +45,8 @@ OURS = {
     **dict.fromkeys(("reduce_sums", "norm_input_gradient"), "normalisation"),
     **dict.fromkeys(("convolve", "input_gradient_of_stride_2", "weight_gradient"), "convolutions"),
     **dict.fromkeys(("scale_to_half", "turn"), "copies and casts"),
-    **dict.fromkeys(("pool_windows", "spread_gradient"), "everything else"),
+    **dict.fromkeys(("pool_windows", "spread_gradient", "gather_examples"), "everything else"),
+    **dict.fromkeys(("average_cross_entropy", "scale_gradients"), "everything else"),
     "take_sgd_step": "optimiser and other kernels over lists",
 }
 # The kind of any other kernel is the first with a word that is in the kernel's name.

@@ -14,6 +14,9 @@ from fedheal import Layout, methods
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.engine import open_engine, serial
 from fedheal.engine.cohort import CohortEngine
+from fedheal.engine.cohort_batch import make_stacked_batch
+from fedheal.engine.cohort_loss import compute_client_losses
+from fedheal.engine.device_data import DeviceData
 from fedheal.engine.precision import use_precision
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.max_pooling import FusedMaxPool2d
@@ -220,3 +223,51 @@ def test_pooling_equals_that_of_torch(number, channels, height, width, dtype):
     for one, two in zip(*found, strict=True):
         assert one.is_contiguous(memory_format=torch.channels_last)
         torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("augment", ["none", "crop", "flip", "crop-flip"])
+def test_the_batch_of_one_kernel_is_that_of_tensor_code(augment, dtype):
+    """Bit for bit, with clients without examples in the step, and with more clients than are active."""
+    fed = build_federation(quick(augment=augment, device=DEVICE.type), load(), DEVICE)
+    data, rng = DeviceData(fed.local_training), torch.Generator().manual_seed(0)
+    limits = torch.tensor([len(data.labels), 2 * data.pad + 1, 2 * data.pad + 1, 1 + ("flip" in augment)])
+    plan = (torch.rand(3, 5, 4, 6, generator=rng) * limits[:, None]).long().to(DEVICE)
+    counts = torch.randint(0, 7, (3, 5), generator=rng).to(DEVICE, torch.int32)
+    counts[2, 1] = 0
+    made = []
+    for uses_kernels in (True, False):
+        rows = ClientRows(fed.local_training.layout, 5, DEVICE)
+        rows.active, rows.batch_size = 4, 6
+        cursor = torch.tensor([2], device=DEVICE)
+        x, y = make_stacked_batch(data, plan, counts, cursor, rows, dtype, uses_kernels)
+        assert x.dtype == dtype
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        made.append((x, y, rows.valid[: rows.active]))
+    assert all(torch.equal(one, two) for one, two in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("classes", [2, 10, 100, 1000, 1025])
+@pytest.mark.parametrize("valid", [(0, 1, 7, 63, 64), (3, 5)])
+def test_losses_of_one_kernel_equal_the_plain_ones(valid, classes, dtype, tolerance):
+    size, clients, rng = max(valid), len(valid), torch.Generator().manual_seed(0)
+    rows = ClientRows(Layout.of(nn.Linear(1, 1)), clients + 1, DEVICE)
+    rows.active, rows.batch_size = clients, size
+    rows.valid[:clients] = torch.tensor(valid)
+    logits = (4 * torch.randn(clients * size, classes, generator=rng)).to(DEVICE, dtype)
+    labels = torch.randint(0, classes, (clients * size,), generator=rng).to(DEVICE)
+    factors = torch.randn(clients, generator=rng).to(DEVICE)
+    found = []
+    for uses_kernels in (True, False):
+        given = logits.clone().requires_grad_()
+        losses = compute_client_losses(given, labels, rows, uses_kernels)
+        gradients = [torch.autograd.grad(total, given, retain_graph=True)[0]
+                     for total in (losses.sum(), (factors * losses).sum())]  # fmt: skip
+        found.append([losses.detach(), *gradients])
+    for one, two in zip(*found, strict=True):
+        assert one.dtype == two.dtype
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance * 1e-1)
+        assert one.isfinite().all()
+    padding = ~rows.find_padding(size).flatten()
+    assert not found[0][1][padding].any()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 COMPILERS = 8  # threads
@@ -18,6 +19,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> N
         kernel[grid](*args, **settings)
     else:
         _recorded.append((kernel, grid, args, settings))
+
+
+def allocate_output(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory that a kernel fills: zeros where it is only compiled, since what follows may use them as indices."""
+    allocate = torch.empty if _recorded is None else torch.zeros
+    return allocate(*shape, dtype=dtype, device=device)
 
 
 def compile_in_parallel(run: Callable[[], None]) -> None:
