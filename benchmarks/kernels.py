@@ -46,7 +46,7 @@ OURS = {
     **dict.fromkeys(("convolve", "input_gradient_of_stride_2", "weight_gradient"), "convolutions"),
     **dict.fromkeys(("scale_to_half", "turn"), "copies and casts"),
     **dict.fromkeys(("pool_windows", "spread_gradient", "gather_examples"), "everything else"),
-    **dict.fromkeys(("average_cross_entropy", "scale_gradients"), "everything else"),
+    **dict.fromkeys(("average_cross_entropy", "scale_gradients", "linear_gradients"), "everything else"),
     "take_sgd_step": "optimiser and other kernels over lists",
 }
 # The kind of any other kernel is the first with a word that is in the kernel's name.

@@ -20,7 +20,7 @@ from fedheal.engine.device_data import DeviceData
 from fedheal.engine.precision import use_precision
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.max_pooling import FusedMaxPool2d
-from fedheal.models.stacked_layers import KERNELS, list_layers, stack_module
+from fedheal.models.stacked_layers import KERNELS, allow_kernels, list_layers, stack_module
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from needs import needs
@@ -271,3 +271,36 @@ def test_losses_of_one_kernel_equal_the_plain_ones(valid, classes, dtype, tolera
         assert one.isfinite().all()
     padding = ~rows.find_padding(size).flatten()
     assert not found[0][1][padding].any()
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 5)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias"), [(512, 10, True), (70, 100, False), (33, 1, True), (8, 200, True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layers_in_bf16_equal_the_plain_ones(dtype, inputs, outputs, bias, shape):
+    """Also for examples of several rows each; layers with many outputs use torch."""
+    module, rng, found = nn.Sequential(nn.Linear(inputs, outputs, bias)), torch.Generator().manual_seed(0), []
+    x, start = torch.randn(*shape, inputs, generator=rng), 0.1 * torch.randn(4, outputs * (inputs + 1), generator=rng)
+    dy = torch.randn(*shape, outputs, generator=rng).to(DEVICE, torch.bfloat16)
+    for uses_kernels in (True, False):
+        rows = ClientRows(Layout.of(module), 4, DEVICE, low=torch.bfloat16)
+        rows.active, rows.batch_size = 3, 4
+        rows.params[:, : start.shape[1]] = start[:, : rows.params.shape[1]].to(DEVICE)
+        rows.update_low()
+        stacked, given = stack_module(module, rows), x.to(DEVICE, dtype).requires_grad_()
+        allow_kernels(stacked, uses_kernels)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            y = stacked(given)
+        parameters = rows.list_parameters()
+        *of_parameters, dx = torch.autograd.grad(y, [*parameters, given], dy, allow_unused=True)
+        for parameter, gradient in zip(parameters, of_parameters, strict=True):
+            assert (gradient is None) == (uses_kernels and outputs <= 128)
+            if gradient is not None:
+                parameter.grad.copy_(gradient)
+        found.append([y.detach(), dx, *[parameter.grad for parameter in parameters]])
+        assert not rows.gradients[rows.active :].any()
+    for one, two in zip(*found, strict=True):
+        assert one.dtype == two.dtype
+        apart = float((one.float() - two.float()).norm() / two.float().norm())
+        assert apart < 1e-2, apart

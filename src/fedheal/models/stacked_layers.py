@@ -21,6 +21,7 @@ from fedheal.models.client_rows import ClientRows
 from fedheal.models.max_pooling import HOOKS, FusedMaxPool2d, can_replace_pooling
 
 KERNELS = "fedheal.models.stacked_kernels"
+LINEAR_KERNELS = "fedheal.models._stacked_linear_cuda"
 
 
 class DoesNotFitError(Exception):
@@ -106,7 +107,10 @@ class StackedLinear(StackedLayer):
         assert weight is not None
         examples = self.split(x)
         flat = examples.flatten(1, -2)
-        if bias is None:
+        kernels = import_triton_kernels(LINEAR_KERNELS, x.device.type) if self.uses_kernels else None
+        if kernels is not None and kernels.supports_linear(self):
+            y: Tensor = kernels.StackedProduct.apply(flat, weight, bias, self)
+        elif bias is None:
             y = torch.bmm(flat, weight.transpose(1, 2))
         else:
             y = torch.baddbmm(bias[:, None, :], flat, weight.transpose(1, 2))
