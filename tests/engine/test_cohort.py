@@ -259,6 +259,15 @@ def test_only_plain_pooling_of_two_by_two_is_replaced() -> None:
     assert torch.equal(stacked[1](x), module[1](x))
 
 
+def test_relu_behind_pooling_is_applied_once() -> None:
+    relu = nn.ReLU()
+    module = nn.Sequential(nn.Conv2d(3, 5, 3), relu, nn.MaxPool2d(2), relu, nn.Identity(), relu)
+    stacked = stack_module(module, ClientRows(Layout.of(module), 2, torch.device("cpu")))
+    assert [type(part) for part in stacked[1:]] == [nn.ReLU, FusedMaxPool2d, nn.Identity, nn.Identity, nn.ReLU]
+    x = torch.randn(2, 3, 5, 7)
+    assert torch.equal(stacked[2:](x), module[2:](x))
+
+
 def test_levels_of_active_clients_are_few() -> None:
     steps = [[(4, True)] * n for n in range(40, 0, -1)]
     kinds = list_kinds([], steps)

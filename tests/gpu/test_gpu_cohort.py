@@ -207,14 +207,15 @@ def test_bf16_follows_lanes_within_their_noise():
     ("number", "channels", "height", "width"),
     [(5, 8, 32, 32), (3, 3, 5, 7), (2, 24, 2, 3), (4, 130, 6, 4), (1, 1, 9, 2)],
 )
-def test_pooling_equals_that_of_torch(number, channels, height, width, dtype):
+@pytest.mark.parametrize("relu", [False, True])
+def test_pooling_equals_that_of_torch(relu, number, channels, height, width, dtype):
     """Bit for bit, also where inputs are equal, not a number or beyond the last window."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randint(-3, 3, (number, channels, height, width), generator=rng).to(DEVICE, dtype)
     x[torch.rand(x.shape, generator=rng) < 0.1] = torch.nan
     x[torch.rand(x.shape, generator=rng) < 0.1] = -torch.inf
     x = x.contiguous(memory_format=torch.channels_last)
-    pooling, found = FusedMaxPool2d(), []
+    pooling, found = FusedMaxPool2d(relu), []
     for uses_kernels in (True, False):
         pooling.uses_kernels, given = uses_kernels, x.clone().requires_grad_()
         y = pooling(given)

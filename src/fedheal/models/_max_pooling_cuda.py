@@ -25,10 +25,10 @@ def supports_pooling(x: Tensor) -> bool:
 
 
 class MaxPooling(torch.autograd.Function):
-    """Take the largest of each window of 2 x 2 inputs, and note which it was."""
+    """Take the largest of each window of 2 x 2 inputs, or 0 if ReLU makes it that, and note which it was."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, relu: bool) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         number, channels, height, width = ctx.shape = x.shape
         shape = (number, channels, height // 2, width // 2)
@@ -36,23 +36,24 @@ class MaxPooling(torch.autograd.Function):
             torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
             for dtype in (x.dtype, torch.uint8)
         )
-        _launch_over_windows(pool_windows, number * (height // 2) * (width // 2), ctx.shape, x, y, places)
+        windows = number * (height // 2) * (width // 2)
+        _launch_over_windows(pool_windows, windows, ctx.shape, x, y, places, relu=relu)
         ctx.save_for_backward(places)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (places,) = ctx.saved_tensors
         dy = gradient.contiguous(memory_format=torch.channels_last)
         dx = torch.empty(ctx.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
         number, _, height, width = ctx.shape
         windows = number * triton.cdiv(height, 2) * triton.cdiv(width, 2)
         _launch_over_windows(spread_gradient, windows, ctx.shape, dy, places, dx)
-        return dx
+        return dx, None
 
 
-def _launch_over_windows(kernel: Any, windows: int, shape: torch.Size, *tensors: Tensor) -> None:
+def _launch_over_windows(kernel: Any, windows: int, shape: torch.Size, *tensors: Tensor, **flags: bool) -> None:
     """Launch a kernel with one program for every so many windows and channels of feature maps of this shape."""
     _, channels, height, width = shape
     tile_channels = min(TILE_CHANNELS, triton.next_power_of_2(channels))
@@ -60,17 +61,19 @@ def _launch_over_windows(kernel: Any, windows: int, shape: torch.Size, *tensors:
     launch(
         kernel, (triton.cdiv(windows, tile_windows), triton.cdiv(channels, tile_channels)), *tensors, windows,
         height=height, width=width, channels=channels, tile_windows=tile_windows, tile_channels=tile_channels,
+        **flags,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["windows"])
 def pool_windows(
     x, y, places, windows, height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr,
-    tile_windows: tl.constexpr, tile_channels: tl.constexpr,
+    tile_windows: tl.constexpr, tile_channels: tl.constexpr, relu: tl.constexpr,
 ):  # fmt: skip
     """Write the largest of four inputs and its place in the window, 0 to 3: the first of equal ones, as torch does.
 
-    Sizes are constants here, so that the compiler knows which inputs are next to each other.
+    With `relu` an output that is not positive is 0 and has place 4, so that no input gets its gradient. Sizes are
+    constants here, so that the compiler knows which inputs are next to each other.
     """
     m = tl.program_id(0) * tile_windows + tl.arange(0, tile_windows)
     c = tl.program_id(1) * tile_channels + tl.arange(0, tile_channels)
@@ -84,6 +87,8 @@ def pool_windows(
         v = tl.load(x + at + (k // 2 * width + k % 2) * channels, mask=known, other=0.0).to(tl.float32)
         is_larger = (v > largest) | (v != v)  # the last NaN wins
         largest, place = tl.where(is_larger, v, largest), tl.where(is_larger, k, place)
+    if relu:
+        place, largest = tl.where(largest <= 0, 4, place), tl.where(largest <= 0, 0.0, largest)
     at = m.to(tl.int64)[:, None] * channels + c[None, :]
     tl.store(y + at, largest.to(y.dtype.element_ty), mask=known)
     tl.store(places + at, place.to(tl.uint8), mask=known)

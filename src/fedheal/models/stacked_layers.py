@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.models.client_rows import ClientRows
-from fedheal.models.max_pooling import HOOKS, FusedMaxPool2d, can_replace_pooling
+from fedheal.models.max_pooling import HOOKS, FusedMaxPool2d, replace_pooling
 
 KERNELS = "fedheal.models.stacked_kernels"
 LINEAR_KERNELS = "fedheal.models._stacked_linear_cuda"
@@ -253,8 +253,7 @@ def stack_module(module: nn.Module, rows: ClientRows) -> nn.Module:
     for name, part in module.named_modules(remove_duplicate=False):
         if type(part) in STACKED:
             stacked.set_submodule(name, STACKED[type(part)](part, rows, name).train(part.training))
-        elif name and can_replace_pooling(part):
-            stacked.set_submodule(name, FusedMaxPool2d())
+    replace_pooling(stacked)
     return stacked
 
 
