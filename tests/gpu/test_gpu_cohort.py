@@ -248,7 +248,7 @@ def test_the_batch_of_one_kernel_is_that_of_tensor_code(augment, dtype):
     assert all(torch.equal(one, two) for one, two in zip(*made, strict=True))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("classes", [2, 10, 100, 1000, 1025])
 @pytest.mark.parametrize("valid", [(0, 1, 7, 63, 64), (3, 5)])
 def test_losses_of_one_kernel_equal_the_plain_ones(valid, classes, dtype, tolerance):
