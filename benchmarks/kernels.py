@@ -37,7 +37,7 @@ from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round
 from simulate import PROTOCOLS, load_domains
 
-# Our own kernels, by their whole names: those of models/_fused_norm_cuda.py and of models/_stacked_cuda.py.
+# Our own kernels, by their whole names: those of all files with names like models/_stacked_cuda.py.
 OF_LANES = {"_moments", "_statistics", "_apply", "_gradient_sums", "_reduce_sums", "_input_gradient"}
 OURS = {
     **dict.fromkeys(OF_LANES, "normalisation"),
@@ -45,6 +45,8 @@ OURS = {
     **dict.fromkeys(("reduce_sums", "norm_input_gradient"), "normalisation"),
     **dict.fromkeys(("convolve", "input_gradient_of_stride_2", "weight_gradient"), "convolutions"),
     **dict.fromkeys(("scale_to_half", "turn"), "copies and casts"),
+    **dict.fromkeys(("pool_windows", "spread_gradient", "gather_examples"), "everything else"),
+    **dict.fromkeys(("average_cross_entropy", "scale_gradients", "linear_gradients"), "everything else"),
     "take_sgd_step": "optimiser and other kernels over lists",
 }
 # The kind of any other kernel is the first with a word that is in the kernel's name.

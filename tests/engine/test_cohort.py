@@ -17,6 +17,7 @@ from fedheal.engine.cohort_group import list_kinds
 from fedheal.engine.serial import SerialEngine, list_batch_sizes, plan_batches
 from fedheal.local.term import Context, Term
 from fedheal.models.client_rows import ClientRows
+from fedheal.models.max_pooling import FusedMaxPool2d
 from fedheal.models.stacked_layers import DoesNotFitError, stack_module
 from small_federation import after, federation
 
@@ -239,6 +240,32 @@ def test_rows_hold_models_and_return_them_bit_for_bit() -> None:
     assert torch.equal(views[1].reshape(-1), models[1].params[: 5 * 27])
     with pytest.raises(DoesNotFitError, match="single layer"):
         stack_module(nn.Linear(2, 2), rows)
+
+
+def test_only_plain_pooling_of_two_by_two_is_replaced() -> None:
+    hooked = nn.MaxPool2d(2)
+    hooked.register_forward_hook(lambda *_: None)
+    others = [
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.MaxPool2d(2, stride=1),
+        nn.MaxPool2d(3, 2, 1),
+        nn.AvgPool2d(2),
+        hooked,
+    ]
+    module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.MaxPool2d(2), nn.MaxPool2d((2, 2), padding=(0, 0)), *others)
+    stacked = stack_module(module, ClientRows(Layout.of(module), 2, torch.device("cpu")))
+    assert [isinstance(part, FusedMaxPool2d) for part in stacked] == [False, True, True, *[False] * len(others)]
+    x = torch.randn(2, 3, 5, 7)
+    assert torch.equal(stacked[1](x), module[1](x))
+
+
+def test_relu_behind_pooling_is_applied_once() -> None:
+    relu = nn.ReLU()
+    module = nn.Sequential(nn.Conv2d(3, 5, 3), relu, nn.MaxPool2d(2), relu, nn.Identity(), relu)
+    stacked = stack_module(module, ClientRows(Layout.of(module), 2, torch.device("cpu")))
+    assert [type(part) for part in stacked[1:]] == [nn.ReLU, FusedMaxPool2d, nn.Identity, nn.Identity, nn.ReLU]
+    x = torch.randn(2, 3, 5, 7)
+    assert torch.equal(stacked[2:](x), module[2:](x))
 
 
 def test_levels_of_active_clients_are_few() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from fedheal.data.augment import normalise_images
+from fedheal.data.domains import Split
 from fedheal.engine import serial
-from fedheal.engine.device_data import plan_epochs
+from fedheal.engine.device_data import DeviceData, plan_epochs
 
 
 @pytest.mark.parametrize("augment", ["none", "crop", "flip", "crop-flip"])
@@ -29,3 +33,12 @@ def test_epochs_planned_at_once_equal_batches_planned_one_by_one(augment, exampl
             assert (part is None) == (expected_part is None)
             assert part is None or torch.equal(part, expected_part)
     assert torch.equal(one.get_state(), two.get_state())
+
+
+def test_pixel_values_are_those_of_normalised_images():
+    images = torch.randint(0, 256, (2, 3, 5, 7), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    split = Split(images, torch.zeros(2, dtype=torch.int64))
+    training = serial.Training(lr=0.1, batch_size=2, epochs=1, steps=None, augment="none")
+    given = SimpleNamespace(examples={"a": split}, training=training, device=torch.device("cpu"))
+    found = DeviceData(given).pixel_values[images.long(), torch.arange(3).view(1, 3, 1, 1)]
+    assert torch.equal(found, normalise_images(images))

@@ -14,15 +14,20 @@ from fedheal import Layout, methods
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.engine import open_engine, serial
 from fedheal.engine.cohort import CohortEngine
+from fedheal.engine.cohort_batch import make_stacked_batch
+from fedheal.engine.cohort_loss import compute_client_losses
+from fedheal.engine.device_data import DeviceData
 from fedheal.engine.precision import use_precision
 from fedheal.models.client_rows import ClientRows
-from fedheal.models.stacked_layers import KERNELS, list_layers, stack_module
+from fedheal.models.max_pooling import FusedMaxPool2d
+from fedheal.models.stacked_layers import KERNELS, allow_kernels, list_layers, stack_module
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from needs import needs
 from tiny_data import load, quick
 
 pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -195,3 +200,108 @@ def test_bf16_follows_lanes_within_their_noise():
                 losses[name].append(record.train_loss)
         assert getattr(engine, "fallback_reason", "") == ""
     np.testing.assert_allclose(losses["cohort"], losses["lanes"], rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("number", "channels", "height", "width"),
+    [(5, 8, 32, 32), (3, 3, 5, 7), (2, 24, 2, 3), (4, 130, 6, 4), (1, 1, 9, 2)],
+)
+@pytest.mark.parametrize("relu", [False, True])
+def test_pooling_equals_that_of_torch(relu, number, channels, height, width, dtype):
+    """Bit for bit, also where inputs are equal, not a number or beyond the last window."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randint(-3, 3, (number, channels, height, width), generator=rng).to(DEVICE, dtype)
+    x[torch.rand(x.shape, generator=rng) < 0.1] = torch.nan
+    x[torch.rand(x.shape, generator=rng) < 0.1] = -torch.inf
+    x = x.contiguous(memory_format=torch.channels_last)
+    pooling, found = FusedMaxPool2d(relu), []
+    for uses_kernels in (True, False):
+        pooling.uses_kernels, given = uses_kernels, x.clone().requires_grad_()
+        y = pooling(given)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+        found.append((y.detach(), *torch.autograd.grad(y, given, dy)))
+    for one, two in zip(*found, strict=True):
+        assert one.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("augment", ["none", "crop", "flip", "crop-flip"])
+def test_the_batch_of_one_kernel_is_that_of_tensor_code(augment, dtype):
+    """Bit for bit, with clients without examples in the step, and with more clients than are active."""
+    fed = build_federation(quick(augment=augment, device=DEVICE.type), load(), DEVICE)
+    data, rng = DeviceData(fed.local_training), torch.Generator().manual_seed(0)
+    limits = torch.tensor([len(data.labels), 2 * data.pad + 1, 2 * data.pad + 1, 1 + ("flip" in augment)])
+    plan = (torch.rand(3, 5, 4, 6, generator=rng) * limits[:, None]).long().to(DEVICE)
+    counts = torch.randint(0, 7, (3, 5), generator=rng).to(DEVICE, torch.int32)
+    counts[2, 1] = 0
+    made = []
+    for uses_kernels in (True, False):
+        rows = ClientRows(fed.local_training.layout, 5, DEVICE)
+        rows.active, rows.batch_size = 4, 6
+        cursor = torch.tensor([2], device=DEVICE)
+        x, y = make_stacked_batch(data, plan, counts, cursor, rows, dtype, uses_kernels)
+        assert x.dtype == dtype
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        made.append((x, y, rows.valid[: rows.active]))
+    assert all(torch.equal(one, two) for one, two in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("classes", [2, 10, 100, 1000, 1025])
+@pytest.mark.parametrize("valid", [(0, 1, 7, 63, 64), (3, 5)])
+def test_losses_of_one_kernel_equal_the_plain_ones(valid, classes, dtype, tolerance):
+    size, clients, rng = max(valid), len(valid), torch.Generator().manual_seed(0)
+    rows = ClientRows(Layout.of(nn.Linear(1, 1)), clients + 1, DEVICE)
+    rows.active, rows.batch_size = clients, size
+    rows.valid[:clients] = torch.tensor(valid)
+    logits = (4 * torch.randn(clients * size, classes, generator=rng)).to(DEVICE, dtype)
+    labels = torch.randint(0, classes, (clients * size,), generator=rng).to(DEVICE)
+    factors = torch.randn(clients, generator=rng).to(DEVICE)
+    found = []
+    for uses_kernels in (True, False):
+        given = logits.clone().requires_grad_()
+        losses = compute_client_losses(given, labels, rows, uses_kernels)
+        gradients = [torch.autograd.grad(total, given, retain_graph=True)[0]
+                     for total in (losses.sum(), (factors * losses).sum())]  # fmt: skip
+        found.append([losses.detach(), *gradients])
+    for one, two in zip(*found, strict=True):
+        assert one.dtype == two.dtype
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance * 1e-1)
+        assert one.isfinite().all()
+    padding = ~rows.find_padding(size).flatten()
+    assert not found[0][1][padding].any()
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 5)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias"), [(512, 10, True), (70, 100, False), (33, 1, True), (8, 200, True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layers_in_bf16_equal_the_plain_ones(dtype, inputs, outputs, bias, shape):
+    """Also for examples of several rows each; layers with many outputs use torch."""
+    module, rng, found = nn.Sequential(nn.Linear(inputs, outputs, bias)), torch.Generator().manual_seed(0), []
+    x, start = torch.randn(*shape, inputs, generator=rng), 0.1 * torch.randn(4, outputs * (inputs + 1), generator=rng)
+    dy = torch.randn(*shape, outputs, generator=rng).to(DEVICE, torch.bfloat16)
+    for uses_kernels in (True, False):
+        rows = ClientRows(Layout.of(module), 4, DEVICE, low=torch.bfloat16)
+        rows.active, rows.batch_size = 3, 4
+        rows.params[:, : start.shape[1]] = start[:, : rows.params.shape[1]].to(DEVICE)
+        rows.update_low()
+        stacked, given = stack_module(module, rows), x.to(DEVICE, dtype).requires_grad_()
+        allow_kernels(stacked, uses_kernels)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            y = stacked(given)
+        parameters = rows.list_parameters()
+        *of_parameters, dx = torch.autograd.grad(y, [*parameters, given], dy, allow_unused=True)
+        for parameter, gradient in zip(parameters, of_parameters, strict=True):
+            assert (gradient is None) == (uses_kernels and outputs <= 128)
+            if gradient is not None:
+                parameter.grad.copy_(gradient)
+        found.append([y.detach(), dx, *[parameter.grad for parameter in parameters]])
+        assert not rows.gradients[rows.active :].any()
+    for one, two in zip(*found, strict=True):
+        assert one.dtype == two.dtype
+        apart = float((one.float() - two.float()).norm() / two.float().norm())
+        assert apart < 1e-2, apart

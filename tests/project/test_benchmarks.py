@@ -114,8 +114,7 @@ def test_kernels_are_told_apart_by_their_names(monkeypatch, name, kind):
 
 def test_every_kernel_of_our_own_has_a_kind(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    models = Path(fedheal.__file__).parent / "models"
-    source = "".join((models / f"{name}.py").read_text() for name in ("_fused_norm_cuda", "_stacked_cuda"))
+    source = "".join(path.read_text() for path in Path(fedheal.__file__).parent.glob("*/_*_cuda.py"))
     compiled = set(re.findall(r"@triton\.jit.*\ndef (\w+)\(", source))
     called = {name for name in compiled if re.search(rf"(?<!def )\b{name}\(", source)}  # by kernels, as a part of them
     assert compiled - called == set(importlib.import_module("kernels").OURS)

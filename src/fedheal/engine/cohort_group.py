@@ -9,12 +9,13 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.core.layout import Packed
 from fedheal.core.rng import derive
 from fedheal.engine import serial
+from fedheal.engine.cohort_batch import make_stacked_batch
+from fedheal.engine.cohort_loss import compute_client_losses
 from fedheal.engine.cohort_steps import Kind, Prepared, StackedSteps
 from fedheal.engine.device_data import DeviceData, upload
 from fedheal.engine.graph_inputs import capture_graph
@@ -23,7 +24,8 @@ from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining, Task
 from fedheal.local.term import Batch, Term
 from fedheal.models.client_rows import ClientRows
-from fedheal.models.stacked_layers import KERNELS, list_layers, stack_module
+from fedheal.models.kernel_launches import compile_in_parallel
+from fedheal.models.stacked_layers import KERNELS, allow_kernels, stack_module
 
 MAX_STEP_SETS = 8
 MAX_GRAPHS = 32
@@ -40,8 +42,7 @@ class CohortGroup:
         low = torch.bfloat16 if local_training.precision == "bf16" else None
         self.rows = ClientRows(local_training.layout, size, device, low=low)
         self.module = stack_module(local_training.module, self.rows).train()
-        for layer in list_layers(self.module):
-            layer.uses_kernels = not is_check
+        allow_kernels(self.module, not is_check)
         self.stream = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle() if self.cuda else None
         most_steps = max(serial.count_steps(examples, training) for examples in data.sizes.values())
@@ -90,10 +91,9 @@ class CohortGroup:
 
     def _compile(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:
         """Compile the kernels of a step, before it is taken with values that count."""
-        kernels = import_triton_kernels(KERNELS, self.device.type)
-        if kernels is not None:
+        if import_triton_kernels(KERNELS, self.device.type) is not None:
             self.cursor.zero_()
-            kernels.compile_in_parallel(lambda: self._step_eagerly(local_training, step_set, kind))
+            compile_in_parallel(lambda: self._step_eagerly(local_training, step_set, kind))
         self.is_compiled = True
 
     def _get_step_set(self, local_training: LocalTraining, prepared: Sequence[Prepared]) -> StackedSteps:
@@ -122,23 +122,23 @@ class CohortGroup:
             captured.replay()
 
     def _step_eagerly(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:
-        rows, active, size = self.rows, kind[0], self.batch_size
-        rows.active = active
-        rows.valid.copy_(self.counts.index_select(0, self.cursor)[0])
-        plan = self.plan.index_select(0, self.cursor)[0, :active]
-        x, y = self.data.make_batch(plan.transpose(0, 1).reshape(4, active * size))
-        x = x.to(rows.params.dtype)
+        rows, sizes = self.rows, kind[1]
+        rows.active = active = kind[0]
+        uses_kernels, precise = not self.is_check, rows.params.dtype
+        # The network's first layer would round images anyway; terms see them as they are.
+        dtype = precise if sizes or rows.low is None else rows.low.dtype
+        x, y = make_stacked_batch(self.data, self.plan, self.counts, self.cursor, rows, dtype, uses_kernels)
         features: Tensor | None = None
         with autocast(local_training.precision, self.device):
             if any(term.features for term in local_training.terms):
                 features = self.module.features(x)  # type: ignore[operator]
                 logits = self.module.head(features)  # type: ignore[operator]
-                features = features.to(x.dtype)
+                features = features.to(precise)
             else:
                 logits = self.module(x)
-            logits = logits.to(x.dtype)
-            losses = functional.cross_entropy(logits, y, reduction="none").view(active, size)
-            ce = losses.where(rows.find_padding(size), 0.0).sum(dim=1) / rows.valid[:active].clamp(min=1)
+            if sizes:
+                logits = logits.to(precise)
+            ce = compute_client_losses(logits, y, rows, uses_kernels)
             loss = ce.sum()
             for term_loss in self._list_term_losses(local_training.terms, step_set, kind, x, y, logits, ce, features):
                 loss = loss + term_loss
@@ -148,7 +148,7 @@ class CohortGroup:
                 term.grad(ctx)
             for clip in [term.clip for term in local_training.terms if term.clip]:
                 clip_gradients(rows, clip)
-            update_parameters(rows, local_training, uses_kernel=not self.is_check)
+            update_parameters(rows, local_training, uses_kernels)
             self.total[:active] += ce.detach()
             self.cursor += 1
 
@@ -206,10 +206,10 @@ def clip_gradients(rows: ClientRows, clip: float) -> None:
     gradients *= (clip / (norms + 1e-6)).clamp(max=1.0)
 
 
-def update_parameters(rows: ClientRows, local_training: LocalTraining, uses_kernel: bool = True) -> None:
+def update_parameters(rows: ClientRows, local_training: LocalTraining, uses_kernels: bool = True) -> None:
     """Take a step of SGD for the active clients that have examples in this step."""
     momentum, weight_decay = local_training.training.momentum, local_training.training.weight_decay
-    kernels = import_triton_kernels(KERNELS, rows.params.device.type) if uses_kernel else None
+    kernels = import_triton_kernels(KERNELS, rows.params.device.type) if uses_kernels else None
     if kernels is not None:
         kernels.launch_sgd_step(rows, momentum, weight_decay)
         return

@@ -36,6 +36,9 @@ class DeviceData:
         self.augments = augment != "none"
         self.rows = torch.arange(self.height, device=local_training.device)
         self.columns = torch.arange(self.width, device=local_training.device)
+        every_byte = torch.arange(256, device=local_training.device).to(torch.uint8)
+        # What `normalise_images` makes of every byte, `[256, channels]`.
+        self.pixel_values = normalise_images(every_byte.view(-1, 1, 1, 1).expand(-1, 3, 1, 1))[:, :, 0, 0].contiguous()
 
     def plan_client(
         self, local_training: LocalTraining, task: Task, purpose: str

@@ -1,7 +1,5 @@
 """Launch the Triton kernels of stacked layers: convolution, batch normalisation, SGD. See `_stacked_cuda`."""
 
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +9,9 @@ from torch import Tensor, nn
 
 from fedheal.models import _stacked_cuda as kernels
 from fedheal.models.client_rows import ClientRows
+from fedheal.models.kernel_launches import launch
 from fedheal.models.stacked_layers import StackedBatchNorm, StackedConv2d
 
-COMPILERS = 8  # threads
 PROGRAMS = 1024  # about as many as fill a GPU with matrix products
 MAX_CHUNKS = 128
 PACKED = 64  # inputs of all taps up to which they make one product
@@ -21,46 +19,6 @@ TILE_ROWS = 32  # of batch normalisation, with two warps: measured on an H200
 NORM_WARPS = 2
 LARGE_MAP = 1 << 15  # positions of a client's batch, which are cut into enough chunks to fill a GPU
 FLOATS = (torch.float32, torch.bfloat16)
-
-
-Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
-_recorded: list[Launch] | None = None
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
-    """Launch a kernel, or record it for `compile_in_parallel`."""
-    if _recorded is None:
-        kernel[grid](*args, **settings)
-    else:
-        _recorded.append((kernel, grid, args, settings))
-
-
-def compile_in_parallel(run: Callable[[], None]) -> None:
-    """Compile the kernels that `run` launches, several at a time; none is launched, so what it computes is arbitrary."""
-    global _recorded  # noqa: PLW0603 -- launches happen deep inside a network's backward pass
-    launches: list[Launch] = []
-    _recorded = launches
-    try:
-        run()
-    finally:
-        _recorded = None
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        made = [
-            pool.submit(kernel.warmup, *args, grid=grid, **settings)
-            for kernel, grid, args, settings in _select_distinct(launches)
-        ]
-        for compiled in made:
-            compiled.result()
-
-
-def _select_distinct(launches: Sequence[Launch]) -> list[Launch]:
-    """Leave out launches that need no kernel of their own: those that differ in addresses and numbers alone."""
-    distinct: dict[Hashable, Launch] = {}
-    for launch in launches:
-        kernel, _, args, settings = launch
-        traits = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else (a == 1, a % 16 == 0) for a in args]
-        distinct.setdefault((kernel.fn.__name__, tuple(traits), tuple(sorted(settings.items()))), launch)
-    return list(distinct.values())
 
 
 class StackedConvolution(torch.autograd.Function):
@@ -133,7 +91,7 @@ def _get_weights(layer: StackedConv2d, dtype: torch.dtype, turned: bool = False)
     if turned and dtype == torch.float32 and _get_precision() == "tf32":
         copied = torch.empty(rows.active, columns, outputs, device=values.device)
         grid = (triton.cdiv(outputs, 64), triton.cdiv(columns, 64), rows.active)
-        _launch(kernels.turn, grid, first, copied, values.shape[1], outputs, columns, tile=64)
+        launch(kernels.turn, grid, first, copied, values.shape[1], outputs, columns, tile=64)
         return _Weights(copied, outputs * columns, outputs, inputs * outputs, 1)
     return _Weights(first, values.shape[1], 1, inputs, columns)
 
@@ -169,7 +127,7 @@ def _run_convolution(
     if packed:
         tiles["tile_inputs"] = _tile_for(size * size * inputs, PACKED)
     grid = (triton.cdiv(rows, tiles["tile_rows"]), triton.cdiv(outputs, tiles["tile_outputs"]), clients)
-    _launch(
+    launch(
         kernels.convolve, grid,
         x, weights.values, y, layer.rows.valid, rows, rows // layer.rows.batch_size, *x.shape[2:],
         *y.shape[2:], stride, inputs, outputs, _count_client_entries(x, clients), weights.client,
@@ -208,7 +166,7 @@ def input_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> Tensor:
     tiles = choose_convolution_tiles(outputs, inputs, x.dtype)
     tiles["tile_inputs"], tiles["tile_outputs"] = tiles["tile_outputs"], tiles["tile_inputs"]
     grid = (triton.cdiv(rows, tiles["tile_rows"]), triton.cdiv(inputs, tiles["tile_inputs"]), 4 * clients)
-    _launch(
+    launch(
         kernels.input_gradient_of_stride_2, grid,
         dy, weights.values, dx, layer.rows.valid, rows, rows // layer.rows.batch_size, height, width,
         *dy.shape[2:], inputs, outputs, _count_client_entries(x, clients), weights.client,
@@ -247,7 +205,7 @@ def write_weight_gradient(
         out = torch.empty(clients, chunks, place.stop - place.start, device=x.device)
         out_client, out_chunk = out.stride(0), out.stride(1)
     chunk_rows = triton.cdiv(triton.cdiv(rows, chunks), tiles["tile_rows"]) * tiles["tile_rows"]
-    _launch(
+    launch(
         kernels.weight_gradient, (programs, chunks, clients),
         x, dy, x_largest if scaled else x, dy_largest if scaled else dy, out, layer.rows.valid, rows,
         rows // layer.rows.batch_size, chunk_rows, stride, inputs, outputs,
@@ -264,7 +222,7 @@ def _scale_to_half(x: Tensor, clients: int, largest: Tensor | None) -> tuple[Ten
     length, half = _count_client_entries(x, clients), torch.empty_like(x, dtype=torch.float16)
     if largest is None:
         largest = torch.linalg.vector_norm(x.permute(0, 2, 3, 1).reshape(clients, length), torch.inf, dim=1)
-    _launch(kernels.scale_to_half, (triton.cdiv(length, 2048), clients), x, largest, half, length, block=2048)
+    launch(kernels.scale_to_half, (triton.cdiv(length, 2048), clients), x, largest, half, length, block=2048)
     return half, largest
 
 
@@ -321,12 +279,12 @@ class StackedNorm(torch.autograd.Function):
         partials, statistics = sizes.allocate(x)
         running = [rows.buffers[:, rows.places[f"{layer.name}.running_{key}"].start :] for key in ("mean", "var")]
         tracked = rows.counters[:, rows.places[f"{layer.name}.num_batches_tracked"].start :]
-        _launch(
+        launch(
         kernels.moments, (sizes.chunks, sizes.channel_tiles, clients),
             x, partials, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows, sizes.channels, sizes.chunks,
             tile_rows=TILE_ROWS, width=sizes.width, num_warps=2 * NORM_WARPS,
         )  # fmt: skip
-        _launch(
+        launch(
         kernels.statistics_of_moments, (triton.cdiv(sizes.channels, 16), clients),
             partials, statistics, *running, tracked, rows.valid, sizes.positions, sizes.chunk_rows, sizes.channels,
             sizes.chunks, rows.buffers.shape[1], rows.counters.shape[1], layer.momentum, layer.eps,
@@ -351,12 +309,12 @@ class StackedNorm(torch.autograd.Function):
         tiles = {"tile_rows": TILE_ROWS, "width": sizes.width, "num_warps": NORM_WARPS}
         flags = {**tiles, "relu": ctx.relu, "has_shortcut": ctx.has_shortcut}
         params = rows.params.shape[1]
-        _launch(
+        launch(
         kernels.gradient_sums, (sizes.chunks, sizes.channel_tiles, rows.active),
             dy, x, y, statistics, weight, bias, partials, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows,
             sizes.channels, sizes.chunks, params, **flags,
         )  # fmt: skip
-        _launch(
+        launch(
             kernels.reduce_sums,
             (triton.cdiv(sizes.channels, 16), rows.active),
             partials,
@@ -371,7 +329,7 @@ class StackedNorm(torch.autograd.Function):
         dx, largest = torch.empty_like(x), _allocate_largest(x, rows.active)
         # Without ReLU the shortcut's gradient is dy itself.
         shortcut_gradient = torch.empty_like(x) if ctx.has_shortcut and ctx.relu else dy
-        _launch(
+        launch(
         kernels.norm_input_gradient, (triton.cdiv(sizes.rows, TILE_ROWS), sizes.channel_tiles, rows.active),
             dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, rows.valid,
             rows.valid if largest is None else largest.view(torch.int32), sizes.rows, sizes.positions, sizes.channels,
@@ -421,7 +379,7 @@ def _launch_scale(
     rows, width = x.numel() // (channels * number), _choose_width(channels)
     positions = 0 if clients is None else rows // clients.batch_size
     largest = None if clients is None else _allocate_largest(x, number)
-    _launch(
+    launch(
         kernels.apply_norm, (triton.cdiv(rows, TILE_ROWS), triton.cdiv(channels, width), number),
         x, y if shortcut is None else shortcut, y, statistics, weight, bias,
         statistics if clients is None else clients.valid,
@@ -458,7 +416,7 @@ def evaluate_norm(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None, relu
 def launch_sgd_step(rows: ClientRows, momentum: float, weight_decay: float) -> None:
     """Take a step of SGD for the active clients."""
     length, block = rows.params.shape[1], 1024
-    _launch(
+    launch(
         kernels.take_sgd_step, (triton.cdiv(length, block), rows.active),
         rows.params, rows.gradients, rows.velocity, rows.params if rows.low is None else rows.low, rows.valid,
         rows.lr, length, momentum, weight_decay, has_low=rows.low is not None, block=block,

@@ -18,9 +18,10 @@ from torch.nn import functional
 
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.models.client_rows import ClientRows
+from fedheal.models.max_pooling import HOOKS, FusedMaxPool2d, replace_pooling
 
 KERNELS = "fedheal.models.stacked_kernels"
-FREE_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+LINEAR_KERNELS = "fedheal.models._stacked_linear_cuda"
 
 
 class DoesNotFitError(Exception):
@@ -106,7 +107,10 @@ class StackedLinear(StackedLayer):
         assert weight is not None
         examples = self.split(x)
         flat = examples.flatten(1, -2)
-        if bias is None:
+        kernels = import_triton_kernels(LINEAR_KERNELS, x.device.type) if self.uses_kernels else None
+        if kernels is not None and kernels.supports_linear(self):
+            y: Tensor = kernels.StackedProduct.apply(flat, weight, bias, self)
+        elif bias is None:
             y = torch.bmm(flat, weight.transpose(1, 2))
         else:
             y = torch.baddbmm(bias[:, None, :], flat, weight.transpose(1, 2))
@@ -225,7 +229,7 @@ def check_layers(module: nn.Module) -> None:
         own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
         if own and type(part) not in STACKED:
             raise DoesNotFitError(f"layer '{name}' of type {type(part).__name__} has parameters or buffers of its own")
-        if own and any(getattr(part, key) for key in FREE_ATTRIBUTES):
+        if own and any(getattr(part, key) for key in HOOKS):
             raise DoesNotFitError(f"layer '{name}' has hooks")
         for key, tensor in part.named_parameters(recurse=False):
             if id(tensor) in owners:
@@ -238,6 +242,8 @@ def check_layers(module: nn.Module) -> None:
 def stack_module(module: nn.Module, rows: ClientRows) -> nn.Module:
     """Return a copy of a module in which every layer with parameters is replaced by one that uses these rows.
 
+    Pooling is replaced too, by a faster one.
+
     Raises:
         DoesNotFitError: A layer cannot be replaced; `check_layers` finds more reasons.
     """
@@ -247,9 +253,17 @@ def stack_module(module: nn.Module, rows: ClientRows) -> nn.Module:
     for name, part in module.named_modules(remove_duplicate=False):
         if type(part) in STACKED:
             stacked.set_submodule(name, STACKED[type(part)](part, rows, name).train(part.training))
+    replace_pooling(stacked)
     return stacked
 
 
 def list_layers(module: nn.Module) -> list[StackedLayer]:
     """Return the stacked layers of a module."""
     return [part for part in module.modules() if isinstance(part, StackedLayer)]
+
+
+def allow_kernels(module: nn.Module, is_allowed: bool) -> None:
+    """Set whether the layers of a stacked module may use kernels."""
+    for part in module.modules():
+        if isinstance(part, StackedLayer | FusedMaxPool2d):
+            part.uses_kernels = is_allowed

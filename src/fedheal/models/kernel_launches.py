@@ -1,0 +1,55 @@
+"""Launch Triton kernels, or only compile those that a function would launch, several at a time."""
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COMPILERS = 8  # threads
+
+Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+_recorded: list[Launch] | None = None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    """Launch a kernel, or record it for `compile_in_parallel`."""
+    if _recorded is None:
+        kernel[grid](*args, **settings)
+    else:
+        _recorded.append((kernel, grid, args, settings))
+
+
+def allocate_output(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory that a kernel fills: zeros where it is only compiled, since what follows may use them as indices."""
+    allocate = torch.empty if _recorded is None else torch.zeros
+    return allocate(*shape, dtype=dtype, device=device)
+
+
+def compile_in_parallel(run: Callable[[], None]) -> None:
+    """Compile the kernels that `run` launches, several at a time; none is launched, so what it computes is arbitrary."""
+    global _recorded  # noqa: PLW0603 -- launches happen deep inside a network's backward pass
+    launches: list[Launch] = []
+    _recorded = launches
+    try:
+        run()
+    finally:
+        _recorded = None
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        made = [
+            pool.submit(kernel.warmup, *args, grid=grid, **settings)
+            for kernel, grid, args, settings in _select_distinct(launches)
+        ]
+        for compiled in made:
+            compiled.result()
+
+
+def _select_distinct(launches: Sequence[Launch]) -> list[Launch]:
+    """Leave out launches that need no kernel of their own: those that differ in addresses and numbers alone."""
+    distinct: dict[Hashable, Launch] = {}
+    for recorded in launches:
+        kernel, _, args, settings = recorded
+        traits = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else (a == 1, a % 16 == 0) for a in args]
+        distinct.setdefault((kernel.fn.__name__, tuple(traits), tuple(sorted(settings.items()))), recorded)
+    return list(distinct.values())
