@@ -180,7 +180,7 @@ class Updates:
             on_bad_update: "raise", or "skip" to leave out replies that do not fit and name them in `refused`.
             layout: What every reply must fit; by default the first good reply, which also sets the dtype.
             folder: Where the temporary file goes.
-            keep: Whether to take rows without a copy; nobody else may write to them then.
+            keep: Whether to take rows, buffers and counters without a copy; nobody else may write to them then.
 
         Raises:
             ValueError: A reply does not fit, and `on_bad_update` is "raise".
@@ -279,7 +279,7 @@ class Collector:
     def add(self, reply: Reply | tuple[Any, ...]) -> None:
         """Check a reply and add it to the matrix, or refuse it."""
         try:
-            delta, rest = _read_reply(reply)
+            delta, rest = _read_reply(reply, copy=not self._rows.keep)
             extras = {"buffers": rest.buffers, "counters": rest.counters}
             lengths = {"update": len(delta)} | {name: len(v) for name, v in extras.items() if v is not None}
             self._expected = self._expected or lengths
@@ -316,8 +316,8 @@ class Collector:
         return torch.stack(vectors) if vectors and vectors[0] is not None else None
 
 
-def _read_reply(given: Any) -> tuple[Tensor, Reply]:
-    """Return the reply's update, and the rest of the reply in plain types."""
+def _read_reply(given: Any, copy: bool) -> tuple[Tensor, Reply]:
+    """Return the reply's update, and the rest of the reply in plain types; `copy`: with vectors in new memory."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(f"its reply is a {type(given).__name__}: give a Reply, or (client, delta, num_examples)")
     least, most = len(Reply._fields) - len(Reply._field_defaults), len(Reply._fields)
@@ -337,8 +337,8 @@ def _read_reply(given: Any) -> tuple[Tensor, Reply]:
         client=client_id(reply.client),
         delta=torch.empty(0),
         num_examples=_number("num_examples", reply.num_examples),
-        buffers=_vector("buffers", reply.buffers),
-        counters=_vector("counters", reply.counters),
+        buffers=_vector("buffers", reply.buffers, copy),
+        counters=_vector("counters", reply.counters, copy),
         metrics={name: _number(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
     )
 
@@ -350,10 +350,11 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"its {name} = {value!r} is not a number") from None
 
 
-def _vector(name: str, value: Array | None) -> Tensor | None:
+def _vector(name: str, value: Array | None, copy: bool) -> Tensor | None:
     if value is None:
         return None
-    vector = as_tensor(value, f"its {name}").clone()
+    vector = as_tensor(value, f"its {name}")
+    vector = vector.clone() if copy else vector
     if vector.ndim != 1:
         raise ValueError(f"its {name} have shape {tuple(vector.shape)}, not one dimension")
     if vector.is_complex() or vector.is_floating_point() != (name == "buffers"):
