@@ -44,6 +44,8 @@ def test_reports_as_a_page_and_as_figures(call, tmp_path: Path, monkeypatch: pyt
     assert (done.code, done.out, done.err) == (0, "runs/report.html\n", "")
     assert "fedavg against fedavg+fedheal" in (tmp_path / "runs" / "report.html").read_text()
     assert call("report", "runs", "--html", "--out", "new/page.html").out == "new/page.html\n"
+    assert call("report", "runs", "--out", "new/other.html").out == "new/other.html\n"
+    assert "<html" in Path("new/other.html").read_text()
     assert call("report", "runs", "--figures", "drawn").out == "8 files in drawn\n"
     assert len(list((tmp_path / "drawn").glob("*.svg"))) == 8
 

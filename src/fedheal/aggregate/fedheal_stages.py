@@ -70,7 +70,7 @@ def fedheal_stage(
     forget: float = FORGET.default,
     per_domain: bool = PER_DOMAIN.default,
 ) -> Stage:
-    """FPHL's mask and FAEL's weights, with a switch for each."""
+    """Chen, Huang and Ye 2024: FPHL's mask and FAEL's weights, with a switch for each."""
     if fael != "momentum" and per_step:
         raise ValueError(f"per_step = True with fael = {fael!r}: only fael = 'momentum' measures distances per step")
     if fael != "momentum" and per_domain:

@@ -78,7 +78,7 @@ Fields = Annotated[
     list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields that differ from the paper's settings.")
 ]
 FigureFolder = Annotated[Path | None, typer.Option(help="A folder for figures as SVG, PDF and PNG, fit for a paper.")]
-HTML_HELP = "One page with tables and figures: --out, or report.html in the first folder."
+HTML_HELP = "One page with tables and figures: --out NAME.html, or report.html in the first folder."
 DIAGNOSE_HELP = "Show which domains or clients of one run are under-served, since when, with which weight."
 SEARCHES = ("grid", "random", "optuna")
 RESULTS = "headline, table1, table2, ablation, beta, tau, consistency, convergence"
@@ -344,6 +344,7 @@ def report(
 
     Example: fedheal report runs/compare-embedded --html
     """
+    html = html or (out is not None and out.suffix.lower() in (".html", ".htm"))
     _check_report_options(form, out, reference, html, figures, diagnose)
     from fedheal import methods as method_table
     from fedheal.cli import display

@@ -46,7 +46,7 @@ class AflState(State, kind="afl"):
 def afl_weights(
     gamma: float = AFL_GAMMA.default, floor: float = AFL_FLOOR.default, reset: bool = AFL_RESET.default
 ) -> Stage:
-    """Give more weight to larger losses. `gamma=0` is uniform averaging."""
+    """Mohri, Sivek and Suresh 2019: more weight to larger losses. `gamma=0` is uniform averaging."""
 
     def ascend(weights: Floats, loss: Floats, least: float) -> Floats:
         with np.errstate(over="ignore"):  # an infinite step goes to the same corner as a very long one

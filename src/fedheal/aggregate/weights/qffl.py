@@ -49,7 +49,7 @@ QFFL_MODE = Parameter(
 
 @declare_parameters(QFFL_Q, QFFL_MODE)
 def qffl_weights(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default) -> Stage:
-    """Give weights in proportion to `loss^q`, and shrink the step unless `mode="reweight"`. `q=0` is uniform averaging."""
+    """Li et al. 2020: weights by `loss^q`, and a shrunk step unless `mode="reweight"`. `q=0` is uniform averaging."""
     step = STEP[mode]
 
     def apply(draft: Draft) -> Draft:
