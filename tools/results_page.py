@@ -54,7 +54,8 @@ def write_page(recipe: Recipe, data_sets: Iterable[tuple[str, Path, int]]) -> st
         "# Results",
         "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
         "folder: the complete description of the run (`experiment.toml`), every round (`rounds.jsonl`) and what came out "
-        "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`).",
+        "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`). The runs of "
+        "`docs/search-plan.md` are in `search` and `confirmation`; `docs/findings.md` has their tables.",
         "The paper's numbers and those of an independent implementation are quoted, and the latter have no records in this "
         "repository. Everything else is computed from what is in the folders.",
     ]
@@ -270,7 +271,7 @@ def _list_open_rows(entries: Sequence[RecipeRow], runs: Sequence[Run], data: str
     done = {run.entry for run in runs if run.is_full}
     left = [entry for entry in entries if entry not in done]
     if not left:
-        return ["### Open", "Nothing: every row of the plan was run."]
+        return ["### Open", "Nothing: every row of the recipe was run."]
     lines = []
     for entry in left:
         reached = sorted({run.experiment.rounds for run in runs if run.entry == entry})

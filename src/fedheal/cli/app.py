@@ -331,7 +331,9 @@ def sweep_command(
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Run folders, or folders of them.")],
     form: Annotated[str, typer.Option("--format", "-f", help="text, markdown, latex, csv or parquet.")] = "text",
-    out: Annotated[Path | None, typer.Option(help="A file to write to instead of the screen.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A file to write to instead of the screen; NAME.html gets the page.")
+    ] = None,
     reference: Annotated[
         str | None, typer.Option(help="The method the others are compared with; default: FedAvg or the first.")
     ] = None,
