@@ -69,7 +69,7 @@ class Outcome:
 
 
 def run_target(
-    name: str, inputs: int, seed: int, work: Path, last: Path | None = None, with_bombs: bool = True
+    name: str, inputs: int, seed: int, work: Path, last: Path | None = None, tries_bombs: bool = True
 ) -> Outcome:
     """Try the inputs of a target; first valid ones, which must be accepted, then bombs, if asked for.
 
@@ -111,7 +111,7 @@ def run_target(
             })  # fmt: skip
         outcome.ends[end] += 1
 
-    for case in getattr(target, "bombs", ()) if with_bombs else ():
+    for case in getattr(target, "bombs", ()) if tries_bombs else ():
         attempt(case)
     checks = settings(
         max_examples=inputs,

@@ -46,7 +46,7 @@ def test_wrong_inputs_end_with_a_result_or_a_sentence(load, tmp_path, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     with warnings.catch_warnings():  # of libraries, about odd files
         warnings.simplefilter("ignore")
-        outcome = fuzz.run_target(target, INPUTS[target], 0, tmp_path, with_bombs=False)
+        outcome = fuzz.run_target(target, INPUTS[target], 0, tmp_path, tries_bombs=False)
     assert outcome.failures == []
     assert outcome.inputs == INPUTS[target]
 

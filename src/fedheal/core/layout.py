@@ -167,9 +167,9 @@ class Layout:
         """Load vectors into a module, as `module.load_state_dict(self.unpack(packed))` does, without copies in between."""
         self.bind(module).load(packed)
 
-    def bind(self, module: nn.Module) -> Bound:
-        """Return what loads and packs a module faster than its `state_dict`, as long as it has the same tensors and parts."""
-        return Bound(self, module, self._find_tensors(module))
+    def bind(self, module: nn.Module) -> BoundModule:
+        """Find a module's tensors once, to load and pack it several times; it must keep its tensors and parts meanwhile."""
+        return BoundModule(self, module, self._find_tensors(module))
 
     def _find_tensors(self, module: nn.Module) -> dict[Kind, list[Tensor]] | None:
         """Return a module's own tensors, if it has them on one device as this layout says and its `state_dict` adds nothing."""
@@ -247,10 +247,10 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A module, and its tensors in the order of a layout's vectors.
+class BoundModule:
+    """A module, and its tensors in the order of a layout's vectors: loading and packing skip its `state_dict`.
 
-    Without tensors, `state_dict` and `load_state_dict` do what they have to do for it, or say what is wrong.
+    `tensors` is None for a module that does more than copy when it is loaded or saved. Then its `state_dict` is used.
     """
 
     layout: Layout
