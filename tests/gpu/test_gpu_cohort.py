@@ -20,6 +20,7 @@ from fedheal.engine.device_data import DeviceData
 from fedheal.engine.precision import use_precision
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.max_pooling import FusedMaxPool2d
+from fedheal.models.resnet import BasicBlock
 from fedheal.models.stacked_layers import KERNELS, allow_kernels, list_layers, stack_module
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
@@ -85,6 +86,13 @@ def run_layers(module, x, shortcut, valid, uses_kernels, low):
         (64, 128, 3, 2, True, 9, 9),
         (128, 64, 1, 1, False, 4, 4),
         (128, 512, 3, 1, False, 4, 4),
+        (64, 128, 3, 2, False, 16, 16),
+        (192, 64, 3, 1, False, 8, 24),
+        (128, 128, 3, 1, True, 8, 8),
+        (256, 128, 3, 1, False, 24, 8),
+        (256, 512, 3, 2, False, 16, 16),
+        (512, 128, 3, 1, False, 8, 8),
+        (128, 64, 1, 2, False, 16, 16),
     ],
 )
 def test_kernels_equal_the_plain_layers(
@@ -103,6 +111,46 @@ def test_kernels_equal_the_plain_layers(
     for one, two in zip(found, plain, strict=True):
         apart = float((one.float() - two.float()).norm() / two.float().norm())
         assert apart < tolerance, apart  # where ReLU is active may change with the last digit
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "stride", "side"), [(64, 64, 1, 8), (64, 128, 2, 16), (128, 256, 2, 32)])
+def test_gradients_that_are_added_in_one_kernel_equal_the_plain_ones(inputs, outputs, stride, side):
+    torch.manual_seed(0)
+    module = nn.Sequential(BasicBlock(inputs, outputs, stride)).cuda()
+    x = torch.randn(12, inputs, side, side, device="cuda")
+    found = []
+    for uses_kernels, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        rows = ClientRows(Layout.of(module), 3, x.device, low=torch.bfloat16)
+        rows.batch_size = 4
+        rows.valid.copy_(torch.tensor([4, 3, 1]))
+        rows.params.copy_(0.1 * torch.randn(rows.params.shape, generator=torch.Generator().manual_seed(1)))
+        rows.update_low()
+        stacked = stack_module(module, rows).train()
+        allow_kernels(stacked, uses_kernels)
+        given = (x * rows.find_padding(4).view(-1, 1, 1, 1)).to(dtype).requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=uses_kernels):
+            y = stacked(given).float() * rows.find_padding(4).view(-1, 1, 1, 1)
+        kinds = {type(node).__name__ for node in list_graph(y.grad_fn)}
+        assert ("StackedForkBackward" in kinds) == uses_kernels
+        parameters = rows.list_parameters()
+        loss = (y * torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape)).sum()
+        *of_parameters, of_input = torch.autograd.grad(loss, [*parameters, given], allow_unused=True)
+        for parameter, gradient in zip(parameters, of_parameters, strict=True):
+            if gradient is not None:
+                parameter.grad.copy_(gradient)
+        found.append([y.detach(), of_input.float(), rows.gradients.clone()])
+    for one, two in zip(*found, strict=True):
+        assert float((one - two).norm() / two.norm()) < 5e-2
+
+
+def list_graph(node):
+    """Return the nodes of a backward graph."""
+    seen, waiting = [], [node]
+    while waiting:
+        if (current := waiting.pop()) is not None and current not in seen:
+            seen.append(current)
+            waiting += [following for following, _ in current.next_functions]
+    return seen
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-6, 1.0, 1e6])

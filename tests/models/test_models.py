@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedheal.models import MODELS, ResNet, SmallCNN, build, build_resnet
-from fedheal.models.resnet import _apply_shortcut
+from fedheal.models.fork import _apply_shortcut
 
 NAMES = ["small_cnn", "resnet10", "resnet12", "resnet18", "resnet20", "resnet34"]
 

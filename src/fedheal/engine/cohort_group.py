@@ -93,8 +93,19 @@ class CohortGroup:
         """Compile the kernels of a step, before it is taken with values that count."""
         if import_triton_kernels(KERNELS, self.device.type) is not None:
             self.cursor.zero_()
-            compile_in_parallel(lambda: self._step_eagerly(local_training, step_set, kind))
+            compile_in_parallel(
+                lambda: self._step_eagerly(local_training, step_set, kind), lambda: self._load_libraries(local_training)
+            )
         self.is_compiled = True
+
+    @torch.no_grad()
+    def _load_libraries(self, local_training: LocalTraining) -> None:
+        """Evaluate some examples, so that CUDA's libraries are loaded while kernels are compiled: it takes seconds."""
+        module, was_training = local_training.module, local_training.module.training
+        plan = torch.zeros(4, self.batch_size, dtype=torch.int64, device=self.device)
+        with autocast(local_training.precision, self.device):
+            module.eval()(self.data.make_batch(plan)[0])
+        module.train(was_training)
 
     def _get_step_set(self, local_training: LocalTraining, prepared: Sequence[Prepared]) -> StackedSteps:
         """Return the step set for these clients."""

@@ -27,8 +27,13 @@ def allocate_output(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
     return allocate(*shape, dtype=dtype, device=device)
 
 
-def compile_in_parallel(run: Callable[[], None]) -> None:
-    """Compile the kernels that `run` launches, several at a time; none is launched, so what it computes is arbitrary."""
+def compile_in_parallel(run: Callable[[], None], meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Compile the kernels that `run` launches, several at a time; none is launched, so what it computes is arbitrary.
+
+    Args:
+        run: Launches the kernels.
+        meanwhile: Called while they are compiled.
+    """
     global _recorded  # noqa: PLW0603 -- launches happen deep inside a network's backward pass
     launches: list[Launch] = []
     _recorded = launches
@@ -41,6 +46,7 @@ def compile_in_parallel(run: Callable[[], None]) -> None:
             pool.submit(kernel.warmup, *args, grid=grid, **settings)
             for kernel, grid, args, settings in _select_distinct(launches)
         ]
+        meanwhile()
         for compiled in made:
             compiled.result()
 
@@ -50,6 +56,14 @@ def _select_distinct(launches: Sequence[Launch]) -> list[Launch]:
     distinct: dict[Hashable, Launch] = {}
     for recorded in launches:
         kernel, _, args, settings = recorded
-        traits = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else (a == 1, a % 16 == 0) for a in args]
-        distinct.setdefault((kernel.fn.__name__, tuple(traits), tuple(sorted(settings.items()))), recorded)
+        distinct.setdefault((kernel.fn.__name__, *map(_describe, args), *sorted(settings.items())), recorded)
     return list(distinct.values())
+
+
+def _describe(argument: Any) -> Hashable:
+    """Return what of an argument a kernel is compiled for."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if hasattr(argument, "block_shape"):  # a tensor descriptor
+        return argument.base.dtype, tuple(argument.block_shape)
+    return argument == 1, argument % 16 == 0

@@ -9,8 +9,8 @@ numbers of blocks are those of the paper's group's code, in which "resnet20" has
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from fedheal.models.fork import apply_fork
 from fedheal.models.fused_norm import norm_relu
 from fedheal.models.weight_casting import cast_weights
 
@@ -33,23 +33,12 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = norm_relu(self.norm1, self.conv1(x))
-        if len(self.shortcut):
-            conv, norm = self.shortcut
-            x = norm_relu(norm, _apply_shortcut(conv, x), relu=False)
-        return norm_relu(self.norm2, self.conv2(inner), x)
-
-
-def _apply_shortcut(conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Apply a 1 x 1 convolution with a stride. With few channels on a CPU, select the pixels first: the result is the same.
-
-    oneDNN's gradient of such weights with channels last writes out of bounds.
-    """
-    if isinstance(conv, nn.Conv2d) and x.device.type == "cpu" and conv.in_channels < 16:
-        down, right = conv.stride
-        return functional.conv2d(x[:, :, ::down, ::right], conv.weight)
-    y: torch.Tensor = conv(x)
-    return y
+        conv, norm = self.shortcut if len(self.shortcut) else (None, None)
+        inner, shortcut = apply_fork(self.conv1, conv, x)
+        inner = norm_relu(self.norm1, inner)
+        if norm is not None:
+            shortcut = norm_relu(norm, shortcut, relu=False)
+        return norm_relu(self.norm2, self.conv2(inner), shortcut)
 
 
 def _make_group(inputs: int, outputs: int, stride: int, blocks: int) -> nn.Sequential:

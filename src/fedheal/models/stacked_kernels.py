@@ -7,6 +7,7 @@ import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor, nn
 
+from fedheal.models import _box_convolution_cuda as boxes
 from fedheal.models import _stacked_cuda as kernels
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.kernel_launches import launch
@@ -38,6 +39,51 @@ class StackedConvolution(torch.autograd.Function):
         dy = gradient.contiguous(memory_format=torch.channels_last)
         write_weight_gradient(ctx.layer, x, dy, ctx.largest, _get_largest(dy))
         return input_gradient(ctx.layer, x, dy) if ctx.needs_input_grad[0] else None, None, None
+
+
+class StackedFork(torch.autograd.Function):
+    """Convolve with each client's own weights, and apply a shortcut; add both gradients of the input in one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: StackedConv2d, shortcut: StackedConv2d | None
+    ) -> tuple[Tensor, Tensor]:
+        x = _prepare(x)
+        ctx.layer, ctx.shortcut = layer, shortcut
+        ctx.save_for_backward(x)
+        return launch_convolution(layer, x), x.view_as(x) if shortcut is None else launch_convolution(shortcut, x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, gradient: Tensor, shortcut_gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        dy = gradient.contiguous(memory_format=torch.channels_last)
+        added = shortcut_gradient.contiguous(memory_format=torch.channels_last)
+        write_weight_gradient(ctx.layer, x, dy)
+        if ctx.shortcut is not None:
+            write_weight_gradient(ctx.shortcut, x, added)
+        needs_input_gradient = ctx.needs_input_grad[0]
+        dx = boxes.input_gradient_of_boxes(ctx.layer, x, dy, ctx.shortcut, added) if needs_input_gradient else None
+        return dx, None, None, None
+
+
+def supports_fork(layer: StackedConv2d, shortcut: nn.Module | None, x: Tensor) -> bool:
+    """Return whether `launch_fork` can add the gradients of these layers; a shortcut must be 1 x 1, and both have stride 2."""
+    if not (layer.has_kernel and layer.get("bias") is None and boxes.supports_boxes(layer, x)):
+        return False
+    if not isinstance(shortcut, StackedConv2d):
+        return shortcut is None and layer.stride[0] == 1
+    is_plain = shortcut.has_kernel and shortcut.kernel_size[0] == 1 and shortcut.get("bias") is None
+    return is_plain and layer.stride[0] == shortcut.stride[0] == 2
+
+
+def launch_fork(layer: StackedConv2d, shortcut: StackedConv2d | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a layer and of its shortcut, or the input itself if there is none."""
+    for part in (layer, shortcut):
+        if part is not None:
+            part.count_call(x)
+    forked: tuple[Tensor, Tensor] = StackedFork.apply(x, layer.get("weight"), layer, shortcut)  # type: ignore[no-untyped-call]
+    return forked
 
 
 def _prepare(x: Tensor) -> Tensor:
@@ -106,6 +152,8 @@ def _count_client_entries(x: Tensor, clients: int) -> int:
 
 def launch_convolution(layer: StackedConv2d, x: Tensor) -> Tensor:
     """Return the convolution of `[clients * examples, inputs, height, width]`."""
+    if boxes.supports_boxes(layer, x):
+        return boxes.convolve_boxes(layer, x)
     stride = layer.stride[0]
     number, inputs, height, width = x.shape
     out_height, out_width = (height - 1) // stride + 1, (width - 1) // stride + 1
@@ -154,6 +202,8 @@ def choose_convolution_tiles(inputs: int, outputs: int, dtype: torch.dtype) -> d
 
 def input_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of the input `x`, given that of the output."""
+    if boxes.supports_boxes(layer, x):
+        return boxes.input_gradient_of_boxes(layer, x, dy)
     clients, (size, stride) = layer.rows.active, (layer.kernel_size[0], layer.stride[0])
     number, inputs, height, width = x.shape
     outputs, dx = layer.out_channels, torch.empty_like(x)
@@ -184,6 +234,16 @@ def write_weight_gradient(
     clients, (size, stride) = layer.rows.active, (layer.kernel_size[0], layer.stride[0])
     inputs, outputs = layer.in_channels, layer.out_channels
     rows = dy.shape[0] // clients * dy.shape[2] * dy.shape[3]
+    box_tiles = boxes.choose_gradient_boxes(layer, x) if boxes.supports_boxes(layer, x) else None
+    if box_tiles is not None:
+        programs, positions = boxes.count_gradient_programs(layer, box_tiles), box_tiles.box.count_positions()
+        sums = _ChunkSums(layer, choose_chunks(programs * clients, rows, positions))
+        boxes.launch_weight_gradient_of_boxes(
+            layer, x, dy, box_tiles, triton.cdiv(rows // positions, sums.chunks), sums.chunks, sums.out, sums.client,
+            sums.chunk,
+        )  # fmt: skip
+        sums.add()
+        return
     packed = size * size * inputs <= PACKED
     # A tensor core takes float32 only if the numbers of a sum, here over positions, are next to each other.
     scaled = x.dtype == torch.float32 and _get_precision() == "tf32" and not packed
@@ -197,24 +257,36 @@ def write_weight_gradient(
     else:
         taps = size * size // tiles["columns"]
         programs = taps * triton.cdiv(inputs, tiles["tile_inputs"]) * triton.cdiv(outputs, tiles["tile_outputs"])
-    chunks = choose_chunks(programs * clients, rows, tiles["tile_rows"])
-    place, gradients = layer.rows.places[f"{layer.name}.weight"], layer.rows.gradients
-    assert gradients is not None
-    out, out_client, out_chunk = gradients[:, place.row_start :], gradients.shape[1], 0
-    if chunks > 1:  # sums of chunks, added in a fixed order
-        out = torch.empty(clients, chunks, place.stop - place.start, device=x.device)
-        out_client, out_chunk = out.stride(0), out.stride(1)
-    chunk_rows = triton.cdiv(triton.cdiv(rows, chunks), tiles["tile_rows"]) * tiles["tile_rows"]
+    sums = _ChunkSums(layer, choose_chunks(programs * clients, rows, tiles["tile_rows"]))
+    chunk_rows = triton.cdiv(triton.cdiv(rows, sums.chunks), tiles["tile_rows"]) * tiles["tile_rows"]
     launch(
-        kernels.weight_gradient, (programs, chunks, clients),
-        x, dy, x_largest if scaled else x, dy_largest if scaled else dy, out, layer.rows.valid, rows,
+        kernels.weight_gradient, (programs, sums.chunks, clients),
+        x, dy, x_largest if scaled else x, dy_largest if scaled else dy, sums.out, layer.rows.valid, rows,
         rows // layer.rows.batch_size, chunk_rows, stride, inputs, outputs,
-        _count_client_entries(x, clients), _count_client_entries(dy, clients), out_client, out_chunk, *x.shape[2:],
+        _count_client_entries(x, clients), _count_client_entries(dy, clients), sums.client, sums.chunk, *x.shape[2:],
         *dy.shape[2:], size=size, packed=packed, scaled=scaled, precision=_get_precision(),
         even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
     )  # fmt: skip
-    if chunks > 1:
-        torch.sum(out, dim=1, out=gradients[:clients, place.row_start : place.row_start + out.shape[2]])
+    sums.add()
+
+
+class _ChunkSums:
+    """Where a kernel writes a weight gradient: to the clients' rows, or, from several chunks of positions, to their sums."""
+
+    def __init__(self, layer: StackedConv2d, chunks: int) -> None:
+        rows, place = layer.rows, layer.rows.places[f"{layer.name}.weight"]
+        assert rows.gradients is not None
+        length = place.stop - place.start
+        self.chunks, self.gradient = chunks, rows.gradients[: rows.active, place.row_start : place.row_start + length]
+        self.out, self.client, self.chunk = self.gradient, rows.gradients.shape[1], 0
+        if chunks > 1:
+            self.out = torch.empty(rows.active, chunks, length, device=rows.gradients.device)
+            self.client, self.chunk = self.out.stride(0), self.out.stride(1)
+
+    def add(self) -> None:
+        """Add the chunks' sums, in a fixed order."""
+        if self.chunks > 1:
+            torch.sum(self.out, dim=1, out=self.gradient)
 
 
 def _scale_to_half(x: Tensor, clients: int, largest: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,368 @@
+"""Convolutions of stacked clients whose tiles are boxes that the GPU copies by itself (tensor descriptors, Hopper and later).
+
+A program's positions are a box of images, rows and columns. A tap shifts the box, and what lies outside the image is read as
+0, so there are no addresses and masks to compute. The weights are the first factor of the matrix products and the positions
+the second: both are then read from shared memory as they were copied. Feature maps and weights are as in `_stacked_cuda`, whose
+kernels compute everything else: other precisions, channels and sizes. Sums have a fixed order here, too.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
+
+from fedheal.models.client_rows import ClientRows
+from fedheal.models.kernel_launches import launch
+from fedheal.models.stacked_layers import StackedConv2d
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+CAPABILITY = 9  # of GPUs that copy boxes
+CHANNELS = 64  # that a box holds
+SMALLEST_PART = 16  # positions of an image in a box; smaller ones are copied too slowly
+
+
+@dataclass(frozen=True)
+class Box:
+    """The positions of a tile."""
+
+    images: int
+    height: int
+    width: int
+
+    def count_tiles(self, images: int, height: int, width: int) -> int:
+        """Return how many such boxes the feature maps of a client have."""
+        return images // self.images * (height // self.height) * (width // self.width)
+
+    def is_contiguous(self, height: int, width: int) -> bool:
+        """Return whether the positions follow one another in maps of this size."""
+        is_whole_row, is_whole_image = self.width == width, self.height == height
+        return (self.images == 1 or (is_whole_row and is_whole_image)) and (self.height == 1 or is_whole_row)
+
+    def count_positions(self) -> int:
+        """Return how many positions a box has."""
+        return self.images * self.height * self.width
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The box as constants of a kernel."""
+        return {"images": self.images, "box_height": self.height, "box_width": self.width}
+
+
+def choose_box(positions: int, images: int, height: int, width: int) -> Box | None:
+    """Return a box of so many positions into which a client's maps can be cut, or None."""
+    across = _find_power_of_two(width, positions)
+    down = _find_power_of_two(height, positions // across)
+    box = Box(_find_power_of_two(images, positions // (across * down)), down, across)
+    is_usable = down * across >= SMALLEST_PART and box.images * down * across == positions
+    return box if is_usable else None
+
+
+def _find_power_of_two(number: int, largest: int) -> int:
+    """Return the largest power of two that divides a number and is at most `largest`."""
+    return min(number & -number, 1 << (largest.bit_length() - 1))
+
+
+def supports_boxes(layer: StackedConv2d, x: Tensor) -> bool:
+    """Return whether these kernels convolve the batch: in bf16, with full boxes, on a GPU that copies boxes."""
+    stride, (number, _, height, width) = layer.stride[0], x.shape
+    fits = layer.in_channels % CHANNELS == layer.out_channels % CHANNELS == height % stride == width % stride == 0
+    if x.dtype != torch.bfloat16 or not fits or torch.cuda.get_device_capability(x.device)[0] < CAPABILITY:
+        return False
+    return choose_box(256, number // layer.rows.active, height // stride, width // stride) is not None
+
+
+def _describe(maps: Tensor, box: Box, channels: int) -> TensorDescriptor:
+    """Return a descriptor of `[images, channels, height, width]`, whose channels are last in memory."""
+    last = maps.permute(0, 2, 3, 1)
+    return TensorDescriptor.from_tensor(last, [box.images, box.height, box.width, channels])
+
+
+def _describe_halves(maps: Tensor, box: Box, channels: int) -> TensorDescriptor:
+    """Return a descriptor in which even and odd rows and columns are apart: `[images, height, 2, width, 2 * channels]`."""
+    halves = maps.permute(0, 2, 3, 1).unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).flatten(4)
+    return TensorDescriptor.from_tensor(halves, [box.images, box.height, 1, box.width, channels])
+
+
+def _describe_weights(layer: StackedConv2d, outputs: int, inputs: int) -> TensorDescriptor:
+    """Return a descriptor of the clients' weights, `[clients, outputs, taps * inputs]`."""
+    rows, place = layer.rows, layer.rows.places[f"{layer.name}.weight"]
+    assert rows.low is not None
+    flat = rows.low[: rows.active, place.row_start : place.row_start + place.stop - place.start]
+    weights = flat.unflatten(1, (layer.out_channels, -1))
+    return TensorDescriptor.from_tensor(weights, [1, outputs, inputs])
+
+
+def _choose_tile(channels: int) -> int:
+    return 128 if channels % 128 == 0 else CHANNELS
+
+
+def _count_images(x: Tensor, rows: ClientRows) -> tuple[int, int]:
+    """Return how many images a client and an example have: a module may have cut every example into several."""
+    client_images = x.shape[0] // rows.active
+    return client_images, client_images // rows.batch_size
+
+
+def convolve_boxes(layer: StackedConv2d, x: Tensor) -> Tensor:
+    """Return the convolution of `[clients * examples, inputs, height, width]`."""
+    stride, (number, inputs, height, width) = layer.stride[0], x.shape
+    shape = (number, layer.out_channels, height // stride, width // stride)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    tile_outputs = _choose_tile(layer.out_channels)
+    # With few inputs a program is short, and more of them hide each other's beginnings and ends.
+    is_short = inputs == CHANNELS and tile_outputs == 128
+    _launch_convolution(layer, x, y, None, 64 if is_short else 128, tile_outputs, num_warps=4, flip=False)
+    return y
+
+
+def _launch_convolution(
+    layer: StackedConv2d, x: Tensor, y: Tensor, added: Tensor | None, positions: int, tile_outputs: int, num_warps: int,
+    flip: bool,
+) -> None:  # fmt: skip
+    rows, (client_images, per_example) = layer.rows, _count_images(y, layer.rows)
+    (inputs, outputs), (height, width) = (x.shape[1], y.shape[1]), y.shape[2:]
+    box = choose_box(positions, client_images, height, width)
+    assert box is not None
+    stride = x.shape[2] // height
+    x_boxes = _describe(x, box, CHANNELS) if stride == 1 else _describe_halves(x, box, CHANNELS)
+    weights = _describe_weights(layer, *((CHANNELS, tile_outputs) if flip else (tile_outputs, CHANNELS)))
+    y_boxes = _describe(y, box, tile_outputs)
+    added_boxes = y_boxes if added is None else _describe(added, box, tile_outputs)
+    grid = (outputs // tile_outputs * box.count_tiles(client_images, height, width), rows.active)
+    launch(
+        multiply_boxes, grid,
+        x_boxes, weights, y_boxes, added_boxes, rows.valid, height, width, inputs, outputs, client_images, per_example,
+        stride=stride, size=layer.kernel_size[0], flip=flip, has_added=added is not None, **box.constants,
+        tile_outputs=tile_outputs, tile_inputs=CHANNELS, num_warps=num_warps, num_stages=4,
+    )  # fmt: skip
+
+
+def input_gradient_of_boxes(
+    layer: StackedConv2d, x: Tensor, dy: Tensor, shortcut: StackedConv2d | None = None, added: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of the input `x`, given that of the output.
+
+    Args:
+        layer: The convolution.
+        x: Its input.
+        dy: The gradient of its output.
+        shortcut: A 1 x 1 convolution of the same input with stride 2, whose input gradient is added.
+        added: A gradient that is added: that of the shortcut's output, or, without a shortcut, of the input itself.
+    """
+    dx, inputs = torch.empty_like(x), layer.in_channels
+    tile_inputs = _choose_tile(inputs)
+    positions, num_warps = (256, 8) if tile_inputs == 128 else (128, 4)
+    if layer.stride[0] == 1:  # a convolution whose inputs are the outputs
+        _launch_convolution(layer, dy, dx, added, positions, tile_inputs, num_warps, flip=True)
+        return dx
+    rows, (client_images, per_example) = layer.rows, _count_images(x, layer.rows)
+    height, width = dy.shape[2:]
+    box = choose_box(positions, client_images, height, width)
+    assert box is not None
+    dy_boxes, weights = _describe(dy, box, CHANNELS), _describe_weights(layer, CHANNELS, tile_inputs)
+    second_boxes, second_weights = dy_boxes, weights
+    if shortcut is not None and added is not None:
+        second_boxes = _describe(added, box, CHANNELS)
+        second_weights = _describe_weights(shortcut, CHANNELS, tile_inputs)
+    grid = (inputs // tile_inputs * box.count_tiles(client_images, height, width), 4 * rows.active)
+    launch(
+        input_gradient_of_halves, grid,
+        dy_boxes, weights, second_boxes, second_weights, _describe_halves(dx, box, tile_inputs), rows.valid, height,
+        width, inputs, layer.out_channels, client_images, per_example, size=layer.kernel_size[0],
+        has_second=shortcut is not None, **box.constants, tile_inputs=tile_inputs, tile_outputs=CHANNELS,
+        num_warps=num_warps, num_stages=4,
+    )  # fmt: skip
+    return dx
+
+
+@dataclass(frozen=True)
+class GradientTiles:
+    """How a weight gradient is cut into programs."""
+
+    box: Box
+    outputs: int
+    inputs: int
+    num_warps: int
+
+
+def choose_gradient_boxes(layer: StackedConv2d, x: Tensor) -> GradientTiles | None:
+    """Return the tiles of a weight gradient, by measurement on an H200; None if the other kernel is faster."""
+    if layer.in_channels % 128 or layer.out_channels % 128:
+        return None
+    client_images, stride = x.shape[0] // layer.rows.active, layer.stride[0]
+    height, width = x.shape[2] // stride, x.shape[3] // stride
+    long = choose_box(128, client_images, height, width)
+    short = choose_box(64, client_images, height, width)
+    if long is not None and long.is_contiguous(height, width) and layer.in_channels < 512:
+        return GradientTiles(long, 128, 128, 8)
+    if short is None:
+        return None
+    if layer.in_channels % 256 == 0:
+        return GradientTiles(short, *((128, 256, 8) if stride == 1 else (64, 256, 4)))
+    return GradientTiles(short, 128, 128, 8)
+
+
+def launch_weight_gradient_of_boxes(
+    layer: StackedConv2d, x: Tensor, dy: Tensor, tiles: GradientTiles, chunk_tiles: int, chunks: int, out: Tensor,
+    out_client: int, out_chunk: int,
+) -> None:  # fmt: skip
+    """Write the sums of each chunk of positions, `[clients, chunks, outputs, taps, inputs]`, to `out`."""
+    rows, (client_images, per_example) = layer.rows, _count_images(dy, layer.rows)
+    box, (height, width), stride = tiles.box, dy.shape[2:], layer.stride[0]
+    is_contiguous = box.is_contiguous(height, width)
+    x_boxes = _describe(x, box, tiles.inputs) if stride == 1 else _describe_halves(x, box, tiles.inputs)
+    if is_contiguous:
+        flat = dy.permute(0, 2, 3, 1).flatten(0, 2)
+        dy_boxes = TensorDescriptor.from_tensor(flat, [box.count_positions(), tiles.outputs])
+    else:
+        dy_boxes = _describe(dy, box, tiles.outputs)
+    launch(
+        weight_gradient_of_boxes, (count_gradient_programs(layer, tiles), chunks, rows.active),
+        x_boxes, dy_boxes, out, rows.valid, height, width, layer.in_channels, layer.out_channels, client_images,
+        per_example, out_client, out_chunk, chunk_tiles, stride=stride, size=layer.kernel_size[0],
+        is_contiguous=is_contiguous, **box.constants, tile_outputs=tiles.outputs, tile_inputs=tiles.inputs,
+        num_warps=tiles.num_warps, num_stages=3,
+    )  # fmt: skip
+
+
+def count_gradient_programs(layer: StackedConv2d, tiles: GradientTiles) -> int:
+    """Return how many tiles the weights of a client have, over all taps."""
+    return layer.kernel_size[0] ** 2 * (layer.in_channels // tiles.inputs) * (layer.out_channels // tiles.outputs)
+
+
+@triton.jit
+def find_tile(tile, height, width, images: tl.constexpr, box_height: tl.constexpr, box_width: tl.constexpr):
+    """Return the first image, row and column of a tile."""
+    across, down = width // box_width, height // box_height
+    return tile // (across * down) * images, tile // across % down * box_height, tile % across * box_width
+
+
+@triton.jit
+def load_box(
+    x, image, row, column, channel, down, right, inputs, stride: tl.constexpr, rows: tl.constexpr, tile: tl.constexpr
+):
+    """Return the positions `[rows, tile]` of the input that belong to a box of the output, shifted down and right by a tap.
+
+    With stride 2 row `2 * i + down` is row `i - 1` of the odd ones if `down` is -1, and row `i` of the even or odd ones else.
+    """
+    if stride == 1:
+        box = x.load([image, row + down, column + right, channel])
+    else:
+        odd_row, odd_column = (down + 2) % 2, (right + 2) % 2
+        above, left = row + (down + 2) // 2 - 1, column + (right + 2) // 2 - 1
+        box = x.load([image, above, odd_row, left, odd_column * inputs + channel])
+    return box.reshape(rows, tile)
+
+
+@triton.jit(do_not_specialize=["height", "width", "client_images", "per_example"])
+def multiply_boxes(
+    x, w, y, added, valid, height, width, inputs, outputs, client_images, per_example,
+    stride: tl.constexpr, size: tl.constexpr, flip: tl.constexpr, has_added: tl.constexpr,
+    images: tl.constexpr, box_height: tl.constexpr, box_width: tl.constexpr,
+    tile_outputs: tl.constexpr, tile_inputs: tl.constexpr,
+):  # fmt: skip
+    """Compute `y = x * w + added`; `flip`: the gradient of the input of a convolution with stride 1, `x` being the output's.
+
+    The products are 0 in tiles that are all padding.
+    """
+    rows: tl.constexpr = images * box_height * box_width
+    output_tiles, client = outputs // tile_outputs, tl.program_id(1)
+    output = tl.program_id(0) % output_tiles * tile_outputs
+    image, row, column = find_tile(tl.program_id(0) // output_tiles, height, width, images, box_height, box_width)
+    first = client * client_images + image
+    total = tl.zeros((tile_outputs, rows), dtype=tl.float32)
+    is_used = image < tl.load(valid + client) * per_example
+    steps = tl.where(is_used, size * size * (inputs // tile_inputs), 0)
+    for step in range(0, steps):
+        tap, channel = step % (size * size), step // (size * size) * tile_inputs
+        down, right = tap // size - size // 2, tap % size - size // 2
+        positions = load_box(x, first, row, column, channel, down, right, inputs, stride, rows, tile_inputs)
+        if flip:
+            weights = w.load([client, channel, (size * size - 1 - tap) * outputs + output])
+            total = tl.dot(weights.reshape(tile_inputs, tile_outputs).T, positions.T, total)
+        else:
+            weights = w.load([client, output, tap * inputs + channel])
+            total = tl.dot(weights.reshape(tile_outputs, tile_inputs), positions.T, total)
+    result = total.T
+    if has_added:
+        result += added.load([first, row, column, output]).reshape(rows, tile_outputs).to(tl.float32)
+    y.store([first, row, column, output], result.to(y.dtype).reshape(images, box_height, box_width, tile_outputs))
+
+
+@triton.jit(do_not_specialize=["height", "width", "client_images", "per_example"])
+def input_gradient_of_halves(
+    dy, w, second_dy, second_w, dx, valid, height, width, inputs, outputs, client_images, per_example,
+    size: tl.constexpr, has_second: tl.constexpr,
+    images: tl.constexpr, box_height: tl.constexpr, box_width: tl.constexpr,
+    tile_inputs: tl.constexpr, tile_outputs: tl.constexpr,
+):  # fmt: skip
+    """Compute the input's gradient of a convolution with stride 2, plus that of a second one, which is 1 x 1.
+
+    Pixels of one parity have the same taps: 1, 2, 2 or 4 of the 9 of a 3 x 3 kernel; the second one has even pixels only.
+    """
+    rows: tl.constexpr = images * box_height * box_width
+    input_tiles, client, parity = inputs // tile_inputs, tl.program_id(1) // 4, tl.program_id(1) % 4
+    down, right, blocks = parity // 2, parity % 2, outputs // tile_outputs
+    input = tl.program_id(0) % input_tiles * tile_inputs
+    image, row, column = find_tile(tl.program_id(0) // input_tiles, height, width, images, box_height, box_width)
+    first = client * client_images + image
+    total = tl.zeros((tile_inputs, rows), dtype=tl.float32)
+    taps_down = 1 + down if size == 3 else 1 - down
+    taps_right = 1 + right if size == 3 else 1 - right
+    is_used = image < tl.load(valid + client) * per_example
+    steps = tl.where(is_used, taps_down * taps_right * blocks, 0)
+    for step in range(0, steps):
+        number, channel = step // blocks, step % blocks * tile_outputs
+        tap, above, left = 0, row, column
+        if size == 3:
+            tap = (1 - down + 2 * (number // taps_right)) * 3 + 1 - right + 2 * (number % taps_right)
+            above, left = row + down - number // taps_right, column + right - number % taps_right
+        gradient = dy.load([first, above, left, channel]).reshape(rows, tile_outputs)
+        weights = w.load([client, channel, tap * inputs + input]).reshape(tile_outputs, tile_inputs)
+        total = tl.dot(weights.T, gradient.T, total)
+    if has_second:
+        steps = tl.where(is_used and parity == 0, blocks, 0)
+        for step in range(0, steps):
+            gradient = second_dy.load([first, row, column, step * tile_outputs]).reshape(rows, tile_outputs)
+            weights = second_w.load([client, step * tile_outputs, input]).reshape(tile_outputs, tile_inputs)
+            total = tl.dot(weights.T, gradient.T, total)
+    result = total.to(dx.dtype).T.reshape(images, box_height, 1, box_width, tile_inputs)
+    dx.store([first, row, down, column, right * inputs + input], result)
+
+
+@triton.jit(do_not_specialize=["height", "width", "client_images", "per_example", "out_chunk", "chunk_tiles"])
+def weight_gradient_of_boxes(
+    x, dy, out, valid, height, width, inputs, outputs, client_images, per_example, out_client, out_chunk, chunk_tiles,
+    stride: tl.constexpr, size: tl.constexpr, is_contiguous: tl.constexpr,
+    images: tl.constexpr, box_height: tl.constexpr, box_width: tl.constexpr,
+    tile_outputs: tl.constexpr, tile_inputs: tl.constexpr,
+):  # fmt: skip
+    """Compute one tap's gradient of the weights over a chunk of tiles. In padding the output's gradient is 0.
+
+    `is_contiguous`: a tile's positions follow one another, so `dy` is `[positions, outputs]`, which is faster.
+    """
+    rows: tl.constexpr = images * box_height * box_width
+    chunk, client = tl.program_id(1), tl.program_id(2)
+    input_tiles, output_tiles = inputs // tile_inputs, outputs // tile_outputs
+    input, tap = tl.program_id(0) % input_tiles * tile_inputs, tl.program_id(0) // (input_tiles * output_tiles)
+    output = tl.program_id(0) // input_tiles % output_tiles * tile_outputs
+    down, right = tap // size - size // 2, tap % size - size // 2
+    used_images = tl.load(valid + client) * per_example
+    tiles_of_image = (height // box_height) * (width // box_width)
+    last = tl.minimum((chunk + 1) * chunk_tiles, tl.cdiv(used_images, images) * tiles_of_image)
+    total = tl.zeros((tile_outputs, tile_inputs), dtype=tl.float32)
+    for tile in range(chunk * chunk_tiles, last):
+        image, row, column = find_tile(tile, height, width, images, box_height, box_width)
+        first = client * client_images + image
+        if is_contiguous:
+            gradient = dy.load([client * client_images * height * width + tile * rows, output])
+        else:
+            gradient = dy.load([first, row, column, output]).reshape(rows, tile_outputs)
+        positions = load_box(x, first, row, column, input, down, right, inputs, stride, rows, tile_inputs)
+        total = tl.dot(gradient.T, positions, total)
+    o, i = output + tl.arange(0, tile_outputs), input + tl.arange(0, tile_inputs)
+    at = client.to(tl.int64) * out_client + chunk * out_chunk + tap * inputs
+    tl.store(out + at + o[:, None] * (size * size * inputs) + i[None, :], total)
