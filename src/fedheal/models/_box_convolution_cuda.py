@@ -96,48 +96,100 @@ def _describe_weights(layer: StackedConv2d, outputs: int, inputs: int) -> Tensor
     return TensorDescriptor.from_tensor(weights, [1, outputs, inputs])
 
 
-def _choose_tile(channels: int) -> int:
-    return 128 if channels % 128 == 0 else CHANNELS
-
-
 def _count_images(x: Tensor, rows: ClientRows) -> tuple[int, int]:
     """Return how many images a client and an example have: a module may have cut every example into several."""
     client_images = x.shape[0] // rows.active
     return client_images, client_images // rows.batch_size
 
 
+@dataclass(frozen=True)
+class Moments:
+    """The mean and the sum of squared deviations of every channel in each chunk of a client's positions.
+
+    Attributes:
+        values: `[clients, 2, chunks, channels]`.
+        chunks: The number of chunks.
+        rows: The positions of a chunk.
+    """
+
+    values: Tensor
+    chunks: int
+    rows: int
+
+    @staticmethod
+    def allocate(clients: int, chunks: int, rows: int, channels: int, device: torch.device) -> "Moments":
+        """Return memory that a kernel fills."""
+        return Moments(torch.empty(clients, 2, chunks, channels, device=device), chunks, rows)
+
+
+def get_moments(y: Tensor) -> Moments | None:
+    """Return the moments that a convolution noted at its output, or None if there are none or it was changed since."""
+    moments, version = getattr(y, "moments", (None, 0))
+    return moments if version == y._version else None
+
+
 def convolve_boxes(layer: StackedConv2d, x: Tensor) -> Tensor:
-    """Return the convolution of `[clients * examples, inputs, height, width]`."""
+    """Return the convolution of `[clients * examples, inputs, height, width]`; in training note the output's moments."""
     stride, (number, inputs, height, width) = layer.stride[0], x.shape
     shape = (number, layer.out_channels, height // stride, width // stride)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    tile_outputs = _choose_tile(layer.out_channels)
-    # With few inputs a program is short, and more of them hide each other's beginnings and ends.
-    is_short = inputs == CHANNELS and tile_outputs == 128
-    _launch_convolution(layer, x, y, None, 64 if is_short else 128, tile_outputs, num_warps=4, flip=False)
+    tiles = choose_convolution_boxes(inputs, layer.out_channels, flip=False)
+    moments = _launch_convolution(layer, x, y, None, tiles, flip=False)
+    y.moments = moments, y._version  # type: ignore[attr-defined]
     return y
 
 
+@dataclass(frozen=True)
+class ConvolutionTiles:
+    """How a convolution is cut into programs."""
+
+    positions: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_convolution_boxes(inputs: int, outputs: int, flip: bool) -> ConvolutionTiles:
+    """Return the tiles of a convolution, or with `flip` of an input gradient, by measurement on an H200."""
+    if outputs % 128:
+        return ConvolutionTiles(256, 64, 32, 4, 3)
+    if flip:
+        return ConvolutionTiles(256, 128, 64, 8, 4)
+    # With few inputs a program is short, and more of them hide each other's beginnings and ends.
+    return ConvolutionTiles(64 if inputs == CHANNELS else 128, 128, 64, 4, 4)
+
+
+def choose_boxes_of_halves(inputs: int) -> ConvolutionTiles:
+    """Return the tiles of an input gradient with stride 2, whose products have the inputs as outputs."""
+    return ConvolutionTiles(128, 64, 64, 4, 4) if inputs % 128 else ConvolutionTiles(256, 128, 64, 8, 4)
+
+
 def _launch_convolution(
-    layer: StackedConv2d, x: Tensor, y: Tensor, added: Tensor | None, positions: int, tile_outputs: int, num_warps: int,
-    flip: bool,
-) -> None:  # fmt: skip
+    layer: StackedConv2d, x: Tensor, y: Tensor, added: Tensor | None, tiles: ConvolutionTiles, flip: bool
+) -> Moments | None:
+    """Launch the kernel; return the moments of the output if a normalisation may need them and tiles can be its chunks."""
     rows, (client_images, per_example) = layer.rows, _count_images(y, layer.rows)
     (inputs, outputs), (height, width) = (x.shape[1], y.shape[1]), y.shape[2:]
-    box = choose_box(positions, client_images, height, width)
+    box = choose_box(tiles.positions, client_images, height, width)
     assert box is not None
     stride = x.shape[2] // height
-    x_boxes = _describe(x, box, CHANNELS) if stride == 1 else _describe_halves(x, box, CHANNELS)
-    weights = _describe_weights(layer, *((CHANNELS, tile_outputs) if flip else (tile_outputs, CHANNELS)))
-    y_boxes = _describe(y, box, tile_outputs)
-    added_boxes = y_boxes if added is None else _describe(added, box, tile_outputs)
-    grid = (outputs // tile_outputs * box.count_tiles(client_images, height, width), rows.active)
+    x_boxes = _describe(x, box, tiles.inputs) if stride == 1 else _describe_halves(x, box, tiles.inputs)
+    weights = _describe_weights(layer, *((tiles.inputs, tiles.outputs) if flip else (tiles.outputs, tiles.inputs)))
+    y_boxes = _describe(y, box, tiles.outputs)
+    added_boxes = y_boxes if added is None else _describe(added, box, tiles.outputs)
+    chunks, moments = box.count_tiles(client_images, height, width), None
+    has_whole_images = box.images == 1 or (box.height, box.width) == (height, width)
+    if layer.training and not flip and has_whole_images:
+        moments = Moments.allocate(rows.active, chunks, box.count_positions(), outputs, x.device)
     launch(
-        multiply_boxes, grid,
-        x_boxes, weights, y_boxes, added_boxes, rows.valid, height, width, inputs, outputs, client_images, per_example,
-        stride=stride, size=layer.kernel_size[0], flip=flip, has_added=added is not None, **box.constants,
-        tile_outputs=tile_outputs, tile_inputs=CHANNELS, num_warps=num_warps, num_stages=4,
+        multiply_boxes, (outputs // tiles.outputs * chunks, rows.active),
+        x_boxes, weights, y_boxes, added_boxes, rows.valid if moments is None else moments.values, rows.valid, height,
+        width, inputs, outputs, client_images, per_example, chunks, stride=stride, size=layer.kernel_size[0], flip=flip,
+        has_added=added is not None, has_moments=moments is not None, **box.constants,
+        tile_outputs=tiles.outputs, tile_inputs=tiles.inputs, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+    return moments
 
 
 def input_gradient_of_boxes(
@@ -153,27 +205,27 @@ def input_gradient_of_boxes(
         added: A gradient that is added: that of the shortcut's output, or, without a shortcut, of the input itself.
     """
     dx, inputs = torch.empty_like(x), layer.in_channels
-    tile_inputs = _choose_tile(inputs)
-    positions, num_warps = (256, 8) if tile_inputs == 128 else (128, 4)
     if layer.stride[0] == 1:  # a convolution whose inputs are the outputs
-        _launch_convolution(layer, dy, dx, added, positions, tile_inputs, num_warps, flip=True)
+        tiles = choose_convolution_boxes(layer.out_channels, inputs, flip=True)
+        _launch_convolution(layer, dy, dx, added, tiles, flip=True)
         return dx
+    halves = choose_boxes_of_halves(inputs)
     rows, (client_images, per_example) = layer.rows, _count_images(x, layer.rows)
     height, width = dy.shape[2:]
-    box = choose_box(positions, client_images, height, width)
+    box = choose_box(halves.positions, client_images, height, width)
     assert box is not None
-    dy_boxes, weights = _describe(dy, box, CHANNELS), _describe_weights(layer, CHANNELS, tile_inputs)
+    dy_boxes, weights = _describe(dy, box, halves.inputs), _describe_weights(layer, halves.inputs, halves.outputs)
     second_boxes, second_weights = dy_boxes, weights
     if shortcut is not None and added is not None:
-        second_boxes = _describe(added, box, CHANNELS)
-        second_weights = _describe_weights(shortcut, CHANNELS, tile_inputs)
-    grid = (inputs // tile_inputs * box.count_tiles(client_images, height, width), 4 * rows.active)
+        second_boxes = _describe(added, box, halves.inputs)
+        second_weights = _describe_weights(shortcut, halves.inputs, halves.outputs)
+    grid = (inputs // halves.outputs * box.count_tiles(client_images, height, width), 4 * rows.active)
     launch(
         input_gradient_of_halves, grid,
-        dy_boxes, weights, second_boxes, second_weights, _describe_halves(dx, box, tile_inputs), rows.valid, height,
+        dy_boxes, weights, second_boxes, second_weights, _describe_halves(dx, box, halves.outputs), rows.valid, height,
         width, inputs, layer.out_channels, client_images, per_example, size=layer.kernel_size[0],
-        has_second=shortcut is not None, **box.constants, tile_inputs=tile_inputs, tile_outputs=CHANNELS,
-        num_warps=num_warps, num_stages=4,
+        has_second=shortcut is not None, **box.constants, tile_inputs=halves.outputs, tile_outputs=halves.inputs,
+        num_warps=halves.num_warps, num_stages=halves.num_stages,
     )  # fmt: skip
     return dx
 
@@ -186,6 +238,7 @@ class GradientTiles:
     outputs: int
     inputs: int
     num_warps: int
+    num_stages: int = 3
 
 
 def choose_gradient_boxes(layer: StackedConv2d, x: Tensor) -> GradientTiles | None:
@@ -224,7 +277,7 @@ def launch_weight_gradient_of_boxes(
         x_boxes, dy_boxes, out, rows.valid, height, width, layer.in_channels, layer.out_channels, client_images,
         per_example, out_client, out_chunk, chunk_tiles, stride=stride, size=layer.kernel_size[0],
         is_contiguous=is_contiguous, **box.constants, tile_outputs=tiles.outputs, tile_inputs=tiles.inputs,
-        num_warps=tiles.num_warps, num_stages=3,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
@@ -257,25 +310,39 @@ def load_box(
     return box.reshape(rows, tile)
 
 
-@triton.jit(do_not_specialize=["height", "width", "client_images", "per_example"])
+@triton.jit
+def store_moments(
+    moments, total, used_rows, tile, chunks, output, outputs, tile_outputs: tl.constexpr, rows: tl.constexpr
+):
+    """Store the mean and the sum of squared deviations of a tile's first rows, which are the last dimension of `total`."""
+    is_used = (tl.arange(0, rows) < used_rows)[None, :]
+    mean = tl.sum(tl.where(is_used, total, 0.0), axis=1) / tl.maximum(used_rows, 1)
+    difference = tl.where(is_used, total - mean[:, None], 0.0)
+    at = moments + tile * outputs + output + tl.arange(0, tile_outputs)
+    tl.store(at, mean)
+    tl.store(at + chunks * outputs, tl.sum(difference * difference, axis=1))
+
+
+@triton.jit(do_not_specialize=["height", "width", "client_images", "per_example", "chunks"])
 def multiply_boxes(
-    x, w, y, added, valid, height, width, inputs, outputs, client_images, per_example,
-    stride: tl.constexpr, size: tl.constexpr, flip: tl.constexpr, has_added: tl.constexpr,
+    x, w, y, added, moments, valid, height, width, inputs, outputs, client_images, per_example, chunks,
+    stride: tl.constexpr, size: tl.constexpr, flip: tl.constexpr, has_added: tl.constexpr, has_moments: tl.constexpr,
     images: tl.constexpr, box_height: tl.constexpr, box_width: tl.constexpr,
     tile_outputs: tl.constexpr, tile_inputs: tl.constexpr,
 ):  # fmt: skip
     """Compute `y = x * w + added`; `flip`: the gradient of the input of a convolution with stride 1, `x` being the output's.
 
-    The products are 0 in tiles that are all padding.
+    The products are 0 in tiles that are all padding. `moments` receives the tile's, without padding.
     """
     rows: tl.constexpr = images * box_height * box_width
     output_tiles, client = outputs // tile_outputs, tl.program_id(1)
     output = tl.program_id(0) % output_tiles * tile_outputs
-    image, row, column = find_tile(tl.program_id(0) // output_tiles, height, width, images, box_height, box_width)
+    tile = tl.program_id(0) // output_tiles
+    image, row, column = find_tile(tile, height, width, images, box_height, box_width)
     first = client * client_images + image
     total = tl.zeros((tile_outputs, rows), dtype=tl.float32)
-    is_used = image < tl.load(valid + client) * per_example
-    steps = tl.where(is_used, size * size * (inputs // tile_inputs), 0)
+    used_images = tl.minimum(tl.maximum(tl.load(valid + client) * per_example - image, 0), images)
+    steps = tl.where(used_images > 0, size * size * (inputs // tile_inputs), 0)
     for step in range(0, steps):
         tap, channel = step % (size * size), step // (size * size) * tile_inputs
         down, right = tap // size - size // 2, tap % size - size // 2
@@ -286,6 +353,10 @@ def multiply_boxes(
         else:
             weights = w.load([client, output, tap * inputs + channel])
             total = tl.dot(weights.reshape(tile_outputs, tile_inputs), positions.T, total)
+    if has_moments:
+        moments += client.to(tl.int64) * 2 * chunks * outputs
+        used_rows = used_images * box_height * box_width
+        store_moments(moments, total, used_rows, tile, chunks, output, outputs, tile_outputs, rows)
     result = total.T
     if has_added:
         result += added.load([first, row, column, output]).reshape(rows, tile_outputs).to(tl.float32)

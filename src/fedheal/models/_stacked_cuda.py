@@ -253,28 +253,41 @@ def moments(
     tl.store(partials + (chunks + p) * channels + c, deviations - shift * shift / number, mask=known)
 
 
+@triton.jit
+def find_chunks(start, chunks, chunk_rows, valid_rows, channels, c, known, block: tl.constexpr):
+    """Return how many rows a block of chunks has each, which of its entries exist, and where they are."""
+    p = start + tl.arange(0, block)
+    number = tl.minimum((p + 1) * chunk_rows, valid_rows) - tl.minimum(p * chunk_rows, valid_rows)
+    is_chunk = (p < chunks)[:, None] & known[None, :]
+    return number.to(tl.float32)[:, None], is_chunk, p[:, None] * channels + c[None, :]
+
+
 @triton.jit(do_not_specialize=["chunk_rows", "chunks", "positions"])
 def statistics_of_moments(
     partials, statistics, running_mean, running_var, batches_tracked, valid, positions, chunk_rows, channels, chunks,
-    buffers, counters, momentum, eps, max_chunks: tl.constexpr, width: tl.constexpr,
+    buffers, counters, momentum, eps, block: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Compute a channel's mean and inverse deviation from its chunks', and update the running statistics."""
-    c, p, client = tl.program_id(0) * width + tl.arange(0, width), tl.arange(0, max_chunks), tl.program_id(1)
+    c, client = tl.program_id(0) * width + tl.arange(0, width), tl.program_id(1)
     known = c < channels
-    partials += client * 2 * chunks * channels
+    partials += client.to(tl.int64) * 2 * chunks * channels
     statistics += client * 2 * channels
     running_mean += client * buffers
     running_var += client * buffers
     batches_tracked += client * counters
     valid_rows = tl.load(valid + client) * positions
     rows = tl.maximum(valid_rows, 1).to(tl.float32)
-    is_chunk = (p < chunks)[:, None] & known[None, :]
-    number = (tl.minimum((p + 1) * chunk_rows, valid_rows) - tl.minimum(p * chunk_rows, valid_rows)).to(tl.float32)
-    means = tl.load(partials + p[:, None] * channels + c[None, :], mask=is_chunk, other=0.0)
-    squares = tl.load(partials + (chunks + p)[:, None] * channels + c[None, :], mask=is_chunk, other=0.0)
-    mean = tl.sum(number[:, None] * means, axis=0) / rows
-    shift = means - mean[None, :]
-    deviations = tl.sum(squares + number[:, None] * shift * shift, axis=0)
+    mean = tl.zeros((width,), dtype=tl.float32)
+    for start in range(0, chunks, block):
+        number, is_chunk, at = find_chunks(start, chunks, chunk_rows, valid_rows, channels, c, known, block)
+        mean += tl.sum(number * tl.load(partials + at, mask=is_chunk, other=0.0), axis=0)
+    mean /= rows
+    deviations = tl.zeros((width,), dtype=tl.float32)
+    for start in range(0, chunks, block):
+        number, is_chunk, at = find_chunks(start, chunks, chunk_rows, valid_rows, channels, c, known, block)
+        shift = tl.load(partials + at, mask=is_chunk, other=0.0) - mean[None, :]
+        squares = tl.load(partials + chunks * channels + at, mask=is_chunk, other=0.0)
+        deviations += tl.sum(squares + number * shift * shift, axis=0)
     tl.store(statistics + c, mean, mask=known)
     tl.store(statistics + channels + c, 1.0 / tl.sqrt(deviations / rows + eps), mask=known)
     is_active = known & ((valid_rows + 0 * c) > 0)

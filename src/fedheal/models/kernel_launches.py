@@ -42,13 +42,18 @@ def compile_in_parallel(run: Callable[[], None], meanwhile: Callable[[], None] =
     finally:
         _recorded = None
     with ThreadPoolExecutor(COMPILERS) as pool:
-        made = [
-            pool.submit(kernel.warmup, *args, grid=grid, **settings)
-            for kernel, grid, args, settings in _select_distinct(launches)
-        ]
+        device = torch.cuda.current_device()
+        made = [pool.submit(_compile, recorded, device) for recorded in _select_distinct(launches)]
         meanwhile()
         for compiled in made:
             compiled.result()
+
+
+def _compile(recorded: Launch, device: int) -> None:
+    """Compile a kernel and load it; Triton also compiles a host function that launches it, which takes as long."""
+    kernel, grid, args, settings = recorded
+    with torch.cuda.device(device):
+        _ = kernel.warmup(*args, grid=grid, **settings).run
 
 
 def _select_distinct(launches: Sequence[Launch]) -> list[Launch]:

@@ -16,7 +16,7 @@ from fedheal.models.stacked_layers import StackedBatchNorm, StackedConv2d
 PROGRAMS = 1024  # about as many as fill a GPU with matrix products
 MAX_CHUNKS = 128
 PACKED = 64  # inputs of all taps up to which they make one product
-TILE_ROWS = 32  # of batch normalisation, with two warps: measured on an H200
+TILE_ROWS = 32  # of batch normalisation, with two warps: measured on an H200, as are the deviations from it
 NORM_WARPS = 2
 LARGE_MAP = 1 << 15  # positions of a client's batch, which are cut into enough chunks to fill a GPU
 FLOATS = (torch.float32, torch.bfloat16)
@@ -348,19 +348,15 @@ class StackedNorm(torch.autograd.Function):
     ) -> Tensor:
         rows, clients = layer.rows, layer.rows.active
         sizes = _NormSizes(x, rows)
-        partials, statistics = sizes.allocate(x)
+        moments = boxes.get_moments(x) or _find_moments(x, rows, sizes)
+        statistics = sizes.allocate_statistics(x)
         running = [rows.buffers[:, rows.places[f"{layer.name}.running_{key}"].start :] for key in ("mean", "var")]
         tracked = rows.counters[:, rows.places[f"{layer.name}.num_batches_tracked"].start :]
         launch(
-        kernels.moments, (sizes.chunks, sizes.channel_tiles, clients),
-            x, partials, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows, sizes.channels, sizes.chunks,
-            tile_rows=TILE_ROWS, width=sizes.width, num_warps=2 * NORM_WARPS,
-        )  # fmt: skip
-        launch(
         kernels.statistics_of_moments, (triton.cdiv(sizes.channels, 16), clients),
-            partials, statistics, *running, tracked, rows.valid, sizes.positions, sizes.chunk_rows, sizes.channels,
-            sizes.chunks, rows.buffers.shape[1], rows.counters.shape[1], layer.momentum, layer.eps,
-            max_chunks=MAX_CHUNKS, width=16,
+            moments.values, statistics, *running, tracked, rows.valid, sizes.positions, moments.rows, sizes.channels,
+            moments.chunks, rows.buffers.shape[1], rows.counters.shape[1], layer.momentum, layer.eps,
+            block=MAX_CHUNKS, width=16,
         )  # fmt: skip
         y = _scale(layer, x, shortcut, statistics, relu)
         ctx.layer, ctx.relu, ctx.has_shortcut = layer, relu, shortcut is not None
@@ -375,16 +371,15 @@ class StackedNorm(torch.autograd.Function):
         layer, rows = ctx.layer, ctx.layer.rows
         sizes = _NormSizes(x, rows)
         dy = gradient.contiguous(memory_format=torch.channels_last)
-        partials, _ = sizes.allocate(x)
+        partials = torch.empty(rows.active, 2, sizes.chunks, sizes.channels, device=x.device)
         weight, bias = _get_affine(layer, rows.params)
         dweight, dbias = _get_affine(layer, rows.gradients)
-        tiles = {"tile_rows": TILE_ROWS, "width": sizes.width, "num_warps": NORM_WARPS}
-        flags = {**tiles, "relu": ctx.relu, "has_shortcut": ctx.has_shortcut}
+        flags = {"width": sizes.width, "relu": ctx.relu, "has_shortcut": ctx.has_shortcut}
         params = rows.params.shape[1]
         launch(
         kernels.gradient_sums, (sizes.chunks, sizes.channel_tiles, rows.active),
             dy, x, y, statistics, weight, bias, partials, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows,
-            sizes.channels, sizes.chunks, params, **flags,
+            sizes.channels, sizes.chunks, params, tile_rows=TILE_ROWS, num_warps=1, **flags,
         )  # fmt: skip
         launch(
             kernels.reduce_sums,
@@ -401,11 +396,12 @@ class StackedNorm(torch.autograd.Function):
         dx, largest = torch.empty_like(x), _allocate_largest(x, rows.active)
         # Without ReLU the shortcut's gradient is dy itself.
         shortcut_gradient = torch.empty_like(x) if ctx.has_shortcut and ctx.relu else dy
+        tile_rows = TILE_ROWS // 2 if ctx.has_shortcut else TILE_ROWS
         launch(
-        kernels.norm_input_gradient, (triton.cdiv(sizes.rows, TILE_ROWS), sizes.channel_tiles, rows.active),
+        kernels.norm_input_gradient, (triton.cdiv(sizes.rows, tile_rows), sizes.channel_tiles, rows.active),
             dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, rows.valid,
             rows.valid if largest is None else largest.view(torch.int32), sizes.rows, sizes.positions, sizes.channels,
-            params, has_largest=largest is not None, **flags,
+            params, has_largest=largest is not None, tile_rows=tile_rows, num_warps=NORM_WARPS, **flags,
         )  # fmt: skip
         _set_largest(dx, largest)
         return dx, shortcut_gradient if ctx.has_shortcut else None, None, None, None
@@ -425,10 +421,20 @@ class _NormSizes:
         self.chunks = max(1, min(MAX_CHUNKS, PROGRAMS // programs, self.rows // TILE_ROWS))
         self.chunk_rows = -(-self.rows // self.chunks)
 
-    def allocate(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return memory for two sums per channel: of each chunk, and in total."""
-        shape = (self.clients, 2, self.chunks, self.channels)
-        return torch.empty(shape, device=x.device), torch.empty(self.clients, 2, self.channels, device=x.device)
+    def allocate_statistics(self, x: Tensor) -> Tensor:
+        """Return memory for the mean and the inverse deviation of every channel."""
+        return torch.empty(self.clients, 2, self.channels, device=x.device)
+
+
+def _find_moments(x: Tensor, rows: ClientRows, sizes: _NormSizes) -> boxes.Moments:
+    """Compute the moments of feature maps."""
+    moments = boxes.Moments.allocate(sizes.clients, sizes.chunks, sizes.chunk_rows, sizes.channels, x.device)
+    launch(
+        kernels.moments, (sizes.chunks, sizes.channel_tiles, sizes.clients),
+        x, moments.values, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows, sizes.channels, sizes.chunks,
+        tile_rows=TILE_ROWS, width=sizes.width, num_warps=2 * NORM_WARPS,
+    )  # fmt: skip
+    return moments
 
 
 def _get_affine(layer: StackedBatchNorm, rows: Tensor) -> list[Tensor]:
