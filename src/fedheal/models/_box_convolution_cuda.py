@@ -23,6 +23,8 @@ from fedheal.models.stacked_layers import StackedConv2d
 CAPABILITY = 9  # of GPUs that copy boxes
 CHANNELS = 64  # that a box holds
 SMALLEST_PART = 16  # positions of an image in a box; smaller ones are copied too slowly
+# From these sizes on a weight gradient has larger tiles: positions of a client's batch, and programs of that size.
+LARGE_MAP, MANY_POSITIONS, MANY_PROGRAMS = 1 << 15, 1 << 14, 512
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,10 @@ def get_moments(y: Tensor) -> Moments | None:
 
 def convolve_boxes(layer: StackedConv2d, x: Tensor) -> Tensor:
     """Return the convolution of `[clients * examples, inputs, height, width]`; in training note the output's moments."""
-    stride, (number, inputs, height, width) = layer.stride[0], x.shape
+    stride, (number, _, height, width) = layer.stride[0], x.shape
     shape = (number, layer.out_channels, height // stride, width // stride)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    tiles = choose_convolution_boxes(inputs, layer.out_channels, flip=False)
+    tiles = choose_convolution_boxes(layer.out_channels, flip=False)
     moments = _launch_convolution(layer, x, y, None, tiles, flip=False)
     y.moments = moments, y._version  # type: ignore[attr-defined]
     return y
@@ -150,19 +152,18 @@ class ConvolutionTiles:
     num_stages: int
 
 
-def choose_convolution_boxes(inputs: int, outputs: int, flip: bool) -> ConvolutionTiles:
+def choose_convolution_boxes(outputs: int, flip: bool) -> ConvolutionTiles:
     """Return the tiles of a convolution, or with `flip` of an input gradient, by measurement on an H200."""
     if outputs % 128:
         return ConvolutionTiles(256, 64, 32, 4, 3)
-    if flip:
-        return ConvolutionTiles(256, 128, 64, 8, 4)
-    # With few inputs a program is short, and more of them hide each other's beginnings and ends.
-    return ConvolutionTiles(64 if inputs == CHANNELS else 128, 128, 64, 4, 4)
+    return ConvolutionTiles(128, 128, 64, 8 if flip and outputs > 128 else 4, 3)
 
 
 def choose_boxes_of_halves(inputs: int) -> ConvolutionTiles:
     """Return the tiles of an input gradient with stride 2, whose products have the inputs as outputs."""
-    return ConvolutionTiles(128, 64, 64, 4, 4) if inputs % 128 else ConvolutionTiles(256, 128, 64, 8, 4)
+    if inputs % 128:
+        return ConvolutionTiles(256, 64, 32, 4, 3)
+    return ConvolutionTiles(256, 128, 64, 8, 4) if inputs > 128 else ConvolutionTiles(128, 128, 64, 4, 3)
 
 
 def _launch_convolution(
@@ -206,7 +207,7 @@ def input_gradient_of_boxes(
     """
     dx, inputs = torch.empty_like(x), layer.in_channels
     if layer.stride[0] == 1:  # a convolution whose inputs are the outputs
-        tiles = choose_convolution_boxes(layer.out_channels, inputs, flip=True)
+        tiles = choose_convolution_boxes(inputs, flip=True)
         _launch_convolution(layer, dy, dx, added, tiles, flip=True)
         return dx
     halves = choose_boxes_of_halves(inputs)
@@ -237,25 +238,22 @@ class GradientTiles:
     box: Box
     outputs: int
     inputs: int
-    num_warps: int
-    num_stages: int = 3
 
 
 def choose_gradient_boxes(layer: StackedConv2d, x: Tensor) -> GradientTiles | None:
     """Return the tiles of a weight gradient, by measurement on an H200; None if the other kernel is faster."""
-    if layer.in_channels % 128 or layer.out_channels % 128:
-        return None
     client_images, stride = x.shape[0] // layer.rows.active, layer.stride[0]
     height, width = x.shape[2] // stride, x.shape[3] // stride
-    long = choose_box(128, client_images, height, width)
-    short = choose_box(64, client_images, height, width)
-    if long is not None and long.is_contiguous(height, width) and layer.in_channels < 512:
-        return GradientTiles(long, 128, 128, 8)
-    if short is None:
+    positions, tile_inputs = client_images * height * width, 64
+    if layer.out_channels % 128 or (layer.in_channels % 128 and positions < LARGE_MAP):
         return None
-    if layer.in_channels % 256 == 0:
-        return GradientTiles(short, *((128, 256, 8) if stride == 1 else (64, 256, 4)))
-    return GradientTiles(short, 128, 128, 8)
+    if layer.in_channels % 128 == 0:
+        programs = (
+            layer.kernel_size[0] ** 2 * (layer.in_channels // 128) * (layer.out_channels // 128) * layer.rows.active
+        )
+        tile_inputs = 128 if positions >= MANY_POSITIONS or programs >= MANY_PROGRAMS else 64
+    box = choose_box(64 if layer.in_channels % 128 == 0 else 128, client_images, height, width)
+    return None if box is None else GradientTiles(box, 128, tile_inputs)
 
 
 def launch_weight_gradient_of_boxes(
@@ -277,7 +275,7 @@ def launch_weight_gradient_of_boxes(
         x_boxes, dy_boxes, out, rows.valid, height, width, layer.in_channels, layer.out_channels, client_images,
         per_example, out_client, out_chunk, chunk_tiles, stride=stride, size=layer.kernel_size[0],
         is_contiguous=is_contiguous, **box.constants, tile_outputs=tiles.outputs, tile_inputs=tiles.inputs,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
 
 

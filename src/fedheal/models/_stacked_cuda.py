@@ -366,16 +366,20 @@ def gradient_sums(
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def reduce_sums(partials, dweight, dbias, channels, chunks, row_length, max_chunks: tl.constexpr, width: tl.constexpr):
+def reduce_sums(partials, dweight, dbias, channels, chunks, row_length, block: tl.constexpr, width: tl.constexpr):
     """Sum the chunks to the gradients of the layer's weight and bias."""
-    c, p, client = tl.program_id(0) * width + tl.arange(0, width), tl.arange(0, max_chunks), tl.program_id(1)
+    c, client = tl.program_id(0) * width + tl.arange(0, width), tl.program_id(1)
     known, row_start = c < channels, client.to(tl.int64) * row_length
-    at = client * 2 * chunks * channels + p[:, None] * channels + c[None, :]
-    is_chunk = (p < chunks)[:, None] & known[None, :]
-    plain = tl.load(partials + at, mask=is_chunk, other=0.0)
-    product = tl.load(partials + chunks * channels + at, mask=is_chunk, other=0.0)
-    tl.store(dbias + row_start + c, tl.sum(plain, axis=0), mask=known)
-    tl.store(dweight + row_start + c, tl.sum(product, axis=0), mask=known)
+    partials += client * 2 * chunks * channels
+    plain = tl.zeros((width,), dtype=tl.float32)
+    product = tl.zeros((width,), dtype=tl.float32)
+    for start in range(0, chunks, block):
+        p = start + tl.arange(0, block)
+        at, is_chunk = p[:, None] * channels + c[None, :], (p < chunks)[:, None] & known[None, :]
+        plain += tl.sum(tl.load(partials + at, mask=is_chunk, other=0.0), axis=0)
+        product += tl.sum(tl.load(partials + chunks * channels + at, mask=is_chunk, other=0.0), axis=0)
+    tl.store(dbias + row_start + c, plain, mask=known)
+    tl.store(dweight + row_start + c, product, mask=known)
 
 
 @triton.jit(do_not_specialize=["rows", "positions"])

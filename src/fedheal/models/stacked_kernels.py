@@ -14,7 +14,8 @@ from fedheal.models.kernel_launches import launch
 from fedheal.models.stacked_layers import StackedBatchNorm, StackedConv2d
 
 PROGRAMS = 1024  # about as many as fill a GPU with matrix products
-MAX_CHUNKS = 128
+SUM_PROGRAMS = 4096  # that sum gradients of a normalisation
+MAX_CHUNKS = 512
 PACKED = 64  # inputs of all taps up to which they make one product
 TILE_ROWS = 32  # of batch normalisation, with two warps: measured on an H200, as are the deviations from it
 NORM_WARPS = 2
@@ -356,7 +357,7 @@ class StackedNorm(torch.autograd.Function):
         kernels.statistics_of_moments, (triton.cdiv(sizes.channels, 16), clients),
             moments.values, statistics, *running, tracked, rows.valid, sizes.positions, moments.rows, sizes.channels,
             moments.chunks, rows.buffers.shape[1], rows.counters.shape[1], layer.momentum, layer.eps,
-            block=MAX_CHUNKS, width=16,
+            block=_choose_block(moments.chunks), width=16, num_warps=_choose_block(moments.chunks) // 64,
         )  # fmt: skip
         y = _scale(layer, x, shortcut, statistics, relu)
         ctx.layer, ctx.relu, ctx.has_shortcut = layer, relu, shortcut is not None
@@ -369,7 +370,7 @@ class StackedNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, y, statistics = ctx.saved_tensors
         layer, rows = ctx.layer, ctx.layer.rows
-        sizes = _NormSizes(x, rows)
+        sizes = _NormSizes(x, rows, SUM_PROGRAMS)
         dy = gradient.contiguous(memory_format=torch.channels_last)
         partials = torch.empty(rows.active, 2, sizes.chunks, sizes.channels, device=x.device)
         weight, bias = _get_affine(layer, rows.params)
@@ -379,7 +380,7 @@ class StackedNorm(torch.autograd.Function):
         launch(
         kernels.gradient_sums, (sizes.chunks, sizes.channel_tiles, rows.active),
             dy, x, y, statistics, weight, bias, partials, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows,
-            sizes.channels, sizes.chunks, params, tile_rows=TILE_ROWS, num_warps=1, **flags,
+            sizes.channels, sizes.chunks, params, tile_rows=TILE_ROWS, num_warps=NORM_WARPS, **flags,
         )  # fmt: skip
         launch(
             kernels.reduce_sums,
@@ -390,7 +391,7 @@ class StackedNorm(torch.autograd.Function):
             sizes.channels,
             sizes.chunks,
             params,
-            max_chunks=MAX_CHUNKS,
+            block=_choose_block(sizes.chunks),
             width=16,
         )
         dx, largest = torch.empty_like(x), _allocate_largest(x, rows.active)
@@ -410,7 +411,7 @@ class StackedNorm(torch.autograd.Function):
 class _NormSizes:
     """The sizes of a feature map: a client's rows are positions of its examples, one after the other."""
 
-    def __init__(self, x: Tensor, rows: ClientRows) -> None:
+    def __init__(self, x: Tensor, rows: ClientRows, most_programs: int = PROGRAMS) -> None:
         self.channels = x.shape[1]
         self.rows = x.numel() // (self.channels * rows.active)
         self.positions = self.rows // rows.batch_size
@@ -418,7 +419,7 @@ class _NormSizes:
         self.width = _choose_width(self.channels)
         self.channel_tiles = triton.cdiv(self.channels, self.width)
         programs = self.channel_tiles * self.clients
-        self.chunks = max(1, min(MAX_CHUNKS, PROGRAMS // programs, self.rows // TILE_ROWS))
+        self.chunks = max(1, min(MAX_CHUNKS, most_programs // programs, self.rows // TILE_ROWS))
         self.chunk_rows = -(-self.rows // self.chunks)
 
     def allocate_statistics(self, x: Tensor) -> Tensor:
@@ -435,6 +436,11 @@ def _find_moments(x: Tensor, rows: ClientRows, sizes: _NormSizes) -> boxes.Momen
         tile_rows=TILE_ROWS, width=sizes.width, num_warps=2 * NORM_WARPS,
     )  # fmt: skip
     return moments
+
+
+def _choose_block(chunks: int) -> int:
+    """Return how many chunks a program reads at a time."""
+    return 128 if chunks <= 128 else 512
 
 
 def _get_affine(layer: StackedBatchNorm, rows: Tensor) -> list[Tensor]:
