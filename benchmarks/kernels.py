@@ -2,14 +2,10 @@
 
     python benchmarks/kernels.py                             # the Digits protocol in bf16: 1 and 8 lanes, and a cohort
     python benchmarks/kernels.py --protocol office --engines 1,7 --precision tf32
-    python benchmarks/kernels.py --variants all              # also without each of our own kernels
 
 With one lane, and in a cohort, kernels follow each other, and their sum is the time that they need. With several lanes they run
 side by side and each takes longer, so that the sum is more than the round: what counts is how far the round has come down to
 the sum over one lane.
-
-The variants show what two optimisations bring: `plain-norm` replaces the fused normalisation (models/fused_norm.py) by
-torch's, and `separate-casts` lets autocast cast every weight by itself (models/weight_casting.py; only bf16 casts any).
 """
 
 from __future__ import annotations
@@ -18,19 +14,13 @@ import argparse
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import date
-from types import ModuleType
-from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from fedheal.engine import open_engine
 from fedheal.engine.precision import use_precision
-from fedheal.models import fused_norm, resnet
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
@@ -38,9 +28,7 @@ from fedheal.simulate.round import initial_state, run_round
 from simulate import PROTOCOLS, load_domains
 
 # Our own kernels, by their whole names: those of all files with names like models/_stacked_cuda.py.
-OF_LANES = {"_moments", "_statistics", "_apply", "_gradient_sums", "_reduce_sums", "_input_gradient"}
 OURS = {
-    **dict.fromkeys(OF_LANES, "normalisation"),
     **dict.fromkeys(("moments", "statistics_of_moments", "apply_norm", "gradient_sums"), "normalisation"),
     **dict.fromkeys(("reduce_sums", "norm_input_gradient"), "normalisation"),
     **dict.fromkeys(("convolve", "input_gradient_of_stride_2", "weight_gradient"), "convolutions"),
@@ -58,29 +46,6 @@ KINDS = {
     "copies and casts": ("copy", "Memcpy", "Memset", "CatArray"),
 }
 REST = "everything else"
-# What each variant replaces: module, name, replacement.
-VARIANTS: dict[str, list[tuple[ModuleType, str, Callable[..., Any]]]] = {
-    "default": [],
-    "plain-norm": [(fused_norm, "import_triton_kernels", lambda *_: None)],
-    "separate-casts": [(resnet, "cast_weights", lambda *_: nullcontext())],
-}
-VARIANTS["neither"] = VARIANTS["plain-norm"] + VARIANTS["separate-casts"]
-
-
-@contextmanager
-def use_variant(name: str) -> Iterator[None]:
-    """Replace what the variant replaces, for the context."""
-    with ExitStack() as stack:
-        for replacement in VARIANTS[name]:
-            stack.enter_context(patch.object(*replacement))
-        yield
-
-
-def choose_variants(text: str) -> list[str]:
-    names = list(VARIANTS) if text == "all" else text.split(",")
-    if unknown := [name for name in names if name not in VARIANTS]:
-        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; use all or some of {','.join(VARIANTS)}")
-    return names
 
 
 def kind_of(name: str) -> str:
@@ -115,7 +80,6 @@ def main() -> None:
     parser.add_argument("--method", default="fedavg")
     parser.add_argument("--precision", choices=["fp32", "tf32", "bf16"], default="bf16")
     parser.add_argument("--engines", default="1,8,cohort", help="numbers of lanes, and cohort")
-    parser.add_argument("--variants", type=choose_variants, default="default", help=f"all, or {','.join(VARIANTS)}")
     parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -128,17 +92,12 @@ def main() -> None:
     print(f"{date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}, {options.protocol}, {options.method}, {options.precision}\n")
     kinds = [*KINDS, REST]
-    print(f"| variant | lanes or cohort | s a round | kernels, s | {' | '.join(kinds)} | kernels a round |")
-    print("|---" * (len(kinds) + 5) + "|")
-    for variant in options.variants:
-        for name in options.engines.split(","):
-            with use_variant(variant):
-                whole, seconds, counts = profile_round(fed, name, options.deterministic)
-            cells = " | ".join(f"{seconds[kind]:.3f}" for kind in kinds)
-            print(
-                f"| {variant} | {name} | {whole:.3f} | {seconds.total():.3f} | {cells} | {counts.total():,} |",
-                flush=True,
-            )
+    print(f"| lanes or cohort | s a round | kernels, s | {' | '.join(kinds)} | kernels a round |")
+    print("|---" * (len(kinds) + 4) + "|")
+    for name in options.engines.split(","):
+        whole, seconds, counts = profile_round(fed, name, options.deterministic)
+        cells = " | ".join(f"{seconds[kind]:.3f}" for kind in kinds)
+        print(f"| {name} | {whole:.3f} | {seconds.total():.3f} | {cells} | {counts.total():,} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from fedheal.engine import open_engine, serial
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.precision import use_precision
 from fedheal.local.term import Term
+from fedheal.models.fused_norm import norm_relu
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from needs import needs
@@ -253,31 +254,17 @@ def test_so_is_a_term_that_cannot_be_captured(caplog):
 @pytest.mark.parametrize("shape", [(64, 64, 32, 32), (3, 16, 5, 7), (24, 512, 4, 4), (9, 64, 65, 59)])
 @pytest.mark.parametrize("shortcut", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
-def test_fused_normalisation_equals_the_plain_one(dtype, shape, shortcut, relu):
-    from torch import nn
-
-    from fedheal.models import fused_norm
-
-    assert fused_norm.import_triton_kernels(fused_norm.KERNELS, "cuda") is not None
-    channels = shape[1]
-    norm, plain = nn.BatchNorm2d(channels).cuda(), nn.BatchNorm2d(channels).cuda()
+def test_fused_normalisation_in_evaluation_equals_the_plain_one(dtype, shape, shortcut, relu):
     torch.manual_seed(0)
-    nn.init.normal_(norm.weight)
-    nn.init.normal_(norm.bias)
-    plain.load_state_dict(norm.state_dict())
-    given = [(2 * torch.randn(shape, device="cuda") + 3).to(dtype) for _ in range(3)]
-    one, two = ([t.clone().contiguous(memory_format=torch.channels_last).requires_grad_() for t in given] for _ in "ab")
-    found = fused_norm.norm_relu(norm, one[0], one[1] if shortcut else None, relu)
-    expected = plain(two[0].float()) + (two[1].float() if shortcut else 0)
+    norm = torch.nn.BatchNorm2d(shape[1]).cuda()
+    for tensor in (norm.weight, norm.bias, norm.running_mean):
+        torch.nn.init.normal_(tensor)
+    torch.nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    norm.eval()
+    given = [(2 * torch.randn(shape, device="cuda") + 3).to(dtype) for _ in range(2)]
+    with torch.no_grad():
+        found = norm_relu(norm, given[0], given[1] if shortcut else None, relu)
+        expected = norm(given[0].float()) + (given[1].float() if shortcut else 0)
     expected = expected.relu() if relu else expected
-    found.backward(given[2])
-    expected.backward(given[2].float())
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
     torch.testing.assert_close(found.float(), expected, **close)
-    for a, b in zip(one[: 1 + shortcut], two, strict=False):
-        apart = (a.grad.float() - b.grad.float()).norm() / b.grad.float().norm()
-        assert float(apart) < (1e-4 if dtype == torch.float32 else 2e-2)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(norm.state_dict()[name], value, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(norm.weight.grad, plain.weight.grad, rtol=1e-2, atol=1.0)
-    assert fused_norm.norm_relu(norm.eval(), one[0]).isfinite().all()

@@ -11,13 +11,18 @@ from fedheal.models.kernel_launches import allocate_output, compile_in_parallel,
 
 class Kernel:
     def __init__(self, name):
-        self.fn, self.launched, self.compiled = SimpleNamespace(__name__=name), [], []
+        self.fn, self.launched, self.compiled, self.loaded = SimpleNamespace(__name__=name), [], [], 0
 
     def __getitem__(self, grid):
         return lambda *args, **settings: self.launched.append((grid, args, settings))
 
     def warmup(self, *args, grid, **settings):
         self.compiled.append((grid, args, settings))
+        return self
+
+    @property
+    def run(self):
+        self.loaded += 1
 
 
 def test_kernels_are_compiled_once_each_and_not_launched():
@@ -30,9 +35,12 @@ def test_kernels_are_compiled_once_each_and_not_launched():
             launch(kernel, (number,), labels, number, block=8)
         launch(other, (1,), labels, 2.5)
 
-    compile_in_parallel(run)
+    called = []
+    compile_in_parallel(run, torch.device("cpu"), meanwhile=lambda: called.append(1))
+    assert called == [1]
     assert kernel.launched == other.launched == []
     assert [args[1] for _, args, _ in kernel.compiled] == [3, 16]  # a multiple of 16 has a kernel of its own
     assert len(other.compiled) == 1
+    assert (kernel.loaded, other.loaded) == (2, 1)  # with what launches them
     launch(other, (2, 3), 1.0, block=4)
     assert other.launched == [((2, 3), (1.0,), {"block": 4})]

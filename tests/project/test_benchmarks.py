@@ -90,7 +90,7 @@ def test_aggregation_on_a_gpu_without_one_is_a_sentence(benchmark, capsys, monke
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("_apply", "normalisation"),
+        ("apply_norm", "normalisation"),
         (
             "void at::native::batch_norm_transform_input_channels_last_kernel<c10::BFloat16, float, float, 4>",
             "normalisation",

@@ -166,8 +166,9 @@ def find_faster_in_lanes(local_training: LocalTraining, data: DeviceData) -> str
     widest = max((max(conv.in_channels, conv.out_channels) for conv in convolutions), default=0)
     if local_training.precision == "fp32" and widest >= WIDE:
         return f"with layers of {widest} channels, lanes are faster in fp32; use tf32 or bf16 for one program"
-    if local_training.training.batch_size * data.height * data.width >= PIXELS:
-        return "one client's batch of such images fills the GPU"
+    fills_the_gpu = local_training.training.batch_size * data.height * data.width >= PIXELS
+    if local_training.precision != "bf16" and fills_the_gpu:
+        return "one client's batch of such images fills the GPU; use bf16 for one program"
     return ""
 
 

@@ -94,8 +94,9 @@ class CohortGroup:
         if import_triton_kernels(KERNELS, self.device.type) is not None:
             self.cursor.zero_()
             compile_in_parallel(
-                lambda: self._step_eagerly(local_training, step_set, kind), lambda: self._load_libraries(local_training)
-            )
+                lambda: self._step_eagerly(local_training, step_set, kind), self.device,
+                meanwhile=lambda: self._load_libraries(local_training),
+            )  # fmt: skip
         self.is_compiled = True
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,11 +28,14 @@ def allocate_output(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
     return allocate(*shape, dtype=dtype, device=device)
 
 
-def compile_in_parallel(run: Callable[[], None], meanwhile: Callable[[], None] = lambda: None) -> None:
+def compile_in_parallel(
+    run: Callable[[], None], device: torch.device, meanwhile: Callable[[], None] = lambda: None
+) -> None:
     """Compile the kernels that `run` launches, several at a time; none is launched, so what it computes is arbitrary.
 
     Args:
         run: Launches the kernels.
+        device: Where they will run.
         meanwhile: Called while they are compiled.
     """
     global _recorded  # noqa: PLW0603 -- launches happen deep inside a network's backward pass
@@ -42,17 +46,16 @@ def compile_in_parallel(run: Callable[[], None], meanwhile: Callable[[], None] =
     finally:
         _recorded = None
     with ThreadPoolExecutor(COMPILERS) as pool:
-        device = torch.cuda.current_device()
         made = [pool.submit(_compile, recorded, device) for recorded in _select_distinct(launches)]
         meanwhile()
         for compiled in made:
             compiled.result()
 
 
-def _compile(recorded: Launch, device: int) -> None:
+def _compile(recorded: Launch, device: torch.device) -> None:
     """Compile a kernel and load it; Triton also compiles a host function that launches it, which takes as long."""
     kernel, grid, args, settings = recorded
-    with torch.cuda.device(device):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         _ = kernel.warmup(*args, grid=grid, **settings).run
 
 

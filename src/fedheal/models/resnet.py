@@ -12,7 +12,6 @@ from torch import nn
 
 from fedheal.models.fork import apply_fork
 from fedheal.models.fused_norm import norm_relu
-from fedheal.models.weight_casting import cast_weights
 
 BLOCKS = {10: (1, 1, 1, 1), 12: (2, 1, 1, 1), 18: (2, 2, 2, 2), 20: (1, 3, 3, 3), 34: (3, 4, 6, 3)}
 
@@ -63,8 +62,7 @@ class ResNet(nn.Module):
     def features(self, x: torch.Tensor) -> torch.Tensor:
         """Return the features of images, `[N, feature_size]`."""
         conv, norm, _ = self.stem
-        with cast_weights([part for part in self.modules() if isinstance(part, nn.Conv2d)], x.device):
-            maps: torch.Tensor = self.groups(norm_relu(norm, conv(x)))
+        maps: torch.Tensor = self.groups(norm_relu(norm, conv(x)))
         return maps.mean(dim=(2, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
