@@ -264,10 +264,17 @@ def test_losses_of_one_kernel_equal_the_plain_ones(valid, classes, dtype, tolera
     found = []
     for uses_kernels in (True, False):
         given = logits.clone().requires_grad_()
-        losses = compute_client_losses(given, labels, rows, uses_kernels)
-        gradients = [torch.autograd.grad(total, given, retain_graph=True)[0]
-                     for total in (losses.sum(), (factors * losses).sum())]  # fmt: skip
-        found.append([losses.detach(), *gradients])
+        totals, cursor = torch.ones(clients + 1, dtype=torch.float64, device=DEVICE), torch.tensor([5], device=DEVICE)
+        gradients = []
+        for is_whole in (True, False):
+            losses = compute_client_losses(given, labels, rows, totals, cursor, is_whole, uses_kernels)
+            gradients.append(torch.autograd.grad(losses, given, rows.ones[:clients], retain_graph=True)[0])
+        gradients.append(torch.autograd.grad((factors * losses).sum(), given)[0])
+        found.append([losses.detach(), *gradients, totals])
+        assert int(cursor) == 7
+        assert torch.equal(totals[:-1], 1 + losses.detach().double() + losses.detach().double())
+        assert float(totals[-1]) == 1
+    assert torch.equal(found[0][1], found[0][2])
     for one, two in zip(*found, strict=True):
         assert one.dtype == two.dtype
         torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance * 1e-1)

@@ -152,8 +152,12 @@ def finish_client(
     local: Packed,
     metrics: dict[str, float],
     out: Tensor | None = None,
+    is_update_known: bool = False,
 ) -> ClientResult:
-    """Call the terms' last hooks and return the result of training that ended at `local`; `out` receives the update."""
+    """Call the terms' last hooks and return the result of training that ended at `local`.
+
+    `out` receives the update, unless it has that of `local` already (`is_update_known`).
+    """
     training, examples = local_training.training, len(local_training.examples[task.client])
     sent, finished = local, []
     for term, ctx in zip(local_training.terms, contexts, strict=True):
@@ -166,7 +170,7 @@ def finish_client(
     reach = {"reach": effective_step(training.lr, training.momentum, steps)} if is_sgd else {}
     reply = Reply(
         client=task.client,
-        delta=torch.sub(sent.params, model.params, out=out),
+        delta=out if out is not None and is_update_known else torch.sub(sent.params, model.params, out=out),
         num_examples=examples,
         buffers=sent.buffers if len(sent.buffers) else None,
         counters=sent.counters if len(sent.counters) else None,
