@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from fedheal.core.arrays import upload
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.core.layout import Packed
 from fedheal.core.rng import derive
@@ -19,7 +20,7 @@ from fedheal.engine import serial
 from fedheal.engine.cohort_batch import make_stacked_batch
 from fedheal.engine.cohort_loss import compute_client_losses
 from fedheal.engine.cohort_steps import Kind, Prepared, StackedSteps
-from fedheal.engine.device_data import DeviceData, upload
+from fedheal.engine.device_data import DeviceData
 from fedheal.engine.graph_inputs import capture_graph
 from fedheal.engine.lane import LaneRandomState, identify_terms
 from fedheal.engine.precision import autocast

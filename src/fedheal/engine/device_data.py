@@ -168,8 +168,3 @@ def _put(planned: NDArray[np.int64], numbers: NDArray[Any]) -> None:
     planned[:full] = numbers[:end].reshape(full, channels, size)
     if rest:
         planned[full, :, :rest] = numbers[end:].reshape(channels, rest)
-
-
-def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor's copy on the device, without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
