@@ -17,6 +17,7 @@ from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.cohort_batch import make_stacked_batch
 from fedheal.engine.cohort_loss import compute_client_losses
 from fedheal.engine.device_data import DeviceData
+from fedheal.engine.graph_evaluation import GraphEvaluation
 from fedheal.engine.precision import use_precision
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.max_pooling import FusedMaxPool2d
@@ -134,6 +135,22 @@ def test_splits_that_are_evaluated_as_one_have_their_own_results():
     alone = [serial.find_correct_in_turn(fed.local_training, [(model, split)])[0] for split in splits]
     assert [len(hits) for hits in together] == [len(split) for split in splits]
     assert all(torch.equal(one, two) for one, two in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_in_a_graph_has_the_same_results(precision):
+    fed = build_federation(quick(device="cuda"), load(), torch.device("cuda"))
+    local_training = replace(fed.local_training, precision=precision)
+    first = initial_state(fed).model
+    splits = list(fed.tests.values())
+    evaluation = GraphEvaluation(local_training)
+    for number in range(5):
+        model = replace(first, params=first.params + 0.1 * number * torch.randn_like(first.params))
+        given = splits[:1] if number == 4 else splits
+        found = evaluation.find_correct([(model, split) for split in given])
+        assert (evaluation.graph is not None) == (number in (1, 2, 3))
+        expected = serial.find_correct_in_turn(local_training, [(model, split) for split in given])
+        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
 DO_NOT_FIT = ("fedsam", "feddg", "fccl")

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from fedheal.core.layout import Packed, allocate_rows
+from fedheal.data.domains import Split
 from fedheal.engine import graph_inputs, serial
 from fedheal.engine.cohort_check import check_stacking, choose_group_size
 from fedheal.engine.cohort_group import CohortGroup
 from fedheal.engine.cohort_steps import Prepared, take_out_nets
 from fedheal.engine.device_data import DeviceData
+from fedheal.engine.graph_evaluation import GraphEvaluation
 from fedheal.engine.lanes import Lanes, add_losses, use_streams
 from fedheal.engine.memory import release_gpu_memory
 from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
@@ -51,6 +53,7 @@ class CohortEngine:
     def __init__(self, local_training: LocalTraining, only_if_faster: bool = False) -> None:
         self.local_training = local_training
         self.data = DeviceData(local_training)
+        self.evaluation = GraphEvaluation(local_training)
         self.lanes: Lanes | None = None
         self.group: CohortGroup | None = None
         self.group_size = 0  # chosen in the first round
@@ -76,6 +79,10 @@ class CohortEngine:
         if self.lanes is None:
             self.lanes = Lanes(self.local_training, data=self.data)
         return self.lanes.train(model, shared, tasks)
+
+    def find_correct(self, pairs: Sequence[tuple[Packed, Split]]) -> list[Tensor]:
+        """Return, for each pair of a model and a split, which examples the model classifies correctly."""
+        return self.evaluation.find_correct(pairs)
 
     def _train_together(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> list[ClientResult]:
         if not tasks:

@@ -431,7 +431,7 @@ def find_correct_in_turn(local_training: LocalTraining, pairs: Sequence[tuple[Pa
     for _, group in groupby(pairs, key=lambda pair: id(pair[0])):
         models, splits = zip(*group, strict=True)
         module = local_training.load_model(models[0], training=False)
-        joined = _join_on_gpu(splits)
+        joined = join_on_gpu(splits)
         if joined is None:
             correct += [find_correct(module, split, local_training.precision) for split in splits]
         else:
@@ -440,7 +440,7 @@ def find_correct_in_turn(local_training: LocalTraining, pairs: Sequence[tuple[Pa
     return correct
 
 
-def _join_on_gpu(splits: Sequence[Split]) -> Split | None:
+def join_on_gpu(splits: Sequence[Split]) -> Split | None:
     """Return small splits on a GPU as one: it would spend most of the time on launches for many small batches."""
     images = [split.images for split in splits]
     is_small = images[0].is_cuda and sum(part.nbytes for part in images) <= JOINED_BYTES
