@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from fedheal import Layout, Updates
 from fedheal.aggregate import fedavg, fedheal, uniform
+from fedheal.aggregate.reduce import find_finite, is_finite
 
 G = 40
 
@@ -123,3 +126,15 @@ def test_a_client_that_never_moves_does_not_break_the_rule():
     assert state.stage.states[0].p[1] < 1e-300
     out = aggregator.apply(np.ones(1), Updates("b", [[2.0]], [1]), state)
     assert np.isfinite(out.model).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_not_finite_is_found_among_tensors(dtype):
+    sound = torch.zeros(3, 4, dtype=dtype)
+    flawed = [sound.clone(), sound.clone(), sound.clone()]
+    for tensor, value in zip(flawed, (math.nan, math.inf, -math.inf), strict=True):
+        tensor[1, 2] = value
+    given = [sound, flawed[0], sound[:0], flawed[1][1], flawed[1][0], flawed[2], sound.float()]
+    assert find_finite(*given) == [True, False, True, False, True, False, True]
+    assert is_finite(sound, sound[0])
+    assert not is_finite(sound, flawed[2])

@@ -14,11 +14,12 @@ from fedheal.data.domains import Split
 from fedheal.engine import cohort, describe_engine
 from fedheal.engine.cohort import CohortEngine, find_faster_in_lanes
 from fedheal.engine.cohort_group import list_kinds
-from fedheal.engine.serial import SerialEngine, list_batch_sizes, plan_batches
+from fedheal.engine.serial import SerialEngine, Task, list_batch_sizes, plan_batches
 from fedheal.local.term import Context, Term
-from fedheal.models.client_rows import ClientRows
+from fedheal.models.client_rows import ClientRows, split_models
 from fedheal.models.max_pooling import FusedMaxPool2d
 from fedheal.models.stacked_layers import DoesNotFitError, stack_module
+from fedheal.simulate.round import initial_state
 from small_federation import after, federation
 
 pytestmark = pytest.mark.slow
@@ -68,6 +69,22 @@ def test_groups_of_two_clients_give_the_same_as_all_at_once() -> None:
     small = CohortEngine(fed.local_training)
     small.group_size = 2
     assert_close(after(fed, small), after(fed, CohortEngine(fed.local_training)), 1e-5)
+
+
+@pytest.mark.parametrize("augment", ["crop", "crop-flip"])
+def test_batches_that_the_last_round_planned_are_those_of_the_round(augment: str) -> None:
+    fed = federation(participation=1.0, augment=augment)
+    engine = CohortEngine(fed.local_training)
+    state = initial_state(fed)
+    tasks = [Task(client, 0) for client in fed.clients]
+    found, expected = [], []
+    for number, chosen in enumerate([tasks, tasks, tasks, tasks[1:], tasks[1:], tasks], start=1):
+        of_round = [replace(task, round=number) for task in chosen]
+        assert (engine.group is not None and engine.group.begun_plan is not None) == (number in (3, 4, 6))
+        found += [result.reply.delta for result in engine.train(state.model, (), of_round)]
+        fresh = CohortEngine(fed.local_training)
+        expected += [result.reply.delta for result in fresh.train(state.model, (), of_round)]
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
 class AllKinds(nn.Module):
@@ -234,8 +251,12 @@ def test_rows_hold_models_and_return_them_bit_for_bit() -> None:
     rows = ClientRows(layout, 3, torch.device("cpu"))
     models = [Packed(torch.randn(layout.sizes().params), torch.randn(10), torch.tensor([i])) for i in range(2)]
     rows.load(models)
-    for one, two in zip(rows.unload(2), models, strict=True):
+    for one, two in zip(split_models(rows.unload(torch.tensor([1, 0]))), reversed(models), strict=True):
         assert all(torch.equal(getattr(one, key), getattr(two, key)) for key in ("params", "buffers", "counters"))
+    same = ClientRows(layout, 3, torch.device("cpu"))
+    same.load([models[1], models[1]])
+    assert torch.equal(same.params[0], same.params[1])
+    assert torch.equal(same.unload(torch.tensor([0])).params[0], models[1].params)
     rows.active = 2
     views = rows.get_parameter("0.weight")
     assert torch.equal(views[1].reshape(-1), models[1].params[: 5 * 27])
@@ -271,7 +292,7 @@ def test_relu_behind_pooling_is_applied_once() -> None:
 
 def test_levels_of_active_clients_are_few() -> None:
     steps = [[(4, True)] * n for n in range(40, 0, -1)]
-    kinds = list_kinds([], steps)
+    kinds = list_kinds(False, steps)
     assert len(kinds) == 40
     assert len({active for active, _, _ in kinds}) <= 8
     assert all(active >= sum(len(s) > t for s in steps) for t, (active, _, _) in enumerate(kinds))

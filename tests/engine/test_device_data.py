@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from fedheal.data.augment import normalise_images
+from fedheal.core.rng import generator
+from fedheal.data.augment import AUGMENTATIONS, normalise_images
 from fedheal.data.domains import Split
-from fedheal.engine import serial
+from fedheal.engine import device_data, serial
 from fedheal.engine.device_data import DeviceData, plan_epochs
+from fedheal.engine.serial import Task
 
 
-@pytest.mark.parametrize("augment", ["none", "crop", "flip", "crop-flip"])
+def lay_out(examples: int, training: serial.Training, rng: torch.Generator, offset: int = 0) -> Tensor:
+    """The batches of the serial engine as a plan, `[steps, 4, batch_size]`."""
+    plan = torch.zeros(serial.count_steps(examples, training), 4, training.batch_size, dtype=torch.int64)
+    for row, (order, choices, _) in zip(plan, serial.plan_batches(examples, training, rng), strict=True):
+        for channel, part in zip(row, (order + offset, *choices), strict=True):
+            if part is not None:
+                channel[: len(part)] = part
+    return plan
+
+
+@pytest.mark.parametrize("augment", AUGMENTATIONS)
 @pytest.mark.parametrize(
     ("examples", "batch_size", "epochs", "steps"),
     [(732, 64, 2, None), (64, 64, 3, None), (7, 64, 2, None), (130, 64, 1, 5), (130, 64, 1, 1), (1, 2, 2, None)],
@@ -21,24 +35,56 @@ from fedheal.engine.device_data import DeviceData, plan_epochs
 def test_epochs_planned_at_once_equal_batches_planned_one_by_one(augment, examples, batch_size, epochs, steps):
     training = serial.Training(lr=0.1, batch_size=batch_size, epochs=epochs, steps=steps, augment=augment)
     one, two = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    expected = [[order, *choices] for order, choices, _ in serial.plan_batches(examples, training, one)]
-    found = [
-        [None if part is None else part[start : start + size] for part in (order, *choices)]
-        for order, choices, size in plan_epochs(examples, training, two)
-        for start in range(0, len(order), size)
-    ]
-    assert len(found) == len(expected)
-    for batch, expected_batch in zip(found, expected, strict=True):
-        for part, expected_part in zip(batch, expected_batch, strict=True):
-            assert (part is None) == (expected_part is None)
-            assert part is None or torch.equal(part, expected_part)
+    expected = lay_out(examples, training, one, offset=5)
+    found = [torch.from_numpy(planned) for planned in plan_epochs(examples, training, two, offset=5)]
+    assert torch.equal(torch.cat(found), expected)
     assert torch.equal(one.get_state(), two.get_state())
+
+
+def make_data(sizes: dict[str, int], training: serial.Training) -> tuple[Any, DeviceData]:
+    splits = {
+        client: Split(torch.zeros(n, 3, 4, 4, dtype=torch.uint8), torch.zeros(n, dtype=torch.int64))
+        for client, n in sizes.items()
+    }
+    given = SimpleNamespace(examples=splits, training=training, device=torch.device("cpu"), seed=9)
+    return given, DeviceData(given)
+
+
+@pytest.mark.parametrize("most", [1, 3, 64])
+@pytest.mark.parametrize("augment", AUGMENTATIONS)
+@pytest.mark.parametrize(("epochs", "steps"), [(1, None), (3, None), (1, 1), (1, 7)])
+def test_a_cohort_is_planned_as_each_of_its_clients(monkeypatch, augment, epochs, steps, most):
+    monkeypatch.setattr(device_data, "PLANNED_STEPS", most)
+    training = serial.Training(lr=0.1, batch_size=8, epochs=epochs, steps=steps, augment=augment)
+    sizes = {"a": 1, "b": 40, "c": 8, "d": 33, "e": 9}
+    given, data = make_data(sizes, training)
+    tasks = [Task(client, 4) for client in ("d", "b", "e", "a")]
+    parts = list(data.plan_cohort(given, tasks, "batches", (5, 4, 8)))
+    assert all(len(part) <= most for part in parts)
+    found = torch.cat(parts)
+    assert len(found) == max(serial.count_steps(sizes[task.client], training) for task in tasks)
+    for i, task in enumerate(tasks):
+        rng = generator(9, "batches", 4, task.client)
+        expected = lay_out(sizes[task.client], training, rng, data.offsets[task.client])
+        assert torch.equal(found[: len(expected), i], expected)
+        assert not found[len(expected) :, i].any()
+        plan, batches = data.plan_client(given, task, "batches")
+        assert torch.equal(plan, expected)
+        assert len(batches) == len(expected)
+    assert not found[:, 4:].any()  # a row without a client
+
+
+def test_batches_of_all_epochs_are_planned_when_they_are_needed():
+    training = serial.Training(lr=0.1, batch_size=8, epochs=50, augment="crop")
+    given, data = make_data({"a": 16, "b": 80}, training)
+    parts = data.plan_cohort(given, [Task("b", 0), Task("a", 0)], "batches", (2, 4, 8))
+    assert len(next(parts)) == 2  # an epoch of the smaller client
 
 
 def test_pixel_values_are_those_of_normalised_images():
     images = torch.randint(0, 256, (2, 3, 5, 7), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     split = Split(images, torch.zeros(2, dtype=torch.int64))
-    training = serial.Training(lr=0.1, batch_size=2, epochs=1, steps=None, augment="none")
-    given = SimpleNamespace(examples={"a": split}, training=training, device=torch.device("cpu"))
-    found = DeviceData(given).pixel_values[images.long(), torch.arange(3).view(1, 3, 1, 1)]
+    given, _ = make_data({"a": 1}, serial.Training(lr=0.1, batch_size=2, epochs=1, steps=None, augment="none"))
+    data = DeviceData(SimpleNamespace(**vars(given) | {"examples": {"a": split}}))
+    found = data.pixel_values[images.long(), torch.arange(3).view(1, 3, 1, 1)]
     assert torch.equal(found, normalise_images(images))

@@ -17,6 +17,7 @@ from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.cohort_batch import make_stacked_batch
 from fedheal.engine.cohort_loss import compute_client_losses
 from fedheal.engine.device_data import DeviceData
+from fedheal.engine.graph_evaluation import GraphEvaluation
 from fedheal.engine.precision import use_precision
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.max_pooling import FusedMaxPool2d
@@ -217,6 +218,22 @@ def test_splits_that_are_evaluated_as_one_have_their_own_results():
     assert all(torch.equal(one, two) for one, two in zip(together, alone, strict=True))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_in_a_graph_has_the_same_results(precision):
+    fed = build_federation(quick(device="cuda"), load(), torch.device("cuda"))
+    local_training = replace(fed.local_training, precision=precision)
+    first = initial_state(fed).model
+    splits = list(fed.tests.values())
+    evaluation = GraphEvaluation(local_training)
+    for number in range(5):
+        model = replace(first, params=first.params + 0.1 * number * torch.randn_like(first.params))
+        given = splits[:1] if number == 4 else splits
+        found = evaluation.find_correct([(model, split) for split in given])
+        assert (evaluation.graph is not None) == (number in (1, 2, 3))
+        expected = serial.find_correct_in_turn(local_training, [(model, split) for split in given])
+        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
 DO_NOT_FIT = ("fedsam", "feddg", "fccl")
 LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
 
@@ -345,10 +362,17 @@ def test_losses_of_one_kernel_equal_the_plain_ones(valid, classes, dtype, tolera
     found = []
     for uses_kernels in (True, False):
         given = logits.clone().requires_grad_()
-        losses = compute_client_losses(given, labels, rows, uses_kernels)
-        gradients = [torch.autograd.grad(total, given, retain_graph=True)[0]
-                     for total in (losses.sum(), (factors * losses).sum())]  # fmt: skip
-        found.append([losses.detach(), *gradients])
+        totals, cursor = torch.ones(clients + 1, dtype=torch.float64, device=DEVICE), torch.tensor([5], device=DEVICE)
+        gradients = []
+        for is_whole in (True, False):
+            losses = compute_client_losses(given, labels, rows, totals, cursor, is_whole, uses_kernels)
+            gradients.append(torch.autograd.grad(losses, given, rows.ones[:clients], retain_graph=True)[0])
+        gradients.append(torch.autograd.grad((factors * losses).sum(), given)[0])
+        found.append([losses.detach(), *gradients, totals])
+        assert int(cursor) == 7
+        assert torch.equal(totals[:-1], 1 + losses.detach().double() + losses.detach().double())
+        assert float(totals[-1]) == 1
+    assert torch.equal(found[0][1], found[0][2])
     for one, two in zip(*found, strict=True):
         assert one.dtype == two.dtype
         torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance * 1e-1)

@@ -122,8 +122,9 @@ class Aggregator:
             )
         state = expect(state, AggregatorState)
         packed = _pack_model(model, updates, state.sizes)
+        are_buffers_finite = _check_finite(packed, updates)
         self._warn_of_missing_buffers(updates, state.sizes)
-        bad = find_bad_updates(updates, state.sizes, self.stage.needs)
+        bad = find_bad_updates(updates, state.sizes, self.stage.needs, are_buffers_finite)
         while True:
             if bad and self.on_bad_update == "raise":
                 raise BadUpdate({updates.clients[row]: why for row, why in bad.items()})
@@ -206,12 +207,19 @@ def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
             raise ValueError(f"the model's {name} {has}; this aggregator's state has {length} of them")
     if not packed.params.is_floating_point():
         raise ValueError(f"the model's parameters are {packed.params.dtype}, not floating point")
-    for name in ("params", "buffers"):
-        if not reduce.is_finite(getattr(packed, name)):
-            raise ValueError(f"the global model's {name} already hold NaN or infinity: start from a finite one")
     if updates.clients and packed.params.device != updates.no_rows.device:  # the device of no updates says nothing
         raise ValueError(f"the model is on {packed.params.device}, the updates are on {updates.no_rows.device}")
     return packed
+
+
+def _check_finite(model: Packed, updates: Updates) -> bool:
+    """Raise ValueError unless the model is finite; return whether the updates' buffers are."""
+    local = [buffers for buffers in [updates.buffers] if buffers is not None and buffers.is_floating_point()]
+    of_params, of_buffers, *of_updates = reduce.find_finite(model.params, model.buffers, *local)
+    for name, is_finite in (("params", of_params), ("buffers", of_buffers)):
+        if not is_finite:
+            raise ValueError(f"the global model's {name} already hold NaN or infinity: start from a finite one")
+    return all(of_updates)
 
 
 def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
@@ -226,8 +234,9 @@ def _check_overflow(new_model: Packed, model: Packed, updates: Updates, rows: In
 
     An overflow is never skipped: the stages have counted these updates already, and each of them may be valid.
     """
-    for name in ("params", "buffers"):
-        if not reduce.is_finite(getattr(new_model, name)):
+    are_finite = reduce.find_finite(new_model.params, new_model.buffers)
+    for name, is_finite in zip(("params", "buffers"), are_finite, strict=True):
+        if not is_finite:
             kernels.reference.check_finite(updates.deltas, rows)
             dtype, before = getattr(new_model, name).dtype, model.params.to(torch.float64)
             own_models = ((before + updates.deltas[row].to(before)).to(model.params.dtype) for row in rows)

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedheal.core.arrays import Floats, Integers
+from fedheal.core.arrays import Floats, Integers, upload
 from fedheal.core.layout import Packed, Sizes
 from fedheal.core.updates import Updates
 
@@ -102,5 +103,9 @@ class Draft:
         return self.norms or self.kernel.measure(self.updates.deltas, self.rows, self.sizes.lengths)
 
     def select_rows(self, matrix: Tensor) -> Tensor:
-        """Return the accepted rows of a matrix with a row per client."""
-        return matrix[torch.from_numpy(self.rows).to(matrix.device)]
+        """Return the accepted rows of a matrix with a row per client, in new memory."""
+        return matrix[upload(torch.from_numpy(self.rows), matrix.device)]
+
+    def view_rows(self, matrix: Tensor) -> Tensor:
+        """Return the accepted rows to read them: most often the matrix itself."""
+        return matrix if np.array_equal(self.rows, np.arange(len(matrix))) else self.select_rows(matrix)

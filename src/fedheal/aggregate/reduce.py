@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.kernels import cpu, reference
-from fedheal.core.arrays import Floats
+from fedheal.core.arrays import Floats, upload
 from fedheal.core.layout import Packed
 
 
@@ -23,15 +23,15 @@ def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
     params, report = _average_params(draft, weights)
     buffers, counters = draft.model.buffers, draft.model.counters
     if draft.updates.buffers is not None:
-        local = draft.select_rows(draft.updates.buffers).to(torch.float64)
-        u = torch.from_numpy(weights).to(local.device)
+        local = draft.view_rows(draft.updates.buffers).to(torch.float64)
+        u = upload(torch.from_numpy(weights), local.device)
         averaged = (u[:, None] * local).sum(dim=0)
         if draft.running is not None:
             means, variances = (torch.from_numpy(columns).to(local.device) for columns in draft.running)
             averaged[variances] += (u[:, None] * (local[:, means] - averaged[means]).square()).sum(dim=0)
         buffers = averaged.to(buffers.dtype)
     if draft.updates.counters is not None:
-        local = draft.select_rows(draft.updates.counters).to(torch.int64)
+        local = draft.view_rows(draft.updates.counters).to(torch.int64)
         counters = local.amax(dim=0).to(counters.dtype)
     return Packed(params, buffers, counters), report
 
@@ -47,15 +47,32 @@ def mean_as_released(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, A
     return Packed(params, buffers.to(model.buffers.dtype), counters.to(model.counters.dtype)), report
 
 
-def is_finite(vector: Tensor) -> bool:
-    """Return whether all entries are finite, without a mask in memory."""
-    if not len(vector):
-        return True
-    if vector.device.type == "cpu" and vector.dtype in (torch.float32, torch.float64):
-        # In one thread: torch's would spin on after the sum, on the cores that the kernels need next.
-        array = vector.detach().numpy()
-        return bool(np.isfinite(array.min()) and np.isfinite(array.max()))
-    return all(map(math.isfinite, torch.stack(torch.aminmax(vector.detach())).tolist()))  # read from a GPU once
+def is_finite(*tensors: Tensor) -> bool:
+    """Return whether all entries of all tensors are finite."""
+    return all(find_finite(*tensors))
+
+
+def find_finite(*tensors: Tensor) -> list[bool]:
+    """Return for each tensor whether all its entries are finite, without a mask in memory; a GPU is read once."""
+    found = [True] * len(tensors)
+    extremes: list[Tensor] = []
+    unread: list[int] = []
+    for i, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64):
+            # In one thread: torch's would spin on after the sum, on the cores that the kernels need next.
+            array = tensor.detach().numpy()
+            found[i] = bool(np.isfinite(array.min()) and np.isfinite(array.max()))
+        else:
+            extremes += torch.aminmax(tensor.detach())
+            unread.append(i)
+    if unread:
+        device = extremes[0].device
+        numbers = torch.stack([number.to(device) for number in extremes]).tolist()
+        for k, i in enumerate(unread):
+            found[i] = all(map(math.isfinite, numbers[2 * k : 2 * k + 2]))
+    return found
 
 
 def _average_params(draft: Draft, weights: Floats) -> tuple[Tensor, dict[str, Any]]:
@@ -78,7 +95,7 @@ def _average_vector(draft: Draft, vector: Tensor, local: Tensor | None, weights:
     before = vector.to(torch.float64)
     if local is None or not len(vector):
         return before
-    delta = draft.select_rows(local).to(torch.float64) - before
+    delta = draft.view_rows(local).to(torch.float64) - before
     columns = offset, offset + len(vector)
     mask = torch.stack([reference.compute_mask(draft.mask, i, row, *columns) for i, row in enumerate(delta)])
     u = torch.from_numpy(weights).to(delta.device)[:, None] * mask.to(delta.dtype)

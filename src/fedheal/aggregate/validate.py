@@ -43,8 +43,8 @@ class NonFinite(Exception):
         self.rows = tuple(int(row) for row in rows)
 
 
-def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, str]:
-    """Return the rows that cannot be used, each with the reason.
+def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str], are_buffers_finite: bool) -> dict[int, str]:
+    """Return the rows that cannot be used, each with the reason; `are_buffers_finite`: all clients' are.
 
     Raise ValueError if no client at all sent a metric that is needed: that is the caller's mistake, not a client's.
     """
@@ -59,8 +59,7 @@ def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> d
         return dict.fromkeys(range(len(updates.clients)), common_reason)
     times = Counter(updates.clients)
     reasons: dict[int, str] = {}
-    for row, client in enumerate(updates.clients):
-        examples = float(updates.num_examples[row])
+    for row, (client, examples) in enumerate(zip(updates.clients, updates.num_examples.tolist(), strict=True)):
         if times[client] > 1:
             reasons[row] = f"its id occurs {times[client]} times in this cohort"
         elif client in updates.refused:
@@ -80,7 +79,7 @@ def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> d
                 reasons.setdefault(row, f"its metric '{name}' must not be negative, got {value:g}")
             elif value <= 0 and name in POSITIVE:
                 reasons.setdefault(row, f"its metric '{name}' must be positive, got {value:g}")
-    if updates.buffers is not None:
+    if updates.buffers is not None and not are_buffers_finite:
         for row in torch.nonzero(~torch.isfinite(updates.buffers).all(dim=1)).flatten().tolist():
             reasons.setdefault(row, "its buffers hold NaN or infinity")
     return reasons

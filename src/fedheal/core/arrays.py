@@ -33,6 +33,11 @@ def as_tensor(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
     return torch.from_numpy(values if regular else values.copy())
 
 
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor's copy on the device, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def make_frame(records: Iterable[Mapping[str, Any]]) -> Any:
     """Return records as a pandas data frame. Raise ValueError if pandas is not installed."""
     try:

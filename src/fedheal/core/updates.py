@@ -22,6 +22,7 @@ from fedheal.core.errors import add_article
 from fedheal.core.layout import ALIGNED, Layout, Packed
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+NO_UPDATE = torch.empty(0)
 
 
 class Reply(NamedTuple):
@@ -281,9 +282,10 @@ class Collector:
         try:
             delta, rest = _read_reply(reply, copy=not self._rows.keep)
             extras = {"buffers": rest.buffers, "counters": rest.counters}
-            lengths = {"update": len(delta)} | {name: len(v) for name, v in extras.items() if v is not None}
+            lengths = {"update": delta.shape[0]} | {name: v.shape[0] for name, v in extras.items() if v is not None}
             self._expected = self._expected or lengths
-            _compare(lengths, self._expected)
+            if lengths != self._expected:
+                _compare(lengths, self._expected)
         except (TypeError, ValueError) as error:
             client = str(reply[0]) if isinstance(reply, Sequence) and reply else "?"
             if not self._skip:
@@ -333,13 +335,17 @@ def _read_reply(given: Any, copy: bool) -> tuple[Tensor, Reply]:
         raise TypeError(f"its metrics are a {type(reply.metrics).__name__}, not a mapping of names to numbers")
     if reply.domain is not None and not isinstance(reply.domain, str):
         raise TypeError(f"its domain = {reply.domain!r} is not a name")
-    return delta, reply._replace(
+    return delta, Reply(
         client=client_id(reply.client),
-        delta=torch.empty(0),
+        delta=NO_UPDATE,
         num_examples=_number("num_examples", reply.num_examples),
         buffers=_vector("buffers", reply.buffers, copy),
         counters=_vector("counters", reply.counters, copy),
-        metrics={name: _number(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
+        metrics={
+            name: value if type(value) is float else _number(f"metrics['{name}']", value)
+            for name, value in reply.metrics.items()
+        },
+        domain=reply.domain,
     )
 
 
@@ -433,10 +439,12 @@ def _view_as_matrix(rows: Sequence[Tensor]) -> Tensor | None:
     """Return the matrix that these are the consecutive rows of, or None."""
     if not rows or not rows[0].numel():
         return None
-    first, length, memory = rows[0], rows[0].shape[0], rows[0].untyped_storage().data_ptr()
-    step = rows[1].storage_offset() - first.storage_offset() if len(rows) > 1 else length
-    for i, row in enumerate(rows):
-        elsewhere = row.untyped_storage().data_ptr() != memory
-        if elsewhere or row.storage_offset() != first.storage_offset() + i * step or not row.is_contiguous():
-            return None
+    first, last, length = rows[0], rows[-1], rows[0].shape[0]
+    step = (last.storage_offset() - first.storage_offset()) // (len(rows) - 1) if len(rows) > 1 else length
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    # What lies between two rows of one memory is of the same.
+    start, apart = first.data_ptr(), step * first.itemsize
+    if any(row.data_ptr() != start + i * apart or not row.is_contiguous() for i, row in enumerate(rows)):
+        return None
     return first.as_strided((len(rows), length), (step, 1)) if length <= step < length + ALIGNED else None

@@ -1,4 +1,7 @@
-"""The Triton kernels of `cohort_loss`: one launch for the clients' losses and the gradients of each by itself, one backward."""
+"""The Triton kernels of `cohort_loss`: one launch for the clients' losses and the gradients of each by itself.
+
+If terms add to the loss, another one scales the gradients.
+"""
 
 from typing import Any
 
@@ -25,42 +28,51 @@ def supports_losses(logits: Tensor, rows: ClientRows) -> bool:
 
 
 class ClientLosses(torch.autograd.Function):
-    """Compute the mean cross-entropy of each client in float32."""
+    """Compute the mean cross-entropy of each client in float32; add it to the totals, and move the cursor on."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, rows: ClientRows) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, rows: ClientRows, totals: Tensor, cursor: Tensor, is_whole: bool
+    ) -> Tensor:
         classes = logits.shape[1]
-        losses, gradients = (
-            torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in (rows.active, logits.shape)
-        )
+        losses = torch.empty(rows.active, dtype=torch.float32, device=logits.device)
+        # The factors of the losses in a sum are 1: gradients need no scaling then.
+        dtype = logits.dtype if is_whole else torch.float32
+        gradients = torch.empty(logits.shape, dtype=dtype, device=logits.device)
         tile_classes = triton.next_power_of_2(classes)
         tile_rows = min(TILE // tile_classes, triton.next_power_of_2(rows.batch_size))
         launch(
             average_cross_entropy, (rows.active,),
-            logits.contiguous(), labels, rows.valid, losses, gradients, rows.batch_size, classes,
+            logits.contiguous(), labels, rows.valid, losses, gradients, totals, cursor, rows.batch_size, classes,
             tile_rows=tile_rows, tile_classes=tile_classes,
         )  # fmt: skip
-        ctx.dtype = logits.dtype
+        ctx.dtype, ctx.is_whole = logits.dtype, is_whole
         ctx.save_for_backward(gradients)
         return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, factors: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, factors: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (gradients,) = ctx.saved_tensors
+        if ctx.is_whole:
+            return gradients, None, None, None, None, None
         scaled, length = torch.empty_like(gradients, dtype=ctx.dtype), gradients.numel() // len(factors)
         launch(
             scale_gradients, (triton.cdiv(length, BLOCK), len(factors)),
             gradients, factors, scaled, length, factors.stride(0), block=BLOCK,
         )  # fmt: skip
-        return scaled, None, None
+        return scaled, None, None, None, None, None
 
 
 @triton.jit(do_not_specialize=["batch_size", "classes"])
 def average_cross_entropy(
-    logits, labels, valid, losses, gradients, batch_size, classes, tile_rows: tl.constexpr, tile_classes: tl.constexpr
-):
-    """Write a client's mean loss over the examples that count, and its gradient, which is 0 for the others."""
+    logits, labels, valid, losses, gradients, totals, cursor, batch_size, classes, tile_rows: tl.constexpr,
+    tile_classes: tl.constexpr,
+):  # fmt: skip
+    """Write a client's mean loss over the examples that count, and its gradient, which is 0 for the others.
+
+    The loss is added to the client's total, and the cursor moves on.
+    """
     client, c = tl.program_id(0).to(tl.int64), tl.arange(0, tile_classes)
     is_class = (c < classes)[None, :]
     number = tl.load(valid + client)
@@ -80,8 +92,13 @@ def average_cross_entropy(
         total += tl.where(counts, tl.log(sums) - of_label, 0.0)
         gradient = (powers / sums[:, None] - is_label.to(tl.float32)) / divisor
         gradient = tl.where(counts[:, None], gradient, 0.0)
+        gradient = gradient.to(gradients.dtype.element_ty)
         tl.store(gradients + at, gradient, mask=(r < batch_size)[:, None] & is_class)
-    tl.store(losses + client, tl.sum(total, axis=0) / divisor)
+    loss = tl.sum(total, axis=0) / divisor
+    tl.store(losses + client, loss)
+    tl.store(totals + client, tl.load(totals + client) + loss.to(tl.float64))
+    if client == 0:  # no other kernel of a step reads it after the first, which gathers the batch
+        tl.store(cursor, tl.load(cursor) + 1)
 
 
 @triton.jit(do_not_specialize=["length", "factors_apart"])

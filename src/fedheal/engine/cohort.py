@@ -18,15 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from fedheal.core.layout import Packed, allocate_rows
+from fedheal.data.domains import Split
 from fedheal.engine import graph_inputs, serial
 from fedheal.engine.cohort_check import check_stacking, choose_group_size
 from fedheal.engine.cohort_group import CohortGroup
 from fedheal.engine.cohort_steps import Prepared, take_out_nets
 from fedheal.engine.device_data import DeviceData
+from fedheal.engine.graph_evaluation import GraphEvaluation
 from fedheal.engine.lanes import Lanes, add_losses, use_streams
 from fedheal.engine.memory import release_gpu_memory
 from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
 from fedheal.local.term import NotCapturableError
+from fedheal.models.client_rows import split_models
 from fedheal.models.stacked_layers import DoesNotFitError
 
 log = logging.getLogger("fedheal")
@@ -50,6 +53,7 @@ class CohortEngine:
     def __init__(self, local_training: LocalTraining, only_if_faster: bool = False) -> None:
         self.local_training = local_training
         self.data = DeviceData(local_training)
+        self.evaluation = GraphEvaluation(local_training)
         self.lanes: Lanes | None = None
         self.group: CohortGroup | None = None
         self.group_size = 0  # chosen in the first round
@@ -76,6 +80,10 @@ class CohortEngine:
             self.lanes = Lanes(self.local_training, data=self.data)
         return self.lanes.train(model, shared, tasks)
 
+    def find_correct(self, pairs: Sequence[tuple[Packed, Split]]) -> list[Tensor]:
+        """Return, for each pair of a model and a split, which examples the model classifies correctly."""
+        return self.evaluation.find_correct(pairs)
+
     def _train_together(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> list[ClientResult]:
         if not tasks:
             return []
@@ -86,15 +94,17 @@ class CohortEngine:
         metrics = self.data.compute_received_losses(local_training, model, tasks)
         deltas = allocate_rows(len(tasks), len(model.params), model.params.dtype, local_training.device)
         results: dict[int, ClientResult] = {}
-        losses: dict[int, Tensor] = {}
+        losses: list[Tensor] = []
         steps = [serial.count_steps(self.data.sizes[task.client], local_training.training) for task in tasks]
         order = sorted(range(len(tasks)), key=lambda i: (-steps[i], i))
         width = -(-len(order) // -(-len(order) // self.group_size))
         if self.group is None or self.group.size < width:
             self.group = CohortGroup(local_training, self.data, width)
         for start in range(0, len(order), width):
-            indices = order[start : start + width]
-            prepared = [self._prepare(local_training, model, shared, tasks[i]) for i in indices]
+            indices = sorted(order[start : start + width])
+            prepared = [Prepared((), model)] * len(indices)
+            if local_training.terms:
+                prepared = [self._prepare(local_training, model, shared, tasks[i]) for i in indices]
             for key, members in _group_by_key(prepared).items():
                 if key not in self.checked_keys:
                     check_stacking(local_training, self.data, model, shared, [tasks[indices[k]] for k in members])
@@ -102,13 +112,16 @@ class CohortEngine:
                 chosen = [indices[k] for k in members]
                 clients, of_clients = [prepared[k] for k in members], [tasks[i] for i in chosen]
                 with _activate(self.group):
-                    local, mean_losses = self.group.train(local_training, clients, of_clients, "batches")
-                    finished = self._finish(local_training, model, of_clients, clients, local,
-                                            [metrics[i] for i in chosen], [deltas[i] for i in chosen])  # fmt: skip
+                    trained, mean_losses = self.group.train(local_training, clients, of_clients, "batches")
+                    rows = [deltas[i] for i in chosen]
+                    if not local_training.terms:  # which may change what is sent
+                        torch._foreach_copy_(rows, list(trained.params - model.params))
+                    finished = self._finish(local_training, model, of_clients, clients, split_models(trained),
+                                            [metrics[i] for i in chosen], rows)  # fmt: skip
                 results |= dict(zip(chosen, finished, strict=True))
-                losses |= dict(zip(chosen, mean_losses, strict=True))
-        numbers = torch.stack([losses[i] for i in range(len(tasks))]).tolist()
-        return add_losses([results[i] for i in range(len(tasks))], numbers)
+                losses.append(mean_losses)
+        numbers = dict(zip(results, torch.cat(losses).tolist(), strict=True))
+        return add_losses([results[i] for i in range(len(tasks))], [numbers[i] for i in range(len(tasks))])
 
     def _prepare(self, local_training: LocalTraining, model: Packed, shared: Shared, task: Task) -> Prepared:
         nets: dict[str, nn.Module] = {} if self.group is None else self.group.nets
@@ -119,14 +132,20 @@ class CohortEngine:
         self, local_training: LocalTraining, model: Packed, tasks: Sequence[Task], prepared: Sequence[Prepared],
         local: Sequence[Packed], metrics: Sequence[dict[str, float]], deltas: Sequence[Tensor],
     ) -> list[ClientResult]:  # fmt: skip
-        """Call the terms' last hooks; a second training that they ask for is done for all clients together."""
+        """Call the terms' last hooks; a second training that they ask for is done for all clients together.
+
+        `deltas` receive the clients' updates. Without terms they have them already.
+        """
         results: dict[int, ClientResult] = {}
         waiting: dict[int, SecondTraining] = {}
 
         def finish(i: int) -> ClientResult:
+            contexts, is_known = prepared[i].contexts, not local_training.terms
             result = serial.finish_client(
-                local_training, model, tasks[i], prepared[i].contexts, local[i], dict(metrics[i]), deltas[i]
+                local_training, model, tasks[i], contexts, local[i], dict(metrics[i]), deltas[i], is_known
             )
+            if not contexts:
+                return result
             scratches = [ctx.scratch for ctx in prepared[i].contexts]
             addresses = {t.data_ptr() for scratch in scratches for t in graph_inputs.list_tensors(scratch)}
             slots = tuple(graph_inputs.clone_fixed(slot, addresses) for slot in result.slots)
@@ -157,7 +176,7 @@ class CohortEngine:
             for task, request in zip(tasks, asked, strict=True)
         ]
         prepared = [take_out_nets(contexts, request.start) for (_, contexts), request in zip(pairs, asked, strict=True)]
-        return self.group.train(pairs[0][0], prepared, tasks, "personal")[0]
+        return split_models(self.group.train(pairs[0][0], prepared, tasks, "personal")[0])
 
 
 def find_faster_in_lanes(local_training: LocalTraining, data: DeviceData) -> str:

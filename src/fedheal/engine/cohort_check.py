@@ -20,6 +20,7 @@ from fedheal.engine.memory import release_gpu_memory
 from fedheal.engine.precision import use_precision
 from fedheal.engine.serial import LocalTraining, Shared, Task
 from fedheal.local.term import Context, NotCapturableError
+from fedheal.models.client_rows import split_models
 from fedheal.models.stacked_layers import DoesNotFitError, check_layers, list_layers
 
 LARGEST_GROUP = 256
@@ -140,7 +141,7 @@ def _train_stacked(
 ) -> list[Packed]:
     """Take the steps stacked. Whatever fails here, and did not one client at a time, does not fit."""
     try:
-        return group.train(checked, prepared, pair, "batches")[0]
+        return split_models(group.train(checked, prepared, pair, "batches")[0])
     except (DoesNotFitError, NotCapturableError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -5,11 +5,14 @@ end keep their values. A batch that is smaller than others is padded: loss and b
 kind of step runs once as it is and is then captured in a CUDA graph; what it reads is at fixed addresses.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from fedheal.core.arrays import upload
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.core.layout import Packed
 from fedheal.core.rng import derive
@@ -17,7 +20,7 @@ from fedheal.engine import serial
 from fedheal.engine.cohort_batch import make_stacked_batch
 from fedheal.engine.cohort_loss import compute_client_losses
 from fedheal.engine.cohort_steps import Kind, Prepared, StackedSteps
-from fedheal.engine.device_data import DeviceData, upload
+from fedheal.engine.device_data import DeviceData
 from fedheal.engine.graph_inputs import capture_graph
 from fedheal.engine.lane import LaneRandomState, identify_terms
 from fedheal.engine.precision import autocast
@@ -52,42 +55,79 @@ class CohortGroup:
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.total = torch.zeros(size, dtype=torch.float64, device=device)
         self.nets: dict[str, nn.Module] = {}
+        self.schedule: Schedule | None = None  # the last one, which `counts` belongs to
+        self.begun_plan: tuple[Hashable, Iterator[Tensor]] | None = None  # of the next round
+        self.last_trained: Hashable = None  # the clients, and what for
         self.is_compiled = False
         self.step_sets: dict[Hashable, StackedSteps] = {}
         self.random_state = LaneRandomState(device)
 
     def train(
         self, local_training: LocalTraining, prepared: Sequence[Prepared], tasks: Sequence[Task], purpose: str
-    ) -> tuple[list[Packed], Tensor]:
-        """Train clients, which are sorted by steps; return their models and their mean losses."""
-        steps = [serial.list_batch_sizes(self.data.sizes[t.client], local_training.training) for t in tasks]
-        kinds = list_kinds(local_training.terms, steps)
+    ) -> tuple[Packed, Tensor]:
+        """Train clients; return their models, as matrices with a row for each client, and their mean losses."""
+        schedule = self._make_schedule(local_training, tasks)
+        prepared, tasks = [prepared[i] for i in schedule.order], [tasks[i] for i in schedule.order]
         step_set = self._get_step_set(local_training, prepared)
         if self.cuda and not self.is_compiled:
-            self._compile(local_training, step_set, kinds[0])
+            self._compile(local_training, step_set, schedule.kinds[0])
         self.rows.load([client.start for client in prepared])
         step_set.refill(prepared)
         assert self.rows.velocity is not None
         assert self.rows.gradients is not None
         # Gradients too: compiling leaves arbitrary numbers between the tensors of a row, where no step writes.
-        for tensor in (self.rows.velocity, self.rows.gradients, self.cursor, self.total, self.counts):
-            tensor.zero_()
+        torch._foreach_zero_([self.rows.velocity, self.rows.gradients])
+        self.cursor.zero_()
+        self.total.zero_()
         self.rows.lr.fill_(local_training.training.lr)  # a schedule changes it from round to round
-        sizes = [[size for size, _ in client] for client in steps]
-        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(client, dtype=torch.int32) for client in sizes])
-        self.counts[: len(padded), : len(tasks)] = upload(padded, self.device)
         seed = derive(local_training.seed, f"{purpose} layers of a cohort", tasks[0].round, *(t.client for t in tasks))
         self.random_state.source.manual_seed(seed)
         taken = 0
-        for planned in self.data.plan_cohort(local_training, tasks, purpose, self.plan):
-            for kind in kinds[taken:planned]:
+        for part in self._open_plan(local_training, tasks, purpose):
+            planned = taken + len(part)
+            self.plan[taken:planned].copy_(part, non_blocking=True)
+            for kind in schedule.kinds[taken:planned]:
                 self._step(local_training, step_set, kind)
             taken = planned
         for client, fixed in zip(prepared, step_set.contexts, strict=False):
             for ctx, fixed_ctx in zip(client.contexts, fixed, strict=True):
                 ctx.scratch.update(fixed_ctx.scratch)
-        numbers = upload(torch.tensor([max(len(s), 1) for s in steps]), self.device)
-        return self.rows.unload(len(tasks)), self.total[: len(tasks)] / numbers
+        trained = self.rows.unload(schedule.rows), self.total.index_select(0, schedule.rows) / schedule.steps
+        self._begin_next_plan(local_training, tasks, purpose)
+        return trained
+
+    def _make_schedule(self, local_training: LocalTraining, tasks: Sequence[Task]) -> "Schedule":
+        """Return the schedule of these clients, whose batch sizes `counts` then has; most often it is the last one."""
+        key = tuple(t.client for t in tasks), looks_at_batches(local_training.terms)
+        if self.schedule is None or self.schedule.key != key:
+            batches = [serial.list_batch_sizes(self.data.sizes[client], local_training.training) for client in key[0]]
+            order = sorted(range(len(batches)), key=lambda i: (-len(batches[i]), i))
+            kinds = list_kinds(key[1], [batches[i] for i in order])
+            sizes = [torch.tensor([size for size, _ in batches[i]], dtype=torch.int32) for i in order]
+            counts = torch.nn.utils.rnn.pad_sequence(sizes)
+            self.counts.zero_()
+            self.counts[: len(counts), : len(order)] = upload(counts, self.device)
+            rows = torch.tensor(order).argsort()
+            steps = torch.tensor([len(of_client) for of_client in batches]).clamp(min=1)
+            self.schedule = Schedule(key, order, kinds, upload(rows, self.device), upload(steps, self.device))
+        return self.schedule
+
+    def _open_plan(self, local_training: LocalTraining, tasks: Sequence[Task], purpose: str) -> Iterator[Tensor]:
+        """Return the plans of the steps; the last round may have begun them."""
+        key, plan = self.begun_plan or (None, None)
+        self.begun_plan = None
+        if plan is not None and key == (purpose, [(t.client, t.round) for t in tasks]):
+            return plan
+        return self.data.plan_cohort(local_training, tasks, purpose, self.plan.shape[1:])
+
+    def _begin_next_plan(self, local_training: LocalTraining, tasks: Sequence[Task], purpose: str) -> None:
+        """Plan the next round's first steps, while the device takes this round's, if the clients stay the same."""
+        trained = purpose, [t.client for t in tasks]
+        if trained == self.last_trained:
+            following = [Task(t.client, t.round + 1) for t in tasks]
+            plan = self.data.plan_cohort(local_training, following, purpose, self.plan.shape[1:])
+            self.begun_plan = (purpose, [(t.client, t.round) for t in following]), chain([next(plan)], plan)
+        self.last_trained = trained
 
     def _compile(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:
         """Compile the kernels of a step, before it is taken with values that count."""
@@ -135,7 +175,7 @@ class CohortGroup:
 
     def _step_eagerly(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:
         rows, sizes = self.rows, kind[1]
-        rows.active = active = kind[0]
+        rows.active = kind[0]
         uses_kernels, precise = not self.is_check, rows.params.dtype
         # The network's first layer would round images anyway; terms see them as they are.
         dtype = precise if sizes or rows.low is None else rows.low.dtype
@@ -150,8 +190,8 @@ class CohortGroup:
                 logits = self.module(x)
             if sizes:
                 logits = logits.to(precise)
-            ce = compute_client_losses(logits, y, rows, uses_kernels)
-            loss = ce.sum()
+            ce = compute_client_losses(logits, y, rows, self.total, self.cursor, not sizes, uses_kernels)
+            loss = ce.sum() if sizes else ce
             for term_loss in self._list_term_losses(local_training.terms, step_set, kind, x, y, logits, ce, features):
                 loss = loss + term_loss
         rows.take_gradients(loss)
@@ -161,8 +201,6 @@ class CohortGroup:
             for clip in [term.clip for term in local_training.terms if term.clip]:
                 clip_gradients(rows, clip)
             update_parameters(rows, local_training, uses_kernels)
-            self.total[:active] += ce.detach()
-            self.cursor += 1
 
     def _list_term_losses(
         self, terms: Sequence[Term], step_set: StackedSteps, kind: Kind, x: Tensor, y: Tensor, logits: Tensor,
@@ -187,15 +225,28 @@ class CohortGroup:
         return losses
 
 
-def list_kinds(terms: Sequence[Term], steps: Sequence[Sequence[tuple[int, bool]]]) -> list[Kind]:
+@dataclass(frozen=True)
+class Schedule:
+    """Which client has which row, and the steps that the clients take together."""
+
+    key: Hashable  # the clients, and whether a term looks at batches
+    order: list[int]  # the clients, by index, in the order of their rows: those with the most steps first
+    kinds: list[Kind]  # of the steps
+    rows: Tensor  # each client's row
+    steps: Tensor  # how many each client takes
+
+
+def looks_at_batches(terms: Sequence[Term]) -> bool:
+    """Return whether a term adds to the loss, and so needs to know how large each client's batch is."""
+    return any(type(term).loss is not Term.loss for term in terms)
+
+
+def list_kinds(needs_sizes: bool, steps: Sequence[Sequence[tuple[int, bool]]]) -> list[Kind]:
     """Return the kind of each step, given each client's batch sizes and whether they belong to its last epoch.
 
-    Only terms that look at batches need to know the sizes.
-
-    >>> list_kinds([], [[(2, True), (1, True)], [(2, True)]])
+    >>> list_kinds(False, [[(2, True), (1, True)], [(2, True)]])
     [(2, (), ()), (1, (), ())]
     """
-    looks_at_batches = any(type(term).loss is not Term.loss for term in terms)
     numbers = [sum(len(client) > t for client in steps) for t in range(max(map(len, steps), default=0))]
     levels = sorted(set(numbers))
     if len(levels) > MAX_LEVELS:  # fewer graphs; clients that are at their end do not move
@@ -205,7 +256,7 @@ def list_kinds(terms: Sequence[Term], steps: Sequence[Sequence[tuple[int, bool]]
     for t, number in enumerate(numbers):
         active = next(level for level in levels if level >= number)
         batches = [client[t] if t < len(client) else (0, False) for client in steps[:active]]
-        sizes, lasts = zip(*batches, strict=True) if looks_at_batches else ((), ())
+        sizes, lasts = zip(*batches, strict=True) if needs_sizes else ((), ())
         kinds.append((active, sizes, lasts))
     return kinds
 

@@ -1,6 +1,7 @@
 """The examples of all clients on the device. Batches are made from them in tensor code, so that a step can be captured."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,13 +11,13 @@ from torch.nn import functional
 
 from fedheal.core.layout import Packed
 from fedheal.core.rng import generator
-from fedheal.data.augment import PAD, Choices, normalise_images
+from fedheal.data.augment import PAD, normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining, Task, Training
 
-PLANNED_STEPS = 8  # planned at a time, at most
+PLANNED_STEPS = 64  # that are uploaded at a time, at most
 
 
 class DeviceData:
@@ -49,16 +50,14 @@ class DeviceData:
             The plan `[steps, 4, batch_size]` on the CPU, see `make_batch`, and for each step the size of the batch and whether
             it belongs to the last epoch.
         """
+        planned = [*self._list_batches(local_training, task, purpose)]
         steps = serial.list_batch_sizes(self.sizes[task.client], local_training.training)
-        plan = torch.zeros(len(steps), 4, local_training.training.batch_size, dtype=torch.int64)
-        for row, planned in zip(plan.numpy(), self._list_batches(local_training, task, purpose), strict=True):
-            row[:, : planned.shape[1]] = planned
-        return plan, steps
+        return torch.from_numpy(np.concatenate(planned)), steps
 
     def plan_cohort(
-        self, local_training: LocalTraining, tasks: Sequence[Task], purpose: str, plan: Tensor
-    ) -> Iterator[int]:
-        """Plan the batches of clients that train together, a few steps at a time; yield the number of steps planned so far.
+        self, local_training: LocalTraining, tasks: Sequence[Task], purpose: str, shape: Sequence[int]
+    ) -> Iterator[Tensor]:
+        """Plan the batches of clients that train together, a few steps at a time.
 
         The device takes the first steps while later ones are planned. It waits only for the very first.
 
@@ -66,34 +65,32 @@ class DeviceData:
             local_training: What is trained.
             tasks: The clients.
             purpose: What the batches are for, part of their seed.
-            plan: Receives the plans, `[steps, clients, 4, batch_size]`.
+            shape: Of the plan of a step, `[clients, 4, batch_size]`.
+
+        Yields:
+            The plans of the next steps, `[steps, *shape]`, in memory from which they can be uploaded without waiting.
         """
+        is_cuda = self.images.is_cuda
         batches = [self._list_batches(local_training, task, purpose) for task in tasks]
-        longest = max(serial.count_steps(self.sizes[task.client], local_training.training) for task in tasks)
-        start, number = 0, 1
-        while start < longest:
-            part = torch.zeros(min(number, longest - start), *plan.shape[1:], dtype=plan.dtype)
+        left = [serial.count_steps(self.sizes[task.client], local_training.training) for task in tasks]
+        planned = [next(of_client) for of_client in batches]
+        while longest := max(left):
+            # As many as all clients have planned that go on after these.
+            steps = min((len(p) for p, number in zip(planned, left, strict=True) if len(p) < number), default=longest)
+            part = torch.zeros(min(steps, PLANNED_STEPS), *shape, dtype=torch.int64, pin_memory=is_cuda)
             rows = part.numpy()
-            for t in range(len(rows)):
-                for i, of_client in enumerate(batches):
-                    if (planned := next(of_client, None)) is not None:
-                        rows[t, i, :, : planned.shape[1]] = planned
-            plan[start : start + len(part)] = upload(part, plan.device)
-            start, number = start + len(part), min(2 * number, PLANNED_STEPS)
-            yield start
+            for i, of_client in enumerate(batches):
+                if left[i]:
+                    taken = min(len(rows), left[i])
+                    rows[:taken, i] = planned[i][:taken]
+                    left[i] -= taken
+                    planned[i] = planned[i][taken:] if taken < len(planned[i]) or not left[i] else next(of_client)
+            yield part
 
     def _list_batches(self, local_training: LocalTraining, task: Task, purpose: str) -> Iterator[NDArray[np.int64]]:
-        """Yield a client's batches as `[4, size]`: index, top and left shift, and whether an image is mirrored."""
-        training, examples = local_training.training, self.sizes[task.client]
+        """Yield a client's batches, several at a time, as `plan_epochs` does."""
         rng = generator(local_training.seed, purpose, task.round, task.client)
-        for order, choices, size in plan_epochs(examples, training, rng):
-            planned = np.zeros((4, len(order)), np.int64)
-            planned[0] = order.numpy() + self.offsets[task.client]
-            for channel, choice in enumerate(choices, start=1):
-                if choice is not None:
-                    planned[channel] = choice.numpy()
-            for start in range(0, len(order), size):
-                yield planned[:, start : start + size]
+        return plan_epochs(self.sizes[task.client], local_training.training, rng, self.offsets[task.client])
 
     def make_batch(self, plan: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images and labels of a plan `[4, size]`: index, top and left shift, and whether it is mirrored."""
@@ -131,31 +128,43 @@ class DeviceData:
         return self.images[index][:, rows, columns].permute(0, 3, 1, 2), self.labels[index]
 
 
-def plan_epochs(examples: int, training: Training, rng: torch.Generator) -> Iterator[tuple[Tensor, Choices, int]]:
-    """Yield examples and choices as `serial.plan_batches` does, for several batches at a time, and the size of a batch.
+def plan_epochs(
+    examples: int, training: Training, rng: torch.Generator, offset: int = 0
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the batches that `serial.plan_batches` yields one by one, several at a time.
 
-    Shifts are drawn one number after another, so those of an epoch can be drawn at once, which is faster. Mirrored images come
-    from numbers of another kind, in between: then batches are planned one by one.
+    Numbers of one kind are drawn one after another, so those of an epoch can be drawn at once, which is faster. Only where
+    shifts and mirrored images take turns, batches are planned one by one.
+
+    Args:
+        examples: How many a client has.
+        training: How it trains.
+        rng: Where the random numbers come from.
+        offset: The index of its first example.
+
+    Yields:
+        `[batches, 4, batch_size]`: index, top and left shift, and whether an image is mirrored. 0 follows a smaller batch.
     """
-    if "flip" in training.augment:
-        for order, choices, _ in serial.plan_batches(examples, training, rng):
-            yield order, choices, max(1, len(order))
-        return
-    size, steps_left = training.batch_size, serial.count_steps(examples, training)
+    size, steps_left, augment = training.batch_size, serial.count_steps(examples, training), training.augment
     while steps_left > 0:
         order = torch.randperm(examples, generator=rng)[: steps_left * size]
         steps_left -= -(-examples // size)
-        if "crop" not in training.augment:
-            yield order, Choices(None, None, None), size
-            continue
-        drawn = torch.randint(0, 2 * PAD + 1, (2 * len(order),), generator=rng)
-        full = len(order) // size * size
-        # Each batch has its shifts down, then those to the right.
-        shifts = drawn[: 2 * full].view(-1, 2, size).transpose(0, 1).reshape(2, full)
-        top, left = torch.cat([shifts, drawn[2 * full :].view(2, -1)], dim=1)
-        yield order, Choices(top, left, None), size
+        for part in torch.split(order, size) if augment == "crop-flip" else [order]:
+            number = part.shape[0]
+            planned = np.zeros((-(-number // size), 4, size), np.int64)
+            _put(planned[:, :1], part.numpy() + offset)
+            if "crop" in augment:
+                _put(planned[:, 1:3], torch.randint(0, 2 * PAD + 1, (2 * number,), generator=rng).numpy())
+            if "flip" in augment:
+                _put(planned[:, 3:], (torch.rand(number, generator=rng) < 0.5).numpy())
+            yield planned
 
 
-def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor's copy on the device, without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+def _put(planned: NDArray[np.int64], numbers: NDArray[Any]) -> None:
+    """Write numbers into `[batches, channels, batch_size]`, batch after batch; the last one may be smaller."""
+    _, channels, size = planned.shape
+    full, rest = divmod(numbers.shape[0] // channels, size)
+    end = full * channels * size
+    planned[:full] = numbers[:end].reshape(full, channels, size)
+    if rest:
+        planned[full, :, :rest] = numbers[end:].reshape(channels, rest)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from fedheal.core.arrays import upload
 from fedheal.core.layout import Packed
 from fedheal.engine import graph_inputs, serial
-from fedheal.engine.device_data import DeviceData, upload
+from fedheal.engine.device_data import DeviceData
 from fedheal.engine.graph_inputs import FixedContext, capture_graph
 from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
 from fedheal.local.term import Context, Term

@@ -152,8 +152,12 @@ def finish_client(
     local: Packed,
     metrics: dict[str, float],
     out: Tensor | None = None,
+    is_update_known: bool = False,
 ) -> ClientResult:
-    """Call the terms' last hooks and return the result of training that ended at `local`; `out` receives the update."""
+    """Call the terms' last hooks and return the result of training that ended at `local`.
+
+    `out` receives the update, unless it has that of `local` already (`is_update_known`).
+    """
     training, examples = local_training.training, len(local_training.examples[task.client])
     sent, finished = local, []
     for term, ctx in zip(local_training.terms, contexts, strict=True):
@@ -166,7 +170,7 @@ def finish_client(
     reach = {"reach": effective_step(training.lr, training.momentum, steps)} if is_sgd else {}
     reply = Reply(
         client=task.client,
-        delta=torch.sub(sent.params, model.params, out=out),
+        delta=out if out is not None and is_update_known else torch.sub(sent.params, model.params, out=out),
         num_examples=examples,
         buffers=sent.buffers if len(sent.buffers) else None,
         counters=sent.counters if len(sent.counters) else None,
@@ -427,7 +431,7 @@ def find_correct_in_turn(local_training: LocalTraining, pairs: Sequence[tuple[Pa
     for _, group in groupby(pairs, key=lambda pair: id(pair[0])):
         models, splits = zip(*group, strict=True)
         module = local_training.load_model(models[0], training=False)
-        joined = _join_on_gpu(splits)
+        joined = join_on_gpu(splits)
         if joined is None:
             correct += [find_correct(module, split, local_training.precision) for split in splits]
         else:
@@ -436,7 +440,7 @@ def find_correct_in_turn(local_training: LocalTraining, pairs: Sequence[tuple[Pa
     return correct
 
 
-def _join_on_gpu(splits: Sequence[Split]) -> Split | None:
+def join_on_gpu(splits: Sequence[Split]) -> Split | None:
     """Return small splits on a GPU as one: it would spend most of the time on launches for many small batches."""
     images = [split.images for split in splits]
     is_small = images[0].is_cuda and sum(part.nbytes for part in images) <= JOINED_BYTES

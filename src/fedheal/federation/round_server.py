@@ -240,5 +240,5 @@ class RoundServer(Generic[K, R, O]):
 
 
 def _check_finite(model: Packed) -> None:
-    if not (is_finite(model.params) and is_finite(model.buffers)):
+    if not is_finite(model.params, model.buffers):
         raise ValueError("the model to continue from holds NaN or infinity: start from a finite one")

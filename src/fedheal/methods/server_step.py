@@ -187,4 +187,4 @@ def _find_overflow(
 
 
 def _is_finite(model: Packed) -> bool:
-    return is_finite(model.params) and is_finite(model.buffers)
+    return is_finite(model.params, model.buffers)

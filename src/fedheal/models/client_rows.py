@@ -46,6 +46,7 @@ class ClientRows:
         counters: `[clients, counters]`, int64.
         valid: `[clients]`, how many examples of each client's batch count; the rest is padding.
         lr: The learning rate, at a fixed address for captured steps.
+        ones: `[clients]`, the factors of the clients' losses in the loss.
         active: How many of the clients, from the first, take part in a step.
         batch_size: The number of examples of a client's batch, padding included.
     """
@@ -76,19 +77,17 @@ class ClientRows:
         self.valid = torch.zeros(clients, dtype=torch.int32, device=device)
         self.lr = torch.zeros((), dtype=dtype, device=device)
         self.active, self.batch_size = clients, 1
-        self._distinct = list(seen.values())
+        self.ones = torch.ones(clients, dtype=dtype, device=device)
+        self._to_rows, self._to_flat = _match_entries(list(seen.values()), sizes.params, end, device)
         self._leaves: dict[tuple[str, int], Tensor] = {}
 
     def load(self, models: list[Packed]) -> None:
         """Load the first rows from these models."""
-        if all(model is models[0] for model in models):
-            flat = models[0].params.expand(len(models), -1)
-        else:
-            flat = torch.stack([model.params for model in models])
-        for place in self._distinct:
-            place.view(self.params[: len(models)]).copy_(place.view_flat(flat))
-        for rows, name in ((self.buffers, "buffers"), (self.counters, "counters")):
-            torch.stack([getattr(model, name) for model in models], out=rows[: len(models)])
+        is_one = all(model is models[0] for model in models)
+        for rows, name in ((self.params, "params"), (self.buffers, "buffers"), (self.counters, "counters")):
+            vectors = [getattr(model, name) for model in models[: 1 if is_one else None]]
+            matrix = vectors[0][None] if is_one else torch.stack(vectors)
+            rows[: len(models)] = matrix.index_select(1, self._to_rows) if rows is self.params else matrix
         self.update_low()
 
     def update_low(self) -> None:
@@ -96,13 +95,12 @@ class ClientRows:
         if self.low is not None:
             self.low.copy_(self.params)
 
-    def unload(self, count: int) -> list[Packed]:
-        """Return the models of the first rows, in new memory."""
-        flat = self.params.new_empty(count, self.layout.sizes().params)
-        for place in self._distinct:
-            place.view_flat(flat).copy_(place.view(self.params[:count]))
-        buffers, counters = self.buffers[:count].clone(), self.counters[:count].clone()
-        return [Packed(*vectors) for vectors in zip(flat, buffers, counters, strict=True)]
+    def unload(self, rows: Tensor) -> Packed:
+        """Return the models of these rows, in new memory: matrices with a row for each of them."""
+        params, buffers, counters = (
+            values.index_select(0, rows) for values in (self.params, self.buffers, self.counters)
+        )
+        return Packed(params.index_select(1, self._to_flat), buffers, counters)
 
     def get_parameter(self, name: str) -> Tensor:
         """Return a parameter of the active clients, `[active, *shape]`; its `grad` is a view of `gradients`."""
@@ -120,9 +118,13 @@ class ClientRows:
         return [self.get_parameter(name) for name, _ in self.layout.sizes().tensors]
 
     def take_gradients(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss; kernels write them to `gradients` themselves, those of torch are copied there."""
+        """Compute the gradients of a loss, or of the active clients' losses.
+
+        Kernels write them to `gradients` themselves, those of torch are copied there.
+        """
         parameters = self.list_parameters()
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        factors = self.ones[: self.active] if loss.ndim else None
+        found = torch.autograd.grad(loss, parameters, factors, allow_unused=True)
         pairs = [(p.grad, g) for p, g in zip(parameters, found, strict=True) if g is not None and p.grad is not None]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [gradient for _, gradient in pairs])
@@ -142,3 +144,21 @@ class ClientRows:
         per_example = images // self.batch_size
         numbers = torch.arange(images, device=self.valid.device)
         return numbers[None, :] < (self.valid[: self.active] * per_example)[:, None]
+
+
+def split_models(matrices: Packed) -> list[Packed]:
+    """Return the models whose vectors are the rows of these matrices."""
+    return [Packed(*vectors) for vectors in zip(matrices.params, matrices.buffers, matrices.counters, strict=True)]
+
+
+def _match_entries(places: list[RowPlace], length: int, row_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return for each entry of a row its place in a flat vector, and for each of a flat vector its place in a row.
+
+    Where a row has no number, between tensors, it gets the first one: nothing reads it.
+    """
+    to_rows, to_flat = (torch.zeros(1, number, dtype=torch.int32) for number in (row_length, length))
+    flat_places, row_places = (torch.arange(number, dtype=torch.int32)[None] for number in (length, row_length))
+    for place in places:
+        place.view(to_rows).copy_(place.view_flat(flat_places))
+        place.view_flat(to_flat).copy_(place.view(row_places))
+    return to_rows[0].to(device), to_flat[0].to(device)

@@ -14,6 +14,7 @@ from fedheal.core.state import TermState
 from fedheal.data.augment import normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine import Engine
+from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.pooled import PooledEngine
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining, eval_batches, find_correct_in_turn
@@ -25,8 +26,8 @@ def evaluate_domains(
 ) -> dict[str, Any]:
     """Return the accuracy (percent) of the model per domain and per client, and the fairness metrics of both.
 
-    A client's accuracy is that on its share of its domain's test examples, which are dealt out in turn. The workers of
-    `engine` evaluate, if it has any.
+    A client's accuracy is that on its share of its domain's test examples, which are dealt out in turn. `engine` evaluates,
+    if it has workers or graphs for that.
     """
     members = federation.members
     models = {d: select_evaluated_model(federation, model, terms, members[d]) for d in federation.tests}
@@ -37,9 +38,12 @@ def evaluate_domains(
         if client in federation.validation
     ]
     pairs = [(models[domain], split) for domain, split in [*federation.tests.items(), *held_out]]
-    workers = engine if isinstance(engine, PooledEngine) else None
-    correct = workers.find_correct(pairs) if workers else find_correct_in_turn(federation.local_training, pairs)
-    is_correct = {domain: hits.cpu().numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
+    if isinstance(engine, PooledEngine | CohortEngine):
+        found = engine.find_correct(pairs)
+    else:
+        found = find_correct_in_turn(federation.local_training, pairs)
+    correct = torch.split(torch.cat(found).cpu(), [len(split) for _, split in pairs])  # read from a GPU once
+    is_correct = {domain: hits.numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
     clients: dict[str, float] = {}
     for domain, marks in is_correct.items():
         owners = np.arange(len(marks)) % max(len(members[domain]), 1)
@@ -48,7 +52,7 @@ def evaluate_domains(
         clients |= zip(members[domain], shares.tolist(), strict=False)
     hits_of: dict[str, list[Tensor]] = {}
     for (domain, _), hits in zip(held_out, correct[len(federation.tests) :], strict=True):
-        hits_of.setdefault(domain, []).append(hits.cpu())
+        hits_of.setdefault(domain, []).append(hits)
     domains = {domain: 100.0 * float(hits.mean()) for domain, hits in is_correct.items()}
     validation = {domain: 100.0 * float(torch.cat(hits).double().mean()) for domain, hits in hits_of.items()}
     return {

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedheal.aggregate.draft import CountMask, UpdateNorms
 from fedheal.aggregate.kernels import reference
 from fedheal.aggregate.validate import NonFinite
-from fedheal.core.arrays import Floats, Integers
+from fedheal.core.arrays import Floats, Integers, upload
 from fedheal.core.layout import ALIGNED
 
 PASS_ONE, STRIDE = 8192, 1024  # columns a program scans, so many at a time
@@ -63,7 +63,7 @@ def average(
     blocks = triton.cdiv(whole, PASS_TWO)
     unkept = torch.zeros(blocks + 1, dtype=torch.int32, device=device)
     counts, limits, slot_stride, sign = _unpack_mask(mask, unused=unkept)
-    row_index, shares = _copy_to(device, rows)[0], torch.from_numpy(weights).to(device)
+    row_index, shares = _copy_to(device, rows)[0], upload(torch.from_numpy(weights), device)
     for number, first, last, block in ((blocks, 0, whole, PASS_TWO), (int(whole < length), whole, length, ALIGNED)):
         if number:
             _average[(number,)](
@@ -71,7 +71,8 @@ def average(
                 first, last, deltas.stride(0), deltas.stride(1), slot_stride, len(rows),
                 sign, block=block, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
-    return after.to(params.device), int(unkept.sum())
+    is_kept = mask is None and bool(weights.any())  # then every entry, without a look at the GPU
+    return after.to(params.device), 0 if is_kept else int(unkept.sum())
 
 
 def _scan(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None, step: int) -> Tensor:
@@ -131,7 +132,7 @@ def _blocks(tensors: tuple[int, ...], device: torch.device) -> _Blocks:
 
 
 def _copy_to(device: torch.device, *columns: Integers) -> Tensor:
-    return torch.from_numpy(np.stack(columns)).to(device, non_blocking=True)
+    return upload(torch.from_numpy(np.stack(columns)), device)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -26,7 +26,7 @@ def keep_entries(draft: Draft, kept: Tensor) -> Draft:
     if tuple(kept.shape) != wanted or kept.dtype != torch.bool:
         raise ValueError(f"kept is {kept.dtype} of shape {tuple(kept.shape)}: give booleans of shape {wanted}")
     reference.check_finite(deltas, draft.rows)
-    up = draft.select_rows(deltas) >= 0
+    up = draft.view_rows(deltas) >= 0
     # The thresholds 1 and 3 keep an entry with a count of 1, and drop one that goes up with 0, or down with 3.
     counts = torch.where(kept.to(up.device), 1, torch.where(up, 0, 3)).to(torch.uint8)
     # Behind the parameters: buffers and counters are kept, for the reducer of `variant="released"`.
