@@ -93,7 +93,10 @@ def _polish(hull: Floats, x: Floats) -> Floats:
     """Solve exactly on the support, to regain the digits that the soft sum constraint has cost."""
     support = np.flatnonzero(x > 0)
     r = np.asarray(np.linalg.qr(hull[:, support], mode="r"), np.float64)
-    z = np.linalg.solve(r, np.linalg.solve(r.T, np.ones(len(support))))
+    try:
+        z = np.linalg.solve(r, np.linalg.solve(r.T, np.ones(len(support))))
+    except np.linalg.LinAlgError:  # the hull contains 0, as with two equal clients: its sum constraint costs no digits
+        return x
     z /= z.sum()
     if not (np.isfinite(z).all() and (z > 0).all()):
         return x
