@@ -347,7 +347,7 @@ def test_beta_is_ignored_and_nothing_is_remembered():
 @pytest.mark.parametrize("floor", [0.0, 0.25])
 def test_two_clients_whose_mean_is_the_reference_share_the_weight(floor):
     """The matrix of the least squares problem is exactly singular then, on some machines to the last digit."""
-    for gram in (np.eye(2), np.array([[3.0, 0.5], [0.5, 3.0]])):
-        p, residual = solve_weights(gram, np.full(2, 0.5), 1e-4, floor)
+    for matrix in (np.eye(2), np.array([[3.0, 0.5], [0.5, 3.0]])):
+        p, residual = solve_weights(matrix, np.full(2, 0.5), 1e-4, floor)
         assert p.tolist() == pytest.approx([0.5, 0.5], abs=1e-12)
         assert residual < 1e-12

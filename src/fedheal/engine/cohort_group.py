@@ -98,11 +98,12 @@ class CohortGroup:
 
     def _make_schedule(self, local_training: LocalTraining, tasks: Sequence[Task]) -> "Schedule":
         """Return the schedule of these clients, whose batch sizes `counts` then has; most often it is the last one."""
-        key = tuple(t.client for t in tasks), looks_at_batches(local_training.terms)
+        training, needs_sizes = local_training.training, looks_at_batches(local_training.terms)
+        key = tuple(t.client for t in tasks), needs_sizes, training.batch_size, training.epochs, training.steps
         if self.schedule is None or self.schedule.key != key:
-            batches = [serial.list_batch_sizes(self.data.sizes[client], local_training.training) for client in key[0]]
+            batches = [serial.list_batch_sizes(self.data.sizes[task.client], training) for task in tasks]
             order = sorted(range(len(batches)), key=lambda i: (-len(batches[i]), i))
-            kinds = list_kinds(key[1], [batches[i] for i in order])
+            kinds = list_kinds(needs_sizes, [batches[i] for i in order])
             sizes = [torch.tensor([size for size, _ in batches[i]], dtype=torch.int32) for i in order]
             counts = torch.nn.utils.rnn.pad_sequence(sizes)
             self.counts.zero_()
@@ -229,7 +230,7 @@ class CohortGroup:
 class Schedule:
     """Which client has which row, and the steps that the clients take together."""
 
-    key: Hashable  # the clients, and whether a term looks at batches
+    key: Hashable  # what it follows from: the clients, their steps, and whether a term looks at batches
     order: list[int]  # the clients, by index, in the order of their rows: those with the most steps first
     kinds: list[Kind]  # of the steps
     rows: Tensor  # each client's row
