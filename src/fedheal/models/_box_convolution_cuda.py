@@ -14,6 +14,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
+from fedheal.models._stacked_cuda import store_moments
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.kernel_launches import launch
 from fedheal.models.stacked_layers import StackedConv2d
@@ -124,8 +125,13 @@ class Moments:
         return Moments(torch.empty(clients, 2, chunks, channels, device=device), chunks, rows)
 
 
+def set_moments(y: Tensor, moments: Moments | None) -> None:
+    """Note the moments at a convolution's output, for as long as nobody changes it."""
+    y.moments = moments, y._version  # type: ignore[attr-defined]
+
+
 def get_moments(y: Tensor) -> Moments | None:
-    """Return the moments that a convolution noted at its output, or None if there are none or it was changed since."""
+    """Return the moments that were noted, or None if there are none or the output was changed since."""
     moments, version = getattr(y, "moments", (None, 0))
     return moments if version == y._version else None
 
@@ -136,8 +142,7 @@ def convolve_boxes(layer: StackedConv2d, x: Tensor) -> Tensor:
     shape = (number, layer.out_channels, height // stride, width // stride)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     tiles = choose_convolution_boxes(layer.out_channels, flip=False)
-    moments = _launch_convolution(layer, x, y, None, tiles, flip=False)
-    y.moments = moments, y._version  # type: ignore[attr-defined]
+    set_moments(y, _launch_convolution(layer, x, y, None, tiles, flip=False))
     return y
 
 
@@ -308,19 +313,6 @@ def load_box(
     return box.reshape(rows, tile)
 
 
-@triton.jit
-def store_moments(
-    moments, total, used_rows, tile, chunks, output, outputs, tile_outputs: tl.constexpr, rows: tl.constexpr
-):
-    """Store the mean and the sum of squared deviations of a tile's first rows, which are the last dimension of `total`."""
-    is_used = (tl.arange(0, rows) < used_rows)[None, :]
-    mean = tl.sum(tl.where(is_used, total, 0.0), axis=1) / tl.maximum(used_rows, 1)
-    difference = tl.where(is_used, total - mean[:, None], 0.0)
-    at = moments + tile * outputs + output + tl.arange(0, tile_outputs)
-    tl.store(at, mean)
-    tl.store(at + chunks * outputs, tl.sum(difference * difference, axis=1))
-
-
 @triton.jit(do_not_specialize=["height", "width", "client_images", "per_example", "chunks"])
 def multiply_boxes(
     x, w, y, added, moments, valid, height, width, inputs, outputs, client_images, per_example, chunks,
@@ -352,9 +344,9 @@ def multiply_boxes(
             weights = w.load([client, output, tap * inputs + channel])
             total = tl.dot(weights.reshape(tile_outputs, tile_inputs), positions.T, total)
     if has_moments:
-        moments += client.to(tl.int64) * 2 * chunks * outputs
+        at = moments + (client.to(tl.int64) * 2 * chunks + tile) * outputs + output + tl.arange(0, tile_outputs)
         used_rows = used_images * box_height * box_width
-        store_moments(moments, total, used_rows, tile, chunks, output, outputs, tile_outputs, rows)
+        store_moments(at, total.T, used_rows, chunks * outputs, tl.arange(0, tile_outputs) >= 0, rows)
     result = total.T
     if has_added:
         result += added.load([first, row, column, output]).reshape(rows, tile_outputs).to(tl.float32)

@@ -2,7 +2,8 @@
 
 Feature maps are `[clients, images, height, width, channels]`. A convolution's weights are `[clients, outputs, taps, inputs]`,
 where a tap is a position of the kernel; rows of different clients may lie apart. Sums have a fixed order, so results repeat bit
-for bit. Matrix products accumulate in float32.
+for bit. Matrix products accumulate in float32. Of a number the compiler knows only whether 16 divides it, so those of channels
+that 16 does not divide are constants (`narrow`): it then sees which ones are next to each other, and loads them together.
 """
 
 import triton  # type: ignore[import-not-found, unused-ignore]
@@ -13,18 +14,42 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 SHAPES = ["rows", "positions", "height", "width", "out_height", "out_width"]
 
 
+@triton.jit
+def find_packed_inputs(i, image, top, left, is_row, height, width, inputs, size: tl.constexpr):
+    """Return where the inputs of all taps lie that output positions need, and which of them are inside the image."""
+    row, column = top[:, None] + (i // inputs // size)[None, :], left[:, None] + (i // inputs % size)[None, :]
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & is_row[:, None]
+    at = (((image * height)[:, None] + row) * width + column) * inputs + (i % inputs)[None, :]
+    return at, inside & (i < size * size * inputs)[None, :]
+
+
+@triton.jit
+def store_moments(at, total, used_rows, apart, known, rows: tl.constexpr):
+    """Store the mean and, `apart` from it, the sum of squared deviations of a tile's first rows, those that are no padding."""
+    used_rows = tl.minimum(tl.maximum(used_rows, 0), rows)
+    is_used = (tl.arange(0, rows) < used_rows)[:, None]
+    mean = tl.sum(tl.where(is_used, total, 0.0), axis=0) / tl.maximum(used_rows, 1)
+    difference = tl.where(is_used, total - mean[None, :], 0.0)
+    tl.store(at, mean, mask=known)
+    tl.store(at + apart, tl.sum(difference * difference, axis=0), mask=known)
+
+
 @triton.jit(do_not_specialize=[*SHAPES, "stride"])
 def convolve(
-    x, w, y, valid, rows, positions, height, width, out_height, out_width, stride, inputs, outputs,
+    x, w, y, moments, valid, rows, positions, height, width, out_height, out_width, stride, inputs, outputs,
     x_client, w_client, y_client, w_input, w_tap, w_output,
-    size: tl.constexpr, flip: tl.constexpr, packed: tl.constexpr, precision: tl.constexpr,
+    size: tl.constexpr, flip: tl.constexpr, packed: tl.constexpr, precision: tl.constexpr, has_moments: tl.constexpr,
     even_inputs: tl.constexpr, even_outputs: tl.constexpr,
+    narrow_inputs: tl.constexpr, narrow_outputs: tl.constexpr,
     tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile_inputs: tl.constexpr,
 ):  # fmt: skip
     """Compute `y = x * w`; with `flip` the gradient of the input of a convolution with stride 1, `x` being that of the output.
 
     The result is 0 in tiles that are all padding. `packed`: the inputs of all taps, if they are few, make one product.
+    `moments` receives the tile's, without padding.
     """
+    inputs = narrow_inputs if narrow_inputs > 0 else inputs
+    outputs = narrow_outputs if narrow_outputs > 0 else outputs
     client = tl.program_id(2).to(tl.int64)
     x += client * x_client
     w += client * w_client
@@ -39,15 +64,10 @@ def convolve(
     is_used = tl.program_id(0) * tile_rows < tl.load(valid + client) * positions
     if packed:
         if is_used:
-            tap, channel = k // inputs, k % inputs
-            row, column = top[:, None] + (tap // size)[None, :], left[:, None] + (tap % size)[None, :]
-            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (m < rows)[:, None]
-            inside = inside & (tap < size * size)[None, :]
-            at = (first[:, None] + row * width + column) * inputs + channel[None, :]
-            a = tl.load(x + at, mask=inside, other=0.0)
-            known = (tap < size * size)[:, None] & (n < outputs)[None, :]
+            at, inside = find_packed_inputs(k, image, top, left, m < rows, height, width, inputs, size)
+            known = (k < size * size * inputs)[:, None] & (n < outputs)[None, :]
             b = tl.load(w + k[:, None] + n[None, :] * w_output, mask=known, other=0.0)
-            total = tl.dot(a, b, total, input_precision=precision)
+            total = tl.dot(tl.load(x + at, mask=inside, other=0.0), b, total, input_precision=precision)
     else:
         blocks = tl.cdiv(inputs, tile_inputs)
         steps = tl.where(is_used, size * size * blocks, 0)
@@ -67,6 +87,10 @@ def convolve(
             else:
                 b = tl.load(w + weight_at, mask=(channel < inputs)[:, None] & (n < outputs)[None, :], other=0.0)
             total = tl.dot(a, b, total, input_precision=precision)
+    if has_moments:
+        used_rows = tl.minimum(tl.load(valid + client) * positions, rows) - tl.program_id(0) * tile_rows
+        at = moments + (client * 2 * tl.num_programs(0) + tl.program_id(0)) * outputs + n
+        store_moments(at, total, used_rows, tl.num_programs(0) * outputs, n < outputs, tile_rows)
     mask = (m < rows)[:, None]
     if not even_outputs:
         mask = mask & (n < outputs)[None, :]
@@ -154,15 +178,6 @@ def turn(w, turned, w_client, outputs, columns, tile: tl.constexpr):
 
 
 @triton.jit
-def find_packed_inputs(i, image, top, left, is_row, height, width, inputs, size: tl.constexpr):
-    """Return where the inputs of all taps lie that output positions need, and which of them are inside the image."""
-    row, column = top[:, None] + (i // inputs // size)[None, :], left[:, None] + (i // inputs % size)[None, :]
-    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & is_row[:, None]
-    at = (((image * height)[:, None] + row) * width + column) * inputs + (i % inputs)[None, :]
-    return at, inside & (i < size * size * inputs)[None, :]
-
-
-@triton.jit
 def store_gradient(dw, total, o, i, columns, is_known, x_scale, dy_scale):
     """Write a tile of a weight gradient, without the scales of the inputs."""
     tl.store(dw + o[:, None] * columns + i[None, :], total / x_scale / dy_scale, mask=is_known)
@@ -173,7 +188,7 @@ def weight_gradient(
     x, dy, x_largest, dy_largest, dw, valid, rows, positions, chunk_rows, stride, inputs, outputs, x_client, y_client,
     dw_client, dw_chunk, height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
     size: tl.constexpr, columns: tl.constexpr, packed: tl.constexpr, scaled: tl.constexpr, precision: tl.constexpr,
-    even_inputs: tl.constexpr, even_outputs: tl.constexpr,
+    even_inputs: tl.constexpr, even_outputs: tl.constexpr, narrow_inputs: tl.constexpr, narrow_outputs: tl.constexpr,
     tile_outputs: tl.constexpr, tile_inputs: tl.constexpr, tile_rows: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights' gradient over one chunk of the output's positions, without padding.
@@ -182,6 +197,8 @@ def weight_gradient(
     `scaled`: the inputs were scaled by their largest numbers (`scale_to_half`). Every step divides by the output's size, which
     is a constant here: that is a third faster.
     """
+    inputs = narrow_inputs if narrow_inputs > 0 else inputs
+    outputs = narrow_outputs if narrow_outputs > 0 else outputs
     chunk, client = tl.program_id(1), tl.program_id(2).to(tl.int64)
     input_tiles = 1 if packed else tl.cdiv(inputs, tile_inputs)
     tiles = input_tiles * tl.cdiv(outputs, tile_outputs)
@@ -228,9 +245,11 @@ def weight_gradient(
 
 @triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks", "positions"])
 def moments(
-    x, partials, valid, rows, positions, chunk_rows, channels, chunks, tile_rows: tl.constexpr, width: tl.constexpr
-):
+    x, partials, valid, rows, positions, chunk_rows, channels, chunks, tile_rows: tl.constexpr, width: tl.constexpr,
+    narrow: tl.constexpr,
+):  # fmt: skip
     """Compute a chunk's mean and sum of squared deviations from differences to its first row."""
+    channels = narrow if narrow > 0 else channels
     p, c, client = tl.program_id(0), tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2)
     known = c < channels
     x += client.to(tl.int64) * rows * channels
@@ -302,10 +321,11 @@ def statistics_of_moments(
 @triton.jit(do_not_specialize=["rows", "positions"])
 def apply_norm(
     x, shortcut, y, statistics, weight, bias, valid, largest, rows, positions, channels, row_length,
-    tile_rows: tl.constexpr, width: tl.constexpr, has_shortcut: tl.constexpr, relu: tl.constexpr,
+    tile_rows: tl.constexpr, width: tl.constexpr, narrow: tl.constexpr, has_shortcut: tl.constexpr, relu: tl.constexpr,
     has_padding: tl.constexpr, has_largest: tl.constexpr,
 ):  # fmt: skip
     """Normalise, add the shortcut, apply ReLU; padding is 0, and is not read. `largest` receives the largest number."""
+    channels = narrow if narrow > 0 else channels
     c, client = tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
     known = c < channels
     statistics += client * 2 * channels
@@ -334,9 +354,10 @@ def apply_norm(
 @triton.jit(do_not_specialize=["rows", "chunk_rows", "chunks", "positions"])
 def gradient_sums(
     dy, x, y, statistics, weight, bias, partials, valid, rows, positions, chunk_rows, channels, chunks, row_length,
-    tile_rows: tl.constexpr, width: tl.constexpr, relu: tl.constexpr, has_shortcut: tl.constexpr,
+    tile_rows: tl.constexpr, width: tl.constexpr, narrow: tl.constexpr, relu: tl.constexpr, has_shortcut: tl.constexpr,
 ):  # fmt: skip
     """Sum a chunk's gradient, and its product with the normalised input."""
+    channels = narrow if narrow > 0 else channels
     p, c, client = tl.program_id(0), tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
     known = c < channels
     valid_rows = tl.load(valid + client) * positions
@@ -385,10 +406,11 @@ def reduce_sums(partials, dweight, dbias, channels, chunks, row_length, block: t
 @triton.jit(do_not_specialize=["rows", "positions"])
 def norm_input_gradient(
     dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, valid, largest, rows, positions, channels,
-    row_length, tile_rows: tl.constexpr, width: tl.constexpr, relu: tl.constexpr, has_shortcut: tl.constexpr,
-    has_largest: tl.constexpr,
+    row_length, tile_rows: tl.constexpr, width: tl.constexpr, narrow: tl.constexpr, relu: tl.constexpr,
+    has_shortcut: tl.constexpr, has_largest: tl.constexpr,
 ):  # fmt: skip
     """Compute the input's gradient, which is 0 in rows that do not count. `largest` receives its largest number."""
+    channels = narrow if narrow > 0 else channels
     c, client = tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
     known = c < channels
     statistics += client * 2 * channels

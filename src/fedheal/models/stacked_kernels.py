@@ -16,8 +16,8 @@ from fedheal.models.stacked_layers import StackedBatchNorm, StackedConv2d
 PROGRAMS = 1024  # about as many as fill a GPU with matrix products
 SUM_PROGRAMS = 4096  # that sum gradients of a normalisation
 MAX_CHUNKS = 512
-PACKED = 64  # inputs of all taps up to which they make one product
-TILE_ROWS = 32  # of batch normalisation, with two warps: measured on an H200, as are the deviations from it
+PACKED = 128  # inputs of all taps up to which they make one product
+TILE = 2048  # entries of batch normalisation, with two warps: measured on an H200, as are the deviations from it
 NORM_WARPS = 2
 LARGE_MAP = 1 << 15  # positions of a client's batch, which are cut into enough chunks to fill a GPU
 FLOATS = (torch.float32, torch.bfloat16)
@@ -147,6 +147,11 @@ def _tile_for(channels: int, widest: int) -> int:
     return min(widest, max(16, 1 << (channels - 1).bit_length()))
 
 
+def _find_narrow(channels: int) -> int:
+    """Return a number of channels that kernels must know as a constant, or 0."""
+    return channels if channels % 16 else 0
+
+
 def _count_client_entries(x: Tensor, clients: int) -> int:
     return x.numel() // clients
 
@@ -162,27 +167,35 @@ def launch_convolution(layer: StackedConv2d, x: Tensor) -> Tensor:
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     weights = _get_weights(layer, x.dtype)
     strides = {"w_input": weights.input, "w_tap": weights.tap, "w_output": weights.output}
-    _run_convolution(layer, x, y, inputs, layer.out_channels, weights, strides, stride=stride, flip=False)
+    moments = _run_convolution(layer, x, y, inputs, layer.out_channels, weights, strides, stride=stride, flip=False)
+    boxes.set_moments(y, moments)
     return y
 
 
 def _run_convolution(
     layer: StackedConv2d, x: Tensor, y: Tensor, inputs: int, outputs: int, weights: _Weights, strides: dict[str, int],
     stride: int, flip: bool,
-) -> None:  # fmt: skip
+) -> boxes.Moments | None:  # fmt: skip
+    """Launch the kernel; return the moments of the output in training."""
     clients, size = layer.rows.active, layer.kernel_size[0]
     rows = y.shape[0] // clients * y.shape[2] * y.shape[3]
     tiles, packed = choose_convolution_tiles(inputs, outputs, x.dtype), size * size * inputs <= PACKED and not flip
     if packed:
         tiles["tile_inputs"] = _tile_for(size * size * inputs, PACKED)
-    grid = (triton.cdiv(rows, tiles["tile_rows"]), triton.cdiv(outputs, tiles["tile_outputs"]), clients)
+    chunks, moments = triton.cdiv(rows, tiles["tile_rows"]), None
+    if layer.training and not flip:
+        moments = boxes.Moments.allocate(clients, chunks, tiles["tile_rows"], outputs, x.device)
     launch(
-        kernels.convolve, grid,
-        x, weights.values, y, layer.rows.valid, rows, rows // layer.rows.batch_size, *x.shape[2:],
+        kernels.convolve, (chunks, triton.cdiv(outputs, tiles["tile_outputs"]), clients),
+        x, weights.values, y, layer.rows.valid if moments is None else moments.values, layer.rows.valid, rows,
+        rows // layer.rows.batch_size, *x.shape[2:],
         *y.shape[2:], stride, inputs, outputs, _count_client_entries(x, clients), weights.client,
         _count_client_entries(y, clients), **strides, size=size, flip=flip, packed=packed, precision=_get_precision(),
-        even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
+        has_moments=moments is not None,
+        even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0,
+        narrow_inputs=_find_narrow(inputs), narrow_outputs=_find_narrow(outputs), **tiles,
     )  # fmt: skip
+    return moments
 
 
 def choose_convolution_tiles(inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, int]:
@@ -237,14 +250,7 @@ def write_weight_gradient(
     rows = dy.shape[0] // clients * dy.shape[2] * dy.shape[3]
     box_tiles = boxes.choose_gradient_boxes(layer, x) if boxes.supports_boxes(layer, x) else None
     if box_tiles is not None:
-        programs, positions = boxes.count_gradient_programs(layer, box_tiles), box_tiles.box.count_positions()
-        sums = _ChunkSums(layer, choose_chunks(programs * clients, rows, positions))
-        boxes.launch_weight_gradient_of_boxes(
-            layer, x, dy, box_tiles, triton.cdiv(rows // positions, sums.chunks), sums.chunks, sums.out, sums.client,
-            sums.chunk,
-        )  # fmt: skip
-        sums.add()
-        return
+        return _write_weight_gradient_of_boxes(layer, x, dy, box_tiles)
     packed = size * size * inputs <= PACKED
     # A tensor core takes float32 only if the numbers of a sum, here over positions, are next to each other.
     scaled = x.dtype == torch.float32 and _get_precision() == "tf32" and not packed
@@ -266,8 +272,21 @@ def write_weight_gradient(
         rows // layer.rows.batch_size, chunk_rows, stride, inputs, outputs,
         _count_client_entries(x, clients), _count_client_entries(dy, clients), sums.client, sums.chunk, *x.shape[2:],
         *dy.shape[2:], size=size, packed=packed, scaled=scaled, precision=_get_precision(),
-        even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
+        even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0,
+        narrow_inputs=_find_narrow(inputs), narrow_outputs=_find_narrow(outputs), **tiles,
     )  # fmt: skip
+    sums.add()
+
+
+def _write_weight_gradient_of_boxes(layer: StackedConv2d, x: Tensor, dy: Tensor, tiles: boxes.GradientTiles) -> None:
+    clients = layer.rows.active
+    programs, positions = boxes.count_gradient_programs(layer, tiles), tiles.box.count_positions()
+    rows = dy.shape[0] // clients * dy.shape[2] * dy.shape[3]
+    sums = _ChunkSums(layer, choose_chunks(programs * clients, rows, positions))
+    chunk_tiles = triton.cdiv(rows // positions, sums.chunks)
+    boxes.launch_weight_gradient_of_boxes(
+        layer, x, dy, tiles, chunk_tiles, sums.chunks, sums.out, sums.client, sums.chunk
+    )
     sums.add()
 
 
@@ -318,8 +337,9 @@ def choose_gradient_tiles(
 
 
 def choose_chunks(programs: int, rows: int, tile_rows: int) -> int:
-    """Return into how many chunks the positions are cut, so that the programs fill a GPU."""
-    return max(1, min(PROGRAMS // programs, rows // (4 * tile_rows)))
+    """Return into how many chunks the positions are cut, so that the programs fill a GPU; sums of chunks cost time, too."""
+    most = PROGRAMS if rows >= LARGE_MAP else PROGRAMS // 2
+    return max(1, min(most // programs, rows // (4 * tile_rows)))
 
 
 def supports_norm(x: Tensor, shortcut: Tensor | None) -> bool:
@@ -375,12 +395,12 @@ class StackedNorm(torch.autograd.Function):
         partials = torch.empty(rows.active, 2, sizes.chunks, sizes.channels, device=x.device)
         weight, bias = _get_affine(layer, rows.params)
         dweight, dbias = _get_affine(layer, rows.gradients)
-        flags = {"width": sizes.width, "relu": ctx.relu, "has_shortcut": ctx.has_shortcut}
+        flags = {"relu": ctx.relu, "has_shortcut": ctx.has_shortcut, **sizes.constants}
         params = rows.params.shape[1]
         launch(
         kernels.gradient_sums, (sizes.chunks, sizes.channel_tiles, rows.active),
             dy, x, y, statistics, weight, bias, partials, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows,
-            sizes.channels, sizes.chunks, params, tile_rows=TILE_ROWS, num_warps=NORM_WARPS, **flags,
+            sizes.channels, sizes.chunks, params, tile_rows=sizes.tile_rows, num_warps=NORM_WARPS, **flags,
         )  # fmt: skip
         launch(
             kernels.reduce_sums,
@@ -397,7 +417,7 @@ class StackedNorm(torch.autograd.Function):
         dx, largest = torch.empty_like(x), _allocate_largest(x, rows.active)
         # Without ReLU the shortcut's gradient is dy itself.
         shortcut_gradient = torch.empty_like(x) if ctx.has_shortcut and ctx.relu else dy
-        tile_rows = TILE_ROWS // 2 if ctx.has_shortcut else TILE_ROWS
+        tile_rows = sizes.tile_rows // 2 if ctx.has_shortcut else sizes.tile_rows
         launch(
         kernels.norm_input_gradient, (triton.cdiv(sizes.rows, tile_rows), sizes.channel_tiles, rows.active),
             dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, rows.valid,
@@ -416,10 +436,11 @@ class _NormSizes:
         self.rows = x.numel() // (self.channels * rows.active)
         self.positions = self.rows // rows.batch_size
         self.clients = rows.active
-        self.width = _choose_width(self.channels)
-        self.channel_tiles = triton.cdiv(self.channels, self.width)
+        width = _choose_width(self.channels)
+        self.constants = {"width": width, "narrow": _find_narrow(self.channels)}
+        self.channel_tiles, self.tile_rows = triton.cdiv(self.channels, width), TILE // width
         programs = self.channel_tiles * self.clients
-        self.chunks = max(1, min(MAX_CHUNKS, most_programs // programs, self.rows // TILE_ROWS))
+        self.chunks = max(1, min(MAX_CHUNKS, most_programs // programs, self.rows // self.tile_rows))
         self.chunk_rows = -(-self.rows // self.chunks)
 
     def allocate_statistics(self, x: Tensor) -> Tensor:
@@ -433,7 +454,7 @@ def _find_moments(x: Tensor, rows: ClientRows, sizes: _NormSizes) -> boxes.Momen
     launch(
         kernels.moments, (sizes.chunks, sizes.channel_tiles, sizes.clients),
         x, moments.values, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows, sizes.channels, sizes.chunks,
-        tile_rows=TILE_ROWS, width=sizes.width, num_warps=2 * NORM_WARPS,
+        tile_rows=sizes.tile_rows, num_warps=2 * NORM_WARPS, **sizes.constants,
     )  # fmt: skip
     return moments
 
@@ -464,11 +485,11 @@ def _launch_scale(
     positions = 0 if clients is None else rows // clients.batch_size
     largest = None if clients is None else _allocate_largest(x, number)
     launch(
-        kernels.apply_norm, (triton.cdiv(rows, TILE_ROWS), triton.cdiv(channels, width), number),
+        kernels.apply_norm, (triton.cdiv(rows, TILE // width), triton.cdiv(channels, width), number),
         x, y if shortcut is None else shortcut, y, statistics, weight, bias,
         statistics if clients is None else clients.valid,
         statistics if largest is None else largest.view(torch.int32), rows, positions, channels, row_length,
-        tile_rows=TILE_ROWS, width=width, has_shortcut=shortcut is not None, relu=relu,
+        tile_rows=TILE // width, width=width, narrow=_find_narrow(channels), has_shortcut=shortcut is not None, relu=relu,
         has_padding=clients is not None, has_largest=largest is not None, num_warps=NORM_WARPS,
     )  # fmt: skip
     _set_largest(y, largest)
@@ -476,7 +497,7 @@ def _launch_scale(
 
 
 def _choose_width(channels: int) -> int:
-    return next((width for width in (64, 32, 16) if channels % width == 0), _tile_for(channels, 64))
+    return next((width for width in (64, 32, 16, 8) if channels % width == 0), _tile_for(channels, 64))
 
 
 def supports_evaluation(norm: nn.Module, x: Tensor, shortcut: Tensor | None) -> bool:
