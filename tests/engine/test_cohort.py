@@ -14,9 +14,11 @@ from fedheal.data.domains import Split
 from fedheal.engine import cohort, describe_engine
 from fedheal.engine.cohort import CohortEngine, find_faster_in_lanes
 from fedheal.engine.cohort_group import list_kinds
+from fedheal.engine.graph_evaluation import copy_with_fused_layers
 from fedheal.engine.serial import SerialEngine, Task, list_batch_sizes, plan_batches
 from fedheal.local.term import Context, Term
 from fedheal.models.client_rows import ClientRows, split_models
+from fedheal.models.fused_norm import FusedBatchNorm2d
 from fedheal.models.max_pooling import FusedMaxPool2d
 from fedheal.models.stacked_layers import DoesNotFitError, stack_module
 from fedheal.simulate.round import initial_state
@@ -304,3 +306,14 @@ def test_batch_sizes_are_those_of_the_planned_batches() -> None:
         given = replace(training, steps=steps, epochs=epochs, batch_size=4)
         planned = [(len(index), last) for index, _, last in plan_batches(examples, given, torch.Generator())]
         assert list_batch_sizes(examples, given) == planned
+
+
+def test_the_copy_for_evaluation_shares_the_tensors_and_has_the_same_results() -> None:
+    module = federation().local_training.module.eval()
+    made = copy_with_fused_layers(module)
+    for one, two in zip([*module.parameters(), *module.buffers()], [*made.parameters(), *made.buffers()], strict=True):
+        assert one is two
+    assert {type(part).__name__ for part in made.modules()} >= {"FusedBatchNorm2d", "FusedMaxPool2d"}
+    assert not any(isinstance(part, FusedBatchNorm2d) for part in module.modules())
+    x = torch.randn(4, 3, 32, 32)
+    assert torch.equal(module(x), made(x))

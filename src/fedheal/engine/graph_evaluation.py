@@ -1,21 +1,27 @@
 """Evaluate models on a GPU, round after round on the same splits.
 
 Launching the kernels of a small network takes longer than running them: a pass that takes little memory is captured in a CUDA
-graph, which holds on to that memory.
+graph, which holds on to that memory. The network is a copy with faster layers, which shares the module's tensors.
 """
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedheal.core.layout import Packed
+from fedheal.data.augment import normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine import serial
 from fedheal.engine.graph_inputs import capture_graph
 from fedheal.engine.lanes import use_streams
+from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining
 from fedheal.local.term import NotCapturableError
+from fedheal.models.fused_norm import FusedBatchNorm2d
+from fedheal.models.max_pooling import has_hooks, replace_pooling
 
 MOST_BYTES = 1 << 30  # that a pass takes, to be captured
 
@@ -25,9 +31,12 @@ class GraphEvaluation:
 
     def __init__(self, local_training: LocalTraining) -> None:
         self.local_training = local_training
+        if local_training.device.type == "cuda":
+            self.local_training = replace(local_training, module=copy_with_fused_layers(local_training.module))
         self.splits: list[Split] = []  # of the last pass
-        self.joined: Split | None = None  # the same at a fixed address, if the pass can be captured
+        self.joined: Split | None = None  # the same as one, if the pass can be captured
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.model: Packed | None = None  # that the graph reads
         self.hits: Tensor | None = None  # which examples are correct; the graph writes it
 
     def find_correct(self, pairs: Sequence[tuple[Packed, Split]]) -> list[Tensor]:
@@ -36,7 +45,7 @@ class GraphEvaluation:
         if device.type != "cuda" or len({id(model) for model, _ in pairs}) != 1:
             return serial.find_correct_in_turn(self.local_training, pairs)
         if [*map(id, splits)] != [*map(id, self.splits)]:
-            self.splits, self.joined, self.graph, self.hits = splits, None, None, None
+            self.splits, self.joined, self.graph, self.model, self.hits = splits, None, None, None, None
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             correct = serial.find_correct_in_turn(self.local_training, pairs)
@@ -45,23 +54,49 @@ class GraphEvaluation:
             return correct
         if self.joined is None:
             return serial.find_correct_in_turn(self.local_training, pairs)
-        self.local_training.load_model(pairs[0][0], training=False)
-        if self.graph is None:
+        model = pairs[0][0]
+        if self.graph is None or self.model is None:
             try:
-                self.graph = self._capture(self.joined)
+                self.graph = self._capture(self.joined, model)
             except (NotCapturableError, torch.OutOfMemoryError):
                 self.joined = None
                 return serial.find_correct_in_turn(self.local_training, pairs)
+        else:
+            torch._foreach_copy_(_list_vectors(self.model), _list_vectors(model))
         self.graph.replay()
         assert self.hits is not None
         return list(torch.split(self.hits.clone(), [len(split) for split in splits]))
 
-    def _capture(self, joined: Split) -> torch.cuda.CUDAGraph:
-        module, precision, device = self.local_training.module, self.local_training.precision, joined.images.device
+    def _capture(self, joined: Split, model: Packed) -> torch.cuda.CUDAGraph:
+        """Capture the loading of a model and its evaluation, on images that are normalised once."""
+        training, device = self.local_training, joined.images.device
+        images = normalise_images(joined.images)
+        if training.precision == "bf16":  # as autocast does with every batch
+            images = images.to(torch.bfloat16)
+        batches = torch.split(images, serial.choose_eval_batch_size(joined))
+        self.model = fixed = Packed(*(vector.clone() for vector in _list_vectors(model)))
 
         def find() -> None:
-            self.hits = serial.find_correct(module, joined, precision)
+            module = training.load_model(fixed, training=False)
+            with autocast(training.precision, device):
+                found = [module(batch).argmax(dim=1) for batch in batches]
+            self.hits = torch.cat(found) == joined.labels
 
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with use_streams(device, [stream]), torch.cuda.stream(stream):
+        with torch.no_grad(), use_streams(device, [stream]), torch.cuda.stream(stream):
             return capture_graph(torch.cuda.graph_pool_handle(), find)
+
+
+def copy_with_fused_layers(module: nn.Module) -> nn.Module:
+    """Return a copy with faster layers for evaluation, whose parameters and buffers are those of the module."""
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    made = copy.deepcopy(module, shared)
+    for part in made.modules():
+        if type(part) is nn.BatchNorm2d and not has_hooks(part):
+            part.__class__ = FusedBatchNorm2d
+    replace_pooling(made)
+    return made
+
+
+def _list_vectors(model: Packed) -> list[Tensor]:
+    return [model.params, model.buffers, model.counters]

@@ -49,18 +49,19 @@ def replace_pooling(module: nn.Module) -> None:
             if not _is_plain_pooling(child):
                 continue
             next_name, follower = children[i + 1] if i + 1 < len(children) else ("", None)
-            has_relu = type(parent) is nn.Sequential and type(follower) is nn.ReLU and not _has_hooks(follower)
+            has_relu = type(parent) is nn.Sequential and type(follower) is nn.ReLU and not has_hooks(follower)
             parent.set_submodule(name, FusedMaxPool2d(has_relu))
             if has_relu:
                 parent.set_submodule(next_name, nn.Identity())
 
 
 def _is_plain_pooling(module: nn.Module | None) -> bool:
-    if type(module) is not nn.MaxPool2d or module.ceil_mode or module.return_indices or _has_hooks(module):
+    if type(module) is not nn.MaxPool2d or module.ceil_mode or module.return_indices or has_hooks(module):
         return False
     settings = ((module.kernel_size, 2), (module.stride, 2), (module.padding, 0), (module.dilation, 1))
     return all(found in (number, (number, number)) for found, number in settings)
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks, which a faster layer in its place would not call."""
     return any(getattr(module, key) for key in HOOKS)

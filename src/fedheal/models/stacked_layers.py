@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.models.client_rows import ClientRows
-from fedheal.models.max_pooling import HOOKS, FusedMaxPool2d, replace_pooling
+from fedheal.models.max_pooling import FusedMaxPool2d, has_hooks, replace_pooling
 
 KERNELS = "fedheal.models.stacked_kernels"
 LINEAR_KERNELS = "fedheal.models._stacked_linear_cuda"
@@ -229,7 +229,7 @@ def check_layers(module: nn.Module) -> None:
         own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
         if own and type(part) not in STACKED:
             raise DoesNotFitError(f"layer '{name}' of type {type(part).__name__} has parameters or buffers of its own")
-        if own and any(getattr(part, key) for key in HOOKS):
+        if own and has_hooks(part):
             raise DoesNotFitError(f"layer '{name}' has hooks")
         for key, tensor in part.named_parameters(recurse=False):
             if id(tensor) in owners:
