@@ -20,6 +20,7 @@ from fedheal.local.term import Context, Term
 from fedheal.models.client_rows import ClientRows, split_models
 from fedheal.models.fused_norm import FusedBatchNorm2d
 from fedheal.models.max_pooling import FusedMaxPool2d
+from fedheal.models.small_cnn import SmallCNN
 from fedheal.models.stacked_layers import DoesNotFitError, stack_module
 from fedheal.simulate.round import initial_state
 from small_federation import after, federation
@@ -309,7 +310,7 @@ def test_batch_sizes_are_those_of_the_planned_batches() -> None:
 
 
 def test_the_copy_for_evaluation_shares_the_tensors_and_has_the_same_results() -> None:
-    module = federation().local_training.module.eval()
+    module = SmallCNN(10).eval()
     made = copy_with_fused_layers(module)
     for one, two in zip([*module.parameters(), *module.buffers()], [*made.parameters(), *made.buffers()], strict=True):
         assert one is two

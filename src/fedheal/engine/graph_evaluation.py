@@ -36,6 +36,7 @@ class GraphEvaluation:
         self.splits: list[Split] = []  # of the last pass
         self.joined: Split | None = None  # the same as one, if the pass can be captured
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.images: Tensor | None = None  # that the graph reads, normalised
         self.model: Packed | None = None  # that the graph reads
         self.hits: Tensor | None = None  # which examples are correct; the graph writes it
 
@@ -45,7 +46,8 @@ class GraphEvaluation:
         if device.type != "cuda" or len({id(model) for model, _ in pairs}) != 1:
             return serial.find_correct_in_turn(self.local_training, pairs)
         if [*map(id, splits)] != [*map(id, self.splits)]:
-            self.splits, self.joined, self.graph, self.model, self.hits = splits, None, None, None, None
+            self.splits, self.joined, self.graph = splits, None, None
+            self.images, self.model, self.hits = None, None, None
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             correct = serial.find_correct_in_turn(self.local_training, pairs)
@@ -73,7 +75,7 @@ class GraphEvaluation:
         images = normalise_images(joined.images)
         if training.precision == "bf16":  # as autocast does with every batch
             images = images.to(torch.bfloat16)
-        batches = torch.split(images, serial.choose_eval_batch_size(joined))
+        self.images, batches = images, torch.split(images, serial.choose_eval_batch_size(joined))
         self.model = fixed = Packed(*(vector.clone() for vector in _list_vectors(model)))
 
         def find() -> None:
