@@ -230,7 +230,7 @@ def test_evaluation_in_a_graph_has_the_same_results(precision):
         given = splits[:1] if number == 4 else splits
         found = evaluation.find_correct([(model, split) for split in given])
         assert (evaluation.graph is not None) == (number in (1, 2, 3))
-        expected = serial.find_correct_in_turn(evaluation.local_training, [(model, split) for split in given])
+        expected = serial.find_correct_in_turn(local_training, [(model, split) for split in given])
         assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 

@@ -1,7 +1,7 @@
 """Evaluate models on a GPU, round after round on the same splits.
 
 Launching the kernels of a small network takes longer than running them: a pass that takes little memory is captured in a CUDA
-graph, which holds on to that memory. The network is a copy with faster layers, which shares the module's tensors.
+graph, which holds on to that memory. The network is a copy with faster pooling, which shares the module's tensors.
 """
 
 import copy
@@ -20,8 +20,7 @@ from fedheal.engine.lanes import use_streams
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining
 from fedheal.local.term import NotCapturableError
-from fedheal.models.fused_norm import FusedBatchNorm2d
-from fedheal.models.max_pooling import has_hooks, replace_pooling
+from fedheal.models.max_pooling import replace_pooling
 
 MOST_BYTES = 1 << 30  # that a pass takes, to be captured
 
@@ -32,7 +31,7 @@ class GraphEvaluation:
     def __init__(self, local_training: LocalTraining) -> None:
         self.local_training = local_training
         if local_training.device.type == "cuda":
-            self.local_training = replace(local_training, module=copy_with_fused_layers(local_training.module))
+            self.local_training = replace(local_training, module=copy_with_faster_pooling(local_training.module))
         self.splits: list[Split] = []  # of the last pass
         self.joined: Split | None = None  # the same as one, if the pass can be captured
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -89,13 +88,10 @@ class GraphEvaluation:
             return capture_graph(torch.cuda.graph_pool_handle(), find)
 
 
-def copy_with_fused_layers(module: nn.Module) -> nn.Module:
-    """Return a copy with faster layers for evaluation, whose parameters and buffers are those of the module."""
+def copy_with_faster_pooling(module: nn.Module) -> nn.Module:
+    """Return a copy with faster pooling, which has the same results, whose parameters and buffers are the module's."""
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     made = copy.deepcopy(module, shared)
-    for part in made.modules():
-        if type(part) is nn.BatchNorm2d and not has_hooks(part):
-            part.__class__ = FusedBatchNorm2d
     replace_pooling(made)
     return made
 
