@@ -4,6 +4,8 @@ A row has a client's parameters tensor after tensor, each at a multiple of `ALIG
 their input channels last, as the kernels read them. The layers of a stacked module (`stacked_layers`) use views of these rows.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +82,7 @@ class ClientRows:
         self.ones = torch.ones(clients, dtype=dtype, device=device)
         self._to_rows, self._to_flat = _match_entries(list(seen.values()), sizes.params, end, device)
         self._leaves: dict[tuple[str, int], Tensor] = {}
+        self._side: torch.cuda.Stream | None = None
 
     def load(self, models: list[Packed]) -> None:
         """Load the first rows from these models."""
@@ -117,6 +120,17 @@ class ClientRows:
         """Return the parameters of the active clients in the order of the flat vector."""
         return [self.get_parameter(name) for name, _ in self.layout.sizes().tensors]
 
+    @contextmanager
+    def run_beside(self, *tensors: Tensor) -> Iterator[None]:
+        """Run the context's kernels, which read these tensors, beside those that follow; `take_gradients` waits for them."""
+        device = self.params.device
+        self._side = self._side or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        for tensor in tensors:
+            tensor.record_stream(self._side)  # its memory is not reused before they have ended
+        with torch.cuda.stream(self._side):
+            yield
+
     def take_gradients(self, loss: Tensor) -> None:
         """Compute the gradients of a loss, or of the active clients' losses.
 
@@ -125,6 +139,8 @@ class ClientRows:
         parameters = self.list_parameters()
         factors = self.ones[: self.active] if loss.ndim else None
         found = torch.autograd.grad(loss, parameters, factors, allow_unused=True)
+        if self._side is not None:
+            torch.cuda.current_stream(self.params.device).wait_stream(self._side)
         pairs = [(p.grad, g) for p, g in zip(parameters, found, strict=True) if g is not None and p.grad is not None]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [gradient for _, gradient in pairs])

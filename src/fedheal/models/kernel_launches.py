@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COMPILERS = 8  # threads
+COMPILERS = 12  # threads
 
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 _recorded: list[Launch] | None = None

@@ -1,5 +1,6 @@
 """Launch the Triton kernels of stacked layers: convolution, batch normalisation, SGD. See `_stacked_cuda`."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,10 @@ class StackedConvolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         dy = gradient.contiguous(memory_format=torch.channels_last)
-        write_weight_gradient(ctx.layer, x, dy, ctx.largest, _get_largest(dy))
+        # What follows is bound by memory, and the products of wide layers are not.
+        is_wide = boxes.supports_boxes(ctx.layer, x)
+        with ctx.layer.rows.run_beside(x, dy) if is_wide else nullcontext():
+            write_weight_gradient(ctx.layer, x, dy, ctx.largest, _get_largest(dy))
         return input_gradient(ctx.layer, x, dy) if ctx.needs_input_grad[0] else None, None, None
 
 
@@ -60,9 +64,10 @@ class StackedFork(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dy = gradient.contiguous(memory_format=torch.channels_last)
         added = shortcut_gradient.contiguous(memory_format=torch.channels_last)
-        write_weight_gradient(ctx.layer, x, dy)
-        if ctx.shortcut is not None:
-            write_weight_gradient(ctx.shortcut, x, added)
+        with ctx.layer.rows.run_beside(x, dy, added):
+            write_weight_gradient(ctx.layer, x, dy)
+            if ctx.shortcut is not None:
+                write_weight_gradient(ctx.shortcut, x, added)
         needs_input_gradient = ctx.needs_input_grad[0]
         dx = boxes.input_gradient_of_boxes(ctx.layer, x, dy, ctx.shortcut, added) if needs_input_gradient else None
         return dx, None, None, None
