@@ -74,7 +74,11 @@ def check_stacking(
     few.sizes = {task.client: min(data.sizes[task.client], n) for task, n in zip(pair, EXAMPLES, strict=True)}
     deterministic = torch.are_deterministic_algorithms_enabled()
     # cuDNN is slow in float64: without it the check takes a quarter of the time.
-    with use_precision("fp32", deterministic, device), torch.backends.cudnn.flags(enabled=False), _without_dropout(module):
+    with (
+        use_precision("fp32", deterministic, device),
+        torch.backends.cudnn.flags(enabled=False),
+        _without_dropout(module),
+    ):
         clients = [_prepare(local_training, checked, model, shared, task, i) for i, task in enumerate(pair)]
         one_by_one = [_train_alone(checked, few, task, *client) for task, client in zip(pair, clients, strict=True)]
         group = CohortGroup(checked, few, len(pair), is_check=True)
