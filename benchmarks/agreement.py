@@ -3,8 +3,9 @@
     python benchmarks/agreement.py --data digits --repeats 8 rounds=20 epochs=1 lr=0.01
     python benchmarks/agreement.py --data digits --engines cohort,lanes precision=bf16
 
-Repeats of one engine differ by the order of sums alone, since runs are not asked to be deterministic: their spread is the
-noise that a difference between the engines has to be judged by. On a CPU there is one engine, and nothing to compare.
+An engine may repeat its results bit for bit, and another order of sums alone would still lead elsewhere. So every repeat changes
+the learning rate by a millionth more, which is a rounding error of the update: the spread of repeats is the noise that a
+difference between the engines has to be judged by. On a CPU there is one engine, and nothing to compare.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fedheal.simulate.devices import describe_hardware, resolve_device
 from fedheal.simulate.experiment import Experiment, parse_overrides
 
 PROTOCOL = {"model": "resnet10", "rounds": 20, "epochs": 1, "lr": 0.01}
+CHANGE = 1e-6  # of the learning rate, from repeat to repeat
 OURS = ("data", "device", "engine", "eval_every")  # fields that the options and the comparison itself set
 
 
@@ -75,7 +77,8 @@ def main() -> None:
         refuse(str(error))
     engines = asked.engines.split(",") if device.type == "cuda" else ["serial"]
     with ProcessPoolExecutor(asked.at_a_time, get_context("spawn")) as pool:
-        found = list(pool.map(accuracy, [keys | {"engine": e} for e in engines for _ in range(asked.repeats)]))
+        rates = [keys["lr"] * (1 + CHANGE * i) for i in range(asked.repeats)]
+        found = list(pool.map(accuracy, [keys | {"engine": e, "lr": lr} for e in engines for lr in rates]))
     names = list(found[0])
     by_engine = {
         engine: np.array([[run[name] for name in names] for run in found[i * asked.repeats : (i + 1) * asked.repeats]])
