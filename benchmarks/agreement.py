@@ -3,9 +3,9 @@
     python benchmarks/agreement.py --data digits --repeats 8 rounds=20 epochs=1 lr=0.01
     python benchmarks/agreement.py --data digits --engines cohort,lanes precision=bf16
 
-An engine may repeat its results bit for bit, and another order of sums alone would still lead elsewhere. So every repeat changes
-the learning rate by a millionth more, which is a rounding error of the update: the spread of repeats is the noise that a
-difference between the engines has to be judged by. On a CPU there is one engine, and nothing to compare.
+An engine may repeat its results bit for bit, and another order of sums alone would still lead elsewhere. So every repeat
+changes the learning rate by a millionth more, which is a rounding error of the update: the spread of repeats is the noise that
+a difference between the engines has to be judged by. On a CPU there is one engine, and nothing to compare.
 """
 
 from __future__ import annotations
