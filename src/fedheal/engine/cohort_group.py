@@ -144,8 +144,7 @@ class CohortGroup:
     def _load_libraries(self, local_training: LocalTraining) -> None:
         """Evaluate a batch, so that CUDA's libraries are loaded while kernels are compiled: it takes seconds."""
         module, was_training = local_training.module, local_training.module.training
-        size = serial.choose_eval_batch_size(next(iter(local_training.examples.values())))
-        plan = torch.zeros(4, size, dtype=torch.int64, device=self.device)
+        plan = torch.zeros(4, self.batch_size, dtype=torch.int64, device=self.device)
         with autocast(local_training.precision, self.device):
             module.eval()(self.data.make_batch(plan)[0])
         module.train(was_training)
