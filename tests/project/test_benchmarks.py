@@ -87,6 +87,12 @@ def test_aggregation_on_a_gpu_without_one_is_a_sentence(benchmark, capsys, monke
     assert_refused(benchmark, capsys, "there is no GPU here", "aggregate_gpu")
 
 
+@pytest.mark.parametrize("name", ["kernels", "convolutions"])
+def test_kernels_without_a_gpu_are_a_sentence(benchmark, capsys, monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_refused(benchmark, capsys, "no GPU is available", name)
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
