@@ -20,10 +20,14 @@ STORE = 80 << 20  # bytes of shared memory a node
 
 def serve() -> None:
     """Start a cluster and wait."""
+    folder = Path(os.environ["RAY_NODES_FOLDER"])
+    os.environ["RAY_TMPDIR"] = str(folder)
+    (folder / "ray").mkdir(exist_ok=True)  # Ray notes the address there, and fails on a machine without that folder
+
     from ray.cluster_utils import Cluster
 
     keys = {"num_cpus": 1, "object_store_memory": STORE}
-    head = keys | {"include_dashboard": False, "temp_dir": os.environ["RAY_NODES_FOLDER"]}
+    head = keys | {"include_dashboard": False, "temp_dir": str(folder)}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**keys)
     say(cluster.address)
