@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from needs import missing
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     """In a process of its own: kernels that were imported to be interpreted cannot run on a GPU any more."""
     if importlib.util.find_spec("triton") is None:
