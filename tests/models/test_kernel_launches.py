@@ -44,3 +44,14 @@ def test_kernels_are_compiled_once_each_and_not_launched():
     assert (kernel.loaded, other.loaded) == (2, 1)  # with what launches them
     launch(other, (2, 3), 1.0, block=4)
     assert other.launched == [((2, 3), (1.0,), {"block": 4})]
+
+
+def test_kernels_are_compiled_for_each_shape_of_a_descriptor():
+    kernel = Kernel("boxes")
+
+    def run():
+        for size in (16, 32, 16):
+            launch(kernel, (1,), SimpleNamespace(base=torch.empty(4), block_shape=[size, 8]))
+
+    compile_in_parallel(run, torch.device("cpu"))
+    assert [args[0].block_shape for _, args, _ in kernel.compiled] == [[16, 8], [32, 8]]

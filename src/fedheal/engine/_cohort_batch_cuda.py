@@ -1,8 +1,8 @@
 """The Triton kernel of `cohort_batch`: one launch reads the plan, gathers the examples and normalises them."""
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fedheal.engine.device_data import DeviceData

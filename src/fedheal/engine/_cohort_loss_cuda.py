@@ -6,8 +6,8 @@ If terms add to the loss, another one scales the gradients.
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fedheal.models.client_rows import ClientRows

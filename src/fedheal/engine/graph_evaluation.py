@@ -6,7 +6,7 @@ graph, which holds on to that memory. The network is a copy with faster pooling,
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,16 @@ from fedheal.models.max_pooling import replace_pooling
 MOST_BYTES = 1 << 30  # that a pass takes, to be captured
 
 
+@dataclass(frozen=True)
+class CapturedPass:
+    """A graph, and what it reads and writes at fixed addresses."""
+
+    graph: torch.cuda.CUDAGraph
+    model: Packed
+    images: Tensor  # normalised
+    hits: Tensor  # which examples are correct
+
+
 class GraphEvaluation:
     """Finds what one model at a time classifies correctly. The first pass runs as it is, the second one is captured."""
 
@@ -34,10 +44,7 @@ class GraphEvaluation:
             self.local_training = replace(local_training, module=copy_with_faster_pooling(local_training.module))
         self.splits: list[Split] = []  # of the last pass
         self.joined: Split | None = None  # the same as one, if the pass can be captured
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.images: Tensor | None = None  # that the graph reads, normalised
-        self.model: Packed | None = None  # that the graph reads
-        self.hits: Tensor | None = None  # which examples are correct; the graph writes it
+        self.captured: CapturedPass | None = None
 
     def find_correct(self, pairs: Sequence[tuple[Packed, Split]]) -> list[Tensor]:
         """Return, for each pair of a model and a split, which examples the model classifies correctly."""
@@ -45,47 +52,40 @@ class GraphEvaluation:
         if device.type != "cuda" or len({id(model) for model, _ in pairs}) != 1:
             return serial.find_correct_in_turn(self.local_training, pairs)
         if [*map(id, splits)] != [*map(id, self.splits)]:
-            self.splits, self.joined, self.graph = splits, None, None
-            self.images, self.model, self.hits = None, None, None
+            self.splits, self.joined, self.captured = splits, None, None
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             correct = serial.find_correct_in_turn(self.local_training, pairs)
             if torch.cuda.max_memory_allocated(device) - before <= MOST_BYTES:
                 self.joined = serial.join_on_gpu(splits)
             return correct
-        if self.joined is None:
-            return serial.find_correct_in_turn(self.local_training, pairs)
-        model = pairs[0][0]
-        if self.graph is None or self.model is None:
+        if self.joined is not None and self.captured is None:
             try:
-                self.graph = self._capture(self.joined, model)
+                self.captured = self._capture(self.joined, pairs[0][0])
             except (NotCapturableError, torch.OutOfMemoryError):
                 self.joined = None
-                return serial.find_correct_in_turn(self.local_training, pairs)
-        else:
-            torch._foreach_copy_(_list_vectors(self.model), _list_vectors(model))
-        self.graph.replay()
-        assert self.hits is not None
-        return list(torch.split(self.hits.clone(), [len(split) for split in splits]))
+        if self.captured is None:
+            return serial.find_correct_in_turn(self.local_training, pairs)
+        torch._foreach_copy_(_list_vectors(self.captured.model), _list_vectors(pairs[0][0]))
+        self.captured.graph.replay()
+        return list(torch.split(self.captured.hits.clone(), [len(split) for split in splits]))
 
-    def _capture(self, joined: Split, model: Packed) -> torch.cuda.CUDAGraph:
+    def _capture(self, joined: Split, model: Packed) -> CapturedPass:
         """Capture the loading of a model and its evaluation, on images that are normalised once."""
         training, device = self.local_training, joined.images.device
-        images = normalise_images(joined.images)
-        if training.precision == "bf16":  # as autocast does with every batch
-            images = images.to(torch.bfloat16)
-        self.images, batches = images, torch.split(images, serial.choose_eval_batch_size(joined))
-        self.model = fixed = Packed(*(vector.clone() for vector in _list_vectors(model)))
+        images, fixed = normalise_images(joined.images), Packed(*(vector.clone() for vector in _list_vectors(model)))
+        hits = torch.empty(len(joined), dtype=torch.bool, device=device)
 
         def find() -> None:
             module = training.load_model(fixed, training=False)
             with autocast(training.precision, device):
+                batches = torch.split(images, serial.choose_eval_batch_size(joined))
                 found = [module(batch).argmax(dim=1) for batch in batches]
-            self.hits = torch.cat(found) == joined.labels
+            torch.eq(torch.cat(found), joined.labels, out=hits)
 
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.no_grad(), use_streams(device, [stream]), torch.cuda.stream(stream):
-            return capture_graph(torch.cuda.graph_pool_handle(), find)
+            return CapturedPass(capture_graph(torch.cuda.graph_pool_handle(), find), fixed, images, hits)
 
 
 def copy_with_faster_pooling(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Convolutions of stacked clients whose tiles are boxes that the GPU copies by itself (tensor descriptors, Hopper and later).
+"""Convolutions of stacked clients whose tiles are boxes that the GPU copies by itself (tensor descriptors).
 
 A program's positions are a box of images, rows and columns. A tap shifts the box, and what lies outside the image is read as
 0, so there are no addresses and masks to compute. The weights are the first factor of the matrix products and the positions
@@ -9,10 +9,10 @@ kernels compute everything else: other precisions, channels and sizes. Sums have
 from dataclasses import dataclass
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fedheal.models._stacked_cuda import store_moments
 from fedheal.models.client_rows import ClientRows
@@ -21,7 +21,7 @@ from fedheal.models.stacked_layers import StackedConv2d
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
-CAPABILITY = 9  # of GPUs that copy boxes
+CAPABILITIES = (9, 10)  # of GPUs that copy boxes and have the shared memory for the tiles
 CHANNELS = 64  # that a box holds
 SMALLEST_PART = 16  # positions of an image in a box; smaller ones are copied too slowly
 # From these sizes on a weight gradient has larger tiles: positions of a client's batch, and programs of that size.
@@ -73,12 +73,12 @@ def supports_boxes(layer: StackedConv2d, x: Tensor) -> bool:
     """Return whether these kernels convolve the batch: in bf16, with full boxes, on a GPU that copies boxes."""
     stride, (number, _, height, width) = layer.stride[0], x.shape
     fits = layer.in_channels % CHANNELS == layer.out_channels % CHANNELS == height % stride == width % stride == 0
-    if x.dtype != torch.bfloat16 or not fits or torch.cuda.get_device_capability(x.device)[0] < CAPABILITY:
+    if x.dtype != torch.bfloat16 or not fits or torch.cuda.get_device_capability(x.device)[0] not in CAPABILITIES:
         return False
     return choose_box(256, number // layer.rows.active, height // stride, width // stride) is not None
 
 
-def _describe(maps: Tensor, box: Box, channels: int) -> TensorDescriptor:
+def _describe_maps(maps: Tensor, box: Box, channels: int) -> TensorDescriptor:
     """Return a descriptor of `[images, channels, height, width]`, whose channels are last in memory."""
     last = maps.permute(0, 2, 3, 1)
     return TensorDescriptor.from_tensor(last, [box.images, box.height, box.width, channels])
@@ -141,7 +141,7 @@ def convolve_boxes(layer: StackedConv2d, x: Tensor) -> Tensor:
     stride, (number, _, height, width) = layer.stride[0], x.shape
     shape = (number, layer.out_channels, height // stride, width // stride)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    tiles = choose_convolution_boxes(layer.out_channels, flip=False)
+    tiles = choose_box_tiles(layer.out_channels, flip=False)
     set_moments(y, _launch_convolution(layer, x, y, None, tiles, flip=False))
     return y
 
@@ -157,14 +157,14 @@ class ConvolutionTiles:
     num_stages: int
 
 
-def choose_convolution_boxes(outputs: int, flip: bool) -> ConvolutionTiles:
+def choose_box_tiles(outputs: int, flip: bool) -> ConvolutionTiles:
     """Return the tiles of a convolution, or with `flip` of an input gradient, by measurement on an H200."""
     if outputs % 128:
         return ConvolutionTiles(256, 64, 32, 4, 3)
     return ConvolutionTiles(128, 128, 64, 8 if flip and outputs > 128 else 4, 3)
 
 
-def choose_boxes_of_halves(inputs: int) -> ConvolutionTiles:
+def choose_half_tiles(inputs: int) -> ConvolutionTiles:
     """Return the tiles of an input gradient with stride 2, whose products have the inputs as outputs."""
     if inputs % 128:
         return ConvolutionTiles(256, 64, 32, 4, 3)
@@ -180,10 +180,10 @@ def _launch_convolution(
     box = choose_box(tiles.positions, client_images, height, width)
     assert box is not None
     stride = x.shape[2] // height
-    x_boxes = _describe(x, box, tiles.inputs) if stride == 1 else _describe_halves(x, box, tiles.inputs)
+    x_boxes = _describe_maps(x, box, tiles.inputs) if stride == 1 else _describe_halves(x, box, tiles.inputs)
     weights = _describe_weights(layer, *((tiles.inputs, tiles.outputs) if flip else (tiles.outputs, tiles.inputs)))
-    y_boxes = _describe(y, box, tiles.outputs)
-    added_boxes = y_boxes if added is None else _describe(added, box, tiles.outputs)
+    y_boxes = _describe_maps(y, box, tiles.outputs)
+    added_boxes = y_boxes if added is None else _describe_maps(added, box, tiles.outputs)
     chunks, moments = box.count_tiles(client_images, height, width), None
     has_whole_images = box.images == 1 or (box.height, box.width) == (height, width)
     if layer.training and not flip and has_whole_images:
@@ -212,18 +212,18 @@ def input_gradient_of_boxes(
     """
     dx, inputs = torch.empty_like(x), layer.in_channels
     if layer.stride[0] == 1:  # a convolution whose inputs are the outputs
-        tiles = choose_convolution_boxes(inputs, flip=True)
+        tiles = choose_box_tiles(inputs, flip=True)
         _launch_convolution(layer, dy, dx, added, tiles, flip=True)
         return dx
-    halves = choose_boxes_of_halves(inputs)
+    halves = choose_half_tiles(inputs)
     rows, (client_images, per_example) = layer.rows, _count_images(x, layer.rows)
     height, width = dy.shape[2:]
     box = choose_box(halves.positions, client_images, height, width)
     assert box is not None
-    dy_boxes, weights = _describe(dy, box, halves.inputs), _describe_weights(layer, halves.inputs, halves.outputs)
+    dy_boxes, weights = _describe_maps(dy, box, halves.inputs), _describe_weights(layer, halves.inputs, halves.outputs)
     second_boxes, second_weights = dy_boxes, weights
     if shortcut is not None and added is not None:
-        second_boxes = _describe(added, box, halves.inputs)
+        second_boxes = _describe_maps(added, box, halves.inputs)
         second_weights = _describe_weights(shortcut, halves.inputs, halves.outputs)
     grid = (inputs // halves.outputs * box.count_tiles(client_images, height, width), 4 * rows.active)
     launch(
@@ -245,7 +245,7 @@ class GradientTiles:
     inputs: int
 
 
-def choose_gradient_boxes(layer: StackedConv2d, x: Tensor) -> GradientTiles | None:
+def choose_box_gradient_tiles(layer: StackedConv2d, x: Tensor) -> GradientTiles | None:
     """Return the tiles of a weight gradient, by measurement on an H200; None if the other kernel is faster."""
     client_images, stride = x.shape[0] // layer.rows.active, layer.stride[0]
     height, width = x.shape[2] // stride, x.shape[3] // stride
@@ -269,12 +269,12 @@ def launch_weight_gradient_of_boxes(
     rows, (client_images, per_example) = layer.rows, _count_images(dy, layer.rows)
     box, (height, width), stride = tiles.box, dy.shape[2:], layer.stride[0]
     is_contiguous = box.is_contiguous(height, width)
-    x_boxes = _describe(x, box, tiles.inputs) if stride == 1 else _describe_halves(x, box, tiles.inputs)
+    x_boxes = _describe_maps(x, box, tiles.inputs) if stride == 1 else _describe_halves(x, box, tiles.inputs)
     if is_contiguous:
         flat = dy.permute(0, 2, 3, 1).flatten(0, 2)
         dy_boxes = TensorDescriptor.from_tensor(flat, [box.count_positions(), tiles.outputs])
     else:
-        dy_boxes = _describe(dy, box, tiles.outputs)
+        dy_boxes = _describe_maps(dy, box, tiles.outputs)
     launch(
         weight_gradient_of_boxes, (count_gradient_programs(layer, tiles), chunks, rows.active),
         x_boxes, dy_boxes, out, rows.valid, height, width, layer.in_channels, layer.out_channels, client_images,

@@ -6,8 +6,8 @@ Windows do not overlap, so the gradient of every input is known from one window:
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fedheal.models.kernel_launches import launch

@@ -6,8 +6,8 @@ for bit. Matrix products accumulate in float32. Of a number the compiler knows o
 that 16 does not divide are constants (`narrow`): it then sees which ones are next to each other, and loads them together.
 """
 
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

@@ -6,8 +6,8 @@ Autocast would convert every client's weights in each step, and their gradients 
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fedheal.models.kernel_launches import launch

@@ -83,6 +83,7 @@ class ClientRows:
         self._to_rows, self._to_flat = _match_entries(list(seen.values()), sizes.params, end, device)
         self._leaves: dict[tuple[str, int], Tensor] = {}
         self._side: torch.cuda.Stream | None = None
+        self._read_beside: list[Tensor] = []
 
     def load(self, models: list[Packed]) -> None:
         """Load the first rows from these models."""
@@ -126,8 +127,9 @@ class ClientRows:
         device = self.params.device
         self._side = self._side or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream(device))
-        for tensor in tensors:
-            tensor.record_stream(self._side)  # its memory is not reused before they have ended
+        self._read_beside += (
+            tensors  # while they are referred to, autograd neither frees them nor adds to them in place
+        )
         with torch.cuda.stream(self._side):
             yield
 
@@ -138,9 +140,12 @@ class ClientRows:
         """
         parameters = self.list_parameters()
         factors = self.ones[: self.active] if loss.ndim else None
-        found = torch.autograd.grad(loss, parameters, factors, allow_unused=True)
-        if self._side is not None:
-            torch.cuda.current_stream(self.params.device).wait_stream(self._side)
+        try:
+            found = torch.autograd.grad(loss, parameters, factors, allow_unused=True)
+        finally:
+            if self._side is not None and self._read_beside:
+                torch.cuda.current_stream(self.params.device).wait_stream(self._side)
+            self._read_beside.clear()
         pairs = [(p.grad, g) for p, g in zip(parameters, found, strict=True) if g is not None and p.grad is not None]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [gradient for _, gradient in pairs])

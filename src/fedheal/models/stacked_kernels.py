@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
+import triton
 from torch import Tensor, nn
 
 from fedheal.models import _box_convolution_cuda as boxes
@@ -74,13 +74,16 @@ class StackedFork(torch.autograd.Function):
 
 
 def supports_fork(layer: StackedConv2d, shortcut: nn.Module | None, x: Tensor) -> bool:
-    """Return whether `launch_fork` can add the gradients of these layers; a shortcut must be 1 x 1, and both have stride 2."""
+    """Return whether `launch_fork` can add the gradients of these layers.
+
+    A shortcut must be 1 x 1 with as many outputs as the layer, and both must have stride 2.
+    """
     if not (layer.has_kernel and layer.get("bias") is None and boxes.supports_boxes(layer, x)):
         return False
     if not isinstance(shortcut, StackedConv2d):
         return shortcut is None and layer.stride[0] == 1
     is_plain = shortcut.has_kernel and shortcut.kernel_size[0] == 1 and shortcut.get("bias") is None
-    return is_plain and layer.stride[0] == shortcut.stride[0] == 2
+    return is_plain and layer.stride[0] == shortcut.stride[0] == 2 and layer.out_channels == shortcut.out_channels
 
 
 def launch_fork(layer: StackedConv2d, shortcut: StackedConv2d | None, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,7 +256,7 @@ def write_weight_gradient(
     clients, (size, stride) = layer.rows.active, (layer.kernel_size[0], layer.stride[0])
     inputs, outputs = layer.in_channels, layer.out_channels
     rows = dy.shape[0] // clients * dy.shape[2] * dy.shape[3]
-    box_tiles = boxes.choose_gradient_boxes(layer, x) if boxes.supports_boxes(layer, x) else None
+    box_tiles = boxes.choose_box_gradient_tiles(layer, x) if boxes.supports_boxes(layer, x) else None
     if box_tiles is not None:
         return _write_weight_gradient_of_boxes(layer, x, dy, box_tiles)
     packed = size * size * inputs <= PACKED

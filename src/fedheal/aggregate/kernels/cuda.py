@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fedheal.aggregate.draft import CountMask, UpdateNorms
