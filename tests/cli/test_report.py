@@ -118,3 +118,28 @@ def test_runs_of_other_settings_that_cannot_stand_in_one_table_say_which_setting
     for folder, rounds in (("one", 1), ("two", 2)):
         assert call("run", *WORDS, f"rounds={rounds}", "--quiet", "--out", f"both/{folder}").code == 0
     assert_sentence(call("report", "both"), "was run twice, with other settings (rounds)", "both/one and both/two")
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("table.csv", "data,method,seed"), ("table.tex", "% "), ("table.md", ""), ("table.txt", ""), ("table", "")],
+)
+def test_the_ending_of_a_reports_name_gives_its_format(call, tmp_path: Path, name: str, start: str) -> None:
+    run_folder(tmp_path / "one")
+    done = call("report", "one", "--out", name)
+    assert (done.code, done.out.strip()) == (0, name)
+    text = (tmp_path / name).read_text()
+    assert text.startswith(start)
+    assert ("|---" in text.replace(" ", "")) == (name == "table.md")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "table.xyz"], "no format has the ending .xyz"),
+        (["--html", "--out", "page.pdf"], "the name of a page ends in .html"),
+    ],
+)
+def test_the_ending_of_a_reports_name_must_be_known(call, tmp_path: Path, options: list[str], message: str) -> None:
+    run_folder(tmp_path / "one")
+    assert_sentence(call("report", "one", *options), message)

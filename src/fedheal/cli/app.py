@@ -58,6 +58,7 @@ app.add_typer(typer.Typer(cls=DataGroup, help=DATA_HELP, no_args_is_help=True), 
 
 DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
 REPORT_FORMATS = ("text", "markdown", "latex", "csv", "parquet")
+REPORT_SUFFIXES = {".md": "markdown", ".tex": "latex", ".csv": "csv", ".parquet": "parquet"}
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 JOBS_HELP = "Runs at a time; 0: one per core, or as many as the GPUs take."
@@ -330,9 +331,13 @@ def sweep_command(
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Run folders, or folders of them.")],
-    form: Annotated[str, typer.Option("--format", "-f", help="text, markdown, latex, csv or parquet.")] = "text",
+    form: Annotated[
+        str | None,
+        typer.Option("--format", "-f", help="text, markdown, latex, csv or parquet; default: by the name of --out."),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A file to write to instead of the screen; NAME.html gets the page.")
+        Path | None,
+        typer.Option(help="A file to write to instead of the screen, such as NAME.csv; NAME.html gets the page."),
     ] = None,
     reference: Annotated[
         str | None, typer.Option(help="The method the others are compared with; default: FedAvg or the first.")
@@ -346,8 +351,9 @@ def report(
 
     Example: fedheal report runs/compare-embedded --html
     """
-    html = html or (out is not None and out.suffix.lower() in (".html", ".htm"))
-    _check_report_options(form, out, reference, html, figures, diagnose)
+    html = html or _is_page(out)
+    has_format, form = form is not None, form or _find_report_format(out, html)
+    _check_report_options(form, has_format, out, reference, html, figures, diagnose)
     from fedheal import methods as method_table
     from fedheal.cli import display
     from fedheal.report import figures as drawing
@@ -375,15 +381,36 @@ def report(
         display.write_report(runs, form, out, reference)
 
 
+def _is_page(out: Path | None) -> bool:
+    return out is not None and out.suffix.lower() in (".html", ".htm")
+
+
+def _find_report_format(out: Path | None, html: bool) -> str:
+    """Return the format that a file's name stands for. Raise ValueError if it stands for none."""
+    suffix = "" if out is None or html else out.suffix.lower()
+    if suffix in ("", ".txt"):
+        return "text"
+    if suffix not in REPORT_SUFFIXES:
+        known = ", ".join((".txt", *REPORT_SUFFIXES))
+        raise ValueError(f"out = {out}: no format has the ending {suffix}; use one of {known}, .html, or give --format")
+    return REPORT_SUFFIXES[suffix]
+
+
 def _check_report_options(
-    form: str, out: Path | None, reference: str | None, html: bool, figures: Path | None, diagnose: bool
+    form: str,
+    has_format: bool,
+    out: Path | None,
+    reference: str | None,
+    html: bool,
+    figures: Path | None,
+    diagnose: bool,
 ) -> None:
     """Raise ValueError if an option of a report would have no effect with the others."""
     if form not in REPORT_FORMATS:
         raise ValueError(f"format = {form}: use one of {', '.join(REPORT_FORMATS)}")
-    used = {"--html": html, "--format": form != "text", "--out": out is not None, "--reference": reference is not None}
+    used = {"--html": html, "--format": has_format, "--out": out is not None, "--reference": reference is not None}
     option = next((option for option, is_used in used.items() if is_used), None)
-    has_figures, has_format = figures is not None, used["--format"]
+    has_figures = figures is not None
     no_comparisons = used["--reference"] and form in ("csv", "parquet")
     for is_wrong, problem in (
         (diagnose and option, f"--diagnose writes its own table and figure: leave out {option}"),
@@ -395,6 +422,7 @@ def _check_report_options(
             has_figures and has_format,
             f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave out --format",
         ),
+        (html and out and out.suffix and not _is_page(out), f"out = {out}: the name of a page ends in .html"),
         (has_figures and out and not html, f"out = {out}: --figures already names a folder; leave out --out"),
         (no_comparisons, f"reference = {reference}: {form} has no comparisons; leave out --reference"),
         (form == "parquet" and out is None, "Parquet cannot be printed: name a file with --out"),

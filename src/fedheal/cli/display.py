@@ -137,12 +137,13 @@ def print_class_notes(experiments: Iterable[Experiment], console: Console) -> No
 
 
 def write_report(runs: Sequence[rows.Row], form: str, out: Path | None, reference: str | None) -> None:
-    """Write a report of one of the formats to a file, or print it."""
+    """Write a report of one of the formats to a file and print its path, or print the report."""
     if out is not None:
         records.make_folder(out.parent)
     if form == "parquet":
         assert out is not None
         tables.write_parquet(runs, out)
+        typer.echo(out)
         return
     width = find_width() if out is None else None
     text = tables.format_csv(runs) if form == "csv" else format_report(runs, form, reference, width)
@@ -150,6 +151,7 @@ def write_report(runs: Sequence[rows.Row], form: str, out: Path | None, referenc
         typer.echo(text)
     else:
         records.write_text(out, text + "\n")
+        typer.echo(out)
 
 
 def write_page(
