@@ -22,10 +22,12 @@ import torch
 from scipy import stats
 
 import fedheal
+from arguments import parse_names
 from fedheal.simulate.build import build_federation, load_domains
 from fedheal.simulate.devices import describe_hardware, resolve_device
 from fedheal.simulate.experiment import Experiment, parse_overrides
 
+ENGINES = ("cohort", "lanes", "serial")
 PROTOCOL = {"model": "resnet10", "rounds": 20, "epochs": 1, "lr": 0.01}
 CHANGE = 1e-6  # of the learning rate, from repeat to repeat
 OURS = ("data", "device", "engine", "eval_every")  # fields that the options and the comparison itself set
@@ -41,8 +43,8 @@ def wanted(asked: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
     """Where to run and what, tried out here: in a process of its own an error comes late and with a traceback."""
     if asked.repeats < 2:
         raise ValueError(f"repeats = {asked.repeats}: a spread needs at least 2")
-    if len(asked.engines.split(",")) != 2:
-        raise ValueError(f"engines = {asked.engines}: give two, such as cohort,lanes")
+    if asked.engines and len(asked.engines) != 2:
+        raise ValueError(f"engines = {','.join(asked.engines)}: give two, such as cohort,lanes")
     if asked.at_a_time < 1:
         raise ValueError(f"at-a-time = {asked.at_a_time}: use 1 or more")
     said = parse_overrides(asked.words)
@@ -51,6 +53,8 @@ def wanted(asked: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
             f"{taken[0]} cannot be given as {taken[0]}={said[taken[0]]}: the options or the comparison set it"
         )
     device = resolve_device(asked.device)
+    if asked.engines and device.type != "cuda":
+        raise ValueError(f"engines = {','.join(asked.engines)}: two engines can be compared on a GPU only")
     keys = PROTOCOL | said | {"data": asked.data, "device": str(device)}
     experiment = Experiment.of(keys)
     build_federation(experiment, load_domains(experiment), device)
@@ -67,7 +71,9 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="what differs from the protocol")
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--engines", default="lanes,serial", help="two of cohort, lanes and serial")
+    parser.add_argument(
+        "--engines", type=parse_names(ENGINES), help="two of cohort, lanes and serial; default: lanes,serial"
+    )
     parser.add_argument("--repeats", type=int, default=8, help="of each engine, at least 2")
     parser.add_argument("--at-a-time", type=int, default=4, help="runs in processes of their own")
     asked = parser.parse_intermixed_args()  # words may stand after options, too
@@ -75,7 +81,7 @@ def main() -> None:
         device, keys = wanted(asked)
     except ValueError as error:
         refuse(str(error))
-    engines = asked.engines.split(",") if device.type == "cuda" else ["serial"]
+    engines = (asked.engines or ["lanes", "serial"]) if device.type == "cuda" else ["serial"]
     with ProcessPoolExecutor(asked.at_a_time, get_context("spawn")) as pool:
         rates = [keys["lr"] * (1 + CHANGE * i) for i in range(asked.repeats)]
         found = list(pool.map(accuracy, [keys | {"engine": e, "lr": lr} for e in engines for lr in rates]))

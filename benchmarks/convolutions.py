@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from arguments import parse_positive
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.core.layout import Layout
 from fedheal.models.client_rows import ClientRows
@@ -109,9 +110,9 @@ def measure_layer(inputs: int, outputs: int, stride: int, side: int, clients: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--side", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--side", type=parse_positive, default=32)
+    parser.add_argument("--batch-size", type=parse_positive, default=64)
+    parser.add_argument("--clients", type=parse_positive, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("convolutions.py: no GPU is available, and this benchmark measures the kernels of one", file=sys.stderr)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 
 import fedheal
+from arguments import parse_positive
 from fedheal import Experiment
 from fedheal.data import load_dataset
 
@@ -36,8 +37,8 @@ def study(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--seeds", type=parse_positive, default=3)
+    parser.add_argument("--rounds", type=parse_positive, default=None)
     options = parser.parse_args()
     for seed in range(options.seeds):
         table = study(seed, options.rounds)

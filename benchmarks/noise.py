@@ -16,6 +16,7 @@ import sys
 from torch import nn
 
 import fedheal
+from arguments import parse_positive
 from fedheal.simulate.experiment import parse_overrides
 
 HIDDEN = 64
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--methods", nargs="+", default=["fedavg", "fedheal"])
     parser.add_argument("--vary", default="split=5,init=3")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=parse_positive, default=15)
     parser.add_argument("--model", default=None)
     options = parser.parse_intermixed_args()
     try:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from arguments import parse_positive
 from fedheal.engine.ray_actors import ActorPool
 from fedheal.engine.ray_cluster import connect_to_cluster, import_ray
 from fedheal.engine.serial import SerialEngine
@@ -163,7 +164,7 @@ def show(name: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=parse_positive, default=12)
     asked = parser.parse_args()
     unknown = [name for name in asked.tasks.split(",") if name not in TASKS]
     if unknown or asked.rounds < 1:

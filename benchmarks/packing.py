@@ -27,6 +27,7 @@ from typing import NoReturn
 
 import torch
 
+from arguments import parse_positive
 from fedheal.campaign.compare import plan
 from fedheal.campaign.gpu_estimate import is_small_run
 from fedheal.campaign.placement import count_small_runs
@@ -158,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--at-a-time", default="1,2,4")
-    parser.add_argument("--rounds", type=int, help="of every run, once warm")
+    parser.add_argument("--rounds", type=parse_positive, help="of every run, once warm")
     parser.add_argument("--device", default="cuda", help="cpu: the same with processes on the CPU")
     parser.add_argument("--whole", action="store_true")
     asked = parser.parse_args()

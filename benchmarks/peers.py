@@ -35,6 +35,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from arguments import parse_positive
+
 HERE = Path(__file__).resolve()
 PROCESSES = 2
 BATCH, LR, MOMENTUM, DECAY = 64, 0.001, 0.9, 1e-5
@@ -408,14 +410,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--launches", type=parse_positive, default=3)
     parser.add_argument("--process", choices=PEERS, help=argparse.SUPPRESS)  # in a process of its own
     asked = parser.parse_args()
     for what, known in (("tasks", TASKS), ("peers", PEERS)):
         if unknown := [word for word in getattr(asked, what).split(",") if word not in known]:
             parser.error(f"{what}: there is no {unknown[0]!r}; use some of {','.join(known)}")
-    if asked.launches < 1:
-        parser.error(f"launches = {asked.launches}: use 1 or more")
     if asked.process:
         import torch
 
@@ -425,6 +425,8 @@ def main() -> None:
     keys = asked.peers.split(",")
     missing = [key for key in keys if importlib.util.find_spec(PEERS[key].package or "torch") is None]
     keys = [key for key in keys if key not in missing]
+    if not keys:
+        parser.error(f"peers: {', '.join(missing)} cannot be imported; install what is missing, or choose others")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     libraries = ["torch", *(PEERS[key].package for key in keys if PEERS[key].package)]
     about = ", ".join(f"{name} {version(name)}" for name in libraries)

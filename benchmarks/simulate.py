@@ -1,4 +1,4 @@
-"""Seconds a round: lanes, one client after another, and the plain loop that public code uses, on the same protocol.
+"""Seconds a round: a cohort, lanes, one client after another, and the plain loop that public code uses.
 
     python benchmarks/simulate.py                        # what the machine has: the Digits protocol on a GPU, a small one else
     python benchmarks/simulate.py --protocol office --precision bf16 --engines lanes,serial
@@ -30,12 +30,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from arguments import parse_names
 from fedheal.core.pixels import MEAN, STD
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.engine import open_engine
 from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.lanes import Lanes
-from fedheal.engine.precision import use_precision
+from fedheal.engine.precision import PRECISIONS, resolve_precision, use_precision
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
@@ -237,7 +238,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--methods", default="fedavg")
     parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--precision", default="bf16,tf32")
+    parser.add_argument("--precision", type=parse_names(PRECISIONS), help="default: bf16,tf32 on a GPU, fp32 on a CPU")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lanes", type=int)
     parser.add_argument("--deterministic", action="store_true")
@@ -252,11 +253,13 @@ def main() -> None:
             raise ValueError(f"methods = {asked.methods}: the plain loop knows fedavg alone")
         if asked.rounds < 1:
             raise ValueError(f"rounds = {asked.rounds}: use 1 or more")
+        precisions = asked.precision or (["bf16", "tf32"] if gpu else ["fp32"])
+        for precision in precisions:
+            resolve_precision(precision, device)
     except ValueError as error:
         print(f"simulate.py: {error}", file=sys.stderr)
         sys.exit(2)
     data = load_domains(protocol)
-    precisions = asked.precision.split(",") if gpu else ["fp32"]
     where = torch.cuda.get_device_name(device) if gpu else f"{torch.get_num_threads()} threads of a CPU"
     print(f"{date.today()} {where}, torch {torch.__version__}, Python {platform.python_version()}, protocol {name}\n")
     rows: list[Timed] = []

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from arguments import parse_positive
 from fedheal.core.layout import Layout
 from fedheal.engine import open_engine
 from fedheal.simulate.build import build_federation
@@ -201,18 +202,12 @@ def some(of: dict[str, Any], named: str) -> dict[str, Any]:
     return {name: of[name] for name in named.split(",")}
 
 
-def at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--protocols", type=partial(some, HERE), default="small", help=",".join(HERE))
     parser.add_argument("--ways", type=partial(some, WAYS), default=WAYS, help=",".join(WAYS))
-    parser.add_argument("--repeats", type=at_least_one, default=3)
-    parser.add_argument("--examples", type=at_least_one, help="at most so many a client, for a quick try")
+    parser.add_argument("--repeats", type=parse_positive, default=3)
+    parser.add_argument("--examples", type=parse_positive, help="at most so many a client, for a quick try")
     asked = parser.parse_args()
     ways: dict[str, Way] = asked.ways
     where = f"{processor()}, {CORES} cores, load {os.getloadavg()[0]:.1f}"
