@@ -29,7 +29,7 @@ from simulate import PROTOCOLS, load_domains
 
 # Our own kernels, by their whole names: those of all files with names like models/_stacked_cuda.py.
 OURS = {
-    **dict.fromkeys(("moments", "statistics_of_moments", "apply_norm", "gradient_sums"), "normalisation"),
+    **dict.fromkeys(("find_moments", "statistics_of_moments", "apply_norm", "gradient_sums"), "normalisation"),
     **dict.fromkeys(("reduce_sums", "norm_input_gradient"), "normalisation"),
     **dict.fromkeys(("convolve", "input_gradient_of_stride_2", "weight_gradient"), "convolutions"),
     **dict.fromkeys(("multiply_boxes", "input_gradient_of_halves", "weight_gradient_of_boxes"), "convolutions"),

@@ -16,10 +16,11 @@ from fedheal.engine import _cohort_loss_cuda as loss_kernels
 from fedheal.engine.cohort_loss import compute_client_losses
 from fedheal.models import _box_convolution_cuda as boxes
 from fedheal.models import _max_pooling_cuda as pooling
-from fedheal.models import _stacked_cuda as kernels
 from fedheal.models import _stacked_linear_cuda as linear
+from fedheal.models import _stacked_norm_cuda as norms
 from fedheal.models import stacked_kernels as launches
 from fedheal.models.client_rows import ClientRows
+from fedheal.models.kernel_notes import get_note
 from fedheal.models.stacked_layers import stack_module
 
 HALF = torch.float16
@@ -105,10 +106,10 @@ def test_a_weight_gradient_in_tf32_is_a_product_of_scaled_halves(monkeypatch):
 
 def check_moments(given, y):
     """Compare the statistics that follow from a convolution's moments with those of its output."""
-    moments, clients, channels = boxes.get_moments(y), len(given.rows.params), y.shape[1]
+    moments, clients, channels = get_note(y, "moments"), len(given.rows.params), y.shape[1]
     statistics, running = torch.empty(clients, 2, channels), torch.zeros(clients, 2 * channels)
     tracked = torch.zeros(clients, 1, dtype=torch.int64)
-    kernels.statistics_of_moments[(-(-channels // 16), clients)](
+    norms.statistics_of_moments[(-(-channels // 16), clients)](
         moments.values, statistics, running, running[:, channels:], tracked, given.rows.valid, y.shape[2] * y.shape[3],
         moments.rows, channels, moments.chunks, 2 * channels, 1, 0.1, 1e-5, block=2, width=16,
     )  # fmt: skip
@@ -141,7 +142,7 @@ def test_convolutions_by_boxes(inputs, outputs, size, stride, height, width, val
     launches.write_weight_gradient(given.layer, given.x, given.dy)
     assert_near(given.get_gradient(), given.dw, 1e-6)
     if width == 24:  # a box has parts of several images, so its moments would be of no range of positions
-        assert boxes.get_moments(y) is None
+        assert get_note(y, "moments") is None
     else:
         check_moments(given, y)
     if stride == 1:
@@ -183,7 +184,7 @@ def test_normalisation(channels, side, valid, relu, shortcut):
         layer, counts = stacked[0], rows.find_padding(3).view(-1, 1, 1, 1)
         layer.uses_kernels = uses_kernels
         given = [t.clone().requires_grad_() for t in (x, added)]
-        apply = launches.normalise_and_scale if uses_kernels else type(layer).norm_relu
+        apply = norms.normalise_and_scale if uses_kernels else type(layer).norm_relu
         y = apply(layer, given[0], given[1] if shortcut else None, relu) * counts
         wanted = [given[0], layer.get("weight"), layer.get("bias"), *given[1 : 1 + shortcut]]
         dx, *of_layer, last = torch.autograd.grad((y * factors).sum(), wanted, allow_unused=True)

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fedheal.models._stacked_cuda import store_moments
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.kernel_launches import launch
+from fedheal.models.kernel_notes import Moments, set_note
 from fedheal.models.stacked_layers import StackedConv2d
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -105,44 +106,13 @@ def _count_images(x: Tensor, rows: ClientRows) -> tuple[int, int]:
     return client_images, client_images // rows.batch_size
 
 
-@dataclass(frozen=True)
-class Moments:
-    """The mean and the sum of squared deviations of every channel in each chunk of a client's positions.
-
-    Attributes:
-        values: `[clients, 2, chunks, channels]`.
-        chunks: The number of chunks.
-        rows: The positions of a chunk.
-    """
-
-    values: Tensor
-    chunks: int
-    rows: int
-
-    @staticmethod
-    def allocate(clients: int, chunks: int, rows: int, channels: int, device: torch.device) -> "Moments":
-        """Return memory that a kernel fills."""
-        return Moments(torch.empty(clients, 2, chunks, channels, device=device), chunks, rows)
-
-
-def set_moments(y: Tensor, moments: Moments | None) -> None:
-    """Note the moments at a convolution's output, for as long as nobody changes it."""
-    y.moments = moments, y._version  # type: ignore[attr-defined]
-
-
-def get_moments(y: Tensor) -> Moments | None:
-    """Return the moments that were noted, or None if there are none or the output was changed since."""
-    moments, version = getattr(y, "moments", (None, 0))
-    return moments if version == y._version else None
-
-
 def convolve_boxes(layer: StackedConv2d, x: Tensor) -> Tensor:
     """Return the convolution of `[clients * examples, inputs, height, width]`; in training note the output's moments."""
     stride, (number, _, height, width) = layer.stride[0], x.shape
     shape = (number, layer.out_channels, height // stride, width // stride)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     tiles = choose_box_tiles(layer.out_channels, flip=False)
-    set_moments(y, _launch_convolution(layer, x, y, None, tiles, flip=False))
+    set_note(y, "moments", _launch_convolution(layer, x, y, None, tiles, flip=False))
     return y
 
 

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedheal.core.import_path import import_triton_kernels
-from fedheal.models.stacked_layers import KERNELS, StackedBatchNorm
+from fedheal.models.stacked_layers import NORM_KERNELS, StackedBatchNorm
 
 
 def norm_relu(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None, relu: bool = True) -> Tensor:
     """Return `relu(norm(x) + shortcut)`, without the shortcut if it is None and without ReLU if `relu` is False."""
     if isinstance(norm, StackedBatchNorm):
         return norm.norm_relu(x, shortcut, relu)
-    kernels = import_triton_kernels(KERNELS, x.device.type)
+    kernels = import_triton_kernels(NORM_KERNELS, x.device.type)
     if kernels is not None and kernels.supports_evaluation(norm, x, shortcut):
         evaluated: Tensor = kernels.evaluate_norm(norm, x, shortcut, relu)
         return evaluated

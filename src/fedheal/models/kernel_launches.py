@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 COMPILERS = 12  # threads
+PROGRAMS = 1024  # about as many as fill a GPU with matrix products
 
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 _recorded: list[Launch] | None = None
@@ -75,3 +76,18 @@ def _describe(argument: Any) -> Hashable:
     if hasattr(argument, "block_shape"):  # a tensor descriptor
         return argument.base.dtype, tuple(argument.block_shape)
     return argument == 1, argument % 16 == 0
+
+
+def get_precision() -> str:
+    """Return how matrix products of float32 are computed."""
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def choose_tile(channels: int, widest: int) -> int:
+    """Return the power of two that holds so many channels, from 16 on and at most `widest`."""
+    return min(widest, max(16, 1 << (channels - 1).bit_length()))
+
+
+def find_narrow(channels: int) -> int:
+    """Return a number of channels that kernels must know as a constant, or 0."""
+    return channels if channels % 16 else 0

@@ -1,4 +1,4 @@
-"""Launch the Triton kernels of stacked layers: convolution, batch normalisation, SGD. See `_stacked_cuda`."""
+"""Launch the Triton kernels of stacked convolutions, of their shortcuts, and of SGD. See `_stacked_cuda`."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,17 +11,12 @@ from torch import Tensor, nn
 from fedheal.models import _box_convolution_cuda as boxes
 from fedheal.models import _stacked_cuda as kernels
 from fedheal.models.client_rows import ClientRows
-from fedheal.models.kernel_launches import launch
-from fedheal.models.stacked_layers import StackedBatchNorm, StackedConv2d
+from fedheal.models.kernel_launches import PROGRAMS, choose_tile, find_narrow, get_precision, launch
+from fedheal.models.kernel_notes import Moments, get_note, set_note
+from fedheal.models.stacked_layers import StackedConv2d
 
-PROGRAMS = 1024  # about as many as fill a GPU with matrix products
-SUM_PROGRAMS = 4096  # that sum gradients of a normalisation
-MAX_CHUNKS = 512
 PACKED = 128  # inputs of all taps up to which they make one product
-TILE = 2048  # entries of batch normalisation, with two warps: measured on an H200, as are the deviations from it
-NORM_WARPS = 2
 LARGE_MAP = 1 << 15  # positions of a client's batch, which are cut into enough chunks to fill a GPU
-FLOATS = (torch.float32, torch.bfloat16)
 
 
 class StackedConvolution(torch.autograd.Function):
@@ -30,7 +25,7 @@ class StackedConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: StackedConv2d) -> Tensor:
         x = _prepare(x)
-        ctx.layer, ctx.largest = layer, _get_largest(x)
+        ctx.layer, ctx.largest = layer, get_note(x, "largest")
         ctx.save_for_backward(x)
         return launch_convolution(layer, x)
 
@@ -42,7 +37,7 @@ class StackedConvolution(torch.autograd.Function):
         # What follows is bound by memory, and the products of wide layers are not.
         is_wide = boxes.supports_boxes(ctx.layer, x)
         with ctx.layer.rows.run_beside(x, dy) if is_wide else nullcontext():
-            write_weight_gradient(ctx.layer, x, dy, ctx.largest, _get_largest(dy))
+            write_weight_gradient(ctx.layer, x, dy, ctx.largest, get_note(dy, "largest"))
         return input_gradient(ctx.layer, x, dy) if ctx.needs_input_grad[0] else None, None, None
 
 
@@ -101,27 +96,6 @@ def _prepare(x: Tensor) -> Tensor:
     return x.to(dtype).contiguous(memory_format=torch.channels_last)
 
 
-def _get_precision() -> str:
-    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
-
-
-def _allocate_largest(x: Tensor, clients: int) -> Tensor | None:
-    """Return memory for the largest number of each client in a tensor like this, if a weight gradient will need it."""
-    needs_scale = x.dtype == torch.float32 and _get_precision() == "tf32"
-    return torch.zeros(clients, device=x.device) if needs_scale else None
-
-
-def _set_largest(x: Tensor, largest: Tensor | None) -> None:
-    """Note the largest numbers at the tensor, for as long as nobody changes it."""
-    x.largest = largest, x._version  # type: ignore[attr-defined]
-
-
-def _get_largest(x: Tensor) -> Tensor | None:
-    """Return the largest numbers that were noted, or None if there are none or the tensor was changed since."""
-    largest, version = getattr(x, "largest", (None, 0))
-    return largest if version == x._version else None
-
-
 @dataclass(frozen=True)
 class _Weights:
     """A layer's weights of all clients, from the first on, and how far apart entries are."""
@@ -143,21 +117,12 @@ def _get_weights(layer: StackedConv2d, dtype: torch.dtype, turned: bool = False)
     values = rows.params if dtype == torch.float32 else rows.low
     assert values is not None
     first, columns = values[:, place.row_start :], taps * inputs
-    if turned and dtype == torch.float32 and _get_precision() == "tf32":
+    if turned and dtype == torch.float32 and get_precision() == "tf32":
         copied = torch.empty(rows.active, columns, outputs, device=values.device)
         grid = (triton.cdiv(outputs, 64), triton.cdiv(columns, 64), rows.active)
         launch(kernels.turn, grid, first, copied, values.shape[1], outputs, columns, tile=64)
         return _Weights(copied, outputs * columns, outputs, inputs * outputs, 1)
     return _Weights(first, values.shape[1], 1, inputs, columns)
-
-
-def _tile_for(channels: int, widest: int) -> int:
-    return min(widest, max(16, 1 << (channels - 1).bit_length()))
-
-
-def _find_narrow(channels: int) -> int:
-    """Return a number of channels that kernels must know as a constant, or 0."""
-    return channels if channels % 16 else 0
 
 
 def _count_client_entries(x: Tensor, clients: int) -> int:
@@ -176,32 +141,32 @@ def launch_convolution(layer: StackedConv2d, x: Tensor) -> Tensor:
     weights = _get_weights(layer, x.dtype)
     strides = {"w_input": weights.input, "w_tap": weights.tap, "w_output": weights.output}
     moments = _run_convolution(layer, x, y, inputs, layer.out_channels, weights, strides, stride=stride, flip=False)
-    boxes.set_moments(y, moments)
+    set_note(y, "moments", moments)
     return y
 
 
 def _run_convolution(
     layer: StackedConv2d, x: Tensor, y: Tensor, inputs: int, outputs: int, weights: _Weights, strides: dict[str, int],
     stride: int, flip: bool,
-) -> boxes.Moments | None:  # fmt: skip
+) -> Moments | None:  # fmt: skip
     """Launch the kernel; return the moments of the output in training."""
     clients, size = layer.rows.active, layer.kernel_size[0]
     rows = y.shape[0] // clients * y.shape[2] * y.shape[3]
     tiles, packed = choose_convolution_tiles(inputs, outputs, x.dtype), size * size * inputs <= PACKED and not flip
     if packed:
-        tiles["tile_inputs"] = _tile_for(size * size * inputs, PACKED)
+        tiles["tile_inputs"] = choose_tile(size * size * inputs, PACKED)
     chunks, moments = triton.cdiv(rows, tiles["tile_rows"]), None
     if layer.training and not flip:
-        moments = boxes.Moments.allocate(clients, chunks, tiles["tile_rows"], outputs, x.device)
+        moments = Moments.allocate(clients, chunks, tiles["tile_rows"], outputs, x.device)
     launch(
         kernels.convolve, (chunks, triton.cdiv(outputs, tiles["tile_outputs"]), clients),
         x, weights.values, y, layer.rows.valid if moments is None else moments.values, layer.rows.valid, rows,
         rows // layer.rows.batch_size, *x.shape[2:],
         *y.shape[2:], stride, inputs, outputs, _count_client_entries(x, clients), weights.client,
-        _count_client_entries(y, clients), **strides, size=size, flip=flip, packed=packed, precision=_get_precision(),
+        _count_client_entries(y, clients), **strides, size=size, flip=flip, packed=packed, precision=get_precision(),
         has_moments=moments is not None,
         even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0,
-        narrow_inputs=_find_narrow(inputs), narrow_outputs=_find_narrow(outputs), **tiles,
+        narrow_inputs=find_narrow(inputs), narrow_outputs=find_narrow(outputs), **tiles,
     )  # fmt: skip
     return moments
 
@@ -209,13 +174,13 @@ def _run_convolution(
 def choose_convolution_tiles(inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the tile sizes, warps and stages for a convolution, chosen by measurement on an H200."""
     if dtype == torch.float32:
-        is_tf32 = _get_precision() == "tf32"
-        tile_outputs = _tile_for(outputs, 256 if is_tf32 else 128)
-        tile_inputs, warps, stages = _tile_for(inputs, 32), 4 if is_tf32 and tile_outputs < 256 else 8, 3
+        is_tf32 = get_precision() == "tf32"
+        tile_outputs = choose_tile(outputs, 256 if is_tf32 else 128)
+        tile_inputs, warps, stages = choose_tile(inputs, 32), 4 if is_tf32 and tile_outputs < 256 else 8, 3
     else:
-        tile_outputs = _tile_for(outputs, 128)
+        tile_outputs = choose_tile(outputs, 128)
         is_wide = tile_outputs == 128
-        tile_inputs, warps, stages = _tile_for(inputs, 32 if is_wide else 64), 4, 4 if is_wide else 3
+        tile_inputs, warps, stages = choose_tile(inputs, 32 if is_wide else 64), 4, 4 if is_wide else 3
     return {
         "tile_rows": 128, "tile_outputs": tile_outputs, "tile_inputs": tile_inputs, "num_warps": warps,
         "num_stages": stages,
@@ -243,7 +208,7 @@ def input_gradient(layer: StackedConv2d, x: Tensor, dy: Tensor) -> Tensor:
         dy, weights.values, dx, layer.rows.valid, rows, rows // layer.rows.batch_size, height, width,
         *dy.shape[2:], inputs, outputs, _count_client_entries(x, clients), weights.client,
         _count_client_entries(dy, clients), weights.input, weights.tap, weights.output,
-        size=size, precision=_get_precision(),
+        size=size, precision=get_precision(),
         even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0, **tiles,
     )  # fmt: skip
     return dx
@@ -261,13 +226,13 @@ def write_weight_gradient(
         return _write_weight_gradient_of_boxes(layer, x, dy, box_tiles)
     packed = size * size * inputs <= PACKED
     # A tensor core takes float32 only if the numbers of a sum, here over positions, are next to each other.
-    scaled = x.dtype == torch.float32 and _get_precision() == "tf32" and not packed
+    scaled = x.dtype == torch.float32 and get_precision() == "tf32" and not packed
     if scaled:
         x, x_largest = _scale_to_half(x, clients, x_largest)
         dy, dy_largest = _scale_to_half(dy, clients, dy_largest)
     tiles = choose_gradient_tiles(inputs, outputs, clients, size, x.dtype, rows)
     if packed:
-        tiles |= {"tile_inputs": _tile_for(size * size * inputs, PACKED), "columns": 1}
+        tiles |= {"tile_inputs": choose_tile(size * size * inputs, PACKED), "columns": 1}
         programs = triton.cdiv(outputs, tiles["tile_outputs"])
     else:
         taps = size * size // tiles["columns"]
@@ -279,9 +244,9 @@ def write_weight_gradient(
         x, dy, x_largest if scaled else x, dy_largest if scaled else dy, sums.out, layer.rows.valid, rows,
         rows // layer.rows.batch_size, chunk_rows, stride, inputs, outputs,
         _count_client_entries(x, clients), _count_client_entries(dy, clients), sums.client, sums.chunk, *x.shape[2:],
-        *dy.shape[2:], size=size, packed=packed, scaled=scaled, precision=_get_precision(),
+        *dy.shape[2:], size=size, packed=packed, scaled=scaled, precision=get_precision(),
         even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0,
-        narrow_inputs=_find_narrow(inputs), narrow_outputs=_find_narrow(outputs), **tiles,
+        narrow_inputs=find_narrow(inputs), narrow_outputs=find_narrow(outputs), **tiles,
     )  # fmt: skip
     sums.add()
 
@@ -330,12 +295,12 @@ def choose_gradient_tiles(
     inputs: int, outputs: int, clients: int, size: int, dtype: torch.dtype, rows: int
 ) -> dict[str, int]:
     """Return the tile sizes, taps of a program, warps and stages for a weight gradient, chosen by measurement on an H200."""
-    tile_outputs, tile_inputs = _tile_for(outputs, 128), _tile_for(inputs, 64)
+    tile_outputs, tile_inputs = choose_tile(outputs, 128), choose_tile(inputs, 64)
     tile_rows, columns, warps = 32 if dtype == torch.float32 else 64, 1, 4
     programs = size * size * clients * triton.cdiv(outputs, 128) * triton.cdiv(inputs, 128)
     is_large = programs >= 512 or (rows >= LARGE_MAP and inputs >= 128)
     if dtype != torch.float32 and is_large:
-        tile_inputs, warps = _tile_for(inputs, 128), 8
+        tile_inputs, warps = choose_tile(inputs, 128), 8
     elif dtype != torch.float32 and size == 3 and tile_outputs == tile_inputs == inputs == 64:
         columns = 3
     return {
@@ -348,182 +313,6 @@ def choose_chunks(programs: int, rows: int, tile_rows: int) -> int:
     """Return into how many chunks the positions are cut, so that the programs fill a GPU; sums of chunks cost time, too."""
     most = PROGRAMS if rows >= LARGE_MAP else PROGRAMS // 2
     return max(1, min(most // programs, rows // (4 * tile_rows)))
-
-
-def supports_norm(x: Tensor, shortcut: Tensor | None) -> bool:
-    """Return whether the kernels normalise these tensors."""
-    is_same = shortcut is None or (shortcut.shape == x.shape and shortcut.dtype == x.dtype)
-    return is_same and x.dtype in FLOATS and x.numel() > 0
-
-
-def normalise_and_scale(layer: StackedBatchNorm, x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
-    """Return `relu(norm(x) + shortcut)`."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    if shortcut is not None:
-        shortcut = shortcut.contiguous(memory_format=torch.channels_last)
-    if layer.training:
-        normalised: Tensor = StackedNorm.apply(x, shortcut, layer.get("weight"), layer, relu)  # type: ignore[no-untyped-call]
-        return normalised
-    mean, var = (layer.rows.get_buffer(f"{layer.name}.running_{key}") for key in ("mean", "var"))
-    return _scale(layer, x, shortcut, torch.stack([mean, torch.rsqrt(var + layer.eps)], dim=1), relu)
-
-
-class StackedNorm(torch.autograd.Function):
-    """Normalise by the statistics of each client's batch, add the shortcut, apply ReLU; track the running statistics."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor, layer: StackedBatchNorm, relu: bool
-    ) -> Tensor:
-        rows, clients = layer.rows, layer.rows.active
-        sizes = _NormSizes(x, rows)
-        moments = boxes.get_moments(x) or _find_moments(x, rows, sizes)
-        statistics = sizes.allocate_statistics(x)
-        running = [rows.buffers[:, rows.places[f"{layer.name}.running_{key}"].start :] for key in ("mean", "var")]
-        tracked = rows.counters[:, rows.places[f"{layer.name}.num_batches_tracked"].start :]
-        launch(
-        kernels.statistics_of_moments, (triton.cdiv(sizes.channels, 16), clients),
-            moments.values, statistics, *running, tracked, rows.valid, sizes.positions, moments.rows, sizes.channels,
-            moments.chunks, rows.buffers.shape[1], rows.counters.shape[1], layer.momentum, layer.eps,
-            block=_choose_block(moments.chunks), width=16, num_warps=_choose_block(moments.chunks) // 64,
-        )  # fmt: skip
-        y = _scale(layer, x, shortcut, statistics, relu)
-        ctx.layer, ctx.relu, ctx.has_shortcut = layer, relu, shortcut is not None
-        # Where ReLU was active follows from the input, unless a shortcut was added.
-        ctx.save_for_backward(x, y if relu and ctx.has_shortcut else x, statistics)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, statistics = ctx.saved_tensors
-        layer, rows = ctx.layer, ctx.layer.rows
-        sizes = _NormSizes(x, rows, SUM_PROGRAMS)
-        dy = gradient.contiguous(memory_format=torch.channels_last)
-        partials = torch.empty(rows.active, 2, sizes.chunks, sizes.channels, device=x.device)
-        weight, bias = _get_affine(layer, rows.params)
-        dweight, dbias = _get_affine(layer, rows.gradients)
-        flags = {"relu": ctx.relu, "has_shortcut": ctx.has_shortcut, **sizes.constants}
-        params = rows.params.shape[1]
-        launch(
-        kernels.gradient_sums, (sizes.chunks, sizes.channel_tiles, rows.active),
-            dy, x, y, statistics, weight, bias, partials, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows,
-            sizes.channels, sizes.chunks, params, tile_rows=sizes.tile_rows, num_warps=NORM_WARPS, **flags,
-        )  # fmt: skip
-        launch(
-            kernels.reduce_sums,
-            (triton.cdiv(sizes.channels, 16), rows.active),
-            partials,
-            dweight,
-            dbias,
-            sizes.channels,
-            sizes.chunks,
-            params,
-            block=_choose_block(sizes.chunks),
-            width=16,
-        )
-        dx, largest = torch.empty_like(x), _allocate_largest(x, rows.active)
-        # Without ReLU the shortcut's gradient is dy itself.
-        shortcut_gradient = torch.empty_like(x) if ctx.has_shortcut and ctx.relu else dy
-        tile_rows = sizes.tile_rows // 2 if ctx.has_shortcut else sizes.tile_rows
-        launch(
-        kernels.norm_input_gradient, (triton.cdiv(sizes.rows, tile_rows), sizes.channel_tiles, rows.active),
-            dy, x, y, statistics, weight, bias, dweight, dbias, dx, shortcut_gradient, rows.valid,
-            rows.valid if largest is None else largest.view(torch.int32), sizes.rows, sizes.positions, sizes.channels,
-            params, has_largest=largest is not None, tile_rows=tile_rows, num_warps=NORM_WARPS, **flags,
-        )  # fmt: skip
-        _set_largest(dx, largest)
-        return dx, shortcut_gradient if ctx.has_shortcut else None, None, None, None
-
-
-class _NormSizes:
-    """The sizes of a feature map: a client's rows are positions of its examples, one after the other."""
-
-    def __init__(self, x: Tensor, rows: ClientRows, most_programs: int = PROGRAMS) -> None:
-        self.channels = x.shape[1]
-        self.rows = x.numel() // (self.channels * rows.active)
-        self.positions = self.rows // rows.batch_size
-        self.clients = rows.active
-        width = _choose_width(self.channels)
-        self.constants = {"width": width, "narrow": _find_narrow(self.channels)}
-        self.channel_tiles, self.tile_rows = triton.cdiv(self.channels, width), TILE // width
-        programs = self.channel_tiles * self.clients
-        self.chunks = max(1, min(MAX_CHUNKS, most_programs // programs, self.rows // self.tile_rows))
-        self.chunk_rows = -(-self.rows // self.chunks)
-
-    def allocate_statistics(self, x: Tensor) -> Tensor:
-        """Return memory for the mean and the inverse deviation of every channel."""
-        return torch.empty(self.clients, 2, self.channels, device=x.device)
-
-
-def _find_moments(x: Tensor, rows: ClientRows, sizes: _NormSizes) -> boxes.Moments:
-    """Compute the moments of feature maps."""
-    moments = boxes.Moments.allocate(sizes.clients, sizes.chunks, sizes.chunk_rows, sizes.channels, x.device)
-    launch(
-        kernels.moments, (sizes.chunks, sizes.channel_tiles, sizes.clients),
-        x, moments.values, rows.valid, sizes.rows, sizes.positions, sizes.chunk_rows, sizes.channels, sizes.chunks,
-        tile_rows=sizes.tile_rows, num_warps=2 * NORM_WARPS, **sizes.constants,
-    )  # fmt: skip
-    return moments
-
-
-def _choose_block(chunks: int) -> int:
-    """Return how many chunks a program reads at a time."""
-    return 128 if chunks <= 128 else 512
-
-
-def _get_affine(layer: StackedBatchNorm, rows: Tensor) -> list[Tensor]:
-    places = layer.rows.places
-    return [rows[:, places[f"{layer.name}.{key}"].row_start :] for key in ("weight", "bias")]
-
-
-def _scale(layer: StackedBatchNorm, x: Tensor, shortcut: Tensor | None, statistics: Tensor, relu: bool) -> Tensor:
-    weight, bias = _get_affine(layer, layer.rows.params)
-    return _launch_scale(x, shortcut, statistics, weight, bias, layer.rows, relu)
-
-
-def _launch_scale(
-    x: Tensor, shortcut: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor, clients: ClientRows | None,
-    relu: bool,
-) -> Tensor:  # fmt: skip
-    """Normalise by these statistics, of several clients or of one model without padding."""
-    y, channels = torch.empty_like(x), x.shape[1]
-    number, row_length = (1, 0) if clients is None else (clients.active, clients.params.shape[1])
-    rows, width = x.numel() // (channels * number), _choose_width(channels)
-    positions = 0 if clients is None else rows // clients.batch_size
-    largest = None if clients is None else _allocate_largest(x, number)
-    launch(
-        kernels.apply_norm, (triton.cdiv(rows, TILE // width), triton.cdiv(channels, width), number),
-        x, y if shortcut is None else shortcut, y, statistics, weight, bias,
-        statistics if clients is None else clients.valid,
-        statistics if largest is None else largest.view(torch.int32), rows, positions, channels, row_length,
-        tile_rows=TILE // width, width=width, narrow=_find_narrow(channels), has_shortcut=shortcut is not None, relu=relu,
-        has_padding=clients is not None, has_largest=largest is not None, num_warps=NORM_WARPS,
-    )  # fmt: skip
-    _set_largest(y, largest)
-    return y
-
-
-def _choose_width(channels: int) -> int:
-    return next((width for width in (64, 32, 16, 8) if channels % width == 0), _tile_for(channels, 64))
-
-
-def supports_evaluation(norm: nn.Module, x: Tensor, shortcut: Tensor | None) -> bool:
-    """Return whether `evaluate_norm` can replace this layer in evaluation, where no gradient is needed."""
-    is_plain = isinstance(norm, nn.BatchNorm2d) and norm.affine and norm.running_mean is not None
-    is_float = is_plain and not norm.training and norm.weight.dtype == torch.float32
-    return is_float and not torch.is_grad_enabled() and x.ndim == 4 and supports_norm(x, shortcut)
-
-
-def evaluate_norm(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
-    """Return `relu(norm(x) + shortcut)` by the running statistics of one layer."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    x = x.contiguous(memory_format=torch.channels_last)
-    if shortcut is not None:
-        shortcut = shortcut.contiguous(memory_format=torch.channels_last)
-    statistics = torch.stack([norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)])
-    return _launch_scale(x, shortcut, statistics, norm.weight, norm.bias, None, relu)
 
 
 def launch_sgd_step(rows: ClientRows, momentum: float, weight_decay: float) -> None:

@@ -21,6 +21,7 @@ from fedheal.models.client_rows import ClientRows
 from fedheal.models.max_pooling import FusedMaxPool2d, has_hooks, replace_pooling
 
 KERNELS = "fedheal.models.stacked_kernels"
+NORM_KERNELS = "fedheal.models._stacked_norm_cuda"
 LINEAR_KERNELS = "fedheal.models._stacked_linear_cuda"
 
 
@@ -132,7 +133,7 @@ class StackedBatchNorm(StackedLayer):
 
     def norm_relu(self, x: Tensor, shortcut: Tensor | None = None, relu: bool = True) -> Tensor:
         """Return `relu(norm(x) + shortcut)`, see `models.fused_norm`."""
-        kernels = import_triton_kernels(KERNELS, x.device.type) if self.uses_kernels else None
+        kernels = import_triton_kernels(NORM_KERNELS, x.device.type) if self.uses_kernels else None
         self.count_call(x)
         if kernels is not None and x.ndim == 4 and kernels.supports_norm(x, shortcut):
             fused: Tensor = kernels.normalise_and_scale(self, x, shortcut, relu)
