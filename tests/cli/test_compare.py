@@ -187,3 +187,9 @@ def test_crossed_seeds_are_shown_as_components(call, tmp_path: Path) -> None:
     assert folder.name.startswith("compare-tiny_data.load-vary=init_batch-")
     assert "Variance components (2 init x 2 batch)" in call("report", str(folder)).out
     assert_sentence(call(*command, "--seeds", "3"), "seeds = 3: vary sets the seeds itself")
+
+
+@pytest.mark.parametrize("word", ["data=embedded", "seeds=3", "vary=split", "jobs=2"])
+def test_an_option_that_is_given_as_a_field_is_named(call, word: str) -> None:
+    option, _, value = word.partition("=")
+    assert_sentence(call("compare", "fedavg", "fedheal", word), f"use --{option} {value}")

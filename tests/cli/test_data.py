@@ -13,6 +13,7 @@ import tomli_w
 from PIL import Image
 
 import layouts
+from command_line import assert_sentence
 from fedheal import data
 from fedheal.simulate.build import load_domains, partition_clients
 from fedheal.simulate.experiment import Experiment
@@ -267,3 +268,11 @@ def test_the_split_depends_neither_on_rounds_nor_on_the_method(root: Path) -> No
 
     for skew in ({}, {"dirichlet": 0.3}, {"pathological": 2}, {"quantity": 0.5}, {"class_filling": True}):
         assert held(**skew) == held(**skew, rounds=7, method="fedavg")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("digit", "is no data set (did you mean 'digits'?)"), ("embedded", "is not read from disk")],
+)
+def test_a_data_set_that_cannot_be_checked_is_a_sentence(call, name: str, message: str) -> None:
+    assert_sentence(call("data", "check", name), message)

@@ -247,8 +247,11 @@ def compare(
 
     overrides = [word for word in words if is_override(word)]
     values = parse_overrides(overrides)
-    if "data" in values:
-        raise ValueError(f"data={values['data']} is not a field of a comparison: use --data {values['data']}")
+    for option in ("data", "seeds", "vary", "jobs"):
+        if option in values:
+            raise ValueError(
+                f"{option}={values[option]} is not a field of a comparison: use --{option} {values[option]}"
+            )
     methods = [word for word in words if not is_override(word)]
     numbers = comparison.choose_seeds(seeds, vary)
     name = ["compare", data.replace(":", "."), *comparison.name_design(numbers), *sorted(overrides)]

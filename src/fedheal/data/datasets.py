@@ -128,7 +128,8 @@ def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpe
             raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
         return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))
     if name not in SPECS:
-        raise ValueError(f"data = '{name}' is not read from disk: use one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
+        problem = "is not read from disk" if name in DATASETS else f"is no data set{suggest(name, list(SPECS))}"
+        raise ValueError(f"data = '{name}' {problem}: use one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
     return SPECS[name], request
 
 
