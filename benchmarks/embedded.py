@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 
 import fedheal
-from arguments import parse_positive
 from fedheal import Experiment
 from fedheal.data import load_dataset
 
@@ -37,9 +36,11 @@ def study(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=parse_positive, default=3)
-    parser.add_argument("--rounds", type=parse_positive, default=None)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=None)
     options = parser.parse_args()
+    if options.seeds < 1 or (options.rounds is not None and options.rounds < 1):
+        parser.error("use at least one seed and one round")
     for seed in range(options.seeds):
         table = study(seed, options.rounds)
         names = list(table["alone"])
