@@ -341,10 +341,7 @@ def _read_reply(given: Any, copy: bool) -> tuple[Tensor, Reply]:
         num_examples=_number("num_examples", reply.num_examples),
         buffers=_vector("buffers", reply.buffers, copy),
         counters=_vector("counters", reply.counters, copy),
-        metrics={
-            name: value if type(value) is float else _number(f"metrics['{name}']", value)
-            for name, value in reply.metrics.items()
-        },
+        metrics={name: _number(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
         domain=reply.domain,
     )
 
@@ -443,7 +440,7 @@ def _view_as_matrix(rows: Sequence[Tensor]) -> Tensor | None:
     step = (last.storage_offset() - first.storage_offset()) // (len(rows) - 1) if len(rows) > 1 else length
     if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
         return None
-    # What lies between two rows of one memory is of the same.
+    # Rows between the first and the last one of a storage belong to that storage, too.
     start, apart = first.data_ptr(), step * first.itemsize
     if any(row.data_ptr() != start + i * apart or not row.is_contiguous() for i, row in enumerate(rows)):
         return None

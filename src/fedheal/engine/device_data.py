@@ -152,15 +152,15 @@ def plan_epochs(
         for part in torch.split(order, size) if augment == "crop-flip" else [order]:
             number = part.shape[0]
             planned = np.zeros((-(-number // size), 4, size), np.int64)
-            _put(planned[:, :1], part.numpy() + offset)
+            _write_batches(planned[:, :1], part.numpy() + offset)
             if "crop" in augment:
-                _put(planned[:, 1:3], torch.randint(0, 2 * PAD + 1, (2 * number,), generator=rng).numpy())
+                _write_batches(planned[:, 1:3], torch.randint(0, 2 * PAD + 1, (2 * number,), generator=rng).numpy())
             if "flip" in augment:
-                _put(planned[:, 3:], (torch.rand(number, generator=rng) < 0.5).numpy())
+                _write_batches(planned[:, 3:], (torch.rand(number, generator=rng) < 0.5).numpy())
             yield planned
 
 
-def _put(planned: NDArray[np.int64], numbers: NDArray[Any]) -> None:
+def _write_batches(planned: NDArray[np.int64], numbers: NDArray[Any]) -> None:
     """Write numbers into `[batches, channels, batch_size]`, batch after batch; the last one may be smaller."""
     _, channels, size = planned.shape
     full, rest = divmod(numbers.shape[0] // channels, size)

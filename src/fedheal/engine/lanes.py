@@ -14,7 +14,7 @@ seeds, batches and steps.
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -107,13 +107,12 @@ def use_streams(device: torch.device, streams: Sequence[torch.cuda.Stream | None
             current.wait_stream(stream)
 
 
-def add_losses(results: list[ClientResult], losses: Sequence[float]) -> list[ClientResult]:
-    """Add the clients' training losses, which are read from the device once for all of them, to their results."""
-    for result, loss in zip(results, losses, strict=True):
-        cast(dict[str, float], result.reply.metrics)["train_loss"] = (
-            loss  # a dictionary of its own: see `finish_client`
-        )
-    return results
+def add_losses(results: Sequence[ClientResult], losses: Sequence[float]) -> list[ClientResult]:
+    """Return the results with the clients' training losses, which are read from the device once for all of them."""
+    return [
+        replace(result, reply=result.reply._replace(metrics={**result.reply.metrics, "train_loss": loss}))
+        for result, loss in zip(results, losses, strict=True)
+    ]
 
 
 def _assign_clients(steps: Sequence[int], most_lanes: int) -> list[list[int]]:

@@ -82,8 +82,8 @@ class ClientRows:
         self.ones = torch.ones(clients, dtype=dtype, device=device)
         self._to_rows, self._to_flat = _match_entries(list(seen.values()), sizes.params, end, device)
         self._leaves: dict[tuple[str, int], Tensor] = {}
-        self._side: torch.cuda.Stream | None = None
-        self._read_beside: list[Tensor] = []
+        self._side_stream: torch.cuda.Stream | None = None
+        self._side_inputs: list[Tensor] = []
 
     def load(self, models: list[Packed]) -> None:
         """Load the first rows from these models."""
@@ -122,15 +122,14 @@ class ClientRows:
         return [self.get_parameter(name) for name, _ in self.layout.sizes().tensors]
 
     @contextmanager
-    def run_beside(self, *tensors: Tensor) -> Iterator[None]:
-        """Run the context's kernels, which read these tensors, beside those that follow; `take_gradients` waits for them."""
+    def use_side_stream(self, *tensors: Tensor) -> Iterator[None]:
+        """Launch the context's kernels, which read these tensors, on a side stream; `take_gradients` waits for them."""
         device = self.params.device
-        self._side = self._side or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream(device))
-        self._read_beside += (
-            tensors  # while they are referred to, autograd neither frees them nor adds to them in place
-        )
-        with torch.cuda.stream(self._side):
+        self._side_stream = self._side_stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side_stream.wait_stream(torch.cuda.current_stream(device))
+        # While they are referred to, autograd neither frees them nor adds to them in place.
+        self._side_inputs += tensors
+        with torch.cuda.stream(self._side_stream):
             yield
 
     def take_gradients(self, loss: Tensor) -> None:
@@ -143,9 +142,9 @@ class ClientRows:
         try:
             found = torch.autograd.grad(loss, parameters, factors, allow_unused=True)
         finally:
-            if self._side is not None and self._read_beside:
-                torch.cuda.current_stream(self.params.device).wait_stream(self._side)
-            self._read_beside.clear()
+            if self._side_stream is not None and self._side_inputs:
+                torch.cuda.current_stream(self.params.device).wait_stream(self._side_stream)
+            self._side_inputs.clear()
         pairs = [(p.grad, g) for p, g in zip(parameters, found, strict=True) if g is not None and p.grad is not None]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [gradient for _, gradient in pairs])

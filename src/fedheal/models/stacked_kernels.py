@@ -36,7 +36,7 @@ class StackedConvolution(torch.autograd.Function):
         dy = gradient.contiguous(memory_format=torch.channels_last)
         # What follows is bound by memory, and the products of wide layers are not.
         is_wide = boxes.supports_boxes(ctx.layer, x)
-        with ctx.layer.rows.run_beside(x, dy) if is_wide else nullcontext():
+        with ctx.layer.rows.use_side_stream(x, dy) if is_wide else nullcontext():
             write_weight_gradient(ctx.layer, x, dy, ctx.largest, get_note(dy, "largest"))
         return input_gradient(ctx.layer, x, dy) if ctx.needs_input_grad[0] else None, None, None
 
@@ -59,7 +59,7 @@ class StackedFork(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dy = gradient.contiguous(memory_format=torch.channels_last)
         added = shortcut_gradient.contiguous(memory_format=torch.channels_last)
-        with ctx.layer.rows.run_beside(x, dy, added):
+        with ctx.layer.rows.use_side_stream(x, dy, added):
             write_weight_gradient(ctx.layer, x, dy)
             if ctx.shortcut is not None:
                 write_weight_gradient(ctx.shortcut, x, added)

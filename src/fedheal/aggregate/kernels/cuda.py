@@ -71,8 +71,8 @@ def average(
                 first, last, deltas.stride(0), deltas.stride(1), slot_stride, len(rows),
                 sign, block=block, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
-    is_kept = mask is None and bool(weights.any())  # then every entry, without a look at the GPU
-    return after.to(params.device), 0 if is_kept else int(unkept.sum())
+    keeps_all = mask is None and bool(weights.any())  # known without waiting for the GPU
+    return after.to(params.device), 0 if keeps_all else int(unkept.sum())
 
 
 def _scan(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMask | None, step: int) -> Tensor:

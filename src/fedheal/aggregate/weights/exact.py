@@ -95,7 +95,7 @@ def _polish(hull: Floats, x: Floats) -> Floats:
     r = np.asarray(np.linalg.qr(hull[:, support], mode="r"), np.float64)
     try:
         z = np.linalg.solve(r, np.linalg.solve(r.T, np.ones(len(support))))
-    except np.linalg.LinAlgError:  # the hull contains 0, as with two equal clients: its sum constraint costs no digits
+    except np.linalg.LinAlgError:  # the objective reaches 0, as it does for two equal clients: x is exact already
         return x
     z /= z.sum()
     if not (np.isfinite(z).all() and (z > 0).all()):
