@@ -281,6 +281,16 @@ def statistics_of_moments(
         tl.store(batches_tracked, tl.load(batches_tracked) + (valid_rows > 0).to(tl.int64))
 
 
+@triton.jit
+def load_scales(statistics, weight, bias, at_row, c, channels):
+    """Return each channel's mean and inverse deviation, and the factor and the offset that normalise and scale it."""
+    known = c < channels
+    mean = tl.load(statistics + c, mask=known, other=0.0)
+    inverse = tl.load(statistics + channels + c, mask=known, other=0.0)
+    scale = inverse * tl.load(weight + at_row, mask=known, other=0.0)
+    return mean, inverse, scale, tl.load(bias + at_row, mask=known, other=0.0) - mean * scale
+
+
 @triton.jit(do_not_specialize=["rows", "positions"])
 def apply_norm(
     x, shortcut, y, statistics, weight, bias, valid, largest, rows, positions, channels, row_length,
@@ -291,11 +301,8 @@ def apply_norm(
     channels = narrow if narrow > 0 else channels
     c, client = tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
     known = c < channels
-    statistics += client * 2 * channels
-    mean = tl.load(statistics + c, mask=known, other=0.0)
-    inverse = tl.load(statistics + channels + c, mask=known, other=0.0)
-    scale = inverse * tl.load(weight + client * row_length + c, mask=known, other=0.0)
-    offset = tl.load(bias + client * row_length + c, mask=known, other=0.0) - mean * scale
+    at_row = client * row_length + c
+    _, _, scale, offset = load_scales(statistics + client * 2 * channels, weight, bias, at_row, c, channels)
     r = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     inside = (r < rows)[:, None] & known[None, :]
     counts = inside
@@ -325,12 +332,9 @@ def gradient_sums(
     known = c < channels
     valid_rows = tl.load(valid + client) * positions
     first, last = tl.minimum(p * chunk_rows, valid_rows), tl.minimum((p + 1) * chunk_rows, valid_rows)
-    statistics += client * 2 * channels
+    at_row = client * row_length + c
     partials += client * 2 * chunks * channels
-    mean = tl.load(statistics + c, mask=known, other=0.0)
-    inverse = tl.load(statistics + channels + c, mask=known, other=0.0)
-    scale = inverse * tl.load(weight + client * row_length + c, mask=known, other=0.0)
-    offset = tl.load(bias + client * row_length + c, mask=known, other=0.0) - mean * scale
+    mean, inverse, scale, offset = load_scales(statistics + client * 2 * channels, weight, bias, at_row, c, channels)
     plain = tl.zeros((tile_rows, width), dtype=tl.float32)
     product = tl.zeros((tile_rows, width), dtype=tl.float32)
     for start in range(first, last, tile_rows):
@@ -376,12 +380,8 @@ def norm_input_gradient(
     channels = narrow if narrow > 0 else channels
     c, client = tl.program_id(1) * width + tl.arange(0, width), tl.program_id(2).to(tl.int64)
     known = c < channels
-    statistics += client * 2 * channels
     at_row = client * row_length + c
-    mean = tl.load(statistics + c, mask=known, other=0.0)
-    inverse = tl.load(statistics + channels + c, mask=known, other=0.0)
-    scale = inverse * tl.load(weight + at_row, mask=known, other=0.0)
-    offset = tl.load(bias + at_row, mask=known, other=0.0) - mean * scale
+    mean, inverse, scale, offset = load_scales(statistics + client * 2 * channels, weight, bias, at_row, c, channels)
     valid_rows = tl.load(valid + client) * positions
     number = tl.maximum(valid_rows, 1).to(tl.float32)
     plain = tl.load(dbias + at_row, mask=known, other=0.0) / number
