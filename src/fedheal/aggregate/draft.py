@@ -107,5 +107,5 @@ class Draft:
         return matrix[upload(torch.from_numpy(self.rows), matrix.device)]
 
     def view_rows(self, matrix: Tensor) -> Tensor:
-        """Return the accepted rows to read them: most often the matrix itself."""
+        """Return the accepted rows for reading: the matrix itself, without a copy, if all rows are accepted in order."""
         return matrix if np.array_equal(self.rows, np.arange(len(matrix))) else self.select_rows(matrix)

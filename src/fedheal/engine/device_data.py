@@ -143,7 +143,7 @@ def plan_epochs(
         offset: The index of its first example.
 
     Yields:
-        `[batches, 4, batch_size]`: index, top and left shift, and whether an image is mirrored. 0 follows a smaller batch.
+        `[batches, 4, batch_size]`: index, top and left shift, and whether an image is mirrored. A smaller batch ends with zeros.
     """
     size, steps_left, augment = training.batch_size, serial.count_steps(examples, training), training.augment
     while steps_left > 0:
