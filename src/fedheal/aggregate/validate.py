@@ -44,7 +44,9 @@ class NonFinite(Exception):
 
 
 def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str], are_buffers_finite: bool) -> dict[int, str]:
-    """Return the rows that cannot be used, each with the reason. `are_buffers_finite` says whether the buffers of all clients are.
+    """Return the rows that cannot be used, each with the reason.
+
+    `are_buffers_finite` says whether the buffers of all clients are finite.
 
     Raise ValueError if no client at all sent a metric that is needed: that is the caller's mistake, not a client's.
     """

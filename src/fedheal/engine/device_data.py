@@ -143,7 +143,7 @@ def plan_epochs(
         offset: The index of its first example.
 
     Yields:
-        `[batches, 4, batch_size]`: index, top and left shift, and whether an image is mirrored. A smaller batch ends with zeros.
+        `[batches, 4, batch_size]`: index, top and left shift, and whether an image is mirrored. Zeros fill a smaller batch.
     """
     size, steps_left, augment = training.batch_size, serial.count_steps(examples, training), training.augment
     while steps_left > 0:
