@@ -81,6 +81,15 @@ def test_batches_of_all_epochs_are_planned_when_they_are_needed():
     assert len(next(parts)) == 2  # an epoch of the smaller client
 
 
+def test_a_client_without_examples_has_no_batches():
+    training = serial.Training(lr=0.1, batch_size=8, epochs=2, augment="crop")
+    given, data = make_data({"a": 16, "b": 0}, training)
+    parts = list(data.plan_cohort(given, [Task("a", 0), Task("b", 0)], "batches", (2, 4, 8)))
+    assert len(torch.cat(parts)) == 4
+    assert not torch.cat(parts)[:, 1].any()
+    assert list(data.plan_cohort(given, [Task("b", 0)], "batches", (2, 4, 8))) == []
+
+
 def test_pixel_values_are_those_of_normalised_images():
     images = torch.randint(0, 256, (2, 3, 5, 7), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     split = Split(images, torch.zeros(2, dtype=torch.int64))

@@ -7,7 +7,7 @@ kind of step runs once as it is and is then captured in a CUDA graph; what it re
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ class CohortGroup:
         return trained
 
     def _make_schedule(self, local_training: LocalTraining, tasks: Sequence[Task]) -> "Schedule":
-        """Return the schedule of these clients, whose batch sizes `counts` then has; most often it is the last one."""
+        """Return the schedule of these clients, most often that of the last round; set `counts` to their batch sizes."""
         training, needs_sizes = local_training.training, looks_at_batches(local_training.terms)
         key = tuple(t.client for t in tasks), needs_sizes, training.batch_size, training.epochs, training.steps
         if self.schedule is None or self.schedule.key != key:
@@ -127,7 +127,8 @@ class CohortGroup:
         if trained == self.last_trained:
             following = [Task(t.client, t.round + 1) for t in tasks]
             plan = self.data.plan_cohort(local_training, following, purpose, self.plan.shape[1:])
-            self.begun_plan = (purpose, [(t.client, t.round) for t in following]), chain([next(plan)], plan)
+            first = list(islice(plan, 1))
+            self.begun_plan = (purpose, [(t.client, t.round) for t in following]), chain(first, plan)
         self.last_trained = trained
 
     def _compile(self, local_training: LocalTraining, step_set: StackedSteps, kind: Kind) -> None:

@@ -73,9 +73,10 @@ class DeviceData:
         is_cuda = self.images.is_cuda
         batches = [self._list_batches(local_training, task, purpose) for task in tasks]
         left = [serial.count_steps(self.sizes[task.client], local_training.training) for task in tasks]
-        planned = [next(of_client) for of_client in batches]
+        none = np.zeros((0, *shape[1:]), np.int64)  # of a client without examples
+        planned = [next(of_client, none) for of_client in batches]
         while longest := max(left):
-            # As many as all clients have planned that go on after these.
+            # Clients that have more steps than they have planned so far limit how many are ready.
             steps = min((len(p) for p, number in zip(planned, left, strict=True) if len(p) < number), default=longest)
             part = torch.zeros(min(steps, PLANNED_STEPS), *shape, dtype=torch.int64, pin_memory=is_cuda)
             rows = part.numpy()
