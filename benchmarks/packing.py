@@ -1,7 +1,7 @@
 """Several runs at a time on one GPU: seconds a round for each of 1, 2 and 4 processes, of a small model and of a large one.
 
     python benchmarks/packing.py                       # about a minute
-    python benchmarks/packing.py --models small_cnn --at-a-time 1,2,4,8 --rounds 50
+    python benchmarks/packing.py --models small_cnn --at-a-time 1,2,4,8 --rounds 50 --precision tf32
     python benchmarks/packing.py --whole               # also `run_all` from start to end, processes and compilation included
 
 Images are random bytes in the numbers and sizes of the Digits protocol. All processes start and warm up first (kernels are
@@ -33,7 +33,7 @@ from fedheal.campaign.gpu_estimate import is_small_run
 from fedheal.campaign.placement import count_small_runs
 from fedheal.campaign.pool import run_all
 from fedheal.engine import open_engine
-from fedheal.engine.precision import use_precision
+from fedheal.engine.precision import PRECISIONS, use_precision
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
@@ -61,17 +61,17 @@ class Warm:
     taken: int
 
 
-def described(model: str, device: str) -> Experiment:
+def described(model: str, device: str, precision: str) -> Experiment:
     case = CASES[model]
-    keys = PROTOCOLS[case.protocol].keys | {"epochs": case.epochs}
+    keys = PROTOCOLS[case.protocol].keys | {"epochs": case.epochs, "precision": precision}
     return Experiment.of({"data": "digits", "method": "fedheal", "device": device, "rounds": 10**6} | keys)
 
 
-def worker(model: str, device_name: str, parent: Connection) -> None:
+def worker(model: str, device_name: str, precision: str, parent: Connection) -> None:
     """A run that trains so many rounds whenever it is told to."""
     torch.set_num_threads(1)
     device = resolve_device(device_name)
-    experiment = described(model, device_name)
+    experiment = described(model, device_name, precision)
     fed = build_federation(experiment, load_domains(PROTOCOLS[CASES[model].protocol]), device)
     with use_precision(fed.local_training.precision, False, device), open_engine(fed.local_training) as engine:
         begun = time.perf_counter()
@@ -85,13 +85,13 @@ def worker(model: str, device_name: str, parent: Connection) -> None:
             parent.send(rounds)
 
 
-def measured(model: str, device: str, numbers: list[int], rounds: int) -> None:
+def measured(model: str, device: str, precision: str, numbers: list[int], rounds: int) -> None:
     """Start as many processes as are ever wanted, then let some of them work."""
     context, started, pipes = get_context("spawn"), [], []
     free = free_bytes(device)
     for _ in range(max(numbers)):
         here, there = context.Pipe()
-        process = context.Process(target=worker, args=(model, device, there), daemon=True)
+        process = context.Process(target=worker, args=(model, device, precision, there), daemon=True)
         process.start()
         there.close()  # so that a process which fails ends the pipe
         started.append(process)
@@ -105,7 +105,7 @@ def measured(model: str, device: str, numbers: list[int], rounds: int) -> None:
                 f"A process takes {each / GIB:.2f} GiB, {max(w.taken for w in warm) / GIB:.2f} of them by torch; ",
                 end="",
             )
-            at_a_time = count_small_runs(free) if is_small_run(described(model, device)) else 1
+            at_a_time = count_small_runs(free) if is_small_run(described(model, device, precision)) else 1
             print(f"the rule: {at_a_time} at a time.")
         print("\n| at a time | a run's round, s | rounds a second, all together | faster than the first line |")
         print("|---|---|---|---|")
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--at-a-time", default="1,2,4")
     parser.add_argument("--rounds", type=parse_positive, help="of every run, once warm")
     parser.add_argument("--device", default="cuda", help="cpu: the same with processes on the CPU")
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--whole", action="store_true")
     asked = parser.parse_args()
     models, words = asked.models.split(","), asked.at_a_time.split(",")
@@ -172,11 +173,12 @@ def main() -> None:
         refuse("there is no GPU here; --device cpu does the same with processes on the CPU")
     numbers = [int(word) for word in words]
     gpu = asked.device.startswith("cuda")
+    precision = asked.precision or ("bf16" if gpu else "fp32")
     where = torch.cuda.get_device_name(asked.device) if gpu else "a CPU"
     print(f"{date.today()} {where}, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
-    print(f"Python {platform.python_version()}\n", flush=True)
+    print(f"Python {platform.python_version()}, {precision}\n", flush=True)
     for model in models:
-        measured(model, asked.device, numbers, asked.rounds or CASES[model].rounds)
+        measured(model, asked.device, precision, numbers, asked.rounds or CASES[model].rounds)
     if asked.whole:
         whole(asked.device, numbers, asked.rounds or 20)
 

@@ -68,11 +68,15 @@ class Deadline(fedheal.Callback):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the open rows one after another in this process, so that they share what is compiled and tuned."""
+    """Run the open rows one after another in this process, so that they share what is compiled and tuned.
+
+    All rows of a seed come before those of the next, so that methods have the same seeds if time ends.
+    """
     if not options.seconds > 0:
         raise ValueError(f"seconds = {options.seconds:g}: use a positive number, or leave it out for no limit")
     deadline = time.monotonic() + options.seconds
     rows = [(entry.label, job) for entry, jobs in plan_rows(options).rows for job in jobs]
+    rows.sort(key=lambda row: row[1].experiment.seed)
     failed = 0
     try:
         for label, job in rows:

@@ -161,6 +161,19 @@ def test_the_cuda_kernel_names_bad_rows_and_leaves_the_counts():
     assert torch.equal(counts, before)
 
 
+def test_a_run_and_an_aggregation_work_on_a_gpu_that_is_not_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    runs = [fedheal.run(quick(method="fedheal", device=f"cuda:{i}"), progress=False) for i in (0, 1)]
+    assert [runs[1].domains[name] for name in runs[0].domains] == pytest.approx(list(runs[0].domains.values()), abs=1.0)
+    rng = np.random.default_rng(0)
+    deltas, rows, weights = torch.from_numpy(rng.normal(size=(3, 5000))), np.arange(3), np.full(3, 1 / 3)
+    from fedheal.aggregate.kernels import cuda
+
+    means = [cuda.average(torch.zeros(5000).to(d), deltas.to(d), rows, weights, None)[0] for d in ("cuda:0", "cuda:1")]
+    assert torch.equal(means[0].cpu(), means[1].cpu())
+
+
 LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
 
 

@@ -27,6 +27,7 @@ from tiny_data import quick
 pytestmark = pytest.mark.gpu
 # Eight clients with a batch of 64 images each.
 EIGHT = {"data": "tiny_data:many", "clients_per_domain": 4, "samples_per_client": 64, "batch_size": 64, "steps": 6}
+OUTSIDE_TORCH = 1 << 30  # bytes that CUDA itself, kernels and graphs may take
 
 
 @pytest.fixture(autouse=True)
@@ -117,11 +118,9 @@ def test_a_run_with_too_little_memory_halves_its_lanes_and_gives_the_same(model,
 def test_a_small_run_takes_no_more_memory_than_reckoned(model, width):
     experiment = quick(**EIGHT, model=model, width=width, rounds=1, device="cuda")
     assert is_small_run(experiment)
-    free = torch.cuda.mem_get_info()[0]
     with measure_memory() as taken:
         fedheal.run(experiment, progress=False)
-    assert taken["bytes"] < SMALL_RUN_BYTES
-    assert free - torch.cuda.mem_get_info()[0] < SMALL_RUN_BYTES
+    assert taken["bytes"] < SMALL_RUN_BYTES - OUTSIDE_TORCH
 
 
 def test_the_rule_packs_small_runs_and_lets_the_papers_have_a_gpu_each(monkeypatch):

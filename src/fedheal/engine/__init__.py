@@ -1,7 +1,7 @@
 """Engines train the clients of a round: one after another, in several processes or machines, or side by side on a GPU."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -46,21 +46,22 @@ def open_engine(
     """
     check_engine(local_training.device, engine, workers)
     on_gpu = local_training.device.type == "cuda"
-    if engine == "ray":
-        with (
-            connect_to_cluster(ray_address or "auto") as ray,
-            ActorPool(ray, local_training, workers, threads, evaluated) as actors,
-        ):
-            yield actors
-    elif engine == "cohort" or (engine == "auto" and on_gpu and lanes is None):
-        yield CohortEngine(local_training, only_if_faster=engine == "auto")
-    elif engine == "lanes" or (engine == "auto" and on_gpu):
-        yield Lanes(local_training, lanes)
-    elif workers <= 1:
-        yield SerialEngine(local_training)
-    else:
-        with WorkerPool(local_training, workers, threads, evaluated) as pool:
-            yield pool
+    with torch.cuda.device(local_training.device) if on_gpu else nullcontext():  # Triton launches on the current device
+        if engine == "ray":
+            with (
+                connect_to_cluster(ray_address or "auto") as ray,
+                ActorPool(ray, local_training, workers, threads, evaluated) as actors,
+            ):
+                yield actors
+        elif engine == "cohort" or (engine == "auto" and on_gpu and lanes is None):
+            yield CohortEngine(local_training, only_if_faster=engine == "auto")
+        elif engine == "lanes" or (engine == "auto" and on_gpu):
+            yield Lanes(local_training, lanes)
+        elif workers <= 1:
+            yield SerialEngine(local_training)
+        else:
+            with WorkerPool(local_training, workers, threads, evaluated) as pool:
+                yield pool
 
 
 def describe_engine(engine: Engine) -> str:

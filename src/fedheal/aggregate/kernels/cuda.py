@@ -66,11 +66,12 @@ def average(
     row_index, shares = _copy_to(device, rows)[0], upload(torch.from_numpy(weights), device)
     for number, first, last, block in ((blocks, 0, whole, PASS_TWO), (int(whole < length), whole, length, ALIGNED)):
         if number:
-            _average[(number,)](
-                before, after, deltas, row_index, shares, counts, limits, unkept[blocks:] if first else unkept,
-                first, last, deltas.stride(0), deltas.stride(1), slot_stride, len(rows),
-                sign, block=block, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
+            with torch.cuda.device(device):  # Triton launches on the current device
+                _average[(number,)](
+                    before, after, deltas, row_index, shares, counts, limits, unkept[blocks:] if first else unkept,
+                    first, last, deltas.stride(0), deltas.stride(1), slot_stride, len(rows),
+                    sign, block=block, num_warps=4, enable_fp_fusion=False,
+                )  # fmt: skip
     keeps_all = mask is None and bool(weights.any())  # known without waiting for the GPU
     return after.to(params.device), 0 if keeps_all else int(unkept.sum())
 
@@ -87,11 +88,12 @@ def _scan(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMas
     counts, limits, slot_stride, sign = _unpack_mask(mask, unused=cut.starts)
     for first, last, block in ((0, cut.whole, STRIDE), (cut.whole, len(cut.starts), ALIGNED)):
         if last > first and len(rows):
-            _count[(last - first, len(rows))](
-                deltas, row_index, cut.starts, cut.stops, counts, limits, parts,
-                deltas.stride(0), deltas.stride(1), slot_stride, len(rows), len(cut.starts), first,
-                sign, step, ALIGNED if block == STRIDE else 1, block=block, num_warps=4,
-            )  # fmt: skip
+            with torch.cuda.device(device):
+                _count[(last - first, len(rows))](
+                    deltas, row_index, cut.starts, cut.stops, counts, limits, parts,
+                    deltas.stride(0), deltas.stride(1), slot_stride, len(rows), len(cut.starts), first,
+                    sign, step, ALIGNED if block == STRIDE else 1, block=block, num_warps=4,
+                )  # fmt: skip
     return parts
 
 
