@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="fields that differ from the protocol")
     parser.add_argument("--data", choices=["embedded", "digits"], default="embedded")
     parser.add_argument("--data-root", default=None, help="the data directory, if not that of FEDHEAL_DATA")
-    parser.add_argument("--seeds", default="100-102", help="a seed, a range such as 100-102, or a list such as 100,102")
+    parser.add_argument("--seeds", default="100-102", help="a seed, a range (100-102) or a list (100,104-106)")
     parser.add_argument("--rounds", type=int, default=None, help="if not those of the protocol")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with one thread")
     parser.add_argument("--device", default="cpu")

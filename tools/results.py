@@ -227,7 +227,7 @@ def make_parser() -> argparse.ArgumentParser:
     running.add_argument("words", nargs="*", metavar="key=value", help="fields of the experiments, such as data_root")
     running.add_argument("--data", required=True, help=f"one of {', '.join(PLAN)}")
     running.add_argument("--rows", default="", help="only these: names or patterns, such as 'fedavg,*released*'")
-    running.add_argument("--seeds", default="1", help="how many (3), a range (0-2) or a list (0,2)")
+    running.add_argument("--seeds", default="1", help="how many (3), a range (0-2) or a list (0,2,5-7)")
     running.add_argument("--rounds", type=int, help="other than the protocol's; the tables show it")
     running.add_argument("--device", help="default: cuda")
     running.add_argument("--seconds", type=float, default=math.inf, help="stop between two rounds after this many")

@@ -160,10 +160,19 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, metho
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "x", "3-1", "1,1", "", "1-"])
+@pytest.mark.parametrize(
+    "text",
+    ["0", "-1", "x", "3-1", "1,1", "", "1-", "1,", ",", "0,-1", "0,3-1", "0,3--1", "0,1-2-3", "0,2-4,3", "0,x-3"],
+)
 def test_seeds_that_make_no_sense_are_refused(text):
-    with pytest.raises(ValueError, match="seeds = "):
+    with pytest.raises(ValueError, match=f"seeds = {text}: "):
         parse_seeds(text)
+
+
+def test_a_list_of_seeds_may_hold_ranges():
+    assert parse_seeds("0,8-12") == [0, 8, 9, 10, 11, 12]
+    assert parse_seeds("5-6, 3, 0-1") == [5, 6, 3, 0, 1]
+    assert choose_seeds(None, "split=0,8-9,init=3-4")[-1] == {"split_seed": 9, "init_seed": 4}
 
 
 def test_who_asks_for_no_seeds_learns_how_to_ask_for_seed_0():
@@ -172,7 +181,10 @@ def test_who_asks_for_no_seeds_learns_how_to_ask_for_seed_0():
     assert parse_seeds("1") == parse_seeds("0-0") == [0]
 
 
-@pytest.mark.parametrize("text", ["10000000000", "3-9999999999999999999999", ",".join(map(str, range(10_001)))])
+@pytest.mark.parametrize(
+    "text",
+    ["10000000000", "3-9999999999999999999999", "1,3-9999999999999999999999", ",".join(map(str, range(10_001)))],
+)
 def test_more_seeds_than_anybody_waits_for_are_refused(text):
     with pytest.raises(ValueError, match="use at most 10,000 seeds"):
         parse_seeds(text)

@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -188,28 +188,31 @@ def _list_seeds(seeds: int | str | Sequence[int], name: str = "seeds") -> list[i
 
 
 def parse_seeds(text: str, name: str = "seeds") -> list[int]:
-    """Return the seeds that a text names: `5` means 0 to 4, `3-7` is a range, `1,4` a list.
+    """Return the seeds that a text names: `5` means 0 to 4, `3-7` is a range, `1,4` a list, which may hold ranges.
 
-    >>> parse_seeds("3"), parse_seeds("3-5"), parse_seeds("1,4")
-    ([0, 1, 2], [3, 4, 5], [1, 4])
+    >>> parse_seeds("3"), parse_seeds("3-5"), parse_seeds("1,4"), parse_seeds("0,8-10")
+    ([0, 1, 2], [3, 4, 5], [1, 4], [0, 8, 9, 10])
     """
-    seeds: Sequence[int]
     try:
-        if "," in text:
-            seeds = [int(part) for part in text.split(",")]
-        else:
-            first, last = (int(part) for part in text.split("-")) if "-" in text else (0, int(text) - 1)
-            seeds = range(first, last + 1)
+        is_number = "," not in text and "-" not in text
+        ranges = [range(int(text))] if is_number else [_parse_range(item) for item in text.split(",")]
     except ValueError:
-        seeds = []
-    if seeds[MAX_SEEDS:]:
+        ranges = []
+    seeds = list(islice(chain.from_iterable(ranges), MAX_SEEDS + 1))
+    if len(seeds) > MAX_SEEDS:
         raise ValueError(f"{name} = {text}: use at most {MAX_SEEDS:,} seeds")
     if text.strip() == "0":
         raise ValueError(
             f"{name} = 0: this is a number of seeds; use 1 (or 0-0) for seed 0 alone, 5 for the seeds 0 to 4"
         )
-    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
+    if not ranges or not all(ranges) or len(set(seeds)) != len(seeds):
         raise ValueError(
-            f"{name} = {text}: use a number of seeds such as 5, a range such as 3-7, or a list such as 1,4"
+            f"{name} = {text}: use a number of seeds such as 5, a range such as 3-7, or a list such as 1,4,8-12"
         )
-    return list(seeds)
+    return seeds
+
+
+def _parse_range(item: str) -> range:
+    """Return the seeds of one item of a list, `4` or `8-12`. Raise ValueError if it is neither."""
+    first, dash, last = item.partition("-")
+    return range(int(first), int(last if dash else first) + 1)

@@ -76,7 +76,7 @@ def compare(
     Args:
         methods: Names of methods or bounds, or `Method` values.
         data: A data set's name, a `Domains`, or a function that returns one.
-        seeds: How many, from 0 on; a list; or a text such as "3-7". 8 by default.
+        seeds: How many, from 0 on; a list; or a text such as "3-7" or "0,8-12". 8 by default.
         out: The folder of the runs; named after the data and the given fields by default.
         jobs: How many runs at a time, in processes of their own; 0 for as many as fit. Objects stay in this process: with
             data, a model or a method given as one, runs go one after another.

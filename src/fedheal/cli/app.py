@@ -63,7 +63,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but er
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 JOBS_HELP = "Runs at a time; 0: one per core, or as many as the GPUs take."
 Jobs = Annotated[int, typer.Option(help=JOBS_HELP, callback=check_jobs_option)]
-SEEDS_HELP = "A number of seeds (5), a range (3-7) or a list (1,4)."
+SEEDS_HELP = "A number of seeds (5), a range (3-7) or a list (1,4,8-12)."
 VARY_HELP = "Instead of --seeds, those of split, init and batch, crossed for variance components: split=10,init=3."
 Seeds = Annotated[str, typer.Option(help=SEEDS_HELP)]
 Track = Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow[:URI] or wandb.")]

@@ -193,7 +193,7 @@ def prepare_command(
 def export_command(
     data: Data,
     out: Annotated[Path | None, typer.Option(help="The file; <data>.export if not given.")] = None,
-    seeds: Annotated[str, typer.Option(help="Seeds: a number of them (5), a range (0-4) or a list (1,4).")] = "0-4",
+    seeds: Annotated[str, typer.Option(help="A number of seeds (5), a range (0-4) or a list (1,4,8-12).")] = "0-4",
     data_root: Root = None,
     allow_missing: AllowMissing = False,
     words: Words = None,
