@@ -103,6 +103,18 @@ def test_a_comparison_says_how_many_runs_are_under_way(call, monkeypatch: pytest
     assert report.strip() in again
 
 
+def test_a_comparison_of_one_method_says_that_nothing_is_compared(call) -> None:
+    given = [word for word in words("rounds=1") if not word.startswith("data=")]
+    command = ["--data", "tiny_data:load", "--seeds", "2", "--jobs", "1", "--out", "here", *given]
+    note = "Note: fedavg is the only method, so nothing is compared: name another to compare it with."
+    alone = call("compare", "fedavg", *command)
+    assert (alone.code, alone.err) == (0, "")
+    assert alone.out.splitlines()[0] == note
+    assert "over seeds" in alone.out
+    assert len(json.loads(call("compare", "fedavg", *command, "--json").out)["rows"]) == 2
+    assert "Note: " not in call("compare", "fedavg", "fedheal", *command).out
+
+
 def test_a_comparison_says_which_finished_run_was_on_other_data(call, tmp_path: Path) -> None:
     given = [word for word in words("rounds=1") if not word.startswith("data=")]
     command = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "1", "--jobs", "1", *given]

@@ -257,7 +257,9 @@ def compare(
     name = ["compare", data.replace(":", "."), *comparison.name_design(numbers), *sorted(overrides)]
     folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
     planned = comparison.plan(methods, numbers, values | {"data": data}, folder, track)
-    _run_jobs(planned, quiet or as_json, _count_runs(planned, folder), jobs, ray)
+    alone = f"{methods[0]} is the only method, so nothing is compared: name another to compare it with"
+    note = alone if len(methods) == 1 else ""
+    _run_jobs(planned, quiet or as_json, _count_runs(planned, folder), jobs, ray, note=note)
     runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
     rows.write_method_order(folder, runs)
     if as_json:
@@ -519,9 +521,15 @@ def _run_unseen(experiment: Experiment, folder: Path, track: str | None, quiet: 
 
 
 def _run_jobs(
-    planned: Sequence[Job], quiet: bool, title: str, jobs: int, ray: str | None = None, is_search: bool = False
+    planned: Sequence[Job],
+    quiet: bool,
+    title: str,
+    jobs: int,
+    ray: str | None = None,
+    is_search: bool = False,
+    note: str = "",
 ) -> None:
-    """Run the jobs with a live table, after a line with the title and how they are run."""
+    """Run the jobs with a live table, after notes and a line with the title and how they are run."""
     from rich.console import Console
 
     from fedheal.campaign.pool import describe_schedule, run_all
@@ -531,6 +539,8 @@ def _run_jobs(
     finished = run_all(planned, jobs, ray)  # checks all of them before anything is printed
     if ray is None and not is_search:
         display.print_class_notes((job.experiment for job in planned if not job.is_finished), console)
+    if note:
+        display.print_note(note, console)
     if title:
         console.print(f"{title}, {schedule}:", highlight=False, markup=False, soft_wrap=True)
     with display.LiveTable(console, planned, is_search) as table:

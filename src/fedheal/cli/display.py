@@ -126,6 +126,11 @@ def show_search(
     typer.echo(f"  {search.format_next_command(best)}")
 
 
+def print_note(note: str, console: Console) -> None:
+    """Print a sentence about what is about to run."""
+    console.print(f"Note: {note}.", highlight=False, markup=False, soft_wrap=True)
+
+
 def print_class_notes(experiments: Iterable[Experiment], console: Console) -> None:
     """Name the classes of image folders that not every domain has, before clients train without them."""
     requests = dict.fromkeys((e.data, make_data_request(e)) for e in experiments)
@@ -133,7 +138,7 @@ def print_class_notes(experiments: Iterable[Experiment], console: Console) -> No
         if name in SPECS or name.startswith(FOLDER_PREFIX):
             note = note_classes(open_dataset(*find_spec(name, request)))
             if note:
-                console.print(f"Note: {note}.", highlight=False, markup=False, soft_wrap=True)
+                print_note(note, console)
 
 
 def write_report(runs: Sequence[rows.Row], form: str, out: Path | None, reference: str | None) -> None:
