@@ -162,6 +162,38 @@ def test_resume_of_a_run_that_never_began_starts_it(call) -> None:
     assert call("run", *WORDS, "--resume", "--quiet", "--out", "here") == Done(0, "", "")
 
 
+@pytest.mark.parametrize("out", [[], ["--out", "here"]])
+def test_resume_says_where_there_was_nothing_to_resume(call, tmp_path: Path, out: list[str]) -> None:
+    first = call("run", *WORDS, "--resume", *out)
+    assert (first.code, first.err) == (0, "")
+    folder = Path(first.out.splitlines()[-1])
+    assert first.out.splitlines()[0] == f"Note: {folder} has no rounds to resume from, so the run starts with round 1."
+    before = read_files(tmp_path)
+    again = call("run", *WORDS, "--resume", *out)  # finished
+    assert again.code == 0
+    assert "Note: " not in again.out
+    assert read_files(tmp_path) == before
+
+
+def test_a_run_without_out_is_resumed_in_its_default_folder(call, tmp_path: Path) -> None:
+    class Stop(fedheal.Callback):
+        def round(self, record: RoundRecord) -> None:
+            if record.round == 2:
+                raise KeyboardInterrupt
+
+    folder = Path("runs") / quick(rounds=5).run_name
+    for out in (folder, Path("runs/mine")):
+        with pytest.raises(KeyboardInterrupt):
+            fedheal.run(quick(rounds=5), tmp_path / out, callbacks=[Stop()], progress=False)
+    done = call("run", *words("rounds=5"), "--resume")
+    assert (done.code, done.err) == (0, "")
+    assert "5 rounds, resumed after round 2" in done.out
+    assert done.out.splitlines()[-1] == str(folder)
+    named = call("run", "--resume", "name=mine")
+    assert "5 rounds, resumed after round 2" in named.out
+    assert named.out.splitlines()[-1] == "runs/mine"
+
+
 def test_a_folder_is_enough_to_go_on(call, tmp_path: Path) -> None:
     """A run stopped after round 2 of 5; what decides nothing may be message anew."""
     whole = fedheal.run(quick(rounds=5, tau=0.4), tmp_path / "whole", progress=False)
@@ -183,6 +215,8 @@ def test_a_folder_is_enough_to_go_on(call, tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run_is_not_enough(call, tmp_path: Path) -> None:
     assert_sentence(call("run", "--resume", "--out", "nowhere"), "nowhere holds no run to resume")
+    assert_sentence(call("run", "--resume"), "runs/fedavg+fedheal-embedded-seed0 holds no run to resume", "--out")
+    assert_sentence(call("run", "--resume", "name=mine"), "runs/mine holds no run to resume")
     assert list(tmp_path.iterdir()) == []
 
 

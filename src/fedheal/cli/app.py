@@ -74,7 +74,11 @@ OneRunOnRay = Annotated[
 Workers = Annotated[int | None, typer.Option(help="Processes that train clients; the same as workers=N.")]
 RunFolder = Annotated[Path | None, typer.Option(help="The run folder; default: runs/<name>.")]
 RunsFolder = Annotated[Path | None, typer.Option(help="The folder of the runs; default: runs/<command>-...")]
-Resume = Annotated[bool, typer.Option("--resume", help="Resume a stopped run; --resume --out FOLDER is enough.")]
+RESUME_HELP = (
+    "Resume the run in --out, or in runs/<name>; start it if it has no rounds yet. --resume --out FOLDER and --resume "
+    "name=NAME are enough to find it."
+)
+Resume = Annotated[bool, typer.Option("--resume", help=RESUME_HELP)]
 Fields = Annotated[
     list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields that differ from the paper's settings.")
 ]
@@ -142,29 +146,20 @@ def run_command(
     from rich.console import Console
 
     from fedheal.cli import display
-    from fedheal.runs.schema import FREE
     from fedheal.simulate.callbacks import Callback
-    from fedheal.simulate.experiment import Experiment, parse_overrides
     from fedheal.simulate.progress import Progress
     from fedheal.simulate.runner import run
 
     overrides = [word for word in words or () if word not in files]
     overrides += [f"{key}={value}" for key, value in (("ray_address", ray), ("workers", workers)) if value is not None]
-    if resume and out is not None and not files and parse_overrides(overrides).keys() <= FREE:
-        files = [str(out / "experiment.toml")]
-        if not (out / "experiment.toml").exists():
-            raise ValueError(
-                f"{out} holds no run to resume: there is no experiment.toml; leave out --resume to start one"
-            )
-    if ray is not None and "engine=ray" not in overrides:
-        overrides.append("engine=ray")
-    experiment = Experiment.read(files[0] if files else None, overrides)
-    folder = out or Path("runs") / experiment.run_name
+    experiment, folder = _find_experiment(files, overrides, out, resume, on_ray=ray is not None)
     if experiment.evaluate == "unseen" and not experiment.without:
         _run_unseen(experiment, folder, track, quiet, as_json)
         return
     console = Console(quiet=quiet or as_json)
     callbacks: list[Callback] = [Progress(console)]
+    if resume:
+        callbacks.insert(0, display.StartNote(folder, console))
     if track is not None:
         from fedheal.tracking import tracker  # imported late: its libraries are optional
 
@@ -175,6 +170,28 @@ def run_command(
         typer.echo(json.dumps(dict(result.summary), indent=2))
     elif not quiet:
         display.show_run(result.summary, folder)
+
+
+def _find_experiment(
+    files: list[str], overrides: list[str], out: Path | None, resume: bool, on_ray: bool
+) -> tuple[Experiment, Path]:
+    """Return an experiment and its folder. To resume without fields that describe one, it is that of the folder."""
+    from fedheal.runs.schema import FREE
+    from fedheal.simulate.experiment import Experiment, parse_overrides
+
+    is_described = bool(files) or not parse_overrides(overrides).keys() <= FREE
+    if on_ray and "engine=ray" not in overrides:
+        overrides = [*overrides, "engine=ray"]
+    if resume and not is_described:
+        out = out or Path("runs") / Experiment.read(None, overrides).run_name
+        files = [str(out / "experiment.toml")]
+        if not (out / "experiment.toml").exists():
+            raise ValueError(
+                f"{out} holds no run to resume: there is no experiment.toml; name another folder with --out, or leave out "
+                "--resume to start one"
+            )
+    experiment = Experiment.read(files[0] if files else None, overrides)
+    return experiment, out or Path("runs") / experiment.run_name
 
 
 @app.command()

@@ -34,7 +34,9 @@ from fedheal.report.figures import save_figure
 from fedheal.report.html_page import Section, render_page
 from fedheal.report.text_report import format_blocks, format_data_notes, format_report
 from fedheal.runs import folder as records
+from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.build import make_data_request
+from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.experiment import Experiment, format_value
 
 PROSE_WIDTH = 30  # columns more than the longest words, for a table of prose to be readable
@@ -139,6 +141,17 @@ def print_class_notes(experiments: Iterable[Experiment], console: Console) -> No
             note = note_classes(open_dataset(*find_spec(name, request)))
             if note:
                 print_note(note, console)
+
+
+class StartNote(Callback):
+    """A note that there was nothing to resume, if a run starts with its first round."""
+
+    def __init__(self, folder: Path, console: Console) -> None:
+        self.folder, self.console = folder, console
+
+    def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None:
+        if not done:
+            print_note(f"{self.folder} has no rounds to resume from, so the run starts with round 1", self.console)
 
 
 def write_report(runs: Sequence[rows.Row], form: str, out: Path | None, reference: str | None) -> None:
