@@ -382,7 +382,7 @@ def test_a_run_that_cannot_use_a_cluster_is_a_sentence(call, tmp_path: Path, mor
 def test_without_ray_a_run_says_how_to_install_it(call, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     done = call("run", *WORDS, "--ray", "auto", "--out", tmp_path / "run")
-    assert_sentence(done, "Ray is not installed: pip install 'fedheal[ray]'")
+    assert_sentence(done, "Ray is not installed: run pip install '.[ray]' in a checkout of fedheal")
     assert not (tmp_path / "run").exists()
 
 

@@ -227,4 +227,4 @@ def test_fedheal_does_not_import_flower_and_says_how_to_install_it():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: fedheal.flower needs Flower")
-    assert "pip install 'fedheal[flower]'" in last
+    assert "run pip install '.[flower]' in a checkout of fedheal" in last

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -27,6 +28,7 @@ LINKED = sorted(
         *(ROOT / "examples").glob("*.ipynb"),
     ]
 )
+HINTED = {".py", ".md", ".toml", ".yaml", ".ipynb"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 COMMANDS = [
     (page.name, line.partition("#")[0].strip())
@@ -101,3 +103,18 @@ def test_pictures_are_small_and_shown():
     for path in pictures:
         assert path.stat().st_size < 200_000, path
         assert path.name in texts, f"{path.name} is shown nowhere"
+
+
+def test_install_hints_name_extras_of_a_checkout():
+    """fedheal is not on PyPI, so that `fedheal[extra]` could not be installed."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    code = [path for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.*") if path.suffix in HINTED]
+    texts = {path: path.read_text() for path in [*PAGES, *code]}
+    assert [path for path, text in texts.items() if re.search(r"\bfedheal\[[a-z]", text)] == []
+    named = {
+        extra
+        for text in texts.values()
+        for extra in re.findall(r"(?:\.\[|explain_install\(['\"])([a-z]+)['\"\]]", text)
+    }
+    assert named >= {"flower", "hub", "nvflare", "parquet", "ray", "sweep", "track"}
+    assert named <= extras.keys()

@@ -469,7 +469,7 @@ def test_a_uri_that_mlflow_does_not_know(tmp_path: Path) -> None:
 def test_missing_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("torch.utils.tensorboard", "tensorboard", "mlflow", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"{name}.*: pip install 'fedheal\[track\]'$"):
+    with pytest.raises(ValueError, match=rf"{name}.*: run pip install '\.\[track\]' in a checkout of fedheal$"):
         tracker(name, tmp_path)
 
 

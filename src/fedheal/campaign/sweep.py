@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedheal.campaign.jobs import Job
+from fedheal.core.errors import explain_install
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.rows import load_summary
 from fedheal.simulate.build import load_domains, partition_clients
@@ -167,7 +168,7 @@ def search_with_optuna(search: Search, run: Runner, trials: int, seed: int = 0) 
     try:
         import optuna
     except ImportError:
-        raise ValueError("Optuna is not installed: pip install 'fedheal[sweep]'") from None
+        raise ValueError(f"Optuna is not installed: {explain_install('sweep')}") from None
     _check_trials(trials)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))

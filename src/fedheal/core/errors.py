@@ -1,4 +1,4 @@
-"""Parts of messages: what an exception says, who raised it, counts, and the name that a misspelt word may have meant."""
+"""Parts of messages: what an exception says, who raised it, counts, how to install what is missing, and likely spellings."""
 
 import difflib
 import traceback
@@ -90,6 +90,15 @@ def format_count(number: int, noun: str) -> str:
     """
     plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{plural}"
+
+
+def explain_install(extra: str) -> str:
+    """Return how to install an optional part of fedheal.
+
+    >>> explain_install("flower")
+    "run pip install '.[flower]' in a checkout of fedheal"
+    """
+    return f"run pip install '.[{extra}]' in a checkout of fedheal"
 
 
 # Beginnings of pydantic's types of errors -> what is allowed.

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from fedheal.core.atomic_files import write_text
+from fedheal.core.errors import explain_install
 from fedheal.data.specs import DomainSpec, HubDataset, WebFile
 
 CHUNK = 1 << 20
@@ -76,7 +77,7 @@ def download_from_hub(hub: HubDataset, root: Path, progress: Progress) -> list[D
         from huggingface_hub import HfApi, hf_hub_download
         from huggingface_hub.hf_api import RepoFile
     except ImportError:
-        raise ValueError("the Hugging Face hub requires its library: pip install 'fedheal[hub]'") from None
+        raise ValueError(f"the Hugging Face hub requires its library: {explain_install('hub')}") from None
     endpoint = os.environ.get("HF_ENDPOINT")
     downloads = []
     try:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from fedheal.core.errors import explain_install
+
 
 @contextmanager
 def connect_to_cluster(address: str) -> Iterator[Any]:
@@ -60,7 +62,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise ValueError("Ray is not installed: pip install 'fedheal[ray]'") from None
+        raise ValueError(f"Ray is not installed: {explain_install('ray')}") from None
     return ray
 
 

@@ -8,10 +8,12 @@ Give the strategy in place of Flower's own::
 The server side is `strategy.py`, the client side `client.py`; `messages.py` has what travels between them.
 """
 
+from fedheal.core.errors import explain_install
+
 try:
     import flwr.serverapp  # noqa: F401
 except ImportError as error:
-    message = f"fedheal.flower needs Flower ({error}): pip install 'fedheal[flower]'"
+    message = f"fedheal.flower needs Flower ({error}): {explain_install('flower')}"
     raise ImportError(message, name=error.name) from None
 
 from fedheal.federation.node_sampling import NotEnoughNodes, TooManyEmptyRounds

@@ -8,10 +8,12 @@ Add the controller to a job::
 `site_rounds.py` has what controller and aggregator share, `exchange.py` what travels in the messages, `client.py` the sites.
 """
 
+from fedheal.core.errors import explain_install
+
 try:
     import nvflare.apis.fl_component  # noqa: F401
 except ImportError as error:
-    message = f"fedheal.nvflare needs NVFLARE ({error}): pip install 'fedheal[nvflare]'"
+    message = f"fedheal.nvflare needs NVFLARE ({error}): {explain_install('nvflare')}"
     raise ImportError(message, name=error.name) from None
 
 from fedheal.nvflare.aggregator import FairModelAggregator

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.analysis.standard_error import sampling_error
+from fedheal.core.errors import explain_install
 from fedheal.core.metrics import LAST
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.comparability import annotate_rows, choose_reference
@@ -229,7 +230,7 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ValueError("Parquet needs pyarrow: pip install 'fedheal[parquet]'") from None
+        raise ValueError(f"Parquet needs pyarrow: {explain_install('parquet')}") from None
     records = flatten_rows(rows)
     fields = dict.fromkeys(name for record in records for name in record)
     out = io.BytesIO()

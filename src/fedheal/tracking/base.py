@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+from fedheal.core.errors import explain_install
 from fedheal.core.rng import SOURCES
 from fedheal.runs.folder import write_text
 from fedheal.runs.schema import FREE, RoundRecord
@@ -178,7 +179,7 @@ def import_libraries(*names: str) -> list[ModuleType]:
     try:
         return [import_module(name) for name in names]
     except ImportError as error:
-        raise ValueError(f"this tracker cannot be used ({error}): pip install 'fedheal[track]'") from error
+        raise ValueError(f"this tracker cannot be used ({error}): {explain_install('track')}") from error
 
 
 @contextmanager

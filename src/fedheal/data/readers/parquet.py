@@ -1,7 +1,7 @@
 """Image data sets as the Hugging Face hub stores them: Parquet files.
 
 A table has a column `image` (the encoded bytes), one with the label, and a column `domain` if it holds several domains. Needs
-pyarrow (`pip install fedheal[hub]`). The files are looked for below `hub/<owner>--<name>/` in the data root, where
+pyarrow (the extra `hub`). The files are looked for below `hub/<owner>--<name>/` in the data root, where
 `fedheal data fetch` puts them.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from fedheal.core.errors import explain_install
 from fedheal.core.nested_text import parse_json
 from fedheal.data.readers.images import UnreadableImageError
 from fedheal.data.splits import EncodedImages, Labels, RawDomain, find_training_images
@@ -153,7 +154,7 @@ def _import_parquet() -> Any:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise ValueError("reading Parquet files requires pyarrow: pip install 'fedheal[hub]'") from None
+        raise ValueError(f"reading Parquet files requires pyarrow: {explain_install('hub')}") from None
     return parquet
 
 
