@@ -1,8 +1,22 @@
-"""Types of command-line arguments: argparse turns what they raise into a sentence and exit code 2."""
+"""Checks of what a benchmark is given: what is wrong ends it with a sentence and exit code 2.
+
+`parse_*` are types of command-line arguments: argparse turns what they raise into that sentence.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+
+def require_flower() -> None:
+    """End the program if Flower is not installed."""
+    try:
+        import fedheal.flower  # noqa: F401
+    except ImportError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def parse_positive(text: str) -> int:

@@ -35,6 +35,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from arguments import require_flower
+
+require_flower()
+
 HERE = Path(__file__).parent
 # Without this script's own folder, whose flower.py would hide that of the tests.
 sys.path[:] = [str(HERE.parent / "tests"), str(HERE / "chaos_app"), *(p for p in sys.path if Path(p) != HERE)]

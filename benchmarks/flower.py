@@ -22,17 +22,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import flwr
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvg, QFedAvg
-from flwr.supercore.task_identity import TaskIdentity
 
 import fedheal
+from arguments import require_flower
 from fedheal import Updates, aggregate
-from fedheal.flower import FedHEAL, Uniform, messages
 from fedheal.models import build
+
+require_flower()
+
+import flwr  # noqa: E402
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict  # noqa: E402
+from flwr.serverapp.strategy import FedAvg, QFedAvg  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+from fedheal.flower import FedHEAL, Uniform, messages  # noqa: E402
 
 Call = Callable[[], dict[str, float]]  # seconds by name
 

@@ -35,12 +35,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord
-from flwr.clientapp import ClientApp
+
+from arguments import require_flower
+
+require_flower()
 
 HERE = Path(__file__).parent
 # Without this script's own folder, whose flower.py would hide that of the tests.
 sys.path[:] = [str(HERE.parent / "tests"), *(p for p in sys.path if Path(p) != HERE)]
+
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord  # noqa: E402
+from flwr.clientapp import ClientApp  # noqa: E402
 
 from fedheal.aggregate.masks.consistency import ConsistencyState  # noqa: E402
 from fedheal.core.state import State  # noqa: E402

@@ -20,7 +20,7 @@ SEED = 7  # its first fault is a full disk
 @pytest.fixture
 def chaos(monkeypatch):
     """The trial's functions."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [str(CHAOS.parent), *sys.path])
     spec = importlib.util.spec_from_file_location("chaos_benchmark", CHAOS)
     assert spec is not None
     assert spec.loader is not None

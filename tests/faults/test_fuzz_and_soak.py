@@ -25,8 +25,8 @@ INPUTS = {
 
 @pytest.fixture
 def load(monkeypatch):
-    """A function that loads a benchmark. The path, which that changes, is restored."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    """A function that loads a benchmark from its folder. The path, which that changes, is restored."""
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
     def load_benchmark(name):
         spec = importlib.util.spec_from_file_location(f"{name}_benchmark", BENCHMARKS / f"{name}.py")

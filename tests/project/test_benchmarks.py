@@ -1,10 +1,11 @@
-"""Benchmarks that need a GPU: what they say without one, and to words that mean nothing."""
+"""Benchmarks that need a GPU or Flower: what they say without, and to words that mean nothing."""
 
 from __future__ import annotations
 
 import importlib
 import math
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -91,6 +92,20 @@ def test_aggregation_on_a_gpu_without_one_is_a_sentence(benchmark, capsys, monke
 def test_kernels_without_a_gpu_are_a_sentence(benchmark, capsys, monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_refused(benchmark, capsys, "no GPU is available", name)
+
+
+@pytest.mark.parametrize("name", ["chaos", "flower", "soak"])
+def test_a_federation_without_flower_is_a_sentence(capsys, monkeypatch, name):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    monkeypatch.delitem(sys.modules, "fedheal.flower", raising=False)
+    for module in ("flwr", "flwr.serverapp"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert_refused(
+        lambda script: runpy.run_path(str(script)),
+        capsys,
+        "fedheal.flower needs Flower",
+        BENCHMARKS / f"{name}.py",
+    )
 
 
 @pytest.mark.parametrize(
