@@ -12,7 +12,8 @@ import numpy as np
 from fedheal.campaign.jobs import Job
 from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.data import SPECS
-from fedheal.report.rows import FAIRNESS_COLUMNS
+from fedheal.report.conclusions import analyse_rows, conclude_findings
+from fedheal.report.rows import FAIRNESS_COLUMNS, build_rows
 from fedheal.report.tables import describe_averaging
 from fedheal.reproduce.paper_comparison import compare_with_paper, count_claims
 from fedheal.reproduce.plans import Recipe, RecipePlan, RecipeRow
@@ -28,6 +29,10 @@ SECOND_SOURCE = (
     f"`{SECOND_FOLDER}/`. "
 )
 BASES = ("FedAvg", "uniform weights")
+# The rows that have several seeds, and the seeds planned for each: those of the confirmation (docs/search-plan.md) follow the
+# first three, so that runs serve both.
+HEADLINE = ("FedAvg", "uniform weights", "FedHEAL (released)", "FedHEAL (paper)")
+PLANNED_SEEDS = {"digits": (0, 1, 2, *range(8, 13))}
 
 # By row, the numbers of another program on the same data, one line per seed. Its seeds give another split and another first
 # model than ours, so that no line is paired with a run of ours.
@@ -72,6 +77,7 @@ def _write_data_set(recipe: Recipe, data: str, folder: Path, planned_rounds: int
         parts += _tabulate_runs(runs, data)
         parts += _compare_to_paper(recipe, data, runs)
         parts += _subtract_bases(runs, data)
+        parts += _test_differences(runs)
         parts += _measure_noise(runs, data)
         parts += _compare_to_independent(runs, data)
         parts += _compare_to_second(runs, data, folder.parent)
@@ -148,6 +154,31 @@ def _subtract_bases(runs: Sequence[Run], data: str) -> list[str]:
     if unlike:
         notes.append(f"Settings or data differ, so that nothing is subtracted: {', '.join(unlike)}.")
     return [*parts, format_list(notes)]
+
+
+def _test_differences(runs: Sequence[Run]) -> list[str]:
+    """Compare the headline's rows with uniform weights by paired tests, as one family."""
+    groups = {label: group for label, group in group_by_label(runs).items() if label in HEADLINE and len(group) > 1}
+    control = BASES[1]
+    if control not in groups or len(groups) < 2:
+        return []
+    labels = {str(group[0].summary["method"]): label for label, group in groups.items()}
+    rows = build_rows(run.summary for group in groups.values() for run in group)
+    findings = analyse_rows(rows, str(groups[control][0].summary["method"]))
+    lines = []
+    for c in findings.metrics:
+        pairs = [(a, b) for a in groups[labels[c.a]] for b in groups[control] if a.settings == b.settings]
+        column = c.metric.upper()
+        better = sum((a.numbers[column] - b.numbers[column]) * (1 if c.metric == "avg" else -1) > 0 for a, b in pairs)
+        numbers = [f"{c.mean:+.2f}", f"{c.low:+.2f} to {c.high:+.2f}", f"{better} of {c.n}"]
+        lines.append([labels[c.a], column, *numbers, f"{c.p_adjusted:.3f}", f"{c.smallest_p_adjusted:.3f}"])
+    head = ["less uniform weights", "in", "mean", "95 % interval", "better in", "p", "smallest possible p"]
+    notes = [
+        f"p is that of a two-sided paired test over the seeds that both have, after Holm's correction over "
+        f"{len(lines)} comparisons (docs/statistics.md). Below 0.05 a difference is shown.",
+        *conclude_findings(findings, rows),
+    ]
+    return ["### What may be concluded", format_table(head, lines), format_list(notes)]
 
 
 def _add_evenness(domains: Mapping[str, float]) -> dict[str, float]:
@@ -268,16 +299,24 @@ def _list_machines(runs: Sequence[Run]) -> list[str]:
 
 
 def _list_open_rows(entries: Sequence[RecipeRow], runs: Sequence[Run], data: str) -> list[str]:
-    done = {run.entry for run in runs if run.is_full}
-    left = [entry for entry in entries if entry not in done]
-    if not left:
-        return ["### Open", "Nothing: every row of the recipe was run."]
+    """List what is not run yet, with the commands: rows, rounds, and seeds of the headline's rows."""
+    command = f"python tools/results.py run --data {data} --rows"
     lines = []
-    for entry in left:
-        reached = sorted({run.experiment.rounds for run in runs if run.entry == entry})
-        so_far = f" (so far with {' and '.join(map(str, reached))} rounds)" if reached else ""
-        command = f"python tools/results.py run --data {data} --rows {shlex.quote(entry.label)}"
-        lines.append(f"{entry.label}{so_far}: `{command}`")
+    for entry in entries:
+        own = [run for run in runs if run.entry == entry]
+        seeds = {run.experiment.seed for run in own if run.is_full}
+        quoted = shlex.quote(entry.label)
+        planned = PLANNED_SEEDS.get(data, ()) if entry.label in HEADLINE else ()
+        if not seeds:
+            reached = sorted({run.experiment.rounds for run in own})
+            so_far = f" (so far with {' and '.join(map(str, reached))} rounds)" if reached else ""
+            lines.append(f"{entry.label}{so_far}: `{command} {quoted}`")
+        elif missing := [str(seed) for seed in planned if seed not in seeds]:
+            words = f"{'seed' if len(missing) == 1 else 'seeds'} {', '.join(missing)}"
+            asked = ",".join(missing) if len(missing) > 1 else f"{missing[0]}-{missing[0]}"
+            lines.append(f"{entry.label}, {words}: `{command} {quoted} --seeds {asked}`")
+    if not lines:
+        return ["### Open", "Nothing: every row of the recipe was run."]
     how = "Not run yet, or with fewer rounds than planned; with what would run it (then `python tools/results.py collect`):"
     return ["### Open", how, format_list(lines)]
 

@@ -87,25 +87,20 @@ def test_the_page_is_current(results, page_tool):
     assert written == page_tool.write_page(RECIPE, results.list_data_sets(ROOT / "results")), "run: make results"
 
 
-@pytest.mark.parametrize(
-    ("page", "data"),
-    [("docs/findings.md", "digits"), ("docs/findings.md", "office-caltech")],
-)
-def test_what_is_said_elsewhere_is_what_was_found(page, data):
-    """Tables of rows with every domain, AVG and STD; a row that was run but is not said fails too."""
+@pytest.mark.parametrize(("data", "heading"), [("digits", "## Digits\n"), ("office-caltech", "## Office-Caltech\n")])
+def test_what_the_findings_say_is_what_was_found(data, heading):
+    """A table has every domain, AVG, STD and the number of seeds; a row that was run but is not in it fails too."""
     runs = [read_json(path) for path in sorted((ROOT / "results" / data).rglob("result.json"))]
-    found = {
-        f"{entry.label}, seed {run['seed']}" if run["seed"] else entry.label: [
-            f"{value:.2f}" for value in [*run["domains"].values(), run["avg"], run["std"]]
-        ]
-        for entry in RECIPE.list_rows(data)
-        for run in runs
-        if Experiment(method=entry.method, data=data).method_name == run["method"]
-    }
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    (width,) = {len(numbers) for numbers in found.values()}  # tells one data set's tables from another's
-    assert {label: numbers for label, *numbers in rows if label in found and len(numbers) == width} == found
+    found = {}
+    for entry in RECIPE.list_rows(data):
+        name = Experiment(method=entry.method, data=data).method_name
+        own = [run for run in runs if run["method"] == name]
+        columns = np.array([[*run["domains"].values(), run["avg"], run["std"]] for run in own]).T
+        cells = [f"{c.mean():.2f} ± {c.std(ddof=1):.2f}" if len(c) > 1 else f"{c[0]:.2f}" for c in columns]
+        found |= {entry.label: [*cells, str(len(own))]} if own else {}
+    section = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()]
+    assert {label: numbers for label, *numbers in rows if label in found} == found
 
 
 def test_the_rows_of_the_readme_are_those_of_the_results():
@@ -456,9 +451,9 @@ def test_more_seeds_are_paired(tool, tmp_path):
     assert "1 to 2 seeds, ± standard deviation over them" in page
 
 
-def make_run(folder, data, method, domains, rounds, seconds=()):
+def make_run(folder, data, method, domains, rounds, seconds=(), seed=0):
     """A run that never was, with these accuracies."""
-    experiment = Experiment(data=data, method=method, rounds=rounds)
+    experiment = Experiment(data=data, method=method, rounds=rounds, seed=seed)
     path = folder / experiment.folder_name
     path.mkdir(parents=True)
     (path / "experiment.toml").write_text(experiment.to_toml())
@@ -467,7 +462,7 @@ def make_run(folder, data, method, domains, rounds, seconds=()):
     records = [record | {"round": i, "seconds": {"train": s - 0.5, "evaluate": 0.5}} for i, s in enumerate(seconds, 1)]
     (path / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     summary = {
-        "method": experiment.method_name, "data": data, "seed": 0, "rounds": rounds, "averaged": max(1, min(5, rounds // 4)),
+        "method": experiment.method_name, "data": data, "seed": seed, "rounds": rounds, "averaged": max(1, min(5, rounds // 4)),
         "domains": domains, "clients": {}, "trained": {}, "test_sizes": dict.fromkeys(domains, 100),
         **fairness(domains), "pool": False, "only": [], "without": [], "precision": "bf16", "hardware": "a GPU",
         "data_fingerprint": "x", "versions": {"fedheal": "1"}, "data_notes": [],
@@ -509,7 +504,32 @@ def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(
     assert "against FedAvg" not in beside  # what is claimed of rows is not held against a part of one
     left = page.partition("### Open")[2]
     assert "- FedAvg (so far with 20 rounds): `python tools/results.py run --data digits --rows FedAvg`" in left
-    assert "FedHEAL (released)" not in left
+    assert (
+        "- FedHEAL (released), seeds 1, 2, 8, 9, 10, 11, 12: `python tools/results.py run --data digits --rows " in left
+    )
+    assert "'FedHEAL (released)' --seeds 1,2,8,9,10,11,12`" in left
+
+
+def test_differences_to_uniform_weights_are_tested_as_one_family(page_tool, tmp_path):
+    gains = {"fedavg": [-2.0] * 8, "fedavg+fedheal": [1.0] * 7 + [-3.0]}
+    for seed in range(8):
+        even = {"mnist": 90.0 + seed, "usps": 90.0, "svhn": 80.0, "syn_standin": 30.0}
+        make_run(tmp_path, "digits", "fedavg+uniform", even, 200, seed=seed)
+        for method, points in gains.items():
+            moved = {domain: value + points[seed] for domain, value in even.items()}
+            make_run(tmp_path, "digits", method, moved, 200, seed=seed)
+    make_run(tmp_path, "digits", "fedavg+afl", even, 200)  # not one of the rows with several seeds
+    page = page_tool.write_page(RECIPE, [("digits", tmp_path, 200)])
+    section = page.partition("### What may be concluded")[2].partition("###")[0]
+    table = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    cells = {(row, column): rest for row, column, *rest in table}
+    assert set(cells) == {(row, column) for row in ("FedAvg", "FedHEAL (paper)") for column in ("AVG", "STD")}
+    # All 8 differences have one sign: p = 2 / 2^8, times 4 comparisons.
+    assert cells["FedAvg", "AVG"] == ["-2.00", "-2.00 to -2.00", "0 of 8", "0.031", "0.031"]
+    assert cells["FedHEAL (paper)", "AVG"][0] == "+0.50"
+    assert cells["FedHEAL (paper)", "AVG"][2] == "7 of 8"
+    assert float(cells["FedHEAL (paper)", "AVG"][3]) > 0.05
+    assert "- fedavg is worse than fedavg+uniform in AVG by 2.00 points (95 % CI 2.00 to 2.00, p = 0.0312 " in section
 
 
 def test_what_is_quoted_is_said_at_the_head(page_tool, tmp_path):
