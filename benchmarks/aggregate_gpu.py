@@ -5,13 +5,13 @@ python benchmarks/aggregate_gpu.py
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from arguments import exit_with_error
 from fedheal import Layout, Updates, aggregate, models
 from fedheal.aggregate.draft import CountMask
 from fedheal.aggregate.kernels import reference
@@ -47,8 +47,7 @@ def alone(kernel: str, work: Callable[[], object], repeats: int = 20) -> float:
 
 def main() -> None:
     if not torch.cuda.is_available():
-        print("aggregate_gpu.py: there is no GPU here; benchmarks/aggregate.py measures on a CPU", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error("there is no GPU here; benchmarks/aggregate.py measures on a CPU")
     from fedheal.aggregate.kernels import cuda  # needs Triton, which is there only where there is a GPU
 
     layout = Layout.of(models.build("resnet10", classes=10))

@@ -11,18 +11,17 @@ a difference between the engines has to be judged by. On a CPU there is one engi
 from __future__ import annotations
 
 import argparse
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from multiprocessing import get_context
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
 
 import fedheal
-from arguments import parse_names
+from arguments import exit_with_error, parse_names
 from fedheal.simulate.build import build_federation, load_domains
 from fedheal.simulate.devices import describe_hardware, resolve_device
 from fedheal.simulate.experiment import Experiment, parse_overrides
@@ -61,11 +60,6 @@ def wanted(asked: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
     return device, keys
 
 
-def refuse(sentence: str) -> NoReturn:
-    print(f"agreement.py: {sentence}", file=sys.stderr)
-    sys.exit(2)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("words", nargs="*", metavar="key=value", help="what differs from the protocol")
@@ -80,7 +74,7 @@ def main() -> None:
     try:
         device, keys = wanted(asked)
     except ValueError as error:
-        refuse(str(error))
+        exit_with_error(str(error))
     engines = (asked.engines or ["lanes", "serial"]) if device.type == "cuda" else ["serial"]
     with ProcessPoolExecutor(asked.at_a_time, get_context("spawn")) as pool:
         rates = [keys["lr"] * (1 + CHANGE * i) for i in range(asked.repeats)]

@@ -1,22 +1,29 @@
-"""Checks of what a benchmark is given: what is wrong ends it with a sentence and exit code 2.
+"""Check the command line of a benchmark. A wrong argument ends the benchmark with one sentence and exit code 2.
 
-`parse_*` are types of command-line arguments: argparse turns what they raise into that sentence.
+`parse_*` are types of command-line arguments. argparse turns their errors into that sentence.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
+
+
+def exit_with_error(message: str) -> NoReturn:
+    """Print the benchmark's name and a message to stderr, and exit with code 2."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def require_flower() -> None:
-    """End the program if Flower is not installed."""
+    """Exit with an error if Flower is not installed."""
     try:
         import fedheal.flower  # noqa: F401
     except ImportError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error(str(error))
 
 
 def parse_positive(text: str) -> int:
@@ -26,8 +33,8 @@ def parse_positive(text: str) -> int:
     return int(text)
 
 
-def parse_names(known: tuple[str, ...]) -> object:
-    """Return a type for names with commas between them, all of which must be known."""
+def parse_names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """Return an argument type for names separated by commas, all of which must be known."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import date
@@ -20,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from arguments import parse_positive
+from arguments import exit_with_error, parse_positive
 from fedheal.core.import_path import import_triton_kernels
 from fedheal.core.layout import Layout
 from fedheal.models.client_rows import ClientRows
@@ -115,8 +114,7 @@ def main() -> None:
     parser.add_argument("--clients", type=parse_positive, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("convolutions.py: no GPU is available, and this benchmark measures the kernels of one", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error("no GPU is available, and this benchmark measures the kernels of one")
     torch.backends.cudnn.benchmark = True
     print(f"{date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}, {options.clients} clients, {options.batch_size} images each, bf16\n")

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from collections import Counter
 from dataclasses import replace
 from datetime import date
 
 import torch
 
+from arguments import exit_with_error
 from fedheal.engine import open_engine
 from fedheal.engine.precision import use_precision
 from fedheal.simulate.build import build_federation
@@ -83,8 +83,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("kernels.py: no GPU is available, and this benchmark measures the kernels of one", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error("no GPU is available, and this benchmark measures the kernels of one")
     device, protocol = torch.device("cuda"), PROTOCOLS[options.protocol]
     experiment = Experiment.of({"method": options.method, "device": "cuda", **protocol.keys})
     fed = build_federation(experiment, load_domains(protocol), device)

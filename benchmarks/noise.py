@@ -11,12 +11,11 @@ CPU trains in seconds. `--model small_cnn` takes the demo's model instead. With 
 from __future__ import annotations
 
 import argparse
-import sys
 
 from torch import nn
 
 import fedheal
-from arguments import parse_positive
+from arguments import exit_with_error, parse_positive
 from fedheal.simulate.experiment import parse_overrides
 
 HIDDEN = 64
@@ -48,8 +47,7 @@ def main() -> None:
         fields |= {"rounds": options.rounds, "model": options.model or build_perceptron}
         print(fedheal.compare(options.methods, options.data, out=options.out, vary=options.vary, **fields))
     except ValueError as error:
-        print(f"noise.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error(str(error))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from arguments import parse_positive
+from arguments import exit_with_error, parse_positive
 from fedheal.engine.ray_actors import ActorPool
 from fedheal.engine.ray_cluster import connect_to_cluster, import_ray
 from fedheal.engine.serial import SerialEngine
@@ -166,13 +165,8 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--rounds", type=parse_positive, default=12)
     asked = parser.parse_args()
-    unknown = [name for name in asked.tasks.split(",") if name not in TASKS]
-    if unknown or asked.rounds < 1:
-        problem = (
-            f"tasks = {asked.tasks}: use {', '.join(TASKS)}" if unknown else f"rounds = {asked.rounds}: use 1 or more"
-        )
-        print(f"over_machines.py: {problem}", file=sys.stderr)
-        sys.exit(2)
+    if any(name not in TASKS for name in asked.tasks.split(",")):
+        exit_with_error(f"tasks = {asked.tasks}: use {', '.join(TASKS)}")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # as other processes; Ray's default is 15

@@ -23,11 +23,10 @@ from datetime import date
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-from arguments import parse_positive
+from arguments import exit_with_error, parse_positive
 from fedheal.campaign.compare import plan
 from fedheal.campaign.gpu_estimate import is_small_run
 from fedheal.campaign.placement import count_small_runs
@@ -150,11 +149,6 @@ def whole(device: str, numbers: list[int], rounds: int) -> None:
     print()
 
 
-def refuse(sentence: str) -> NoReturn:
-    print(f"packing.py: {sentence}", file=sys.stderr)
-    sys.exit(2)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--models", default=",".join(CASES))
@@ -166,11 +160,11 @@ def main() -> None:
     asked = parser.parse_args()
     models, words = asked.models.split(","), asked.at_a_time.split(",")
     if unknown := sorted(set(models) - set(CASES)):
-        refuse(f"models = {unknown[0]}: use some of {', '.join(CASES)}")
+        exit_with_error(f"models = {unknown[0]}: use some of {', '.join(CASES)}")
     if not all(word.isdigit() and int(word) for word in words):
-        refuse(f"at-a-time = {asked.at_a_time}: use numbers such as 1,2,4")
+        exit_with_error(f"at-a-time = {asked.at_a_time}: use numbers such as 1,2,4")
     if asked.device.startswith("cuda") and not torch.cuda.is_available():
-        refuse("there is no GPU here; --device cpu does the same with processes on the CPU")
+        exit_with_error("there is no GPU here; --device cpu does the same with processes on the CPU")
     numbers = [int(word) for word in words]
     gpu = asked.device.startswith("cuda")
     precision = asked.precision or ("bf16" if gpu else "fp32")

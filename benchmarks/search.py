@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from arguments import exit_with_error
 from fedheal import methods
 from fedheal.campaign.compare import parse_seeds
 from fedheal.campaign.jobs import Job, run_job
@@ -82,8 +83,7 @@ def main() -> None:
     try:
         search(options)
     except ValueError as error:
-        print(f"search.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error(str(error))
 
 
 def search(options: argparse.Namespace) -> None:

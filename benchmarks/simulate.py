@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import copy
 import platform
-import sys
 import time
 from dataclasses import dataclass, replace
 from datetime import date
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from arguments import parse_names
+from arguments import exit_with_error, parse_names
 from fedheal.core.pixels import MEAN, STD
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.engine import open_engine
@@ -257,8 +256,7 @@ def main() -> None:
         for precision in precisions:
             resolve_precision(precision, device)
     except ValueError as error:
-        print(f"simulate.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error(str(error))
     data = load_domains(protocol)
     where = torch.cuda.get_device_name(device) if gpu else f"{torch.get_num_threads()} threads of a CPU"
     print(f"{date.today()} {where}, torch {torch.__version__}, Python {platform.python_version()}, protocol {name}\n")
