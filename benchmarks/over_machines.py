@@ -1,13 +1,14 @@
-"""Seconds a round with actors of a Ray cluster, in two processes, and one client after another; and what travels.
+"""Time a round of a Ray cluster's actors, of two processes, and of one client after another; and count the bytes that travel.
 
     python benchmarks/over_machines.py
     python benchmarks/over_machines.py --tasks thin --rounds 40
 
-It starts a Ray cluster of two nodes on this machine. Ray looks for addresses on the network; to keep it from that, run this in
-a namespace that has loopback alone (`ip netns exec NAME python benchmarks/over_machines.py`). All ways are open in one process
-and take turns round by round, so that whatever else the machine does hits all of them. Seconds are those of the fastest round,
-which other programs disturb least. CPU seconds are means over rounds, of all processes together. In the first round, which is
-apart, workers start and examples travel. The last table is an estimate.
+The benchmark starts a Ray cluster of two nodes on this machine. Ray looks for addresses on the network. To prevent that, use a
+namespace that has only loopback (`ip netns exec NAME python benchmarks/over_machines.py`).
+
+All ways run in one process and take turns round by round, so other programs disturb all of them. Seconds are those of the
+fastest round, which other programs disturb least. CPU seconds are means over rounds, of all processes together. In the first
+round workers start and examples travel: it has its own column. The last table is an estimate.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from fedheal.simulate.build import build_federation
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round
-from simulate import PROTOCOLS, Protocol, load_domains
-from simulate_cpu import HERE
+from simulate import PROTOCOLS, Protocol, make_domains
+from simulate_cpu import CPU_PROTOCOLS
 
 TASKS = {
     "small": PROTOCOLS["small"],
@@ -41,7 +42,7 @@ TASKS = {
         5,
         {"model": "small_cnn", "epochs": 1, "batch_size": 8},
     ),
-    "resnet10": HERE["resnet10"],
+    "resnet10": CPU_PROTOCOLS["resnet10"],
 }
 WAYS = {
     "one after another": lambda ray, training, tests: SerialEngine(training),
@@ -49,12 +50,12 @@ WAYS = {
     "1 actor": lambda ray, training, tests: ActorPool(ray, training, 1, 1, tests),
     "2 actors on 2 nodes": lambda ray, training, tests: ActorPool(ray, training, 2, 1, tests),
 }
-STORE = 200 << 20  # bytes of shared memory a node
+STORE_BYTES = 200 << 20  # shared memory of a node
 
 
 @dataclass(frozen=True)
-class Timed:
-    """How long a way takes: the fastest round, its CPU time and the first round, in seconds."""
+class WayTimes:
+    """Seconds of a way: its fastest round, the mean CPU time of a round, and the first round."""
 
     way: str
     train: float
@@ -64,46 +65,47 @@ class Timed:
     first: float
 
 
-def time_ways(protocol: Protocol, rounds: int) -> tuple[Federation, list[Timed]]:
-    """Return the federation, and how long each way takes for a round."""
+def time_ways(protocol: Protocol, rounds: int) -> tuple[Federation, list[WayTimes]]:
+    """Return the federation, and the times of each way."""
     import_ray()
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False}
+    head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(num_cpus=2, object_store_memory=STORE)
-    experiment = Experiment.of({"method": "fedavg", "device": "cpu", **protocol.keys})
+    cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+    experiment = Experiment.of({"method": "fedavg", "device": "cpu", **protocol.fields})
     seconds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     cpu: dict[str, list[float]] = {way: [] for way in WAYS}
     with connect_to_cluster(cluster.address) as ray, ExitStack() as stack:
         ways = {}
-        for way, make in WAYS.items():
-            federation = build_federation(experiment, load_domains(protocol), torch.device("cpu"))
-            engine = make(ray, federation.local_training, list(federation.tests.values()))
-            opened = engine if isinstance(engine, SerialEngine) else stack.enter_context(engine)
-            ways[way] = (federation, initial_state(federation), opened)
+        for way, open_engine in WAYS.items():
+            federation = build_federation(experiment, make_domains(protocol), torch.device("cpu"))
+            engine = open_engine(ray, federation.local_training, list(federation.tests.values()))
+            if not isinstance(engine, SerialEngine):
+                engine = stack.enter_context(engine)
+            ways[way] = (federation, initial_state(federation), engine)
         for _ in range(rounds + 1):
-            for way, (federation, state, opened) in ways.items():
-                before = measure_cpu()
-                after, record = run_round(federation, state, opened)
-                ways[way] = (federation, after, opened)
-                cpu[way].append(measure_cpu() - before)
+            for way, (federation, state, engine) in ways.items():
+                cpu_before = measure_cpu()
+                next_state, record = run_round(federation, state, engine)
+                ways[way] = (federation, next_state, engine)
+                cpu[way].append(measure_cpu() - cpu_before)
                 seconds[way].append(record.seconds)
     cluster.shutdown()
     models = [state.model.params for _, state, _ in ways.values()]
     if not all(torch.equal(model, models[0]) for model in models):
-        raise RuntimeError("the ways do not have the same bits")
+        raise RuntimeError("the models of the ways differ")
 
-    timed = []
-    for way, (first, *rest) in seconds.items():
-        best = min(rest, key=lambda record: sum(record.values()))
-        mean = statistics.fmean(cpu[way][1:])
-        timed.append(Timed(way, best["train"], best["evaluate"], sum(best.values()), mean, sum(first.values())))
-    return federation, timed
+    times = []
+    for way, (first, *later) in seconds.items():
+        best = min(later, key=lambda record: sum(record.values()))
+        mean_cpu = statistics.fmean(cpu[way][1:])
+        times.append(WayTimes(way, best["train"], best["evaluate"], sum(best.values()), mean_cpu, sum(first.values())))
+    return federation, times
 
 
 def measure_cpu() -> float:
-    """Return the CPU seconds of this process and of all that it started."""
+    """Return the CPU seconds of this process and of all its descendants."""
     parents, used = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -119,61 +121,59 @@ def measure_cpu() -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-def count_bytes(federation: Federation) -> int:
+def count_model_bytes(federation: Federation) -> int:
     """Return the bytes of a model."""
     model = initial_state(federation).model
     return sum(vector.nbytes for vector in (model.params, model.buffers, model.counters))
 
 
-def estimate(federation: Federation, timed: dict[str, Timed], workers: int, gigabits: float) -> float:
-    """Return the seconds of a round with so many workers on idle machines, behind one link of this process.
+def estimate_round(federation: Federation, times: dict[str, WayTimes], workers: int, gigabits: float) -> float:
+    """Return the estimated seconds of a round with so many workers on idle machines, which share one link.
 
-    Training and evaluation are shared out. All CPU time that an actor adds counts as this process's, and is not. Updates come
-    back through its link one after another.
+    Workers share training and evaluation. The CPU time that an actor adds counts in full, though the actor bears a part of it.
+    Updates come back through the link one after another.
     """
-    alone, actor = timed["one after another"].cpu, timed["1 actor"].cpu
+    serial, actor = times["one after another"].cpu, times["1 actor"].cpu
     clients = len(federation.clients)
-    moved = count_bytes(federation) * (clients + 2 * workers)  # updates, and the model to train and to evaluate
-    return alone / min(workers, clients) + max(0.0, actor - alone) + moved * 8 / (gigabits * 1e9)
+    # The updates, and for every worker the model to train and to evaluate.
+    moved_bytes = count_model_bytes(federation) * (clients + 2 * workers)
+    return serial / min(workers, clients) + max(0.0, actor - serial) + moved_bytes * 8 / (gigabits * 1e9)
 
 
-def show(name: str, rounds: int) -> None:
-    federation, every = time_ways(TASKS[name], rounds)
-    timed = {one.way: one for one in every}
-    model = count_bytes(federation)
+def print_tables(task: str, rounds: int) -> None:
+    """Time the ways on a task; print their times and the estimate."""
+    federation, rows = time_ways(TASKS[task], rounds)
+    times = {row.way: row for row in rows}
+    clients, model_bytes = len(federation.clients), count_model_bytes(federation)
     images = sum(len(split) for split in federation.local_training.examples.values())
-    alone, actor = timed["one after another"], timed["1 actor"]
-    per_client = 1e3 * (actor.cpu - alone.cpu) / len(federation.clients)
-    print(f"\n{name}: {len(federation.clients)} clients, {images} images, {model / 1e6:.2f} MB a model\n")
+    added_ms = 1e3 * (times["1 actor"].cpu - times["one after another"].cpu) / clients
+    print(f"\n{task}: {clients} clients, {images} images, {model_bytes / 1e6:.2f} MB a model\n")
     print("| way | train | evaluate | s a round | CPU s a round | first round |\n|---|---|---|---|---|---|")
-    for one in every:
+    for row in rows:
         print(
-            f"| {one.way} | {one.train:.3f} | {one.evaluate:.3f} | {one.total:.3f} | {one.cpu:.3f} | {one.first:.1f} |"
+            f"| {row.way} | {row.train:.3f} | {row.evaluate:.3f} | {row.total:.3f} | {row.cpu:.3f} | {row.first:.1f} |"
         )
-    print(
-        f"\nAn actor adds {per_client:.1f} ms of CPU time a client. {model * len(federation.clients) / 1e6:.0f} MB come back.\n"
-    )
+    print(f"\nAn actor adds {added_ms:.1f} ms of CPU time a client. {model_bytes * clients / 1e6:.0f} MB come back.\n")
     print("| estimate: workers | 1 Gbit/s | 10 Gbit/s |\n|---|---|---|")
     for workers in (2, 4, 8, 16):
-        print(
-            f"| {workers} | " + " | ".join(f"{estimate(federation, timed, workers, g):.2f} s" for g in (1, 10)) + " |"
-        )
+        cells = [f"{estimate_round(federation, times, workers, gigabits):.2f} s" for gigabits in (1, 10)]
+        print(f"| {workers} | {' | '.join(cells)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--rounds", type=parse_positive, default=12)
-    asked = parser.parse_args()
-    if any(name not in TASKS for name in asked.tasks.split(",")):
-        exit_with_error(f"tasks = {asked.tasks}: use {', '.join(TASKS)}")
+    options = parser.parse_args()
+    if any(name not in TASKS for name in options.tasks.split(",")):
+        exit_with_error(f"tasks = {options.tasks}: use {', '.join(TASKS)}")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # as other processes; Ray's default is 15
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the priority of other processes; Ray's default is 15
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    for name in asked.tasks.split(","):
-        show(name, asked.rounds)
+    for name in options.tasks.split(","):
+        print_tables(name, options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Several runs at a time on one GPU: seconds a round for each of 1, 2 and 4 processes, of a small model and of a large one.
+"""Train several runs at a time on one GPU: seconds a round with 1, 2 and 4 processes, of a small model and of a large one.
 
     python benchmarks/packing.py                       # about a minute
     python benchmarks/packing.py --models small_cnn --at-a-time 1,2,4,8 --rounds 50 --precision tf32
-    python benchmarks/packing.py --whole               # also `run_all` from start to end, processes and compilation included
+    python benchmarks/packing.py --whole               # also time `run_all`, including process start and compilation
 
-Images are random bytes in the numbers and sizes of the Digits protocol. All processes start and warm up first (kernels are
-compiled, graphs captured), and then some of them train while the others wait. *A run's round*: the time in which a round of
-every run that is under way is done, divided by their number; where that falls, runs gain by being together. Beside it stand the
-number that `fedheal.campaign.placement` would choose, and the memory that a process takes.
+Images are random bytes, as many and as large as in the Digits protocol. All processes first start and warm up: they compile
+kernels and capture graphs. Then some of them train while the others wait. *A run's round* is the time in which every training
+run completes a round, divided by the number of runs. If it falls, running together pays. The benchmark also prints how many
+runs `fedheal.campaign.placement` would choose, and the memory of a process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedheal.simulate.build import build_federation
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.round import initial_state, run_round
-from simulate import PROTOCOLS, load_domains
+from simulate import PROTOCOLS, make_domains
 
 GIB = 2**30
 
@@ -53,99 +53,102 @@ CASES = {"small_cnn": Case("small", 1, 20), "resnet10": Case("digits", 2, 3)}
 
 
 @dataclass(frozen=True)
-class Warm:
-    """A process is ready: how long its first round took, and the memory it holds."""
+class WarmUp:
+    """What a worker reports when it is ready: the seconds of its first round, and the bytes that torch has reserved."""
 
-    first: float
-    taken: int
+    first_round: float
+    reserved_bytes: int
 
 
-def described(model: str, device: str, precision: str) -> Experiment:
+def make_experiment(model: str, device: str, precision: str) -> Experiment:
     case = CASES[model]
-    keys = PROTOCOLS[case.protocol].keys | {"epochs": case.epochs, "precision": precision}
-    return Experiment.of({"data": "digits", "method": "fedheal", "device": device, "rounds": 10**6} | keys)
+    fields = PROTOCOLS[case.protocol].fields | {"epochs": case.epochs, "precision": precision}
+    return Experiment.of({"data": "digits", "method": "fedheal", "device": device, "rounds": 10**6} | fields)
 
 
-def worker(model: str, device_name: str, precision: str, parent: Connection) -> None:
-    """A run that trains so many rounds whenever it is told to."""
+def serve_rounds(model: str, device_name: str, precision: str, parent: Connection) -> None:
+    """Train as many rounds as the parent asks for, again and again, until it asks for none."""
     torch.set_num_threads(1)
     device = resolve_device(device_name)
-    experiment = described(model, device_name, precision)
-    fed = build_federation(experiment, load_domains(PROTOCOLS[CASES[model].protocol]), device)
-    with use_precision(fed.local_training.precision, False, device), open_engine(fed.local_training) as engine:
-        begun = time.perf_counter()
-        state, _ = run_round(fed, initial_state(fed), engine)
-        first = time.perf_counter() - begun
-        state, _ = run_round(fed, state, engine)
-        parent.send(Warm(first, torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0))
+    experiment = make_experiment(model, device_name, precision)
+    federation = build_federation(experiment, make_domains(PROTOCOLS[CASES[model].protocol]), device)
+    local_training = federation.local_training
+    with use_precision(local_training.precision, False, device), open_engine(local_training) as engine:
+        start = time.perf_counter()
+        state, _ = run_round(federation, initial_state(federation), engine)
+        first_round = time.perf_counter() - start
+        state, _ = run_round(federation, state, engine)
+        parent.send(WarmUp(first_round, torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0))
         while rounds := parent.recv():
             for _ in range(rounds):
-                state, _ = run_round(fed, state, engine)
+                state, _ = run_round(federation, state, engine)
             parent.send(rounds)
 
 
-def measured(model: str, device: str, precision: str, numbers: list[int], rounds: int) -> None:
-    """Start as many processes as are ever wanted, then let some of them work."""
-    context, started, pipes = get_context("spawn"), [], []
-    free = free_bytes(device)
+def time_workers(model: str, device: str, precision: str, numbers: list[int], rounds: int) -> None:
+    """Start the largest number of workers. For each number, let that many train, and print their times."""
+    context, processes, pipes = get_context("spawn"), [], []
+    free = read_free_bytes(device)
     for _ in range(max(numbers)):
         here, there = context.Pipe()
-        process = context.Process(target=worker, args=(model, device, precision, there), daemon=True)
+        process = context.Process(target=serve_rounds, args=(model, device, precision, there), daemon=True)
         process.start()
-        there.close()  # so that a process which fails ends the pipe
-        started.append(process)
+        there.close()  # so that a worker which fails ends the pipe
+        processes.append(process)
         pipes.append(here)
     try:
-        warm: list[Warm] = [pipe.recv() for pipe in pipes]
-        print(f"{model}: first round {max(w.first for w in warm):.1f} s in {len(warm)} processes")
+        warm_ups: list[WarmUp] = [pipe.recv() for pipe in pipes]
+        first_round = max(warm_up.first_round for warm_up in warm_ups)
+        print(f"{model}: first round {first_round:.1f} s in {len(warm_ups)} processes")
         if free:
-            each = (free - free_bytes(device)) / len(warm)
+            process_bytes = (free - read_free_bytes(device)) / len(warm_ups)
+            reserved_bytes = max(warm_up.reserved_bytes for warm_up in warm_ups)
+            at_a_time = count_small_runs(free) if is_small_run(make_experiment(model, device, precision)) else 1
             print(
-                f"A process takes {each / GIB:.2f} GiB, {max(w.taken for w in warm) / GIB:.2f} of them by torch; ",
-                end="",
+                f"A process takes {process_bytes / GIB:.2f} GiB, {reserved_bytes / GIB:.2f} of them by torch; ", end=""
             )
-            at_a_time = count_small_runs(free) if is_small_run(described(model, device, precision)) else 1
             print(f"the rule: {at_a_time} at a time.")
         print("\n| at a time | a run's round, s | rounds a second, all together | faster than the first line |")
         print("|---|---|---|---|")
-        base = 0.0
+        first_line = 0.0
         for number in numbers:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for pipe in pipes[:number]:
                 pipe.send(rounds)
             for pipe in pipes[:number]:
                 pipe.recv()
-            each = (time.perf_counter() - begun) / (number * rounds)
-            base = base or each
-            print(f"| {number} | {each:.4f} | {1 / each:.1f} | {base / each:.2f} x |", flush=True)
+            seconds = (time.perf_counter() - start) / (number * rounds)
+            first_line = first_line or seconds
+            print(f"| {number} | {seconds:.4f} | {1 / seconds:.1f} | {first_line / seconds:.2f} x |", flush=True)
         print()
         for pipe in pipes:
             pipe.send(0)
     except EOFError:
-        sys.exit(f"packing.py: a process that ran {model} has failed; what it said stands above")
+        sys.exit(f"packing.py: a process that ran {model} failed; its error is above")
     finally:
-        for process in started:
+        for process in processes:
             process.join(10)
             if process.is_alive():
                 process.terminate()
 
 
-def free_bytes(device: str) -> int:
+def read_free_bytes(device: str) -> int:
+    """Return the free memory of a GPU; 0 for a CPU."""
     return torch.cuda.mem_get_info(resolve_device(device))[0] if device.startswith("cuda") else 0
 
 
-def whole(device: str, numbers: list[int], rounds: int) -> None:
-    """What a user waits for: four short comparisons' runs from start to end."""
+def time_run_all(device: str, numbers: list[int], rounds: int) -> None:
+    """Time four short runs from start to end, as a user waits for them, and print a table."""
     print(f"run_all, four runs of {rounds} rounds on the embedded digits, all included:\n")
     print("| at a time | seconds |\n|---|---|")
     for number in numbers:
-        with tempfile.TemporaryDirectory() as name:
-            values = {"data": "embedded", "device": device, "rounds": rounds}
-            planned = plan(["fedavg", "fedheal"], [0, 1], values, Path(name))
-            begun = time.perf_counter()
-            for _ in run_all(planned, number):
+        with tempfile.TemporaryDirectory() as folder:
+            fields = {"data": "embedded", "device": device, "rounds": rounds}
+            jobs = plan(["fedavg", "fedheal"], [0, 1], fields, Path(folder))
+            start = time.perf_counter()
+            for _ in run_all(jobs, number):
                 pass
-            print(f"| {number} | {time.perf_counter() - begun:.1f} |", flush=True)
+            print(f"| {number} | {time.perf_counter() - start:.1f} |", flush=True)
     print()
 
 
@@ -157,24 +160,24 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu: the same with processes on the CPU")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--whole", action="store_true")
-    asked = parser.parse_args()
-    models, words = asked.models.split(","), asked.at_a_time.split(",")
+    options = parser.parse_args()
+    models, words = options.models.split(","), options.at_a_time.split(",")
     if unknown := sorted(set(models) - set(CASES)):
         exit_with_error(f"models = {unknown[0]}: use some of {', '.join(CASES)}")
     if not all(word.isdigit() and int(word) for word in words):
-        exit_with_error(f"at-a-time = {asked.at_a_time}: use numbers such as 1,2,4")
-    if asked.device.startswith("cuda") and not torch.cuda.is_available():
+        exit_with_error(f"at-a-time = {options.at_a_time}: use numbers such as 1,2,4")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
         exit_with_error("there is no GPU here; --device cpu does the same with processes on the CPU")
     numbers = [int(word) for word in words]
-    gpu = asked.device.startswith("cuda")
-    precision = asked.precision or ("bf16" if gpu else "fp32")
-    where = torch.cuda.get_device_name(asked.device) if gpu else "a CPU"
-    print(f"{date.today()} {where}, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
+    is_gpu = options.device.startswith("cuda")
+    precision = options.precision or ("bf16" if is_gpu else "fp32")
+    device_name = torch.cuda.get_device_name(options.device) if is_gpu else "a CPU"
+    print(f"{date.today()} {device_name}, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}, {precision}\n", flush=True)
     for model in models:
-        measured(model, asked.device, precision, numbers, asked.rounds or CASES[model].rounds)
-    if asked.whole:
-        whole(asked.device, numbers, asked.rounds or 20)
+        time_workers(model, options.device, precision, numbers, options.rounds or CASES[model].rounds)
+    if options.whole:
+        time_run_all(options.device, numbers, options.rounds or 20)
 
 
 if __name__ == "__main__":

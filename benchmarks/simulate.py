@@ -1,16 +1,15 @@
-"""Seconds a round: a cohort, lanes, one client after another, and the plain loop that public code uses.
+"""Time a round of a cohort, of lanes, of one client after another, and of the plain loop in public code.
 
-    python benchmarks/simulate.py                        # what the machine has: the Digits protocol on a GPU, a small one else
+    python benchmarks/simulate.py                        # the Digits protocol on a GPU, a small protocol on a CPU
     python benchmarks/simulate.py --protocol office --precision bf16 --engines lanes,serial
     python benchmarks/simulate.py --methods fedavg,fedprox,scaffold,moon,feddyn,fedproc,fedproto
 
-Images are random bytes in the protocol's sizes, which with their numbers is all that time depends on. Clients hold what the
-protocol gives them. The test sets are those of the data that `results/` was made with, so that seconds here are those of such
-runs: all of MNIST and USPS, 8,000 images of SVHN (whole: 26,032) and a stand-in's 2,000 for SYN; Office-Caltech without its
-domain Caltech.
+Images are random bytes: time depends only on their number and size. Clients hold as many examples as in the protocol. The test
+sets are as large as those behind `results/`, so seconds here compare with those runs. These are all images of MNIST and USPS,
+8,000 of the 26,032 of SVHN, and 2,000 of a stand-in for SYN. Office-Caltech lacks its domain Caltech.
 
-The plain loop loads and varies one image at a time with PIL, builds batches on the CPU and trains without graphs in the memory
-format of the images, as the released code of FedHEAL does; its time includes loading.
+The plain loop works like the released code of FedHEAL. It loads and augments one image at a time with PIL and builds batches on
+the CPU. It trains without CUDA graphs, in the memory format of the images. Its time includes loading.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ ENGINES = ("cohort", "lanes", "serial", "plain")
 
 @dataclass(frozen=True)
 class Protocol:
-    side: int
-    domains: dict[str, tuple[int, int]]  # examples a client, test examples
-    clients: int
-    keys: dict[str, Any]
+    side: int  # of an image, in pixels
+    domains: dict[str, tuple[int, int]]  # training examples of a client, test examples
+    clients_per_domain: int
+    fields: dict[str, Any]  # of the experiment
 
 
 PROTOCOLS = {
@@ -81,24 +80,30 @@ PROTOCOLS = {
 }
 
 
-def images(number: int, side: int, chance: torch.Generator) -> Split:
-    made = torch.randint(0, 256, (number, 3, side, side), dtype=torch.uint8, generator=chance)
-    return Split(made, torch.randint(0, 10, (number,), generator=chance))
+def make_split(size: int, side: int, generator: torch.Generator) -> Split:
+    """Return random images with random labels."""
+    images = torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator)
+    return Split(images, torch.randint(0, 10, (size,), generator=generator))
 
 
-def load_domains(protocol: Protocol) -> Domains:
-    chance = torch.Generator().manual_seed(0)
-    made = [
-        Domain(name, images(protocol.clients * train, protocol.side, chance), images(test, protocol.side, chance))
-        for name, (train, test) in protocol.domains.items()
-    ]
-    sizes = [train for train, _ in protocol.domains.values()]
-    return Domains("random", tuple("0123456789"), tuple(made), (protocol.clients,) * len(made), tuple(sizes))
+def make_domains(protocol: Protocol) -> Domains:
+    """Return the domains of a protocol with random images."""
+    generator = torch.Generator().manual_seed(0)
+    domains = []
+    for name, (client_size, test_size) in protocol.domains.items():
+        train = make_split(protocol.clients_per_domain * client_size, protocol.side, generator)
+        domains.append(Domain(name, train, make_split(test_size, protocol.side, generator)))
+    client_sizes = tuple(client_size for client_size, _ in protocol.domains.values())
+    return Domains(
+        "random", tuple("0123456789"), tuple(domains), (protocol.clients_per_domain,) * len(domains), client_sizes
+    )
 
 
 @dataclass(frozen=True)
-class Timed:
-    what: str
+class RoundTimes:
+    """Seconds of a round by phase, and of the first round, which compiles and captures."""
+
+    label: str
     train: float
     aggregate: float
     evaluate: float
@@ -109,62 +114,70 @@ class Timed:
         return self.train + self.aggregate + self.evaluate
 
 
-def timed(fed: Federation, name: str, precision: str, rounds: int, deterministic: bool, number: int | None) -> Timed:
-    """Medians over rounds; the first, which compiles and captures, is apart."""
-    method = "+".join(type(term).__name__ for term in fed.local_training.terms) or "FedAvg"
-    local_training = replace(fed.local_training, precision=precision, module=copy.deepcopy(fed.local_training.module))
-    fed = replace(fed, local_training=local_training)
+def compute_medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median seconds of each phase over rounds."""
+    return {phase: float(np.median([seconds[phase] for seconds in rounds])) for phase in rounds[0]}
+
+
+def time_engine(
+    federation: Federation, engine_name: str, precision: str, rounds: int, deterministic: bool, lanes: int | None
+) -> RoundTimes:
+    """Return the medians over rounds; the first round is not among them."""
+    method = "+".join(type(term).__name__ for term in federation.local_training.terms) or "FedAvg"
+    local_training = replace(
+        federation.local_training, precision=precision, module=copy.deepcopy(federation.local_training.module)
+    )
+    federation = replace(federation, local_training=local_training)
     with (
         use_precision(precision, deterministic, local_training.device),
-        open_engine(local_training, name, lanes=number) as engine,
+        open_engine(local_training, engine_name, lanes=lanes) as engine,
     ):
-        state, seconds = initial_state(fed), []
+        state, seconds = initial_state(federation), []
         for _ in range(rounds + 1):
-            state, record = run_round(fed, state, engine)
+            state, record = run_round(federation, state, engine)
             seconds.append(record.seconds)
-        said = f"{name} {precision} {method}"
+        label = f"{engine_name} {precision} {method}"
         if isinstance(engine, Lanes):
             reason = engine.fallback_reason
-            said += f" ({len(engine.lanes)} lanes)" if not reason else f" (serial: {reason})"
+            label += f" ({len(engine.lanes)} lanes)" if not reason else f" (serial: {reason})"
         if isinstance(engine, CohortEngine):
-            said += f" (lanes: {engine.fallback_reason})" if engine.fallback_reason else ""
-    middle = {phase: float(np.median([s[phase] for s in seconds[1:]])) for phase in seconds[0]}
-    return Timed(said, **middle, first=sum(seconds[0].values()))
+            label += f" (lanes: {engine.fallback_reason})" if engine.fallback_reason else ""
+    return RoundTimes(label, **compute_medians(seconds[1:]), first=sum(seconds[0].values()))
 
 
-def plain_loop(fed: Federation, steps: int) -> Timed:
-    """As public code does it. Some steps are timed, and the round's time follows from their number."""
+def time_plain_loop(federation: Federation, steps: int) -> RoundTimes:
+    """Return the time of a round in the plain loop: that of some steps, times the steps of a round."""
     from PIL import Image, ImageOps
 
-    local_training, device = fed.local_training, fed.local_training.device
+    local_training, device = federation.local_training, federation.local_training.device
     module = copy.deepcopy(local_training.module).to(memory_format=torch.contiguous_format).train()
     optimiser = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-5, foreach=False)
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
-    how, chance = local_training.training.augment, np.random.default_rng(0)
+    augmentation, generator = local_training.training.augment, np.random.default_rng(0)
 
-    def loaded(split: Split, i: int, vary: bool) -> Tensor:
+    def load_image(split: Split, i: int, augments: bool) -> Tensor:
         image = Image.fromarray(split.images[i].permute(1, 2, 0).numpy())
-        if vary and "crop" in how:
-            top, left = chance.integers(0, 9, 2).tolist()
+        if augments and "crop" in augmentation:
+            top, left = generator.integers(0, 9, 2).tolist()
             image = ImageOps.expand(image, 4).crop((left, top, left + image.width, top + image.height))
-        if vary and "flip" in how and chance.random() < 0.5:
+        if augments and "flip" in augmentation and generator.random() < 0.5:
             image = ImageOps.mirror(image)
         return (torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 - mean) / std
 
-    def batch(split: Split, which: range, vary: bool) -> tuple[Tensor, Tensor]:
-        made = [loaded(split, i, vary) for i in which]
-        return torch.stack(made).to(device), split.labels[which.start : which.stop].to(device)
+    def load_batch(split: Split, rows: range, augments: bool) -> tuple[Tensor, Tensor]:
+        images = [load_image(split, i, augments) for i in rows]
+        return torch.stack(images).to(device), split.labels[rows.start : rows.stop].to(device)
 
-    size = local_training.training.batch_size
+    batch_size = local_training.training.batch_size
     largest = max(local_training.examples.values(), key=len)
     source = Split(largest.images.cpu(), largest.labels.cpu())
 
-    def some(number: int) -> float:
+    def time_steps(number: int) -> float:
         _synchronise(device)
         start = time.perf_counter()
         for k in range(number):
-            first = k * size % max(len(source) - size, 1)
-            x, y = batch(source, range(first, min(first + size, len(source))), True)
+            first = k * batch_size % max(len(source) - batch_size, 1)
+            x, y = load_batch(source, range(first, min(first + batch_size, len(source))), True)
             optimiser.zero_grad()
             loss = functional.cross_entropy(module(x), y)
             loss.backward()
@@ -173,35 +186,41 @@ def plain_loop(fed: Federation, steps: int) -> Timed:
         _synchronise(device)
         return (time.perf_counter() - start) / number
 
-    some(3)
-    each = some(steps)
-    taken = sum(len(split) for split in local_training.examples.values()) * local_training.training.epochs / size
+    time_steps(3)  # warms up
+    train_seconds = time_steps(steps) * count_batches(federation)
     module.eval()
-    tests = next(iter(fed.tests.values()))
+    tests = next(iter(federation.tests.values()))
     tests = Split(tests.images[: 4 * 64].cpu(), tests.labels[: 4 * 64].cpu())
     start = time.perf_counter()
     with torch.no_grad():
         for first in range(0, len(tests), 64):
-            x, y = batch(tests, range(first, min(first + 64, len(tests))), False)
+            x, y = load_batch(tests, range(first, min(first + 64, len(tests))), False)
             (module(x).argmax(dim=1) == y).sum().item()
-    judge = (time.perf_counter() - start) / len(tests) * sum(len(split) for split in fed.tests.values())
-    return Timed("plain loop fp32 FedAvg", each * taken, 0.0, judge)
+    seconds_per_image = (time.perf_counter() - start) / len(tests)
+    evaluate_seconds = seconds_per_image * sum(len(split) for split in federation.tests.values())
+    return RoundTimes("plain loop fp32 FedAvg", train_seconds, 0.0, evaluate_seconds)
 
 
-def work(fed: Federation) -> float:
-    """Floating-point operations of a round's training: those of one batch, times the batches."""
-    local_training, size = fed.local_training, fed.local_training.training.batch_size
+def count_batches(federation: Federation) -> float:
+    """Return how many full batches the training examples of a round make up."""
+    training = federation.local_training.training
+    examples = sum(len(split) for split in federation.local_training.examples.values())
+    return examples * training.epochs / training.batch_size
+
+
+def count_operations(federation: Federation) -> float:
+    """Return the floating-point operations of a round's training: those of a batch, times the batches."""
+    local_training, batch_size = federation.local_training, federation.local_training.training.batch_size
     examples = next(split for split in local_training.examples.values() if len(split))
     module = copy.deepcopy(local_training.module)
-    x = torch.zeros(size, *examples.images.shape[1:], device=local_training.device)
-    with FlopCounterMode(display=False) as counted:
+    x = torch.zeros(batch_size, *examples.images.shape[1:], device=local_training.device)
+    with FlopCounterMode(display=False) as counter:
         module(x).sum().backward()
-    total = sum(len(split) for split in local_training.examples.values())
-    return counted.get_total_flops() * total * local_training.training.epochs / size
+    return counter.get_total_flops() * count_batches(federation)
 
 
-def ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """What a large matrix product reaches here, in operations a second."""
+def measure_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations a second that a large matrix product reaches on a device."""
     n = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
     best = np.inf
@@ -220,15 +239,15 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def engines_of(text: str, gpu: bool) -> list[str]:
-    """Which of the engines that were asked for run here; a `ValueError` says that none does."""
-    asked = text.split(",")
-    if unknown := [engine for engine in asked if engine not in ENGINES]:
+def parse_engines(text: str, has_gpu: bool) -> list[str]:
+    """Return the named engines that run here. Raise ValueError if a name is unknown or none runs here."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in ENGINES]:
         raise ValueError(f"engines = {text}: there is no '{unknown[0]}'; use some of {','.join(ENGINES)}")
-    found = [engine for engine in asked if gpu or engine not in ("cohort", "lanes")]
-    if not found:
+    engines = [name for name in names if has_gpu or name not in ("cohort", "lanes")]
+    if not engines:
         raise ValueError(f"engines = {text}: cohort and lanes need a GPU; serial and plain run on a CPU")
-    return found
+    return engines
 
 
 def main() -> None:
@@ -241,37 +260,49 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lanes", type=int)
     parser.add_argument("--deterministic", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     try:
-        device = resolve_device(asked.device)
-        gpu = device.type == "cuda"
-        name = asked.protocol or ("digits" if gpu else "small")
-        protocol, methods, engines = PROTOCOLS[name], asked.methods.split(","), engines_of(asked.engines, gpu)
-        experiments = {m: Experiment.of({"method": m, "device": str(device), **protocol.keys}) for m in methods}
+        device = resolve_device(options.device)
+        is_gpu = device.type == "cuda"
+        protocol_name = options.protocol or ("digits" if is_gpu else "small")
+        protocol, methods, engines = (
+            PROTOCOLS[protocol_name],
+            options.methods.split(","),
+            parse_engines(options.engines, is_gpu),
+        )
+        experiments = {m: Experiment.of({"method": m, "device": str(device), **protocol.fields}) for m in methods}
         if engines == ["plain"] and "fedavg" not in methods:
-            raise ValueError(f"methods = {asked.methods}: the plain loop knows fedavg alone")
-        if asked.rounds < 1:
-            raise ValueError(f"rounds = {asked.rounds}: use 1 or more")
-        precisions = asked.precision or (["bf16", "tf32"] if gpu else ["fp32"])
+            raise ValueError(f"methods = {options.methods}: the plain loop knows fedavg alone")
+        if options.rounds < 1:
+            raise ValueError(f"rounds = {options.rounds}: use 1 or more")
+        precisions = options.precision or (["bf16", "tf32"] if is_gpu else ["fp32"])
         for precision in precisions:
             resolve_precision(precision, device)
     except ValueError as error:
         exit_with_error(str(error))
-    data = load_domains(protocol)
-    where = torch.cuda.get_device_name(device) if gpu else f"{torch.get_num_threads()} threads of a CPU"
-    print(f"{date.today()} {where}, torch {torch.__version__}, Python {platform.python_version()}, protocol {name}\n")
-    rows: list[Timed] = []
+    domains = make_domains(protocol)
+    device_name = torch.cuda.get_device_name(device) if is_gpu else f"{torch.get_num_threads()} threads of a CPU"
+    print(f"{date.today()} {device_name}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
+    print(f"protocol {protocol_name}\n")
+    rows: list[RoundTimes] = []
     operations = 0.0
     for method, experiment in experiments.items():
-        fed = build_federation(experiment, data, device)
-        operations = operations or work(fed)
+        federation = build_federation(experiment, domains, device)
+        operations = operations or count_operations(federation)
         for engine in (engine for engine in engines if engine != "plain"):
-            rows += [timed(fed, engine, p, asked.rounds, asked.deterministic, asked.lanes) for p in precisions]
-            print(f"  {rows[-1].what}: {rows[-1].total:.3f} s a round", flush=True)
+            for precision in precisions:
+                row = time_engine(federation, engine, precision, options.rounds, options.deterministic, options.lanes)
+                rows.append(row)
+            print(f"  {row.label}: {row.total:.3f} s a round", flush=True)
         if "plain" in engines and method == "fedavg":
-            rows.append(plain_loop(fed, 40 if gpu else 10))
-    rates = {"bf16": ceiling(device, torch.bfloat16)} if gpu else {"fp32": ceiling(device, torch.float32)}
-    (unit, rate), slowest = next(iter(rates.items())), max(row.total for row in rows)
+            rows.append(time_plain_loop(federation, 40 if is_gpu else 10))
+    print_table(rows, operations, device)
+
+
+def print_table(rows: list[RoundTimes], operations: float, device: torch.device) -> None:
+    """Print the times, and what the device could reach for so many operations a round."""
+    unit, dtype = ("bf16", torch.bfloat16) if device.type == "cuda" else ("fp32", torch.float32)
+    rate, slowest = measure_ceiling(device, dtype), max(row.total for row in rows)
     print(
         f"\n{operations / 1e12:.1f} TFLOP a round; a large {unit} matrix product reaches {rate / 1e12:.0f} TFLOP/s: ",
         end="",
@@ -284,7 +315,8 @@ def main() -> None:
     for row in rows:
         numbers = f"{row.train:.3f} | {row.aggregate:.4f} | {row.evaluate:.3f} | {row.total:.3f} | {row.first:.1f}"
         reached = operations / row.train
-        print(f"| {row.what} | {numbers} | {reached / 1e12:.1f} | {reached / rate:.0%} | {slowest / row.total:.1f} x |")
+        speedup = slowest / row.total
+        print(f"| {row.label} | {numbers} | {reached / 1e12:.1f} | {reached / rate:.0%} | {speedup:.1f} x |")
 
 
 if __name__ == "__main__":

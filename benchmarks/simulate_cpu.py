@@ -1,13 +1,15 @@
-"""Seconds a round on a CPU: threads within a process, processes side by side, compiled steps, and the plain loop.
+"""Time a round on a CPU: with threads, with processes, with compiled steps, and in the plain loop.
 
     python benchmarks/simulate_cpu.py                                # every way, with a small network
-    python benchmarks/simulate_cpu.py --protocols resnet10           # with the paper's
+    python benchmarks/simulate_cpu.py --protocols resnet10           # with the paper's network
     python benchmarks/simulate_cpu.py --ways serial,processes --repeats 9
 
-20 clients of four domains, as many threads or processes as there are cores: `small` is simulate.py's, `resnet10` a few images
-each for a network that needs a hundred times the arithmetic. Every way has a process of its own, and they take turns round by
-round, so that whatever else the machine does hits all of them; the numbers are medians. It hits threads hardest, which wait for
-each other in every layer. The first round, in which processes start and steps are compiled, is apart.
+There are 20 clients of four domains, and as many threads or processes as cores. `small` is the protocol of simulate.py.
+`resnet10` has few images a client, for a network that needs a hundred times the arithmetic.
+
+Every way has its own process. The ways take turns round by round, so other programs disturb all of them. They disturb threads
+most, because threads wait for each other in every layer. The numbers are medians. The first round, in which processes start and
+steps are compiled, has its own column.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,17 +32,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from arguments import parse_positive
+from arguments import parse_names, parse_positive
 from fedheal.core.layout import Layout
 from fedheal.engine import open_engine
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round
-from simulate import PROTOCOLS, Protocol, Timed, load_domains, plain_loop
+from simulate import PROTOCOLS, Protocol, RoundTimes, compute_medians, make_domains, time_plain_loop
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-HERE = {
+CPU_PROTOCOLS = {
     "small": PROTOCOLS["small"],
     "resnet10": Protocol(
         32,
@@ -53,44 +54,49 @@ HERE = {
 
 
 class Compiled(nn.Module):
-    """A module whose steps are compiled where they are first taken: what is compiled stays in its process."""
+    """A module that compiles its training steps. Every process compiles its own: pickling drops the compiled code."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.run: Callable[[Tensor], Tensor] | None = None
+        self.compiled_forward: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            judged: Tensor = self.inner(x)
-            return judged
-        if self.run is None:
-            self.run = torch.compile(self.inner.forward, dynamic=True)  # once for all sizes: last batches are smaller
-        return self.run(x)
+            logits: Tensor = self.inner(x)
+            return logits
+        if self.compiled_forward is None:
+            # Once for all batch sizes: the last batch of an epoch is smaller.
+            self.compiled_forward = torch.compile(self.inner.forward, dynamic=True)
+        return self.compiled_forward(x)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"run": None}
+        return self.__dict__ | {"compiled_forward": None}
 
 
 class Contiguous(nn.Module):
-    """A module whose inner arrays have their channels first, torch's default."""
+    """A module that computes with channels first, torch's default."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        body = getattr(self.inner, "body", None)  # the small network would turn to channels last by itself
-        made: Tensor = self.inner(x.contiguous()) if body is None else self.inner.head(body(x.contiguous()).flatten(1))
-        return made
+        body = getattr(self.inner, "body", None)  # of the small network, whose `forward` would turn to channels last
+        logits: Tensor = (
+            self.inner(x.contiguous()) if body is None else self.inner.head(body(x.contiguous()).flatten(1))
+        )
+        return logits
 
 
 @dataclass(frozen=True)
 class Way:
-    said: str
+    """A way to train: no process means the plain loop."""
+
+    label: str
     processes: int = 1
     threads: int = 1
-    wrapped: type[Compiled | Contiguous] | None = None
+    wrapper: type[Compiled | Contiguous] | None = None
 
 
 WAYS = {
@@ -106,54 +112,53 @@ WAYS = {
 }
 
 
-def federation(protocol: Protocol, way: Way) -> Federation:
-    fed = build_federation(
-        Experiment.of({"method": "fedavg", "device": "cpu", **protocol.keys}),
-        load_domains(protocol),
-        torch.device("cpu"),
-    )
-    if way.wrapped is None:
-        return fed
-    module = way.wrapped(fed.local_training.module)
-    return replace(fed, local_training=replace(fed.local_training, module=module, layout=Layout.of(module)))
+def build_way(protocol: Protocol, way: Way) -> Federation:
+    """Return the federation of a protocol, with the module wrapped as the way needs it."""
+    experiment = Experiment.of({"method": "fedavg", "device": "cpu", **protocol.fields})
+    federation = build_federation(experiment, make_domains(protocol), torch.device("cpu"))
+    if way.wrapper is None:
+        return federation
+    module = way.wrapper(federation.local_training.module)
+    local_training = replace(federation.local_training, module=module, layout=Layout.of(module))
+    return replace(federation, local_training=local_training)
 
 
-def serve(asked: Connection, protocol: Protocol, way: Way) -> None:
-    """One round's seconds for each thing that is asked, until that is nothing."""
+def serve_rounds(parent: Connection, protocol: Protocol, way: Way) -> None:
+    """Run a round and send its seconds whenever the parent sends True; end when it sends False."""
     torch.set_num_threads(way.threads)
-    fed = federation(protocol, way)
+    federation = build_way(protocol, way)
     if not way.processes:
-        while asked.recv():
-            made = plain_loop(fed, 5)
-            asked.send({"train": made.train, "aggregate": 0.0, "evaluate": made.evaluate})
+        while parent.recv():
+            times = time_plain_loop(federation, 5)
+            parent.send({"train": times.train, "aggregate": 0.0, "evaluate": times.evaluate})
         return
-    tests = list(fed.tests.values())
-    with open_engine(fed.local_training, "serial", way.processes, way.threads, evaluated=tests) as engine:
-        state = initial_state(fed)
-        while asked.recv():
-            state, record = run_round(fed, state, engine)
-            asked.send(record.seconds)
+    tests = list(federation.tests.values())
+    with open_engine(federation.local_training, "serial", way.processes, way.threads, evaluated=tests) as engine:
+        state = initial_state(federation)
+        while parent.recv():
+            state, record = run_round(federation, state, engine)
+            parent.send(record.seconds)
 
 
 @contextmanager
-def started(protocol: Protocol, way: Way) -> Iterator[Callable[[], dict[str, float]]]:
-    """A function that gives the seconds of one more round trained that way."""
+def start_process(protocol: Protocol, way: Way) -> Iterator[Callable[[], dict[str, float]]]:
+    """Start a process for a way. Yield a function that runs one more round and returns its seconds."""
     context = get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, protocol, way))
+    process = context.Process(target=serve_rounds, args=(there, protocol, way))
     process.start()
     there.close()
 
-    def another() -> dict[str, float]:
+    def time_round() -> dict[str, float]:
         here.send(True)
         try:
             seconds: dict[str, float] = here.recv()
         except EOFError:
-            raise SystemExit(f"'{way.said}' ended early: what it said is above") from None
+            raise SystemExit(f"the process of '{way.label}' failed; its error is above") from None
         return seconds
 
     try:
-        yield another
+        yield time_round
         here.send(False)
     except BaseException:
         process.terminate()
@@ -162,24 +167,23 @@ def started(protocol: Protocol, way: Way) -> Iterator[Callable[[], dict[str, flo
         process.join()
 
 
-def measured(protocol: Protocol, ways: dict[str, Way], repeats: int) -> list[Timed]:
+def time_ways(protocol: Protocol, ways: dict[str, Way], repeats: int) -> list[RoundTimes]:
+    """Return the median times of each way; the ways take turns."""
     with ExitStack() as stack:
-        # What is compiled is compiled here and now, not found from an earlier run; it is other code for more threads.
+        # An empty cache: nothing compiled earlier is found. Each number of threads needs its own code.
         cache = stack.enter_context(tempfile.TemporaryDirectory())
-        first, another = {}, {}
+        first, time_round = {}, {}
         for key, way in ways.items():
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / str(way.threads))
-            another[key] = stack.enter_context(started(protocol, way))
-            first[key] = sum(another[key]().values())
-            print(f"  {way.said}: {first[key]:.1f} s for the first round", flush=True)
-        turns = [{key: another[key]() for key in ways} for _ in range(repeats)]
-    middle = {
-        key: {phase: float(np.median([turn[key][phase] for turn in turns])) for phase in turns[0][key]} for key in ways
-    }
-    return [Timed(way.said, **middle[key], first=first[key]) for key, way in ways.items()]
+            time_round[key] = stack.enter_context(start_process(protocol, way))
+            first[key] = sum(time_round[key]().values())
+            print(f"  {way.label}: {first[key]:.1f} s for the first round", flush=True)
+        turns = [{key: time_round[key]() for key in ways} for _ in range(repeats)]
+    medians = {key: compute_medians([turn[key] for turn in turns]) for key in ways}
+    return [RoundTimes(way.label, **medians[key], first=first[key]) for key, way in ways.items()]
 
 
-def processor() -> str:
+def read_processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -187,51 +191,47 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "a CPU")
 
 
-def scaled(protocol: Protocol, most: int | None) -> Protocol:
-    """At most so many examples a client and a test."""
-    if most is None:
+def limit_examples(protocol: Protocol, limit: int | None) -> Protocol:
+    """Return a protocol with at most so many examples of each client and each test set."""
+    if limit is None:
         return protocol
-    fewer = {name: (min(train, most), min(test, most)) for name, (train, test) in protocol.domains.items()}
-    return replace(protocol, domains=fewer)
-
-
-def some(of: dict[str, Any], named: str) -> dict[str, Any]:
-    missing = [name for name in named.split(",") if name not in of]
-    if missing:
-        raise argparse.ArgumentTypeError(f"there is no {missing[0]!r}; use some of {','.join(of)}")
-    return {name: of[name] for name in named.split(",")}
+    domains = {name: (min(train, limit), min(test, limit)) for name, (train, test) in protocol.domains.items()}
+    return replace(protocol, domains=domains)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--protocols", type=partial(some, HERE), default="small", help=",".join(HERE))
-    parser.add_argument("--ways", type=partial(some, WAYS), default=WAYS, help=",".join(WAYS))
+    known_protocols, known_ways = tuple(CPU_PROTOCOLS), tuple(WAYS)
+    parser.add_argument(
+        "--protocols", type=parse_names(known_protocols), default="small", help=",".join(known_protocols)
+    )
+    parser.add_argument("--ways", type=parse_names(known_ways), default=list(known_ways), help=",".join(known_ways))
     parser.add_argument("--repeats", type=parse_positive, default=3)
     parser.add_argument("--examples", type=parse_positive, help="at most so many a client, for a quick try")
-    asked = parser.parse_args()
-    ways: dict[str, Way] = asked.ways
-    where = f"{processor()}, {CORES} cores, load {os.getloadavg()[0]:.1f}"
-    print(f"{date.today()} {where}, torch {torch.__version__}, Python {platform.python_version()}")
+    options = parser.parse_args()
+    ways: dict[str, Way] = {name: WAYS[name] for name in options.ways}
+    device_name = f"{read_processor_name()}, {CORES} cores, load {os.getloadavg()[0]:.1f}"
+    print(f"{date.today()} {device_name}, torch {torch.__version__}, Python {platform.python_version()}")
     if not shutil.which(os.environ.get("CXX", "g++")):
-        print("No C++ compiler is here, which compiled steps need: they are left out.")
-        ways = {key: way for key, way in ways.items() if way.wrapped is not Compiled}
+        print("There is no C++ compiler: the ways with compiled steps are left out.")
+        ways = {key: way for key, way in ways.items() if way.wrapper is not Compiled}
     if not ways:
         parser.error("no way is left to measure")
-    for name, protocol in asked.protocols.items():
-        protocol = scaled(protocol, asked.examples)
-        rows = measured(protocol, ways, asked.repeats)
-        plain = [row for row in rows if row.what.startswith("plain")]
-        base = min(plain or rows[:1], key=lambda row: row.total)  # the rival at its best
-        clients = protocol.clients * len(protocol.domains)
+    for name in options.protocols:
+        protocol = limit_examples(CPU_PROTOCOLS[name], options.examples)
+        rows = time_ways(protocol, ways, options.repeats)
+        plain = [row for row in rows if row.label.startswith("plain")]
+        base = min(plain or rows[:1], key=lambda row: row.total)
+        clients = protocol.clients_per_domain * len(protocol.domains)
         train, test = np.sum(list(protocol.domains.values()), axis=0)
-        print(f"\n{name}: {clients} clients, {protocol.clients * train} images to train with, {test} to judge by\n")
-        print(
-            f"| {protocol.keys['model']} | train | aggregate | evaluate | s a round | faster than {base.what} | first round |"
-        )
+        train_images = protocol.clients_per_domain * train
+        print(f"\n{name}: {clients} clients, {train_images} training images, {test} test images\n")
+        model = protocol.fields["model"]
+        print(f"| {model} | train | aggregate | evaluate | s a round | faster than {base.label} | first round |")
         print("|---|---|---|---|---|---|---|")
         for row in rows:
             numbers = f"{row.train:.3f} | {row.aggregate:.3f} | {row.evaluate:.3f} | {row.total:.3f}"
-            print(f"| {row.what} | {numbers} | {base.total / row.total:.2f} x | {row.first:.1f} |", flush=True)
+            print(f"| {row.label} | {numbers} | {base.total / row.total:.2f} x | {row.first:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -59,16 +59,16 @@ def make_pipe():
 def test_runs_are_timed_together(packing, monkeypatch, capsys):
     """Threads stand in for processes, and a nap for a round."""
 
-    def work(model, device, parent):
-        parent.send(packing.Warm(0.1, 0))
+    def serve_naps(model, device, precision, parent):
+        parent.send(packing.WarmUp(0.1, 0))
         while rounds := parent.recv():
             time.sleep(0.02 * rounds)
             parent.send(rounds)
 
     context = SimpleNamespace(Pipe=make_pipe, Process=threading.Thread)
     monkeypatch.setattr(packing, "get_context", lambda _: context)
-    monkeypatch.setattr(packing, "worker", work)
-    packing.measured("small_cnn", "cpu", [1, 4], 2)
+    monkeypatch.setattr(packing, "serve_rounds", serve_naps)
+    packing.time_workers("small_cnn", "cpu", "fp32", [1, 4], 2)
     lines = [
         line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith(("| 1 ", "| 4 "))
     ]
@@ -80,15 +80,15 @@ def test_runs_are_timed_together(packing, monkeypatch, capsys):
 
 
 def test_a_run_trains_when_it_is_told_to(packing, monkeypatch):
-    monkeypatch.setattr(packing, "described", lambda model, device: tiny_data.quick(device=device))
-    monkeypatch.setattr(packing, "load_domains", lambda protocol: tiny_data.load())
+    monkeypatch.setattr(packing, "make_experiment", lambda model, device, precision: tiny_data.quick(device=device))
+    monkeypatch.setattr(packing, "make_domains", lambda protocol: tiny_data.load())
     trained = []
     run_round = packing.run_round
     monkeypatch.setattr(packing, "run_round", lambda *words: trained.append(words) or run_round(*words))
     here, there = Pipe()
     for rounds in (3, 0):
         here.send(rounds)
-    packing.worker("small_cnn", "cpu", there)
-    assert here.recv().taken == 0
+    packing.serve_rounds("small_cnn", "cpu", "fp32", there)
+    assert here.recv().reserved_bytes == 0
     assert here.recv() == 3
     assert len(trained) == 2 + 3  # two to warm up

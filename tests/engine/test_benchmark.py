@@ -28,7 +28,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.slow
 def test_it_runs(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """With threads for processes, which take seconds to start; what they would be sent can be sent."""
-    assert pickle.loads(pickle.dumps((benchmark.HERE, benchmark.WAYS)))  # noqa: S301  (its own)
+    assert pickle.loads(pickle.dumps((benchmark.CPU_PROTOCOLS, benchmark.WAYS)))  # noqa: S301  (its own)
     threads, options = torch.get_num_threads(), ["--ways", "plain,serial", "--repeats", "1", "--examples", "4"]
     monkeypatch.setattr(benchmark, "get_context", lambda kind: multiprocessing.dummy)
     monkeypatch.setattr(sys, "argv", ["simulate_cpu.py", *options])
@@ -38,7 +38,7 @@ def test_it_runs(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys)
     finally:
         torch.set_num_threads(threads)
     text = capsys.readouterr().out
-    assert "small: 20 clients, 80 images to train with, 16 to judge by" in text
+    assert "small: 20 clients, 80 training images, 16 test images" in text
     rows = [line for line in text.splitlines() if PLAIN in line or SERIAL in line]
     assert len(rows) == 2
     for row in rows:

@@ -130,7 +130,7 @@ def test_a_federation_without_flower_is_a_sentence(capsys, monkeypatch, name):
 )
 def test_kernels_are_told_apart_by_their_names(monkeypatch, name, kind):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    assert importlib.import_module("kernels").kind_of(name).startswith(kind)
+    assert importlib.import_module("kernels").find_kind(name).startswith(kind)
 
 
 def test_every_kernel_of_our_own_has_a_kind(monkeypatch):
@@ -138,7 +138,7 @@ def test_every_kernel_of_our_own_has_a_kind(monkeypatch):
     source = "".join(path.read_text() for path in Path(fedheal.__file__).parent.glob("*/_*_cuda.py"))
     compiled = set(re.findall(r"@triton\.jit.*\ndef (\w+)\(", source))
     called = {name for name in compiled if re.search(rf"(?<!def )\b{name}\(", source)}  # by kernels, as a part of them
-    assert compiled - called == set(importlib.import_module("kernels").OURS)
+    assert compiled - called == set(importlib.import_module("kernels").OWN_KERNELS)
 
 
 @pytest.fixture
