@@ -1,10 +1,10 @@
-"""What FedHEAL's aggregation costs, against what it cannot beat and what it replaces, in one run on one machine.
+"""Time FedHEAL's aggregation on a CPU, beside its lower bound and what it replaces.
 
-    python benchmarks/aggregate.py              the table for 20 x 4,903,242 (the paper's ResNet-10), then the growth tables
+    python benchmarks/aggregate.py              20 x 4,903,242 (the paper's ResNet-10), then tables of how times grow
     python benchmarks/aggregate.py --quick      small sizes, to see that it runs
 
-Rivals: a memory copy, numpy's plain average `u @ D` (the least any aggregation must do), the straightforward torch formula
-on whole arrays, our reference kernel and our fast one. Times are the best of several; ratios are what to look at.
+It is compared with a memory copy, numpy's plain average `u @ D` (the least that any aggregation does), the straightforward
+torch formula on whole arrays, and our reference kernel. Every time is the best of several. Compare ratios, not milliseconds.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from fedheal import Layout, Updates, aggregate
 RESNET10 = 4_903_242
 
 
-def best(work: Callable[[], object], repeats: int) -> float:
-    work()
+def time_best(function: Callable[[], object], repeats: int) -> float:
+    """Return the seconds of the fastest of several calls, after one that warms up."""
+    function()
     times = []
     for _ in range(repeats):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
     return min(times)
 
 
-class Straightforward:
-    """FedHEAL as one would write it from the paper: whole arrays, float histories, no blocks."""
+class StraightforwardFedHEAL:
+    """FedHEAL as one would write it after reading the paper: whole arrays, float histories, no blocks."""
 
     def __init__(self, k: int, g: int) -> None:
         self.increase, self.t = torch.zeros(k, g), 0
@@ -57,10 +58,10 @@ class Straightforward:
         return model + torch.where(total > 0, (u * deltas).sum(dim=0) / total, torch.zeros(()))
 
 
-def stepper(
+def make_step(
     aggregator: aggregate.Aggregator, model: torch.Tensor, updates: Updates, donate: bool
 ) -> Callable[[], None]:
-    """Rounds one after another, the state carried on."""
+    """Return a function that aggregates one more round from the state of the last one."""
     state = [aggregator.init(Layout.flat(len(model)))]
 
     def step() -> None:
@@ -69,7 +70,8 @@ def stepper(
     return step
 
 
-def cohort(k: int, g: int) -> Updates:
+def make_cohort(k: int, g: int) -> Updates:
+    """Return random updates of k clients with g parameters."""
     rng = np.random.default_rng(0)
     deltas = np.empty((k, g), np.float32)
     for row in deltas:
@@ -77,32 +79,35 @@ def cohort(k: int, g: int) -> Updates:
     return Updates(range(k), deltas, [100] * k)
 
 
-def main_table(k: int, g: int, repeats: int, slow: bool = True) -> None:
-    updates, model = cohort(k, g), torch.zeros(g)
+def print_main_table(k: int, g: int, repeats: int) -> None:
+    """Time all aggregations at one size."""
+    updates, model = make_cohort(k, g), torch.zeros(g)
     deltas = updates.deltas
     target, u = torch.empty_like(deltas), np.full(k, 1 / k, np.float32)
     rows: list[tuple[str, float]] = [
-        ("memory copy of the updates", best(lambda: target.copy_(deltas), repeats)),
-        ("numpy plain average, u @ D", best(lambda: u @ deltas.numpy(), repeats)),
+        ("memory copy of the updates", time_best(lambda: target.copy_(deltas), repeats)),
+        ("numpy plain average, u @ D", time_best(lambda: u @ deltas.numpy(), repeats)),
     ]
-    few = max(1, repeats // 4)
+    few = max(1, repeats // 4)  # for slow ones
     rows += [
-        ("fedavg()", best(stepper(aggregate.fedavg(), model, updates, True), repeats)),
-        ("fedheal(), cpu kernel, donate", best(stepper(aggregate.fedheal(), model, updates, True), repeats)),
-        ("fedheal(), cpu kernel", best(stepper(aggregate.fedheal(), model, updates, False), few)),
+        ("fedavg()", time_best(make_step(aggregate.fedavg(), model, updates, True), repeats)),
+        ("fedheal(), cpu kernel, donate", time_best(make_step(aggregate.fedheal(), model, updates, True), repeats)),
+        ("fedheal(), cpu kernel", time_best(make_step(aggregate.fedheal(), model, updates, False), few)),
         (
             "released, cpu kernel, donate",
-            best(stepper(aggregate.fedheal(variant="released"), model, updates, True), repeats),
+            time_best(make_step(aggregate.fedheal(variant="released"), model, updates, True), repeats),
         ),
-        ("fael='exact', cpu kernel, donate", best(stepper(aggregate.fedheal(fael="exact"), model, updates, True), few)),
+        (
+            "fael='exact', cpu kernel, donate",
+            time_best(make_step(aggregate.fedheal(fael="exact"), model, updates, True), few),
+        ),
     ]
-    if slow:
-        plain = Straightforward(k, g)
-        reference = stepper(aggregate.fedheal(kernel="reference"), model, updates, True)
-        rows += [
-            ("fedheal(), reference kernel", best(reference, 1)),
-            ("straightforward torch, whole arrays", best(lambda: plain.apply(model, deltas), few)),
-        ]
+    straightforward = StraightforwardFedHEAL(k, g)
+    reference = make_step(aggregate.fedheal(kernel="reference"), model, updates, True)
+    rows += [
+        ("fedheal(), reference kernel", time_best(reference, 1)),
+        ("straightforward torch, whole arrays", time_best(lambda: straightforward.apply(model, deltas), few)),
+    ]
     average = dict(rows)["numpy plain average, u @ D"]
     fast = dict(rows)["fedheal(), cpu kernel, donate"]
     print(f"\n{k} clients x {g:,} parameters, float32 ({deltas.nbytes / 1e6:.0f} MB of updates)\n")
@@ -112,16 +117,17 @@ def main_table(k: int, g: int, repeats: int, slow: bool = True) -> None:
         print(f"| {name} | {seconds * 1e3:.1f} | {seconds / average:.2f} | {seconds / fast:.2f} | {rate:.1f} |")
 
 
-def growth_table(sizes: list[tuple[int, int]], repeats: int) -> None:
+def print_growth_table(sizes: list[tuple[int, int]], repeats: int) -> None:
+    """Time the fast kernel at several sizes."""
     print(
         "\n| clients | parameters | updates | fedheal() ms | x plain average | sign counts |\n|---|---|---|---|---|---|"
     )
     for k, g in sizes:
-        updates, model, u = cohort(k, g), torch.zeros(g), np.full(k, 1 / k, np.float32)
-        average = best(partial(np.matmul, u, updates.deltas.numpy()), repeats)
-        ours = best(stepper(aggregate.fedheal(), model, updates, True), repeats)
+        updates, model, u = make_cohort(k, g), torch.zeros(g), np.full(k, 1 / k, np.float32)
+        average = time_best(partial(np.matmul, u, updates.deltas.numpy()), repeats)
+        seconds = time_best(make_step(aggregate.fedheal(), model, updates, True), repeats)
         print(
-            f"| {k} | {g:,} | {updates.deltas.nbytes / 1e9:.2f} GB | {ours * 1e3:.1f} | {ours / average:.2f} "
+            f"| {k} | {g:,} | {updates.deltas.nbytes / 1e9:.2f} GB | {seconds * 1e3:.1f} | {seconds / average:.2f} "
             f"| {k * g / 1e6:.0f} MB |"
         )
 
@@ -129,18 +135,18 @@ def growth_table(sizes: list[tuple[int, int]], repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    quick = parser.parse_args().quick
+    options = parser.parse_args()
     versions = (
         f"fedheal {fedheal.__version__}, torch {torch.__version__}, numba {numba.__version__}, numpy {np.__version__}"
     )
     print(f"{platform.machine()}, {torch.get_num_threads()} threads; Python {platform.python_version()}, {versions}")
-    if quick:
-        main_table(4, 100_000, 2)
-        growth_table([(4, 10_000), (8, 10_000)], 2)
+    if options.quick:
+        print_main_table(4, 100_000, 2)
+        print_growth_table([(4, 10_000), (8, 10_000)], 2)
         return
-    main_table(20, RESNET10, 12)
-    growth_table([(20, 1_000_000), (50, 1_000_000), (100, 1_000_000), (200, 1_000_000), (500, 1_000_000)], 5)
-    growth_table([(20, 100_000), (20, 1_000_000), (20, RESNET10), (20, 11_000_000), (20, 25_000_000)], 5)
+    print_main_table(20, RESNET10, 12)
+    print_growth_table([(20, 1_000_000), (50, 1_000_000), (100, 1_000_000), (200, 1_000_000), (500, 1_000_000)], 5)
+    print_growth_table([(20, 100_000), (20, 1_000_000), (20, RESNET10), (20, 11_000_000), (20, 25_000_000)], 5)
 
 
 if __name__ == "__main__":

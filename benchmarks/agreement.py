@@ -1,11 +1,12 @@
-"""Do two engines learn the same? Accuracy after some rounds, each engine several times on the same seed.
+"""Compare the accuracy of two engines: each trains the same seed several times.
 
     python benchmarks/agreement.py --data digits --repeats 8 rounds=20 epochs=1 lr=0.01
     python benchmarks/agreement.py --data digits --engines cohort,lanes precision=bf16
 
-An engine may repeat its results bit for bit, and another order of sums alone would still lead elsewhere. So every repeat
-changes the learning rate by a millionth more, which is a rounding error of the update: the spread of repeats is the noise that
-a difference between the engines has to be judged by. On a CPU there is one engine, and nothing to compare.
+Two engines sum in different orders, which alone leads to different models. One engine may repeat its results bit for bit, and
+then shows no noise. So every repeat raises the learning rate by another millionth, which changes an update as much as rounding
+does. The spread of the repeats is the noise that a difference between the engines must exceed. A CPU has one engine, so nothing
+is compared there.
 """
 
 from __future__ import annotations
@@ -28,41 +29,43 @@ from fedheal.simulate.experiment import Experiment, parse_overrides
 
 ENGINES = ("cohort", "lanes", "serial")
 PROTOCOL = {"model": "resnet10", "rounds": 20, "epochs": 1, "lr": 0.01}
-CHANGE = 1e-6  # of the learning rate, from repeat to repeat
-OURS = ("data", "device", "engine", "eval_every")  # fields that the options and the comparison itself set
+LR_CHANGE = 1e-6  # from repeat to repeat, relative
+RESERVED_FIELDS = ("data", "device", "engine", "eval_every")  # set by the options and by the comparison
 
 
-def accuracy(keys: dict[str, Any]) -> dict[str, float]:
-    """By domain and on average, after the last round."""
-    result = fedheal.run(Experiment.of(keys | {"eval_every": keys["rounds"]}), progress=False)
+def measure_accuracy(fields: dict[str, Any]) -> dict[str, float]:
+    """Run an experiment. Return its accuracy by domain and on average after the last round."""
+    result = fedheal.run(Experiment.of(fields | {"eval_every": fields["rounds"]}), progress=False)
     return {**result.domains, "AVG": result.avg}
 
 
-def wanted(asked: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
-    """Where to run and what, tried out here: in a process of its own an error comes late and with a traceback."""
-    if asked.repeats < 2:
-        raise ValueError(f"repeats = {asked.repeats}: a spread needs at least 2")
-    if asked.engines and len(asked.engines) != 2:
-        raise ValueError(f"engines = {','.join(asked.engines)}: give two, such as cohort,lanes")
-    if asked.at_a_time < 1:
-        raise ValueError(f"at-a-time = {asked.at_a_time}: use 1 or more")
-    said = parse_overrides(asked.words)
-    if taken := [key for key in said if key in OURS]:
-        raise ValueError(
-            f"{taken[0]} cannot be given as {taken[0]}={said[taken[0]]}: the options or the comparison set it"
-        )
-    device = resolve_device(asked.device)
-    if asked.engines and device.type != "cuda":
-        raise ValueError(f"engines = {','.join(asked.engines)}: two engines can be compared on a GPU only")
-    keys = PROTOCOL | said | {"data": asked.data, "device": str(device)}
-    experiment = Experiment.of(keys)
+def check_options(options: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
+    """Return the device and the fields of the experiment. Raise ValueError if they cannot be used.
+
+    A worker would report an error late, with a traceback.
+    """
+    if options.repeats < 2:
+        raise ValueError(f"repeats = {options.repeats}: a spread needs at least 2")
+    if options.engines and len(options.engines) != 2:
+        raise ValueError(f"engines = {','.join(options.engines)}: give two, such as cohort,lanes")
+    if options.at_a_time < 1:
+        raise ValueError(f"at-a-time = {options.at_a_time}: use 1 or more")
+    overrides = parse_overrides(options.words)
+    if reserved := [key for key in overrides if key in RESERVED_FIELDS]:
+        key = reserved[0]
+        raise ValueError(f"{key} cannot be given as {key}={overrides[key]}: the options or the comparison set it")
+    device = resolve_device(options.device)
+    if options.engines and device.type != "cuda":
+        raise ValueError(f"engines = {','.join(options.engines)}: two engines can be compared on a GPU only")
+    fields = PROTOCOL | overrides | {"data": options.data, "device": str(device)}
+    experiment = Experiment.of(fields)
     build_federation(experiment, load_domains(experiment), device)
-    return device, keys
+    return device, fields
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="what differs from the protocol")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="fields that differ from the protocol")
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--device", default="auto")
     parser.add_argument(
@@ -70,34 +73,35 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=8, help="of each engine, at least 2")
     parser.add_argument("--at-a-time", type=int, default=4, help="runs in processes of their own")
-    asked = parser.parse_intermixed_args()  # words may stand after options, too
+    options = parser.parse_intermixed_args()  # fields may also follow options
     try:
-        device, keys = wanted(asked)
+        device, fields = check_options(options)
     except ValueError as error:
         exit_with_error(str(error))
-    engines = (asked.engines or ["lanes", "serial"]) if device.type == "cuda" else ["serial"]
-    with ProcessPoolExecutor(asked.at_a_time, get_context("spawn")) as pool:
-        rates = [keys["lr"] * (1 + CHANGE * i) for i in range(asked.repeats)]
-        found = list(pool.map(accuracy, [keys | {"engine": e, "lr": lr} for e in engines for lr in rates]))
-    names = list(found[0])
-    by_engine = {
-        engine: np.array([[run[name] for name in names] for run in found[i * asked.repeats : (i + 1) * asked.repeats]])
-        for i, engine in enumerate(engines)
-    }
-    print(f"{date.today()} {describe_hardware(device)}, torch {torch.__version__}, {asked.data}", end=", ")
-    print(f"{keys['rounds']} rounds of {keys['epochs']} epochs, {asked.repeats} repeats of one seed\n")
-    print(f"| accuracy in percent, mean ± sd | {' | '.join(names)} |")
-    print("|---" * (len(names) + 1) + "|")
-    for engine, runs in by_engine.items():
-        spread = zip(runs.mean(axis=0), runs.std(axis=0, ddof=1), strict=True)
+    engines = (options.engines or ["lanes", "serial"]) if device.type == "cuda" else ["serial"]
+    with ProcessPoolExecutor(options.at_a_time, get_context("spawn")) as pool:
+        rates = [fields["lr"] * (1 + LR_CHANGE * i) for i in range(options.repeats)]
+        experiments = [fields | {"engine": engine, "lr": lr} for engine in engines for lr in rates]
+        runs = list(pool.map(measure_accuracy, experiments))
+    columns = list(runs[0])
+    accuracies = np.array([[run[column] for column in columns] for run in runs])
+    by_engine = dict(zip(engines, accuracies.reshape(len(engines), options.repeats, len(columns)), strict=True))
+    print(f"{date.today()} {describe_hardware(device)}, torch {torch.__version__}, {options.data}", end=", ")
+    print(f"{fields['rounds']} rounds of {fields['epochs']} epochs, {options.repeats} repeats of one seed\n")
+    print(f"| accuracy in percent, mean ± sd | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for engine, repeats in by_engine.items():
+        spread = zip(repeats.mean(axis=0), repeats.std(axis=0, ddof=1), strict=True)
         print(f"| {engine} | {' | '.join(f'{mean:.2f} ± {sd:.2f}' for mean, sd in spread)} |")
     if len(engines) > 1:
-        one, two = by_engine.values()
-        gap, test = one.mean(axis=0) - two.mean(axis=0), stats.ttest_ind(one, two, equal_var=False)
-        print(f"| difference | {' | '.join(f'{points:+.2f}' for points in gap)} |")
-        print(f"| p (Welch, not corrected for {len(names)} columns) | {' | '.join(f'{p:.2f}' for p in test.pvalue)} |")
+        first, second = by_engine.values()
+        difference, test = first.mean(axis=0) - second.mean(axis=0), stats.ttest_ind(first, second, equal_var=False)
+        print(f"| difference | {' | '.join(f'{points:+.2f}' for points in difference)} |")
+        print(
+            f"| p (Welch, not corrected for {len(columns)} columns) | {' | '.join(f'{p:.2f}' for p in test.pvalue)} |"
+        )
     else:
-        print("\nNothing is compared: there is one engine on a CPU, and lanes need a GPU.")
+        print("\nNothing is compared: a CPU has one engine, and lanes need a GPU.")
 
 
 if __name__ == "__main__":

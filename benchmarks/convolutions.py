@@ -1,10 +1,10 @@
-"""TFLOP/s of the convolutions of ResNet-10 for stacked clients: our kernels, and cuDNN client by client.
+"""Measure the TFLOP/s of ResNet-10's convolutions for stacked clients: with our kernels, and with cuDNN client by client.
 
     python benchmarks/convolutions.py                        # 20 clients with 64 images of 32 x 32, in bf16
     python benchmarks/convolutions.py --side 192 --batch-size 16 --clients 10
 
-A cell has forward pass, input gradient and weight gradient. `boxes` are the kernels of models/_box_convolution_cuda.py, `tiles`
-those of models/_stacked_cuda.py, which also serve other precisions and sizes.
+A cell shows the forward pass, the input gradient and the weight gradient. `boxes` are the kernels of
+models/_box_convolution_cuda.py. `tiles` are those of models/_stacked_cuda.py, which also serve other precisions and sizes.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from fedheal.core.layout import Layout
 from fedheal.models.client_rows import ClientRows
 from fedheal.models.stacked_layers import KERNELS, StackedConv2d, stack_module
 
-# Inputs, outputs, stride, and by how much the image has shrunk before.
+# Input channels, output channels, stride, and by what factor earlier layers have shrunk the image.
 LAYERS = (
     (64, 64, 1, 1), (64, 128, 2, 1), (128, 128, 1, 2), (128, 256, 2, 2), (256, 256, 1, 4), (256, 512, 2, 4),
     (512, 512, 1, 8),
 )  # fmt: skip
-REPEATS = 6  # in a graph
+REPEATS = 6  # calls in a graph
 
 
-def time_graph(run: Callable[[], object]) -> float:
-    """Return the seconds of a run, the best of three replays of a graph with several."""
+def time_graph(function: Callable[[], object]) -> float:
+    """Return the seconds of a call: the best of three replays of a graph with several calls."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        run()
-        run()
+        function()
+        function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(REPEATS):
-            run()
+            function()
     graph.replay()
     best = float("inf")
     for _ in range(3):
@@ -69,22 +69,22 @@ def list_passes(layer: StackedConv2d, x: torch.Tensor, dy: torch.Tensor) -> list
 def list_cudnn_passes(layer: StackedConv2d, x: torch.Tensor, dy: torch.Tensor) -> list[Callable[[], object]]:
     """Return the three passes of a layer by cuDNN, one client after another."""
     clients, place, stride = layer.rows.active, layer.rows.places["0.weight"], [layer.stride[0]] * 2
-    parts = list(zip(x.chunk(clients), dy.chunk(clients), place.view(layer.rows.low), strict=True))
+    client_parts = list(zip(x.chunk(clients), dy.chunk(clients), place.view(layer.rows.low), strict=True))
     settings = (None, stride, [1, 1], [1, 1], False, [0, 0], 1)
 
-    def go_back(*mask: bool) -> None:
-        for of_x, of_dy, weight in parts:
-            torch.ops.aten.convolution_backward(of_dy, of_x, weight, *settings, mask)
+    def run_backward(*mask: bool) -> None:
+        for client_x, client_dy, weight in client_parts:
+            torch.ops.aten.convolution_backward(client_dy, client_x, weight, *settings, mask)
 
     return [
-        lambda: [torch.ops.aten.convolution(of_x, weight, *settings) for of_x, _, weight in parts],
-        lambda: go_back(True, False, False),
-        lambda: go_back(False, True, False),
+        lambda: [torch.ops.aten.convolution(client_x, weight, *settings) for client_x, _, weight in client_parts],
+        lambda: run_backward(True, False, False),
+        lambda: run_backward(False, True, False),
     ]
 
 
 def measure_layer(inputs: int, outputs: int, stride: int, side: int, clients: int, batch_size: int) -> list[str]:
-    """Return the cells of a layer: TFLOP/s of each way."""
+    """Return the cells of a layer: the TFLOP/s of boxes, of tiles and of cuDNN."""
     device, low = torch.device("cuda"), torch.bfloat16
     module = nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)).to(device)
     rows = ClientRows(Layout.of(module), clients, device, low=low)
@@ -101,9 +101,10 @@ def measure_layer(inputs: int, outputs: int, stride: int, side: int, clients: in
     operations = 2 * 9 * inputs * dy.numel()
     boxes = import_triton_kernels(KERNELS, "cuda").boxes
     cells = []
-    for is_box, passes in ((True, list_passes), (False, list_passes), (True, list_cudnn_passes)):
-        with nullcontext() if is_box else patch.object(boxes, "supports_boxes", lambda *_: False):
-            cells.append(" / ".join(f"{operations / time_graph(run) / 1e12:.0f}" for run in passes(layer, x, dy)))
+    for uses_boxes, list_functions in ((True, list_passes), (False, list_passes), (True, list_cudnn_passes)):
+        with nullcontext() if uses_boxes else patch.object(boxes, "supports_boxes", lambda *_: False):
+            rates = [operations / time_graph(function) / 1e12 for function in list_functions(layer, x, dy)]
+            cells.append(" / ".join(f"{rate:.0f}" for rate in rates))
     return cells
 
 
@@ -119,8 +120,8 @@ def main() -> None:
     print(f"{date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}, {options.clients} clients, {options.batch_size} images each, bf16\n")
     print("| layer | boxes | tiles | cuDNN, client by client |\n|---|---|---|---|")
-    for inputs, outputs, stride, shrunk in LAYERS:
-        side = options.side // shrunk
+    for inputs, outputs, stride, shrink_factor in LAYERS:
+        side = options.side // shrink_factor
         cells = measure_layer(inputs, outputs, stride, side, options.clients, options.batch_size)
         suffix = f", stride {stride}" if stride > 1 else ""
         print(f"| {inputs} -> {outputs} @{side}{suffix} | {' | '.join(cells)} |", flush=True)

@@ -1,9 +1,10 @@
-"""Does the embedded data put fairness at stake? Each domain trained alone, FedAvg, uniform weights, all data pooled.
+"""Show that the embedded data put fairness at stake: train each domain alone, FedAvg, uniform weights, and all data pooled.
 
-    python benchmarks/embedded.py --seeds 3         writes a Markdown table
+    python benchmarks/embedded.py --seeds 3         prints a Markdown table
 
-Alone and pooled: the same model, optimiser and number of local epochs (rounds x epochs) as in the federation, on one machine
-that holds the data of the domain's clients, or of all clients. Accuracy in percent, mean of the last five rounds.
+Alone and pooled, one machine holds the data of the domain's clients, or of all clients. It trains the same model with the same
+optimiser for as many epochs as a client of the federation (rounds x epochs). Accuracy is in percent, the mean of the last five
+rounds.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from fedheal import Experiment
 from fedheal.data import load_dataset
 
 
-def study(
+def measure_accuracies(
     seed: int, rounds: int | None = None, *, with_pooled: bool = True, **fields: object
 ) -> dict[str, dict[str, float]]:
-    """Row -> domain -> accuracy for one seed; `fields` are of the experiments."""
+    """Return the accuracy by row and domain for one seed. `fields` are those of the experiments."""
     names = [domain.name for domain in load_dataset("embedded").domains]
     common = fields | ({"seed": seed} if rounds is None else {"seed": seed, "rounds": rounds})
 
-    def accuracy(**keys: object) -> dict[str, float]:
-        return dict(fedheal.run(Experiment.of(common | keys), progress=False).domains)
+    def run_experiment(**own_fields: object) -> dict[str, float]:
+        return dict(fedheal.run(Experiment.of(common | own_fields), progress=False).domains)
 
-    pooled = {"pooled": accuracy(method="fedavg", pool=True)} if with_pooled else {}
+    pooled = {"pooled": run_experiment(method="fedavg", pool=True)} if with_pooled else {}
     return {
-        "alone": {name: accuracy(method="fedavg", only=[name], pool=True)[name] for name in names},
-        "fedavg": accuracy(method="fedavg"),
-        "fedavg+uniform": accuracy(method="fedavg+uniform"),
+        "alone": {name: run_experiment(method="fedavg", only=[name], pool=True)[name] for name in names},
+        "fedavg": run_experiment(method="fedavg"),
+        "fedavg+uniform": run_experiment(method="fedavg+uniform"),
         **pooled,
     }
 
@@ -42,12 +43,13 @@ def main() -> None:
     if options.seeds < 1 or (options.rounds is not None and options.rounds < 1):
         parser.error("use at least one seed and one round")
     for seed in range(options.seeds):
-        table = study(seed, options.rounds)
+        table = measure_accuracies(seed, options.rounds)
         names = list(table["alone"])
         if seed == 0:
             print(f"| seed | trained | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
-        for row, values in table.items():
-            print(f"| {seed} | {row} | {' | '.join(f'{values[n]:.1f}' for n in names)} |", flush=True)
+        for row, accuracies in table.items():
+            cells = " | ".join(f"{accuracies[name]:.1f}" for name in names)
+            print(f"| {seed} | {row} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

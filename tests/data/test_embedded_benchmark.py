@@ -16,7 +16,7 @@ def test_every_domain_can_be_learnt_and_fedavg_leaves_one_behind(rounds, least):
     spec = importlib.util.spec_from_file_location("embedded_benchmark", BENCHMARK)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    table = module.study(seed=0, rounds=rounds, with_pooled=False, eval_every=rounds)
+    table = module.measure_accuracies(seed=0, rounds=rounds, with_pooled=False, eval_every=rounds)
     assert min(table["alone"].values()) >= least
     worst = min(table["fedavg"], key=table["fedavg"].get)
     assert 20 < table["fedavg"][worst] <= table["alone"][worst] - 15

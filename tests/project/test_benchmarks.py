@@ -66,7 +66,7 @@ def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys):
     out = capsys.readouterr().out
     assert "| serial | " in out
     assert "lanes |" not in out
-    assert out.splitlines()[-1] == "Nothing is compared: there is one engine on a CPU, and lanes need a GPU."
+    assert out.splitlines()[-1] == "Nothing is compared: a CPU has one engine, and lanes need a GPU."
 
 
 @pytest.mark.parametrize(
