@@ -1,13 +1,12 @@
-"""What a round's aggregation costs as a Flower strategy, beside the core alone and Flower's own strategies, in one run.
+"""Time a round's aggregation in a Flower strategy, beside the core alone and Flower's own strategies.
 
     python benchmarks/flower.py             20 replies of the paper's ResNet-10 (4,903,242 parameters)
     python benchmarks/flower.py --quick     a small model, to see that it runs
 
-Timed is `aggregate_train` on the same reply messages: reading them, aggregating, and making the record that goes out next.
-The core alone is `Aggregator.apply` on a matrix of updates that is already there. A checkpoint costs the round its foreground
-time; the background time is how long it is written while clients train. Every strategy is called in turn, several times over;
-the best time of each counts. The batch counters of batch normalisation are left out of the messages: Flower's QFedAvg stops at
-whole numbers.
+Every strategy aggregates the same replies. Its time is that of `aggregate_train`: read the messages, aggregate them, and make
+the next record to send. The core alone is `Aggregator.apply` on a matrix of updates. A checkpoint delays the round by its
+foreground time. Its background time passes while clients train. The strategies take turns several times, and the best time of
+each counts. Messages leave out the batch counters of batch normalisation, because Flower's QFedAvg stops at whole numbers.
 """
 
 from __future__ import annotations
@@ -39,105 +38,106 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from fedheal.flower import FedHEAL, Uniform, messages  # noqa: E402
 
-Call = Callable[[], dict[str, float]]  # seconds by name
+Timer = Callable[[], dict[str, float]]  # returns seconds by name
 
-# Messages name the task that made them; a benchmark is its own.
+# Flower wants to know the task that makes a message. Here it is the benchmark.
 TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
 
 class Nodes:
-    """All that a strategy asks of a grid here."""
+    """A grid that only names its nodes: the strategies need no more here."""
 
-    def __init__(self, number: int) -> None:
-        self.ids = list(range(1, number + 1))
+    def __init__(self, clients: int) -> None:
+        self.ids = list(range(1, clients + 1))
 
     def get_node_ids(self) -> list[int]:
         return self.ids
 
 
-def replies(asked: list[Message], model: dict[str, torch.Tensor]) -> list[Message]:
-    """What the nodes answer: the model, moved a little, in arrays of their own."""
-    chance = torch.Generator().manual_seed(0)
-    made = []
-    for message in asked:
+def make_replies(messages: list[Message], model: dict[str, torch.Tensor]) -> list[Message]:
+    """Return the replies of the nodes: each has a copy of the model with a little noise."""
+    generator = torch.Generator().manual_seed(0)
+    replies = []
+    for message in messages:
         message.metadata.__dict__["_message_id"] = str(message.metadata.dst_node_id)
-        local = {name: value + 0.01 * torch.randn(value.shape, generator=chance) for name, value in model.items()}
-        about = ConfigRecord({"client": f"site-{message.metadata.dst_node_id:02d}"})
+        local = {name: value + 0.01 * torch.randn(value.shape, generator=generator) for name, value in model.items()}
+        info = ConfigRecord({"client": f"site-{message.metadata.dst_node_id:02d}"})
         metrics = MetricRecord({"num-examples": 100, "train_loss": 1.0})
-        content = RecordDict({"arrays": ArrayRecord(local), "metrics": metrics, "fedheal": about})
-        made.append(Message(content, reply_to=message))
-    return made
+        content = RecordDict({"arrays": ArrayRecord(local), "metrics": metrics, "fedheal": info})
+        replies.append(Message(content, reply_to=message))
+    return replies
 
 
-def calls(model_name: str, number: int, folder: str) -> tuple[list[Call], list[Call], int]:
-    """Return what to time of ours and of Flower's own, and the model's size."""
+def make_timers(model_name: str, clients: int, folder: str) -> tuple[list[Timer], list[Timer], int]:
+    """Return the timers of our strategies and of Flower's, and the model's number of parameters."""
     torch.manual_seed(0)
-    whole = build(model_name, classes=10).state_dict()
-    model = {name: value for name, value in whole.items() if value.is_floating_point()}
+    state_dict = build(model_name, classes=10).state_dict()
+    model = {name: value for name, value in state_dict.items() if value.is_floating_point()}
     initial = ArrayRecord(model)
     layout = messages.infer_layout(initial)
-    grid: Any = Nodes(number)
-    asked = FedAvg(min_available_nodes=number).configure_train(1, initial, ConfigRecord(), grid)
-    answered = replies(list(asked), model)
+    grid: Any = Nodes(clients)
+    messages_out = FedAvg(min_available_nodes=clients).configure_train(1, initial, ConfigRecord(), grid)
+    replies = make_replies(list(messages_out), model)
 
-    def strategy(name: str, one: Any) -> Call:
-        rounds, folder = itertools.count(1), getattr(one, "folder", None)
-        if folder is not None:
-            one._num_rounds = 10**9  # as `start` does: no result is written after each round
+    def make_strategy_timer(name: str, strategy: Any) -> Timer:
+        rounds, run_folder = itertools.count(1), getattr(strategy, "folder", None)
+        if run_folder is not None:
+            strategy._num_rounds = 10**9  # like `start`, so that no result is written after each round
 
-        def call() -> dict[str, float]:
+        def time_round() -> dict[str, float]:
             number = next(rounds)
-            one.configure_train(number, initial, ConfigRecord(), grid)
-            # Some strategies empty the records they read: each gets its own, over the same bytes.
-            copies = [_copied(message) for message in answered]
-            begin = time.perf_counter()
-            one.aggregate_train(number, copies)
+            strategy.configure_train(number, initial, ConfigRecord(), grid)
+            # Some strategies empty the records they read. Each gets its own records, over the same bytes.
+            copies = [_copy_message(message) for message in replies]
+            start = time.perf_counter()
+            strategy.aggregate_train(number, copies)
             aggregated = time.perf_counter()
-            if folder is None:
-                return {name: aggregated - begin}
-            one.aggregate_evaluate(number, [])
-            ended = time.perf_counter()
-            folder.settle()
-            return {f"{name}, foreground": ended - aggregated, f"{name}, background": time.perf_counter() - ended}
+            if run_folder is None:
+                return {name: aggregated - start}
+            strategy.aggregate_evaluate(number, [])
+            foreground_end = time.perf_counter()
+            run_folder.settle()
+            background = time.perf_counter() - foreground_end
+            return {f"{name}, foreground": foreground_end - aggregated, f"{name}, background": background}
 
-        return call
+        return time_round
 
-    before = layout.pack(model)
-    local = [layout.pack(message.content["arrays"].to_torch_state_dict()) for message in answered]
+    global_model = layout.pack(model)
+    local_models = [layout.pack(message.content["arrays"].to_torch_state_dict()) for message in replies]
     updates = Updates(
-        [f"site-{i:02d}" for i in range(1, number + 1)],
-        torch.stack([one.params - before.params for one in local]),
-        [100] * number,
-        torch.stack([one.buffers for one in local]),
+        [f"site-{i:02d}" for i in range(1, clients + 1)],
+        torch.stack([local_model.params - global_model.params for local_model in local_models]),
+        [100] * clients,
+        torch.stack([local_model.buffers for local_model in local_models]),
     )
 
-    def core(name: str, aggregator: aggregate.Aggregator) -> Call:
+    def make_core_timer(name: str, aggregator: aggregate.Aggregator) -> Timer:
         state = [aggregator.init(layout)]
 
-        def call() -> dict[str, float]:
-            begin = time.perf_counter()
-            state[0] = aggregator.apply(before, updates, state[0], donate=True).state
-            return {name: time.perf_counter() - begin}
+        def time_round() -> dict[str, float]:
+            start = time.perf_counter()
+            state[0] = aggregator.apply(global_model, updates, state[0], donate=True).state
+            return {name: time.perf_counter() - start}
 
-        return call
+        return time_round
 
-    keys = {"min_available_nodes": number}
+    settings = {"min_available_nodes": clients}
     ours = [
-        core("core alone, fedheal()", aggregate.fedheal()),
-        strategy("fedheal.flower.FedHEAL", FedHEAL(**keys)),
-        strategy("checkpoint of FedHEAL", FedHEAL(**keys, folder=f"{folder}/fedheal")),
-        core("core alone, uniform()", aggregate.uniform()),
-        strategy("fedheal.flower.Uniform", Uniform(**keys)),
-        strategy("checkpoint of Uniform", Uniform(**keys, folder=f"{folder}/uniform")),
+        make_core_timer("core alone, fedheal()", aggregate.fedheal()),
+        make_strategy_timer("fedheal.flower.FedHEAL", FedHEAL(**settings)),
+        make_strategy_timer("checkpoint of FedHEAL", FedHEAL(**settings, folder=f"{folder}/fedheal")),
+        make_core_timer("core alone, uniform()", aggregate.uniform()),
+        make_strategy_timer("fedheal.flower.Uniform", Uniform(**settings)),
+        make_strategy_timer("checkpoint of Uniform", Uniform(**settings, folder=f"{folder}/uniform")),
     ]
     theirs = [
-        strategy("flwr FedAvg", FedAvg(**keys)),
-        strategy("flwr QFedAvg", QFedAvg(client_learning_rate=0.01, q=1.0, **keys)),
+        make_strategy_timer("flwr FedAvg", FedAvg(**settings)),
+        make_strategy_timer("flwr QFedAvg", QFedAvg(client_learning_rate=0.01, q=1.0, **settings)),
     ]
     return ours, theirs, layout.sizes().params
 
 
-def _copied(message: Message) -> Message:
+def _copy_message(message: Message) -> Message:
     content = RecordDict(dict(message.content.items()))
     content["arrays"] = ArrayRecord(dict(message.content["arrays"].items()))
     copy = Message(content, reply_to=message)
@@ -145,36 +145,36 @@ def _copied(message: Message) -> Message:
     return copy
 
 
-def measured(made: list[Call], repeats: int) -> dict[str, float]:
-    """The best time of each, called in turn, so that a busy moment of the machine is nobody's alone."""
-    found: dict[str, float] = {}
+def measure_best(timers: list[Timer], repeats: int) -> dict[str, float]:
+    """Return the best time of each. The timers take turns, so that a busy moment of the machine hits all of them."""
+    best: dict[str, float] = {}
     for turn in range(repeats + 1):
-        for call in made:
-            for name, seconds in call().items():
-                if turn:  # the first warms up
-                    found[name] = min(seconds, found.get(name, seconds))
-    return found
+        for time_round in timers:
+            for name, seconds in time_round().items():
+                if turn:  # the first turn warms up
+                    best[name] = min(seconds, best.get(name, seconds))
+    return best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
-    quick = parser.parse_args().quick
+    is_quick = parser.parse_args().quick
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    number = 4 if quick else 20
+    clients = 4 if is_quick else 20
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs, size = calls("small_cnn" if quick else "resnet10", number, folder)
-        # The slow ones by themselves: what they allocate and free would weigh on the others.
-        found = measured(ours, 2 if quick else 20) | measured(theirs, 1 if quick else 5)
+        ours, theirs, size = make_timers("small_cnn" if is_quick else "resnet10", clients, folder)
+        # Flower's strategies are slow, and their memory would slow ours down: they take turns among themselves.
+        times = measure_best(ours, 2 if is_quick else 20) | measure_best(theirs, 1 if is_quick else 5)
     cores = len(os.sched_getaffinity(0))
     print(
         f"{platform.machine()}, {cores} CPU cores; Python {platform.python_version()}, fedheal {fedheal.__version__}, "
         f"flwr {flwr.__version__}, torch {torch.__version__}, numpy {np.__version__}"
     )
-    print(f"{number} replies of {size:,} float32 parameters ({4 * number * size / 1e6:.0f} MB)\n")
+    print(f"{clients} replies of {size:,} float32 parameters ({4 * clients * size / 1e6:.0f} MB)\n")
     print("| aggregation of one round | ms | x core |\n|---|---|---|")
-    for name, seconds in found.items():
-        core = found["core alone, uniform()" if "niform" in name else "core alone, fedheal()"]
+    for name, seconds in times.items():
+        core = times["core alone, uniform()" if "niform" in name else "core alone, fedheal()"]
         print(f"| {name} | {seconds * 1e3:.0f} | {seconds / core:.2f} |")
 
 

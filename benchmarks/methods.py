@@ -1,12 +1,11 @@
-"""What every method costs: seconds, memory and bytes per round, on the embedded digits; and that each one learns.
+"""Measure what every method costs a round on the embedded digits: seconds, memory and bytes. Show that its loss falls.
 
-    python benchmarks/methods.py                 a Markdown table over all names
+    python benchmarks/methods.py                 a Markdown table of all methods
     python benchmarks/methods.py scaffold moon   only these
 
-A few rounds of one epoch with 80 examples a client: enough to see the loss fall, not to compare accuracies. *State*: what a run
-must keep from round to round, beside the model (server and clients together). Seconds are those of the processor in one thread,
-which other work on the machine hardly changes. *Peak*: how far the process grew beyond what
-it held before, in a process of its own.
+Each method trains a few rounds of one epoch with 80 examples a client. That is enough to see the loss fall, but not to compare
+accuracies. Seconds are processor time of one thread, which other programs hardly change. *Peak* is how much the memory of the
+method's process grows. *State* is what server and clients keep from round to round beside the model.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ NAMES = [*methods.names(), *EXTENSIONS]
 
 @dataclass(frozen=True)
 class Cost:
-    """One method's numbers; seconds and bytes are means per round."""
+    """What a method costs; seconds and bytes are means per round."""
 
     losses: tuple[float, ...]
     accuracy: dict[str, float]
@@ -51,12 +50,12 @@ class Cost:
     received: float
 
 
-def cost(name: str) -> Cost:
-    """Run a method for a few rounds."""
+def measure_cost(name: str) -> Cost:
+    """Run a method for a few rounds and return its cost."""
     validation = {"validation": 0.2} if name in ("fedce", "fedga") else {}
     experiment = Experiment(method=name, rounds=ROUNDS, epochs=1, samples_per_client=80, **validation)
     federation = build_federation(experiment, datasets.load_dataset("embedded"), resolve_device("cpu"))
-    spans, ends, done = [], [], []
+    spans, ends, history = [], [], []
 
     class TimedEngine(SerialEngine):
         def train(self, model: Packed, shared: Shared, tasks: Sequence[Task]) -> Iterator[ClientResult]:
@@ -65,43 +64,44 @@ def cost(name: str) -> Cost:
             spans.append((start, time.process_time()))
 
     engine = TimedEngine(federation.local_training)
-    for after in run_rounds(federation, initial_state(federation), engine, ROUNDS, eval_every=ROUNDS):
+    for state_and_record in run_rounds(federation, initial_state(federation), engine, ROUNDS, eval_every=ROUNDS):
         ends.append(time.process_time())
-        done.append(after)
-    state, history = done[-1][0], [record for _, record in done]
+        history.append(state_and_record)
+    state, records = history[-1][0], [record for _, record in history]
     arrays, _ = state.to_arrays()
-    kept = sum(tensor.nbytes for key, tensor in arrays.items() if not key.startswith("model."))
+    state_bytes = sum(tensor.nbytes for key, tensor in arrays.items() if not key.startswith("model."))
     return Cost(
-        tuple(record.train_loss or float("nan") for record in history),
-        dict(history[-1].domains or {}),
+        tuple(record.train_loss or float("nan") for record in records),
+        dict(records[-1].domains or {}),
         sum(stop - start for start, stop in spans) / ROUNDS,
         # The last round also evaluates.
         sum(end - stop for end, (_, stop) in zip(ends[:-1], spans[:-1], strict=True)) / (ROUNDS - 1),
-        kept,
+        state_bytes,
         state.sent / ROUNDS,
         state.received / ROUNDS,
     )
 
 
-def cost_and_peak(name: str) -> tuple[Cost, float]:
-    """The same in a process of its own, and by how many bytes that grew."""
-    context = get_context("fork")  # which starts with everything imported and compiled
+def measure_cost_and_peak(name: str) -> tuple[Cost, float]:
+    """Measure a method in a process of its own. Return its cost, and by how many bytes the process grew."""
+    context = get_context("fork")  # so that everything is imported and compiled already
     here, there = context.Pipe()
-    process = context.Process(target=_send, args=(name, there))
+    process = context.Process(target=_send_cost, args=(name, there))
     process.start()
-    there.close()  # or a process that dies would be waited for
-    found, grown = here.recv()
+    there.close()  # so that a process which fails ends the pipe
+    cost, growth = here.recv()
     process.join()
-    return found, grown
+    return cost, growth
 
 
-def _send(name: str, there: Connection) -> None:
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    found = cost(name)
-    there.send((found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before))
+def _send_cost(name: str, parent: Connection) -> None:
+    bytes_before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    cost = measure_cost(name)
+    parent.send((cost, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - bytes_before))
 
 
-def known(name: str) -> str:
+def parse_method(name: str) -> str:
+    """Return the canonical name of a method."""
     try:
         return methods.get(name).name
     except ValueError as error:
@@ -110,10 +110,10 @@ def known(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", type=known, metavar="METHOD", help="only these, instead of all")
-    names = parser.parse_args().names
+    parser.add_argument("names", nargs="*", type=parse_method, metavar="METHOD", help="only these, instead of all")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    cost("fedheal")  # compiles what there is to compile
+    measure_cost("fedheal")  # compiles the kernels
     experiment, embedded = Experiment(method="fedavg"), datasets.load_dataset("embedded")
     print(
         f"Per round of {sum(embedded.clients_per_domain)} clients on the embedded digits ({experiment.model}, 80 examples a "
@@ -131,11 +131,11 @@ def main() -> None:
         "MB received",
     ]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for name in names or NAMES:
-        found, peak = cost_and_peak(name)
-        losses = " ".join(f"{loss:.2f}" for loss in found.losses)
-        numbers = f"{found.train:.2f} | {found.aggregate:.3f} | {peak / 1e6:.0f} | {found.state / 1e6:.2f}"
-        print(f"| `{name}` | {losses} | {numbers} | {found.sent / 1e6:.2f} | {found.received / 1e6:.2f} |", flush=True)
+    for name in options.names or NAMES:
+        cost, peak = measure_cost_and_peak(name)
+        losses = " ".join(f"{loss:.2f}" for loss in cost.losses)
+        numbers = f"{cost.train:.2f} | {cost.aggregate:.3f} | {peak / 1e6:.0f} | {cost.state / 1e6:.2f}"
+        print(f"| `{name}` | {losses} | {numbers} | {cost.sent / 1e6:.2f} | {cost.received / 1e6:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How much of a result is the draw of the clients' images, and how much the initial model?
+"""Measure how much of a result comes from the draw of the clients' images, and how much from the initial model.
 
-    python benchmarks/noise.py --out runs/noise         prints a report with variance components; may be repeated to resume
+    python benchmarks/noise.py --out runs/noise         prints a report with variance components; repeat it to resume
 
-FedAvg and FedHEAL on the embedded data, all combinations of draws and initial models. The model is a small perceptron, which a
-CPU trains in seconds. `--model small_cnn` takes the demo's model instead. With other data and a GPU:
+It runs FedAvg and FedHEAL on the embedded data with all combinations of draws and initial models. The model is a small
+perceptron, which a CPU trains in seconds. `--model small_cnn` selects the demo's model. With other data and a GPU:
 
     python benchmarks/noise.py precision=bf16 --data digits --model resnet10 --device cuda --vary split=4,init=3 --rounds 15
 """
@@ -22,7 +22,7 @@ HIDDEN = 64
 
 
 def build_perceptron(classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """Build a network with one hidden layer on images of half their size."""
+    """Build a network that halves the images and has one hidden layer."""
     channels, height, width = input_shape
     inputs = channels * (height // 2) * (width // 2)
     return nn.Sequential(

@@ -1,11 +1,11 @@
-"""Which method is better than FedHEAL and than uniform weights? The runs and the rule of docs/search-plan.md.
+"""Search for methods that are better than FedHEAL and than uniform weights, by the rule of docs/search-plan.md.
 
     python benchmarks/search.py --data embedded --seeds 100-102 --jobs 2 --out runs/search
     python benchmarks/search.py --data digits --data-root DATA --seeds 100 --rounds 30 --device cuda --out runs/search
 
-Prints a Markdown table of all finished runs in the folder, best first. A command may be repeated: finished runs are kept and
-stopped ones resumed. A run is scored on training images that no client holds, drawn by its seed. No test image is used.
-Fields such as `precision=bf16` stand before the options.
+It prints a Markdown table of all finished runs in the folder, best first. A repeated command keeps finished runs and resumes
+stopped ones. A run is scored on training images that no client holds, drawn by its seed. No test image is used.
+Fields such as `precision=bf16` come before the options.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ CANDIDATES = [
 ]
 HELD_OUT = 2000  # images of a domain, or all that clients leave
 COLUMNS = ("avg", "std", "worst")
-BETTER = {"avg": 1, "std": -1}  # the signs of gains
+GAIN_SIGNS = {"avg": 1, "std": -1}
+
+RunsByMethod = dict[str, dict[int, dict[str, Any]]]  # method -> seed -> run
 
 
 def main() -> None:
@@ -87,7 +89,7 @@ def main() -> None:
 
 
 def search(options: argparse.Namespace) -> None:
-    """Run what is not finished, and print the tables."""
+    """Run all unfinished runs, and print the tables."""
     if options.jobs < 1:
         raise ValueError(f"jobs = {options.jobs}: use 1 or more")
     resolve_device(options.device)
@@ -97,18 +99,18 @@ def search(options: argparse.Namespace) -> None:
     names = list(dict.fromkeys([*CONTROLS, *(find_control(name) for name in names), *names]))
     folder = options.out / options.data
     seeds = parse_seeds(f"{options.seeds}-{options.seeds}" if options.seeds.isdigit() else options.seeds)
-    wanted = [(options.data, folder, method, seed, fields) for seed in seeds for method in names]
-    unfinished = [run for run in wanted if not make_job(*run).is_finished]
-    print(f"{len(wanted)} runs, {len(unfinished)} to do", file=sys.stderr, flush=True)
-    for done in run_all(unfinished, options.jobs):
-        print(done, file=sys.stderr, flush=True)
+    runs = [(options.data, folder, method, seed, fields) for seed in seeds for method in names]
+    unfinished = [run for run in runs if not make_job(*run).is_finished]
+    print(f"{len(runs)} runs, {len(unfinished)} to do", file=sys.stderr, flush=True)
+    for line in run_all(unfinished, options.jobs):
+        print(line, file=sys.stderr, flush=True)
     tables = {data: read_runs(options.out / data) for data in ("embedded", "digits") if (options.out / data).is_dir()}
-    for data, found in tables.items():
-        print_table(data, found, tables)
+    for data, runs_by_method in tables.items():
+        print_table(data, runs_by_method, tables)
 
 
 def run_all(runs: list[tuple[Any, ...]], processes: int) -> Iterator[str]:
-    """Run these, several at a time; say which one is done."""
+    """Run all, several at a time. Yield a line for each finished run."""
     if processes == 1:
         yield from (run_one(*run) for run in runs)
         return
@@ -123,7 +125,7 @@ def run_all(runs: list[tuple[Any, ...]], processes: int) -> Iterator[str]:
 
 
 def run_one(data: str, folder: Path, method: str, seed: int, fields: Mapping[str, Any]) -> str:
-    """Run or resume one run; return its numbers in a line."""
+    """Run or resume one run. Return its numbers in a line."""
     job = make_job(data, folder, method, seed, fields)
     run_job(job)
     summary = load_summary(job.folder)
@@ -149,8 +151,8 @@ def load_held_out(data: str, root: str | None, seed: int) -> Any:
 def hold_out(domains: Domains, seed: int) -> Domains:
     """Return the data with training images that no client needs in place of the test images."""
     parts = zip(domains.domains, domains.clients_per_domain, domains.samples_per_client, strict=True)
-    held = [_hold_out_domain(domain, clients * samples, seed) for domain, clients, samples in parts]
-    return replace(domains, name=f"{domains.name}-held-out", domains=tuple(held), identity="")
+    changed = [_hold_out_domain(domain, clients * samples, seed) for domain, clients, samples in parts]
+    return replace(domains, name=f"{domains.name}-held-out", domains=tuple(changed), identity="")
 
 
 def _hold_out_domain(domain: Domain, needed: int, seed: int) -> Domain:
@@ -158,8 +160,8 @@ def _hold_out_domain(domain: Domain, needed: int, seed: int) -> Domain:
     cut = min(HELD_OUT, len(order) - needed)
     if cut < 1 or needed < 1 or domain.excerpt is not None:
         raise ValueError(f"domain '{domain.name}': clients leave no training image to hold out")
-    held, kept = order[:cut].sort().values, order[cut:].sort().values
-    train, test = (Split(domain.train.images[rows], domain.train.labels[rows]) for rows in (kept, held))
+    test_rows, train_rows = order[:cut].sort().values, order[cut:].sort().values
+    train, test = (Split(domain.train.images[rows], domain.train.labels[rows]) for rows in (train_rows, test_rows))
     return replace(domain, train=train, test=test)
 
 
@@ -169,56 +171,68 @@ def find_control(name: str) -> str:
     return f"{UNIFORM}+{last.format(defaults=False)}" if last.name in SERVERS else UNIFORM
 
 
-def read_runs(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
+def read_runs(folder: Path) -> RunsByMethod:
     """Return the finished runs by method and seed: fairness, and the domains' weights in the last round."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    runs: RunsByMethod = {}
     for path in sorted(folder.glob("*/result.json")):
         summary, last = load_summary(path.parent), read_rounds(path.parent)[-1]
         weights = dict.fromkeys(summary["domains"], 0.0)
         for client, weight in last.weights.items():
             weights[client.rpartition("-")[0]] += weight
         run = {**fairness(summary["domains"]), "weights": weights}
-        found.setdefault(methods.get(summary["method"]).name, {})[summary["seed"]] = run
-    return found
+        runs.setdefault(methods.get(summary["method"]).name, {})[summary["seed"]] = run
+    return runs
 
 
-def compute_margin(found: Mapping[str, Mapping[int, Mapping[str, Any]]], name: str) -> float:
+def compute_margin(runs: RunsByMethod, name: str) -> float:
     """Return the smallest gain in AVG and STD over the controls; NaN for a control, or if there is no common seed."""
     controls = dict.fromkeys([*CONTROLS, find_control(name)])
-    if name in controls or not all(control in found for control in controls):
+    if name in controls or not all(control in runs for control in controls):
         return float("nan")
-    return min(sign * subtract(found, name, control, key) for control in controls for key, sign in BETTER.items())
+    return min(
+        sign * subtract_methods(runs, name, control, key) for control in controls for key, sign in GAIN_SIGNS.items()
+    )
 
 
-def subtract(found: Mapping[str, Mapping[int, Mapping[str, Any]]], a: str, b: str, key: str) -> float:
+def subtract_methods(runs: RunsByMethod, a: str, b: str, key: str) -> float:
     """Return the mean difference of two methods over the seeds that both have."""
-    common = found[a].keys() & found.get(b, {}).keys()
-    return float(np.mean([found[a][seed][key] - found[b][seed][key] for seed in common])) if common else float("nan")
+    common = runs[a].keys() & runs.get(b, {}).keys()
+    return float(np.mean([runs[a][seed][key] - runs[b][seed][key] for seed in common])) if common else float("nan")
 
 
-def print_table(data: str, found: dict[str, Any], tables: Mapping[str, dict[str, Any]]) -> None:
+def print_table(data: str, runs: RunsByMethod, tables: Mapping[str, RunsByMethod]) -> None:
     """Print all methods, best first by the margin on all data sets, then on this one."""
     margins = {
-        name: {key: compute_margin(runs, name) for key, runs in tables.items() if name in runs} for name in found
+        name: {key: compute_margin(table, name) for key, table in tables.items() if name in table} for name in runs
     }
-    overall = {name: min(own.values()) if len(own) == 2 else float("nan") for name, own in margins.items()}
-    first = next(iter(found.values()), {})
-    domains = list(next(iter(first.values()))["weights"]) if first else []
-    less = [f"{key.upper() if key != 'worst' else key} - {c}" for c in ("uniform", "FedHEAL") for key in COLUMNS]
-    columns = ["method", "seeds", "AVG", "STD", "worst", *less, "margin", "overall", f"weights: {', '.join(domains)}"]
+    overall = {name: min(gains.values()) if len(gains) == 2 else float("nan") for name, gains in margins.items()}
+    first_method = next(iter(runs.values()), {})
+    domains = list(next(iter(first_method.values()))["weights"]) if first_method else []
+    differences = [f"{key.upper() if key != 'worst' else key} - {c}" for c in ("uniform", "FedHEAL") for key in COLUMNS]
+    columns = [
+        "method",
+        "seeds",
+        "AVG",
+        "STD",
+        "worst",
+        *differences,
+        "margin",
+        "overall",
+        f"weights: {', '.join(domains)}",
+    ]
     print(f"\n{data}, held-out images, percent; differences in points\n")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
 
-    def rank(name: str) -> tuple[float, ...]:
+    def rank_method(name: str) -> tuple[float, ...]:
         return tuple(-np.nan_to_num(value, nan=-1e9) for value in (overall[name], margins[name][data]))
 
-    for name in sorted(found, key=lambda name: (*rank(name), name)):
-        runs = found[name].values()
-        numbers = [f"{np.mean([run[key] for run in runs]):.2f}" for key in COLUMNS]
-        gaps = [f"{subtract(found, name, control, key):+.2f}" for control in CONTROLS for key in COLUMNS]
-        weights = " ".join(f"{100 * np.mean([run['weights'][domain] for run in runs]):.0f}" for domain in domains)
+    for name in sorted(runs, key=lambda name: (*rank_method(name), name)):
+        own_runs = runs[name].values()
+        numbers = [f"{np.mean([run[key] for run in own_runs]):.2f}" for key in COLUMNS]
+        gaps = [f"{subtract_methods(runs, name, control, key):+.2f}" for control in CONTROLS for key in COLUMNS]
+        weights = " ".join(f"{100 * np.mean([run['weights'][domain] for run in own_runs]):.0f}" for domain in domains)
         cells = [*numbers, *gaps, f"{margins[name][data]:+.2f}", f"{overall[name]:+.2f}", weights]
-        print(f"| `{name}` | {len(runs)} | {' | '.join(cells)} |".replace("+nan", "").replace("nan", ""))
+        print(f"| `{name}` | {len(own_runs)} | {' | '.join(cells)} |".replace("+nan", "").replace("nan", ""))
 
 
 if __name__ == "__main__":
