@@ -1,18 +1,19 @@
-"""Seconds a round on a CPU: fedheal, pfl, Flower's simulation and a plain torch loop, on the same three tasks.
+"""Time a round on a CPU in fedheal, pfl, Flower's simulation and a plain torch loop, on the same three tasks.
 
     python benchmarks/peers.py                                   # everything, less than ten minutes on 2 idle cores
     python benchmarks/peers.py --tasks few --launches 1          # one task, once
     python benchmarks/peers.py --peers fedheal,pfl,plain
 
-Every peer trains the small network with FedAvg in two processes of one thread: batches of 64, one epoch, and an evaluation of
-all test images after every round. Images are random bytes. Launches take turns, so that whatever else the machine does hits
-all peers. A round is the median of the second half, when all processes have started; `start` is the time from the command to
-the end of the first round; processor time and memory are sums over a peer's processes, shared pages counted once. glibc keeps
-freed memory in all of them, which fedheal's workers ask for themselves and others do not.
+Every peer trains the small network with FedAvg in two processes of one thread. A client trains one epoch in batches of 64. All
+test images are evaluated after every round. Images are random bytes. Launches take turns, so other programs disturb all peers.
 
-pfl is started by torchrun and evaluates in both processes. Its batches are not shuffled, and running means and variances stay
-with each process. Flower evaluates in its server. Needs `pip install pfl` and fedheal's `flower` extra; a peer that is not
-installed is left out. As root, each launch has a network namespace with nothing but loopback, where Ray starts.
+`s a round` is the median of the second half, when all processes have started. `start` is the time from the command to the end
+of the first round. Processor time and memory are sums over the processes of a peer; shared pages count once. All peers run with
+settings by which glibc keeps freed memory. fedheal's workers choose these settings themselves, other peers do not.
+
+torchrun starts pfl, which evaluates in both processes. pfl does not shuffle its batches, and each process keeps its own running
+means and variances. Flower evaluates in its server. Install the peers with `pip install pfl` and fedheal's extra `flower`: the
+benchmark leaves out those that are missing. As root, each launch gets a network namespace with only loopback, where Ray starts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from arguments import parse_positive
+from arguments import parse_names, parse_positive
 
 HERE = Path(__file__).resolve()
 PROCESSES = 2
@@ -51,41 +52,46 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Workload:
-    sizes: tuple[int, ...]  # images of a client, in each of four domains
-    clients: int  # in each domain
-    cohort: int  # clients in a round
-    test: int  # images in each domain
+class Task:
+    client_sizes: tuple[int, ...]  # images of a client, in each of four domains
+    clients_per_domain: int
+    cohort_size: int
+    test_size: int  # images in each domain
     rounds: int
 
     @property
-    def about(self) -> str:
-        total, clients = self.clients * sum(self.sizes), self.clients * len(self.sizes)
-        return f"{clients} clients, {total} images, {self.cohort} clients a round, {4 * self.test} test images"
+    def clients(self) -> int:
+        return self.clients_per_domain * len(self.client_sizes)
+
+    @property
+    def description(self) -> str:
+        images, test_images = self.clients_per_domain * sum(self.client_sizes), 4 * self.test_size
+        return f"{self.clients} clients, {images} images, {self.cohort_size} clients a round, {test_images} test images"
 
 
 TASKS = {
-    "few": Workload((600, 72, 732, 100), 5, 20, 1000, 8),
-    "more": Workload((38,) * 4, 50, 20, 100, 100),
-    "many": Workload((8,) * 4, 250, 10, 50, 300),
+    "few": Task((600, 72, 732, 100), 5, 20, 1000, 8),
+    "more": Task((38,) * 4, 50, 20, 100, 100),
+    "many": Task((8,) * 4, 250, 10, 50, 300),
 }
 
 
 # What the peers share
 
 
-def load(task: Workload) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-    """Images and labels of each client, the largest first, and of each domain's test set."""
+def make_data(task: Task) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+    """Return the images and labels of each client, the largest first, and of each domain's test set."""
     import torch
 
-    chance = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
-    def split(size: int) -> tuple[Any, Any]:
-        images = torch.randint(0, 256, (size, 3, 32, 32), dtype=torch.uint8, generator=chance)
-        return images, torch.randint(0, 10, (size,), generator=chance)
+    def make_split(size: int) -> tuple[Any, Any]:
+        images = torch.randint(0, 256, (size, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        return images, torch.randint(0, 10, (size,), generator=generator)
 
-    train = [split(size) for size in sorted(task.sizes, reverse=True) for _ in range(task.clients)]
-    return train, [split(task.test) for _ in task.sizes]
+    sizes = sorted(task.client_sizes, reverse=True)
+    train = [make_split(size) for size in sizes for _ in range(task.clients_per_domain)]
+    return train, [make_split(task.test_size) for _ in sizes]
 
 
 def make_input(images: Any) -> Any:
@@ -97,7 +103,7 @@ def make_input(images: Any) -> Any:
 
 
 def train_client(module: Any, images: Any, labels: Any) -> None:
-    """One epoch in shuffled batches."""
+    """Train one epoch in shuffled batches."""
     import torch
     from torch.nn import functional
 
@@ -121,39 +127,40 @@ def count_correct(module: Any, tests: Sequence[tuple[Any, Any]]) -> int:
         )
 
 
-def tell_round() -> None:
+def report_round() -> None:
+    """Tell the parent when a round has ended."""
     print(f"round {time.time()}", flush=True)
 
 
-def sample(task: Workload, number: int) -> list[int]:
-    """The clients of a round, the largest first."""
+def draw_cohort(task: Task, number: int) -> list[int]:
+    """Return the clients of a round, the largest first."""
     import torch
 
-    order = torch.randperm(task.clients * len(task.sizes), generator=torch.Generator().manual_seed(number))
-    return sorted(order[: task.cohort].tolist())
+    order = torch.randperm(task.clients, generator=torch.Generator().manual_seed(number))
+    return sorted(order[: task.cohort_size].tolist())
 
 
 # The peers
 
 
-def run_fedheal(task: Workload) -> None:
+def run_fedheal(task: Task) -> None:
     import fedheal
     from fedheal.data.domains import Domain, Domains, Split
 
-    train, tests = load(task)
+    train, tests = make_data(task)
     import torch
 
-    class Told(fedheal.Callback):
+    class RoundReporter(fedheal.Callback):
         def round(self, record: Any) -> None:
-            tell_round()
+            report_round()
 
     domains = []
-    for i in range(len(task.sizes)):
-        mine = train[i * task.clients : (i + 1) * task.clients]
-        joined = Split(torch.cat([x for x, _ in mine]), torch.cat([y for _, y in mine]))
-        domains.append(Domain(f"d{i}", joined, Split(*tests[i])))
-    sizes = tuple(sorted(task.sizes, reverse=True))
-    data = Domains("random", tuple("0123456789"), tuple(domains), (task.clients,) * len(domains), sizes)
+    for i in range(len(task.client_sizes)):
+        clients = train[i * task.clients_per_domain : (i + 1) * task.clients_per_domain]
+        split = Split(torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients]))
+        domains.append(Domain(f"d{i}", split, Split(*tests[i])))
+    sizes = tuple(sorted(task.client_sizes, reverse=True))
+    data = Domains("random", tuple("0123456789"), tuple(domains), (task.clients_per_domain,) * len(domains), sizes)
     experiment = fedheal.Experiment(
         method="fedavg",
         data=data,
@@ -164,15 +171,15 @@ def run_fedheal(task: Workload) -> None:
         lr=LR,
         momentum=MOMENTUM,
         weight_decay=DECAY,
-        participation=task.cohort / (task.clients * len(sizes)),
+        participation=task.cohort_size / task.clients,
         augment="none",
         workers=PROCESSES,
         device="cpu",
     )
-    fedheal.run(experiment, callbacks=[Told()], progress=False)
+    fedheal.run(experiment, callbacks=[RoundReporter()], progress=False)
 
 
-def run_plain(task: Workload) -> None:
+def run_plain(task: Task) -> None:
     import torch
 
     file = Path("/tmp") / f"peers-{uuid.uuid4().hex}"
@@ -180,7 +187,7 @@ def run_plain(task: Workload) -> None:
     file.unlink(missing_ok=True)
 
 
-def _plain_process(rank: int, task: Workload, file: str) -> None:
+def _plain_process(rank: int, task: Task, file: str) -> None:
     import torch
     from torch import distributed
 
@@ -188,34 +195,33 @@ def _plain_process(rank: int, task: Workload, file: str) -> None:
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=PROCESSES)
-    train, tests = load(task)
+    train, tests = make_data(task)
     torch.manual_seed(0)
     module = build("small_cnn", classes=10)
-    mine = [tests[i] for i in range(rank, len(tests), PROCESSES)]
+    own_tests = [tests[i] for i in range(rank, len(tests), PROCESSES)]
     tensors = list(module.state_dict().values())
     for number in range(task.rounds):
-        start = [tensor.clone() for tensor in tensors]
-        cohort = sample(task, number)
+        global_model = [tensor.clone() for tensor in tensors]
+        cohort = draw_cohort(task, number)
         total = sum(len(train[client][1]) for client in cohort)
-        summed = torch.zeros(sum(tensor.numel() for tensor in tensors))
+        update = torch.zeros(sum(tensor.numel() for tensor in tensors))
         for client in cohort[rank::PROCESSES]:
-            for tensor, value in zip(tensors, start, strict=True):
+            for tensor, value in zip(tensors, global_model, strict=True):
                 tensor.copy_(value)
             train_client(module, *train[client])
-            flat = torch.cat([(t - s).float().reshape(-1) for t, s in zip(tensors, start, strict=True)])
-            summed += flat * (len(train[client][1]) / total)
-        distributed.all_reduce(summed)
-        for tensor, value, part in zip(
-            tensors, start, summed.split([tensor.numel() for tensor in tensors]), strict=True
-        ):
-            tensor.copy_(value + part.reshape(value.shape))
-        distributed.all_reduce(torch.tensor(count_correct(module, mine)))
+            steps = [(tensor - value).float() for tensor, value in zip(tensors, global_model, strict=True)]
+            update += torch.cat([step.reshape(-1) for step in steps]) * (len(train[client][1]) / total)
+        distributed.all_reduce(update)
+        steps = update.split([tensor.numel() for tensor in tensors])
+        for tensor, value, step in zip(tensors, global_model, steps, strict=True):
+            tensor.copy_(value + step.reshape(value.shape))
+        distributed.all_reduce(torch.tensor(count_correct(module, own_tests)))
         if rank == 0:
-            tell_round()
+            report_round()
     distributed.destroy_process_group()
 
 
-def run_pfl(task: Workload) -> None:
+def run_pfl(task: Task) -> None:
     import torch
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
@@ -240,35 +246,37 @@ def run_pfl(task: Workload) -> None:
         def metrics(self, x: Any, y: Any) -> dict[str, Any]:
             return {"accuracy": Weighted(int((self.eval()(make_input(x)).argmax(1) == y).sum()), len(y))}
 
-    class Told(TrainingProcessCallback):  # type: ignore[misc]
+    class RoundReporter(TrainingProcessCallback):  # type: ignore[misc]
         def after_central_iteration(self, *_: Any, **__: Any) -> tuple[bool, Any]:
             if os.environ["RANK"] == "0":
-                tell_round()
+                report_round()
             return False, Metrics()
 
-    def draw() -> Iterator[int]:
+    def draw_clients() -> Iterator[int]:
         for number in range(1 << 30):
-            yield from sample(task, number)
+            yield from draw_cohort(task, number)
 
-    train, tests = load(task)
+    train, tests = make_data(task)
     torch.manual_seed(0)
-    network, drawn = Network(10), draw()
+    network, clients = Network(10), draw_clients()
     central = torch.optim.SGD(network.parameters(), lr=1.0)
     model = PyTorchModel(network, lambda p, lr: torch.optim.SGD(p, lr, MOMENTUM, weight_decay=DECAY), central)
-    users = FederatedDataset(lambda user: Dataset(raw_data=train[user], user_id=str(user)), lambda: next(drawn))
-    whole = Dataset(raw_data=[torch.cat(part) for part in zip(*tests, strict=True)])
+    users = FederatedDataset(lambda user: Dataset(raw_data=train[user], user_id=str(user)), lambda: next(clients))
+    test_set = Dataset(raw_data=[torch.cat(part) for part in zip(*tests, strict=True)])
     evaluation = NNEvalHyperParams(local_batch_size=BATCH)
     FederatedAveraging().run(
-        NNAlgorithmParams(task.rounds, evaluation_frequency=1 << 30, train_cohort_size=task.cohort, val_cohort_size=0),
+        NNAlgorithmParams(
+            task.rounds, evaluation_frequency=1 << 30, train_cohort_size=task.cohort_size, val_cohort_size=0
+        ),
         SimulatedBackend(users, users, [WeightByDatapoints()]),
         model,
         NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH),
         evaluation,
-        [CentralEvaluationCallback(whole, evaluation), Told()],
+        [CentralEvaluationCallback(test_set, evaluation), RoundReporter()],
     )
 
 
-def run_flower(task: Workload) -> None:
+def run_flower(task: Task) -> None:
     import torch
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
@@ -279,14 +287,15 @@ def run_flower(task: Workload) -> None:
     from fedheal.models import build
 
     clients, server = ClientApp(), ServerApp()
-    kept: dict[str, Any] = {}  # a process runs many clients
+    process_state: dict[str, Any] = {}  # a process runs many clients
 
     @clients.train()
     def train(message: Message, context: Context) -> Message:
-        if not kept:
+        if not process_state:
             torch.set_num_threads(1)
-            kept["train"], kept["module"] = load(task)[0], build("small_cnn", classes=10)
-        module, (images, labels) = kept["module"], kept["train"][int(context.node_config["partition-id"])]
+            process_state["train"], process_state["module"] = make_data(task)[0], build("small_cnn", classes=10)
+        module = process_state["module"]
+        images, labels = process_state["train"][int(context.node_config["partition-id"])]
         module.load_state_dict(message.content["arrays"].to_torch_state_dict())
         train_client(module, images, labels)
         metrics = MetricRecord({"num-examples": len(labels)})
@@ -295,35 +304,34 @@ def run_flower(task: Workload) -> None:
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         torch.set_num_threads(1)
-        tests = load(task)[1]
+        tests = make_data(task)[1]
         module = build("small_cnn", classes=10)
 
         def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
             module.load_state_dict(arrays.to_torch_state_dict())
             correct = count_correct(module, tests)
             if number:
-                tell_round()
+                report_round()
             return MetricRecord({"correct": correct})
 
-        nodes = task.clients * len(task.sizes)
         strategy = FedAvg(
-            fraction_train=task.cohort / nodes,
+            fraction_train=task.cohort_size / task.clients,
             fraction_evaluate=0.0,
             min_train_nodes=1,
             min_evaluate_nodes=0,
-            min_available_nodes=nodes,
+            min_available_nodes=task.clients,
         )
         strategy.start(grid, ArrayRecord(module.state_dict()), num_rounds=task.rounds, evaluate_fn=evaluate)
 
     resources = {"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": PROCESSES}}
-    run_simulation(server, clients, task.clients * len(task.sizes), backend_config=resources)
+    run_simulation(server, clients, task.clients, backend_config=resources)
 
 
 @dataclass(frozen=True)
 class Peer:
     name: str
-    run: Callable[[Workload], None]
-    package: str = ""  # that has to be installed
+    run: Callable[[Task], None]
+    package: str = ""  # must be installed
     launcher: tuple[str, ...] = ()
 
 
@@ -341,14 +349,16 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    start: float  # seconds to the end of the first round
+    """What one launch of a peer takes, in seconds and bytes."""
+
+    start: float  # to the end of the first round
     round: float  # the median of the second half
-    processor: float  # seconds of all processes in a round
-    memory: float  # bytes
+    processor: float  # of all processes in a round
+    memory: float
 
 
 def measure_processes(token: str) -> tuple[int, float]:
-    """Bytes and seconds of processor time of all processes that were started with this token in their environment."""
+    """Return the bytes and the processor seconds of all processes that have this token in their environment."""
     memory, seconds = 0, 0.0
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, StopIteration):
@@ -360,86 +370,88 @@ def measure_processes(token: str) -> tuple[int, float]:
     return memory, seconds
 
 
-def launch(key: str, name: str, inside: Sequence[str]) -> Launch:
+def launch_peer(key: str, task: str, prefix: Sequence[str]) -> Launch:
+    """Run a peer on a task, in the namespace that the prefix of the command enters."""
     token = f"PEERS_LAUNCH={uuid.uuid4().hex}"
     environment = os.environ | ENVIRONMENT | dict([token.split("=")])
-    words = [*inside, sys.executable, *PEERS[key].launcher, str(HERE), "--process", key, "--tasks", name]
-    begin, rounds = time.time(), TASKS[name].rounds
-    sampled = []
+    command = [*prefix, sys.executable, *PEERS[key].launcher, str(HERE), "--process", key, "--tasks", task]
+    begin, rounds = time.time(), TASKS[task].rounds
+    measurements = []
     with Path(os.devnull).open("w") as silent:
         log: Any = None if os.environ.get("PEERS_VERBOSE") else silent
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
             assert process.stdout is not None
             times = []
             for line in process.stdout:
                 if "round " in line:
                     times.append(float(line.split("round ")[1].split()[0]))
                     if len(times) in (rounds // 2, rounds - 1):
-                        sampled.append(measure_processes(token))
+                        measurements.append(measure_processes(token))
     if process.returncode or len(times) != rounds:
-        raise SystemExit(f"{key} ended early on '{name}': run it with PEERS_VERBOSE=1 to see why")
-    (_, before), (memory, after) = sampled
+        raise SystemExit(f"{key} ended early on '{task}': run it with PEERS_VERBOSE=1 to see why")
+    (_, before), (memory, after) = measurements
     seconds = statistics.median(b - a for a, b in pairwise(times[rounds // 2 - 1 :]))
     return Launch(times[0] - begin, seconds, (after - before) / (rounds - 1 - rounds // 2), memory)
 
 
 @contextmanager
 def open_namespace() -> Iterator[Sequence[str]]:
+    """Yield the prefix of a command that runs in a namespace with only loopback; an empty one if this is not root."""
     sys.path.insert(0, str(HERE.parents[1] / "tests"))
     from loopback import loopback
 
-    with loopback() if os.geteuid() == 0 else nullcontext([]) as inside:
-        yield inside
+    with loopback() if os.geteuid() == 0 else nullcontext([]) as prefix:
+        yield prefix
 
 
-def print_table(name: str, launches: dict[str, list[Launch]]) -> None:
-    def middle(key: str, what: str) -> float:
-        return statistics.median(getattr(one, what) for one in launches[key])
+def print_table(task: str, launches: dict[str, list[Launch]]) -> None:
+    def compute_median(key: str, field: str) -> float:
+        return statistics.median(getattr(launch, field) for launch in launches[key])
 
     base = "fedheal" if "fedheal" in launches else next(iter(launches))
-    print(f"\n{TASKS[name].about}\n")
+    print(f"\n{TASKS[task].description}\n")
     print("| | s a round | fedheal takes | CPU s a round | start, s | memory, MB |\n|---|---|---|---|---|---|")
     for key in launches:
-        ratio = f"{middle(base, 'round') / middle(key, 'round'):.2f} x"
-        times = f"{middle(key, 'round'):.4f} | {ratio} | {middle(key, 'processor'):.4f} | {middle(key, 'start'):.1f}"
-        numbers = f"{times} | {middle(key, 'memory') / 1e6:.0f}"
+        seconds, processor, start, memory = (
+            compute_median(key, field) for field in ("round", "processor", "start", "memory")
+        )
+        ratio = compute_median(base, "round") / seconds
+        numbers = f"{seconds:.4f} | {ratio:.2f} x | {processor:.4f} | {start:.1f} | {memory / 1e6:.0f}"
         print(f"| {PEERS[key].name} | {numbers} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--tasks", type=parse_names(tuple(TASKS)), default=list(TASKS))
+    parser.add_argument("--peers", type=parse_names(tuple(PEERS)), default=list(PEERS))
     parser.add_argument("--launches", type=parse_positive, default=3)
-    parser.add_argument("--process", choices=PEERS, help=argparse.SUPPRESS)  # in a process of its own
-    asked = parser.parse_args()
-    for what, known in (("tasks", TASKS), ("peers", PEERS)):
-        if unknown := [word for word in getattr(asked, what).split(",") if word not in known]:
-            parser.error(f"{what}: there is no {unknown[0]!r}; use some of {','.join(known)}")
-    if asked.process:
+    parser.add_argument("--process", choices=PEERS, help=argparse.SUPPRESS)  # run this peer here, on one task
+    options = parser.parse_args()
+    if options.process:
         import torch
 
         torch.set_num_threads(1)
-        PEERS[asked.process].run(TASKS[asked.tasks])
+        PEERS[options.process].run(TASKS[options.tasks[0]])
         return
-    keys = asked.peers.split(",")
-    missing = [key for key in keys if importlib.util.find_spec(PEERS[key].package or "torch") is None]
-    keys = [key for key in keys if key not in missing]
+    missing = [key for key in options.peers if importlib.util.find_spec(PEERS[key].package or "torch") is None]
+    keys = [key for key in options.peers if key not in missing]
     if not keys:
         parser.error(f"peers: {', '.join(missing)} cannot be imported; install what is missing, or choose others")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    libraries = ["torch", *(PEERS[key].package for key in keys if PEERS[key].package)]
-    about = ", ".join(f"{name} {version(name)}" for name in libraries)
-    print(f"{date.today()} {cores} cores, load {os.getloadavg()[0]:.1f}, {about}, Python {platform.python_version()}")
+    packages = ["torch", *(PEERS[key].package for key in keys if PEERS[key].package)]
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    print(
+        f"{date.today()} {cores} cores, load {os.getloadavg()[0]:.1f}, {versions}, Python {platform.python_version()}"
+    )
     for key in missing:
         print(f"{PEERS[key].name} is left out: '{PEERS[key].package}' is not installed.")
-    for name in asked.tasks.split(","):
+    for task in options.tasks:
         launches: dict[str, list[Launch]] = {key: [] for key in keys}
-        for _ in range(asked.launches):
+        for _ in range(options.launches):
             for key in keys:
-                with open_namespace() as inside:
-                    launches[key].append(launch(key, name, inside))
-        print_table(name, launches)
+                with open_namespace() as prefix:
+                    launches[key].append(launch_peer(key, task, prefix))
+        print_table(task, launches)
 
 
 if __name__ == "__main__":
