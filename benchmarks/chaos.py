@@ -1,16 +1,17 @@
-"""A federation of four sites that is broken every other round, as real processes in a network namespace of their own.
+"""Break a federation of four sites every other round. Its parts are real processes in a network namespace of their own.
 
     python benchmarks/chaos.py --rounds 60 --seed 0 --seconds 3600 --out FOLDER
 
-SuperLink with TLS, SuperNodes with keys and ServerApp run on 127.0.0.1; the run folder is on a disk of one megabyte. A seed
-draws the faults: kill -9 of a node, of the ServerApp or of the SuperLink; a site that hangs, sends NaN or 40 MB; a full disk.
-A supervisor starts again what ended, as systemd would, and resumes the run. At the end three things are checked:
+SuperLink with TLS, SuperNodes with keys and ServerApp run on 127.0.0.1. The run folder is on a disk of one megabyte. A seed
+draws the faults: kill -9 of a node, of the ServerApp or of the SuperLink; a site that hangs, sends NaN or sends 40 MB; a full
+disk. A supervisor restarts processes that ended, as systemd would, and resumes the run. At the end three things are checked:
 
 - `rounds.jsonl` has every round once;
-- every fault is in it;
-- the model is, bit for bit, what the aggregator alone makes of the clients that counted in each round.
+- `rounds.jsonl` shows every fault;
+- the model is, bit for bit, the one that the aggregator alone computes from the clients that counted in each round.
 
-FOLDER gets the table as `chaos.md` and `chaos.json`, the run folder and the logs. It needs root, for the namespace and a tmpfs.
+FOLDER gets the table as `chaos.md` and `chaos.json`, the run folder and the logs. The benchmark needs root, for the namespace
+and a tmpfs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from arguments import require_flower
 require_flower()
 
 HERE = Path(__file__).parent
-# Without this script's own folder, whose flower.py would hide that of the tests.
+# Leave out this script's folder: its flower.py would hide the package of the tests.
 sys.path[:] = [str(HERE.parent / "tests"), str(HERE / "chaos_app"), *(p for p in sys.path if Path(p) != HERE)]
 
 from chaos_app.site_training import SITES, Model, make_model, train_site  # noqa: E402
@@ -55,8 +56,8 @@ AT_SERVER = ("kill ServerApp", "kill SuperLink", "full disk")
 BAD_REPLIES = ("hang", "NaN reply", "oversized reply")
 AT_SITE = ("kill node", *BAD_REPLIES)
 NAMES = list(SITES)
-TIMEOUT = 40.0  # seconds a round waits for replies
-PATIENCE = 120.0  # seconds until a run whose ServerApp does not come up is started again
+TIMEOUT = 40.0  # seconds that a round waits for replies
+PATIENCE = 120.0  # seconds until a run is restarted if its ServerApp does not start
 
 Record = dict[str, Any]
 
@@ -69,20 +70,20 @@ class Fault:
     due: int  # the round it is meant for
     delay: float  # seconds into that round
     site: str = ""
-    round: int = 0  # the round that was under way when it struck
+    round: int = 0  # the current round when it struck
     struck: float = 0.0
-    recorded: str = ""  # what the record says
-    recovery: float | None = None  # until the site counts again, or else until a round is recorded
+    recorded: str = ""  # what the records say about it
+    recovery: float | None = None  # until the site counts again; for a fault at the server, until a round is recorded
 
 
 def plan_faults(rounds: int, seed: int) -> list[Fault]:
-    """Draw a fault for every other round. Every kind comes before one comes again."""
-    rng = random.Random(seed)
+    """Draw a fault for every other round. No kind repeats before all kinds have come."""
+    generator = random.Random(seed)
     kinds: list[str] = []
     while len(kinds) < rounds // 2:
-        kinds += rng.sample([*AT_SERVER, *AT_SITE], len(AT_SERVER) + len(AT_SITE))
+        kinds += generator.sample([*AT_SERVER, *AT_SITE], len(AT_SERVER) + len(AT_SITE))
     due = range(2, rounds, 2)
-    return [Fault(kind, number, rng.uniform(0, 6)) for kind, number in zip(kinds, due, strict=False)]
+    return [Fault(kind, number, generator.uniform(0, 6)) for kind, number in zip(kinds, due, strict=False)]
 
 
 class Trial:
@@ -92,11 +93,11 @@ class Trial:
         self.deployment, self.disk, self.faults, self.rounds = deployment, disk, faults, rounds
         self.folder, self.orders = disk / "run", deployment.folder / "orders"
         self.orders.mkdir()
-        self.rng, self.began = random.Random(seed), time.monotonic()
+        self.generator, self.began = random.Random(seed), time.monotonic()
         self.records: dict[int, Record] = {}
-        self.seen: dict[int, float] = {}  # when a round's record came
-        self.waiting, self.open = list(faults), list[Fault]()  # not yet struck; struck, and not yet recovered
-        self.order: Fault | None = None  # an order that no site has taken yet
+        self.seen: dict[int, float] = {}  # round -> when its record came
+        self.waiting, self.open = list(faults), list[Fault]()  # not yet struck; struck, but not yet recovered
+        self.order: Fault | None = None  # a fault that its site has not read yet
         self.run: subprocess.Popen[bytes] | None = None
         self.server_app, self.run_began = 0, 0.0
         self.node_ended: dict[int, float] = {}
@@ -128,13 +129,13 @@ class Trial:
                     if record != self.records.get(number):  # a resumed run may have cut and repeated the round
                         self.records[number], self.seen[number] = record, self.now
 
-    # The supervisor: what systemd and an operator do.
+    # The supervisor does what systemd and an operator do.
 
     def supervise(self) -> None:
         link = self.deployment.link
         if link is None or link.poll() is not None:
             self.deployment.start_link()
-            self.end_server_app()  # it may not notice for minutes, and locks the folder until then
+            self.end_server_app()  # it may not notice for minutes, and would keep the folder locked
         for number, node in self.deployment.nodes.items():
             if node.poll() is not None and self.now > self.node_ended.setdefault(number, self.now) + 5:
                 del self.node_ended[number]
@@ -150,7 +151,7 @@ class Trial:
                 self.start_run(resume=True)
 
     def stop_node(self, number: int) -> None:
-        """Stop a node as systemd does; `supervise` starts it again."""
+        """Stop a node as systemd does. `supervise` restarts it."""
         try:
             self.deployment.kill(self.deployment.nodes[number], signal.SIGTERM)
         except subprocess.TimeoutExpired:
@@ -158,7 +159,7 @@ class Trial:
 
     def start_run(self, resume: bool) -> None:
         if self.run is not None:
-            self.deployment.kill(self.run, signal.SIGTERM)  # `flwr run`, which only shows the log
+            self.deployment.kill(self.run, signal.SIGTERM)  # this is `flwr run`, which only shows the log
         self.end_server_app()
         settings = {"rounds": self.rounds, "timeout": TIMEOUT, "orders": str(self.orders), "resume": resume}
         self.run = self.deployment.run(self.folder, **settings)
@@ -173,17 +174,18 @@ class Trial:
     # The faults.
 
     def strike(self) -> None:
-        """Strike with the next fault if its round is under way."""
+        """Strike with the next fault if its round has begun."""
         last = max(self.records, default=0)
         if not self.waiting or self.order or last + 1 < self.waiting[0].due:
             return
         fault = self.waiting[0]
-        # A reply is spoilt from the round's start on: later the site may have been asked already.
+        # Order a bad reply at the start of the round: later the site may have its message already.
         delay = 0.0 if fault.kind in BAD_REPLIES else fault.delay
         if self.now < self.seen[last] + delay or (fault.kind in AT_SERVER and not self.server_app):
             return
         if fault.kind in AT_SITE:
-            fault.site = self.rng.choice(list_counted(self.records[last]) or NAMES)  # one that is there, if any is
+            participants = list_counted_clients(self.records[last])
+            fault.site = self.generator.choice(participants or NAMES)
         fault.round, fault.struck = last + 1, self.now
         if fault.kind == "kill ServerApp":
             os.kill(self.server_app, signal.SIGKILL)
@@ -203,12 +205,12 @@ class Trial:
         print(f"{self.now:6.0f} s  round {fault.round}: {fault.kind} {fault.site}", flush=True)
 
     def follow_up(self) -> None:
-        """See what became of the faults; restart the node of a site that hangs."""
+        """Look for traces of the faults and for recoveries. Stop the node of a site that hangs."""
         if self.order is not None:
-            taken = self.orders / f"{self.order.site}.taken"
-            if taken.exists() and taken.read_text():
-                self.order.round = int(taken.read_text())
-                taken.unlink()
+            receipt = self.orders / f"{self.order.site}.taken"  # written by the site
+            if receipt.exists() and receipt.read_text():
+                self.order.round = int(receipt.read_text())
+                receipt.unlink()
                 self.order = None
         for fault in list(self.open):
             if fault is self.order:
@@ -217,11 +219,12 @@ class Trial:
                 fault.recorded = find_trace(fault, self.records)
                 if fault.recorded and fault.kind == "hang":
                     self.stop_node(NAMES.index(fault.site))
-            after = [n for n, at in self.seen.items() if at > fault.struck]
+            later = [number for number, seconds in self.seen.items() if seconds > fault.struck]
             if fault.site:
-                after = [n for n in after if n > fault.round and fault.site in list_counted(self.records[n])]
-            if fault.recorded and after:
-                fault.recovery = self.seen[min(after)] - fault.struck
+                counted = {number: list_counted_clients(self.records[number]) for number in later}
+                later = [number for number in later if number > fault.round and fault.site in counted[number]]
+            if fault.recorded and later:
+                fault.recovery = self.seen[min(later)] - fault.struck
                 self.open.remove(fault)
 
 
@@ -246,13 +249,13 @@ def find_trace(fault: Fault, records: dict[int, Record]) -> str:
     return ""
 
 
-def list_counted(record: Record) -> list[str]:
-    """Return the clients that counted in a round: one that sent NaN is there with no weight."""
+def list_counted_clients(record: Record) -> list[str]:
+    """Return the clients that counted in a round. A client that sent NaN is in the record, but did not count."""
     return sorted(record["weights"].keys() - record["report"]["skipped"].keys())
 
 
-def replay(cohorts: list[list[str]]) -> dict[str, torch.Tensor]:
-    """Return the model of the core aggregator with these clients in each round, and nothing else around it."""
+def replay_cohorts(cohorts: list[list[str]]) -> dict[str, torch.Tensor]:
+    """Return the model that the core aggregator alone computes from these clients in each round."""
     module = torch.nn.Linear(16, 64)  # its names and shapes are those of the sites' model
     layout, aggregator = Layout.of(module), FedHEAL().method.aggregator
     model, state = layout.pack(to_tensors(make_model())), aggregator.init(layout)
@@ -276,15 +279,15 @@ def to_arrays(model: dict[str, torch.Tensor]) -> Model:
 
 
 def check_outcome(folder: Path, faults: list[Fault], rounds: int) -> dict[str, bool]:
-    """Check the run folder against the replay and the faults."""
+    """Check the run folder against a replay of its cohorts, and against the faults."""
     records = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    expected = replay([list_counted(record) for record in records])
-    found = load_file(folder / "model.safetensors")
+    expected = replay_cohorts([list_counted_clients(record) for record in records])
+    model = load_file(folder / "model.safetensors")
     return {
         "every round is recorded once": [record["round"] for record in records] == list(range(1, rounds + 1)),
         "every fault struck and is recorded": all(fault.recorded for fault in faults),
-        "the model is that of the same cohorts without faults, bit for bit": found.keys() == expected.keys()
-        and all(np.array_equal(found[key].numpy(), expected[key].numpy()) for key in expected),
+        "the model is that of the same cohorts without faults, bit for bit": model.keys() == expected.keys()
+        and all(np.array_equal(model[key].numpy(), expected[key].numpy()) for key in expected),
     }
 
 
@@ -298,8 +301,8 @@ def write_table(out: Path, faults: list[Fault], checks: dict[str, bool], seconds
     lines += [f"- {'yes' if passed else 'NO'}: {check}" for check, passed in checks.items()]
     out.mkdir(parents=True, exist_ok=True)
     (out / "chaos.md").write_text("\n".join(lines) + "\n")
-    found = {"rounds": rounds, "seconds": seconds, "checks": checks, "faults": [asdict(fault) for fault in faults]}
-    (out / "chaos.json").write_text(json.dumps(found, indent=1) + "\n")
+    summary = {"rounds": rounds, "seconds": seconds, "checks": checks, "faults": [asdict(fault) for fault in faults]}
+    (out / "chaos.json").write_text(json.dumps(summary, indent=1) + "\n")
     return "\n".join(lines)
 
 
@@ -314,44 +317,44 @@ def mount_disk(place: Path) -> Iterator[Path]:
         subprocess.run(["umount", place], check=True)
 
 
-def describe_node(number: int) -> str:
+def make_node_config(number: int) -> str:
     """Return the config of a SuperNode."""
     return f'name="{NAMES[number]}"'
 
 
 def fill_disk(disk: Path) -> None:
-    free = os.statvfs(disk)
-    (disk / "ballast").write_bytes(bytes(free.f_bavail * free.f_frsize))
+    status = os.statvfs(disk)
+    (disk / "ballast").write_bytes(bytes(status.f_bavail * status.f_frsize))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="give up after so long")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="give up after so many")
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    work, faults = Path(tempfile.mkdtemp(prefix="chaos-")), plan_faults(asked.rounds, asked.seed)
-    asked.out.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    work, faults = Path(tempfile.mkdtemp(prefix="chaos-")), plan_faults(options.rounds, options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
     checks: dict[str, bool] = {}
     with mount_disk(work / "disk") as disk:
         with loopback() as inside:
             app = HERE / "chaos_app"
-            deployment = start_secure_deployment(work, inside, len(NAMES), app=app, node_config=describe_node)
-            trial = Trial(deployment, disk, faults, asked.rounds, asked.seed)
+            deployment = start_secure_deployment(work, inside, len(NAMES), app=app, node_config=make_node_config)
+            trial = Trial(deployment, disk, faults, options.rounds, options.seed)
             try:
-                trial.execute(asked.seconds)
+                trial.execute(options.seconds)
             except TimeoutError as error:
                 checks[f"finished in time ({error})"] = False
             finally:
                 deployment.close()
-                shutil.copytree(trial.folder, asked.out / "run", dirs_exist_ok=True)
+                shutil.copytree(trial.folder, options.out / "run", dirs_exist_ok=True)
                 for path in deployment.folder.glob("*.log"):
-                    shutil.copy(path, asked.out)
+                    shutil.copy(path, options.out)
             seconds = trial.now
         if not checks:
-            checks = check_outcome(trial.folder, faults, asked.rounds)
-    print(write_table(asked.out, faults, checks, seconds, asked.rounds))
+            checks = check_outcome(trial.folder, faults, options.rounds)
+    print(write_table(options.out, faults, checks, seconds, options.rounds))
     shutil.rmtree(work)
     return 0 if all(checks.values()) else 1
 

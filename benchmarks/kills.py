@@ -1,24 +1,25 @@
-"""Kill runs, comparisons, sweeps and reports at random moments, a thousand times, and check what is left each time.
+"""Kill runs, comparisons, sweeps and reports at random moments, a thousand times, and check their files each time.
 
     python benchmarks/kills.py --kills 1000 --seed 0 --out FOLDER
 
-A command is started, killed with SIGKILL after a random time, and started again until it ends by itself; then the next one
-begins in a new folder. A seed draws the moments and the processes that the signal hits: the first one, one of its workers, or
+A command is started, killed with SIGKILL after a random time, and started again until it ends by itself. Then the next command
+begins in a new folder. A seed draws the moments, and the processes that the signal hits: the first one, one of its workers, or
 all of them. Every other kill comes right before an operation on a file (`tests/disk_hooks.py`), whose number is drawn.
 
-After each kill:
+After each kill these must hold:
 
-- every file can be read, but for the last line of `rounds.jsonl` and temporary files;
-- no save is lost, and the records of saved rounds are the same bytes as before: those rounds were not run again;
+- every file can be read, except the last line of `rounds.jsonl` and temporary files;
+- no checkpoint is lost, and the records of saved rounds are the same bytes as before: those rounds were not run again;
 - a finished run has the same files as before, untouched;
 - no process is left.
 
-A command that has ended has left the same bits as an undisturbed one: models, states, pages, and records but for their seconds.
+A command that ends by itself must leave the same bits as an undisturbed command: models, states, pages, and records without
+their seconds.
 
-Most commands run in a fork of a process that has imported fedheal, and their workers come from multiprocessing's fork server:
-the same code as `fedheal ...`, without the seconds that an import takes. Every 50th kill hits `python -m fedheal` in a process
-of its own. The commands work in memory (/dev/shm) where there is such a folder. FOLDER gets the table as `kills.md` and
-`kills.json`, and the folder and log of each failure. The exit code is 1 after a failure or fewer kills than asked for.
+Most commands run in a fork of a process that has imported fedheal, and their workers come from multiprocessing's fork server.
+This is the same code as `fedheal ...`, without the seconds of an import. Every 50th kill hits `python -m fedheal` in a new
+process. The commands work in memory (/dev/shm) if that folder exists. FOLDER gets the table as `kills.md` and `kills.json`, and
+the folder and log of each failure. The exit code is 1 after a failure or too few kills.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 TESTS = str(HERE.parent / "tests")
-# This script's own folder comes last: its flower.py would hide that of the tests.
+# This script's folder comes last: its flower.py would hide the package of the tests.
 sys.path[:] = [TESTS, *(path for path in sys.path if Path(path) != HERE), str(HERE)]
 INHERITED = filter(None, [os.environ.get("PYTHONPATH")])
 os.environ |= {"PYTHONPATH": os.pathsep.join([TESTS, *INHERITED, str(HERE)]), "OMP_NUM_THREADS": "1"}
@@ -64,10 +65,10 @@ from fedheal.runs.lock import LOCK  # noqa: E402
 from tiny_data import words  # noqa: E402
 
 EVERY_SAVE, FRESH_EVERY, PATIENCE = "save_seconds=0", 50, 600.0
-GRACE_SECONDS = 5.0  # of a pool whose process was killed, instead of a minute: runs here take less than a second
+GRACE_SECONDS = 5.0  # that a pool waits after a kill, instead of a minute: runs here take less than a second
 MEMORY = Path("/dev/shm")
-MOST_KILLS = 12  # of one command: a report has nothing to resume from, and would never end
-NEVER = -1  # the number of no operation: all are counted
+MOST_KILLS = 12  # of one command: a report cannot be resumed, and would never end
+NEVER = -1  # no operation has this number: all are counted, and none is fatal
 RUN_FILES = ("experiment.toml", "rounds.jsonl", "model.safetensors", "result.json")
 Files = dict[str, tuple[int, int, str]]  # of a finished run: inode, time of change and digest
 
@@ -76,47 +77,51 @@ class Failure(Exception):
     """Something that a kill must not do."""
 
 
-def shorten(*fields: str) -> list[str]:
-    """Return the fields of a tiny experiment, without its data."""
+def drop_data(*fields: str) -> list[str]:
+    """Return the fields of a tiny experiment without its data."""
     return [word for word in words(*fields) if not word.startswith("data=")]
 
 
-def compare(jobs: int) -> Callable[[Path], list[str]]:
-    fields = shorten("rounds=3", EVERY_SAVE)
+def make_comparison(jobs: int) -> Callable[[Path], list[str]]:
+    """Return a function that makes the command for a folder."""
+    fields = drop_data("rounds=3", EVERY_SAVE)
     head = ["compare", "fedavg", "fedheal", "--data", "tiny_data:load", "--seeds", "2", "--jobs", str(jobs)]
     return lambda folder: [*head, *fields, "--out", str(folder / "runs"), "--quiet"]
 
 
-def sweep(jobs: int) -> Callable[[Path], list[str]]:
+def make_sweep(jobs: int) -> Callable[[Path], list[str]]:
+    """Return a function that makes the command for a folder."""
     fields = words("rounds=3", EVERY_SAVE)
     head = ["sweep", "method=fedheal", "tau=0,0.3", "beta=0,0.4", "--jobs", str(jobs)]
     return lambda folder: [*head, *fields, "--out", str(folder / "runs"), "--quiet"]
 
 
-def run(*fields: str) -> Callable[[Path], list[str]]:
-    asked = words("participation=0.6", "server_momentum=0.5", *fields)
-    return lambda folder: ["run", *asked, "--out", str(folder / "run"), "--resume", "--quiet"]
+def make_run(*fields: str) -> Callable[[Path], list[str]]:
+    """Return a function that makes the command for a folder."""
+    all_fields = words("participation=0.6", "server_momentum=0.5", *fields)
+    return lambda folder: ["run", *all_fields, "--out", str(folder / "run"), "--resume", "--quiet"]
 
 
-def report(folder: Path) -> list[str]:
+def make_report(folder: Path) -> list[str]:
+    """Return the command for a folder."""
     return ["report", str(folder / "runs"), "--html"]
 
 
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
-    "run, every round saved": run("rounds=8", EVERY_SAVE),
-    "run, saved every 0.03 s": run("rounds=16", "save_seconds=0.03"),
-    "run, 2 workers": run("rounds=6", EVERY_SAVE, "workers=2"),
-    "comparison": compare(1),
-    "comparison, 2 processes": compare(2),
-    "sweep": sweep(1),
-    "sweep, 2 processes": sweep(2),
-    "report": report,
+    "run, every round saved": make_run("rounds=8", EVERY_SAVE),
+    "run, saved every 0.03 s": make_run("rounds=16", "save_seconds=0.03"),
+    "run, 2 workers": make_run("rounds=6", EVERY_SAVE, "workers=2"),
+    "comparison": make_comparison(1),
+    "comparison, 2 processes": make_comparison(2),
+    "sweep": make_sweep(1),
+    "sweep, 2 processes": make_sweep(2),
+    "report": make_report,
 }
 
 
 @dataclass
 class Snapshot:
-    """What a folder holds: of each run its last save, the lines up to it, and its files if it is finished."""
+    """What a folder holds: for each run its last checkpoint, the lines up to it, and its files if it is finished."""
 
     saved: dict[str, int] = field(default_factory=dict)
     lines: dict[str, list[bytes]] = field(default_factory=dict)
@@ -140,11 +145,11 @@ class Snapshot:
             if len(snapshot.lines[name]) < snapshot.saved[name]:
                 raise Failure(f"{name}: the save of round {snapshot.saved[name]} has {len(lines)} records")
             if (run / "result.json").exists():
-                snapshot.finished[name] = {file: identify(run / file) for file in RUN_FILES}
+                snapshot.finished[name] = {file: identify_file(run / file) for file in RUN_FILES}
         return snapshot
 
     def check_follows(self, before: Snapshot) -> None:
-        """Raise Failure if something that was there before is lost or was done again."""
+        """Raise Failure if something in an earlier snapshot is lost or was done again."""
         for name, number in before.saved.items():
             if self.saved.get(name, -1) < number:
                 raise Failure(f"{name}: saved {number} rounds before, {self.saved.get(name)} now")
@@ -174,13 +179,13 @@ def check_readable(path: Path) -> None:
         raise ValueError("its end is missing")
 
 
-def identify(path: Path) -> tuple[int, int, str]:
+def identify_file(path: Path) -> tuple[int, int, str]:
     status = path.stat()
     return status.st_ino, status.st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
-    """Return what a command leaves, without seconds: what must not depend on how often it was killed."""
+    """Return the files of a command without their seconds. They must not depend on how often it was killed."""
     outcome: dict[str, Any] = {}
     for path in (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp"):
         name = str(path.relative_to(folder))
@@ -198,7 +203,7 @@ def drop_seconds(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class Process(NamedTuple):
-    """A process of a victim. Its number may be another's after its end, but not its start."""
+    """A process of a victim. After its end another process may get its number, but not with the same start."""
 
     pid: int
     start: str
@@ -221,7 +226,7 @@ class Process(NamedTuple):
 
 
 def read_status(pid: int) -> list[str]:
-    """Return the fields of a process's status from its state on, or nothing if there is no such process."""
+    """Return the fields of a process's status from its state on; an empty list if there is no such process."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
@@ -234,13 +239,13 @@ def list_children(pid: int) -> list[int]:
 
 
 def list_session(pid: int) -> list[int]:
-    """Return the other processes of the session that a process has begun: also those that have outlived it."""
+    """Return the other processes of the session that a process has begun, even if it has ended."""
     others = [int(path.name) for path in Path("/proc").glob("[0-9]*") if path.name != str(pid)]
     return [other for other in others if read_status(other)[3:4] == [str(pid)]]
 
 
 class Victim:
-    """A command, in a process of its own; its workers are the only processes of this script's fork server."""
+    """A command in a process of its own. Its workers are the only processes of this script's fork server."""
 
     def __init__(self, command: list[str], log: Path, is_fresh: bool, fatal_operation: int | None) -> None:
         self.log, self.is_fresh, self.code = log, is_fresh, None
@@ -267,14 +272,14 @@ class Victim:
         return self.code is not None
 
     def list_workers(self) -> list[Process]:
-        """Return the living processes but for the first one and multiprocessing's helper, which ends with the last."""
+        """Return the running processes except the first one and multiprocessing's resource tracker, which ends last."""
         pids = list_session(self.pid) if self.is_fresh else list_children(self.server)
         return [process for pid in pids if not is_tracker(pid) and (process := Process.find(pid)) is not None]
 
-    def kill(self, chance: random.Random) -> str:
-        """Kill the first process, a worker or all of them; return which."""
+    def kill(self, generator: random.Random) -> str:
+        """Kill the first process, a worker or all of them. Return which."""
         workers = self.list_workers()
-        hit = chance.choice(["first", "worker", "all"]) if workers else "first"
+        hit = generator.choice(["first", "worker", "all"]) if workers else "first"
         for process in {"first": [self.first], "worker": workers[-1:], "all": [self.first, *workers]}[hit]:
             process.kill()
         return hit
@@ -299,7 +304,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def _become_command(command: list[str], log: Path, fatal_operation: int | None) -> None:
-    """Run `fedheal ...` in this new process, and end it; kill it before the operation on a file that has this number."""
+    """Run `fedheal ...` in this new process and end it. Kill it before the file operation with this number."""
     code, operations = 1, 0
 
     def kill_at_operation(operation: Operation) -> None:
@@ -313,7 +318,7 @@ def _become_command(command: list[str], log: Path, fatal_operation: int | None) 
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for standard in (1, 2):
             os.dup2(descriptor, standard)
-        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it is: another's child
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it runs already, as another process's child
         for module in (fedheal.campaign.pool, fedheal.engine.workers):
             module.get_context = lambda _: multiprocessing.get_context("forkserver")  # type: ignore[attr-defined]
         fedheal.campaign.pool.GRACE_SECONDS = GRACE_SECONDS
@@ -331,11 +336,11 @@ def _become_command(command: list[str], log: Path, fatal_operation: int | None) 
 
 @dataclass
 class Trial:
-    """All kills: what is left to do, and what was found."""
+    """All kills: what they hit, and what they broke."""
 
     out: Path
     work: Path  # where the commands run
-    chance: random.Random
+    generator: random.Random
     kills: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
@@ -354,8 +359,8 @@ class Trial:
         if name == "report":  # of the same comparison each time
             shutil.copytree(self.work / "whole" / "comparison" / "runs", folder / "runs")
 
-    def measure(self) -> None:
-        """Run each command undisturbed: its outcome, and how long it takes."""
+    def measure_commands(self) -> None:
+        """Run each command undisturbed, to know its outcome and its time."""
         for name in COMMANDS:
             folder = self.work / "whole" / name
             self.prepare(name, folder)
@@ -366,11 +371,11 @@ class Trial:
             if victim.code != 0:
                 raise Failure(f"{name} does not end well undisturbed: {victim.log.read_text()}")
             self.outcomes[name] = read_outcome(folder)
-            is_alone = not name.endswith(("workers", "processes"))  # which are not watched
+            is_alone = not name.endswith(("workers", "processes"))  # whose processes are not watched
             self.operations[name] = int(victim.log.with_suffix(".operations").read_text()) if is_alone else 0
 
-    def torment(self, name: str, kills: int, end: float) -> None:
-        """Kill one command until it ends by itself or there were so many kills, then let it end."""
+    def kill_until_end(self, name: str, kills: int, end: float) -> None:
+        """Kill one command again and again until it ends by itself. After the last kill let it end."""
         folder = self.work / "killed"
         self.prepare(name, folder)
         before = Snapshot.take(folder)
@@ -379,7 +384,7 @@ class Trial:
             may_kill = done < kills and attempt < MOST_KILLS and time.monotonic() < end
             is_fresh = may_kill and done % FRESH_EVERY == FRESH_EVERY - 1
             operations = self.operations[name] if may_kill and done % 2 == 0 else 0
-            at_operation = self.chance.randrange(operations) if operations else None
+            at_operation = self.generator.randrange(operations) if operations else None
             start, victim = time.monotonic(), self.start(name, folder, is_fresh, at_operation)
             hit = ""
             if at_operation is not None:
@@ -391,7 +396,7 @@ class Trial:
             if hit:
                 self.kills[name] += 1
                 self.hits[hit] += 1
-            elif attempt == 0:  # the machine may be busier or idler than it was
+            elif attempt == 0:  # the machine may be busier or less busy than before
                 self.seconds[name] = time.monotonic() - start
             after = Snapshot.take(folder)
             after.check_follows(before)
@@ -404,27 +409,27 @@ class Trial:
                 raise Failure(f"exit code {victim.code}: {text[-2000:]}")
 
     def kill_later(self, victim: Victim, delay: float) -> str:
-        """Kill after so many seconds; return whom, or nothing if it has ended before."""
+        """Kill after so many seconds. Return which processes, or "" if the command has ended before."""
         start = time.monotonic()
         while not victim.is_over() and time.monotonic() - start < delay:
             time.sleep(0.001)
-        return (
-            "" if victim.is_over() else victim.kill(self.chance) + (" of a new interpreter" if victim.is_fresh else "")
-        )
+        if victim.is_over():
+            return ""
+        return victim.kill(self.generator) + (" of a new interpreter" if victim.is_fresh else "")
 
     def draw_delay(self, name: str, is_fresh: bool) -> float:
-        """Return after how long to kill: within the time that the command needs, or soon after Python has started it."""
-        seconds = self.chance.uniform(0, 0.7 * self.seconds[name])
-        return seconds + (4.0 * self.chance.random() if is_fresh else 0.0)
+        """Draw the seconds until a kill: within the time of the command. A new interpreter gets time to start."""
+        seconds = self.generator.uniform(0, 0.7 * self.seconds[name])
+        return seconds + (4.0 * self.generator.random() if is_fresh else 0.0)
 
     def check_end(self, name: str, folder: Path) -> None:
-        """Raise Failure if a command that has ended has left something else than an undisturbed one."""
+        """Raise Failure if a command has left other files than an undisturbed one."""
         outcome = read_outcome(folder)
-        differing = [
+        differences = [
             file for file in {**self.outcomes[name], **outcome} if outcome.get(file) != self.outcomes[name].get(file)
         ]
-        if differing:
-            raise Failure(f"these differ from an undisturbed command's: {sorted(differing)}")
+        if differences:
+            raise Failure(f"these differ from an undisturbed command's: {sorted(differences)}")
         for run in (path.parent for path in folder.rglob("experiment.toml")):
             if leftovers := [path.name for path in run.rglob("*.tmp") if path.name != LOCK]:
                 raise Failure(f"{run.name}: {leftovers} are left")
@@ -432,21 +437,21 @@ class Trial:
 
     def execute(self, kills: int, seconds: float) -> None:
         end = time.monotonic() + seconds
-        self.measure()
+        self.measure_commands()
         while self.kills.total() < kills and time.monotonic() < end:
             print(f"{self.kills.total()} kills, {len(self.failures)} failures", flush=True)
-            name = min(COMMANDS, key=lambda name: (self.kills[name], self.chance.random()))  # all as often
+            name = min(COMMANDS, key=lambda name: (self.kills[name], self.generator.random()))  # all as often
             try:
-                self.torment(name, kills, end)
+                self.kill_until_end(name, kills, end)
             except Failure as failure:
                 self.failures.append(f"{name}, kill {self.kills.total()}: {failure}")
                 print(self.failures[-1], flush=True)
-                kept = self.out / f"failure{len(self.failures)}"
-                shutil.copytree(self.work / "killed", kept, dirs_exist_ok=True)
-                shutil.copy(self.work / "last.log", kept)
+                failure_folder = self.out / f"failure{len(self.failures)}"
+                shutil.copytree(self.work / "killed", failure_folder, dirs_exist_ok=True)
+                shutil.copy(self.work / "last.log", failure_folder)
 
     def write_table(self, seed: int, seconds: float) -> str:
-        """Write the table as Markdown and JSON; return it."""
+        """Write the table as Markdown and JSON. Return it."""
         lines = ["| command | kills | ended as undisturbed |", "|---|---|---|"]
         lines += [f"| {name} | {self.kills[name]} | {self.ended[name]} |" for name in COMMANDS]
         lines += [f"| all | {self.kills.total()} | {self.ended.total()} |", ""]
@@ -454,8 +459,8 @@ class Trial:
         lines += [f"Seed {seed}, {seconds:.0f} s. Hit: {hits}. Failures: {len(self.failures)}."]
         lines += [f"- {failure}" for failure in self.failures]
         (self.out / "kills.md").write_text("\n".join(lines) + "\n")
-        found = {"seed": seed, "seconds": seconds, "kills": self.kills, "hits": self.hits, "ended": self.ended}
-        (self.out / "kills.json").write_text(json.dumps(found | {"failures": self.failures}, indent=1) + "\n")
+        summary = {"seed": seed, "seconds": seconds, "kills": self.kills, "hits": self.hits, "ended": self.ended}
+        (self.out / "kills.json").write_text(json.dumps(summary | {"failures": self.failures}, indent=1) + "\n")
         return "\n".join(lines)
 
 
@@ -463,10 +468,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, with the kills done so far")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so many, with the kills so far")
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    out = asked.out.resolve()
+    options = parser.parse_args()
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm_fedheal"])
@@ -476,11 +481,11 @@ def main() -> int:
         first = context.Process(target=int)  # starts the server, which then imports fedheal
         first.start()
         first.join()
-        trial = Trial(out, Path(work), random.Random(asked.seed))
-        trial.execute(asked.kills, asked.seconds)
+        trial = Trial(out, Path(work), random.Random(options.seed))
+        trial.execute(options.kills, options.seconds)
         os.chdir(out)
-    print(trial.write_table(asked.seed, time.monotonic() - start))
-    return 1 if trial.failures or trial.kills.total() < asked.kills else 0
+    print(trial.write_table(options.seed, time.monotonic() - start))
+    return 1 if trial.failures or trial.kills.total() < options.kills else 0
 
 
 if __name__ == "__main__":

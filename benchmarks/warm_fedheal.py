@@ -1,6 +1,7 @@
-"""fedheal imported and its kernels compiled: forks of a process that has imported this start in milliseconds.
+"""Import fedheal and compile its kernels, so that forks of a process that imports this module start in milliseconds.
 
-multiprocessing's fork server imports this too. By itself it would end when a client is killed right after it has connected.
+multiprocessing's fork server imports this module, too. Without the change below it would end if a client is killed right after
+it has connected.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ for method in ("fedavg", "fedheal"):
 
 
 def receive_descriptors(connection: socket, size: int) -> list[int]:
-    """Receive file descriptors. Raise the error that the fork server ignores if the client is gone, not EOFError."""
+    """Receive file descriptors. If the client is gone, raise an error that the fork server ignores instead of EOFError."""
     try:
         return recvfds(connection, size)
     except EOFError as error:

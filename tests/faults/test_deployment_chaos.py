@@ -41,11 +41,15 @@ def test_a_seed_plans_every_kind_of_fault_for_every_other_round(chaos):
 
 @pytest.mark.slow
 def test_the_model_without_faults_depends_on_who_counted_in_each_round(chaos):
-    initial, nobody, all_twice = chaos.make_model(), chaos.replay([[], []]), chaos.replay([chaos.NAMES, chaos.NAMES])
+    initial, nobody, all_twice = (
+        chaos.make_model(),
+        chaos.replay_cohorts([[], []]),
+        chaos.replay_cohorts([chaos.NAMES, chaos.NAMES]),
+    )
     assert nobody.keys() == initial.keys()
     assert all(nobody[key].equal(value) for key, value in chaos.to_tensors(initial).items())
     assert not all_twice["bias"].equal(nobody["bias"])
-    assert not all_twice["bias"].equal(chaos.replay([chaos.NAMES, chaos.NAMES[1:]])["bias"])
+    assert not all_twice["bias"].equal(chaos.replay_cohorts([chaos.NAMES, chaos.NAMES[1:]])["bias"])
 
 
 @pytest.mark.soak

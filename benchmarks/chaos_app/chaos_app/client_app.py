@@ -36,7 +36,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 def take_order(folder: Path, site: str, number: int) -> str | None:
-    """Return how to fail this time, and leave the round's number; an order is obeyed once."""
+    """Return how to fail, and write down the round. Each order is obeyed once."""
     order = folder / site
     if not order.exists():
         return None
