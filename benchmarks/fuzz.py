@@ -1,16 +1,16 @@
-"""Ten thousand wrong inputs: each ends with a result or one sentence, in time, in memory, and writes nothing elsewhere.
+"""Try ten thousand wrong inputs. Each must end with a result or one sentence, within its limits of time and memory.
 
     python benchmarks/fuzz.py --inputs 10000 --seed 0 --out FOLDER
 
 hypothesis draws the inputs: command lines, experiment files, names of methods, run folders, data files of every reader,
-Flower replies, and updates for the aggregator. Most are valid inputs with a few edits, so that they get past the first check.
+Flower replies, and updates for the aggregator. Most are valid inputs with a few edits, so that they pass the first check.
 For every input these must hold:
 
-- no traceback: a command ends with exit code 0, 1, 2 or 130, and with one sentence for 2; a function raises ValueError (a
-  wrong type TypeError, a file that cannot be opened OSError) or returns;
+- no traceback: a command ends with exit code 0, 1, 2 or 130, and with one sentence for 2; a function returns or raises
+  ValueError (TypeError for a wrong type, OSError for a file that cannot be opened);
 - no more than 10 s of processor time; a command that trains is interrupted as by Ctrl-C after half a second, and must end;
-- no more memory than the target's limit, bombs included;
-- nothing is written outside the run folder, the cache and the folder that was named;
+- no more memory than the target's limit, even for bombs;
+- no file is written outside the run folder, the cache and the named folder;
 - the model is finite.
 
 Each target runs in a process of its own, with its own home and temporary folder. FOLDER gets `fuzz.md`, `fuzz.json` and the
@@ -38,10 +38,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# Without this script's own folder, whose flower.py would hide that of the tests.
+# Leave out this script's folder: its flower.py would hide the package of the tests.
 sys.path[:] = [str(HERE.parent / "tests"), str(HERE / "fuzz_inputs"), *(p for p in sys.path if Path(p) != HERE)]
 
-# Targets by name: the module and class, and the share of the inputs. Modules are imported by the process that needs them.
+# Name -> module, class, and share of the inputs. Only the process of a target imports its module.
 TARGETS = {
     "command lines": ("commands", "CommandLines", 0.15),
     "experiment files": ("commands", "ExperimentFiles", 0.15),
@@ -51,7 +51,7 @@ TARGETS = {
     "Flower replies": ("replies", "FlowerReplies", 0.1),
     "updates": ("replies", "CohortUpdates", 0.1),
 }
-SPARE_BYTES = 12 << 30  # of address space for a process: a bomb must not reach others
+SPARE_BYTES = 12 << 30  # of address space for a process: a bomb must not harm other processes
 
 
 @dataclass
@@ -71,9 +71,9 @@ class Outcome:
 def run_target(
     name: str, inputs: int, seed: int, work: Path, last: Path | None = None, tries_bombs: bool = True
 ) -> Outcome:
-    """Try the inputs of a target; first valid ones, which must be accepted, then bombs, if asked for.
+    """Try the inputs of a target: valid inputs, which must be accepted, then bombs if `tries_bombs`, then drawn inputs.
 
-    `last`: a file that always holds the input under way, for a process that dies.
+    `last` is a file that always holds the current input, in case the process dies.
     """
     from importlib import import_module
 
@@ -88,7 +88,7 @@ def run_target(
     watch = WriteWatch([work / "play", work / "tmp", work / "cache", work / "settings"])
     guard = Guard(target.limits, watch, [work / "home", work / "tmp"])
     outcome, began = Outcome(name, limit_megabytes=target.limits.megabytes), time.monotonic()
-    for case in target.valid:  # also imports and compiles what later inputs need
+    for case in target.valid:  # also imports and compiles for later inputs
         if (end := target.attempt(case)) != "accepted":
             raise AssertionError(f"{name}: a valid input is {end}: {case!r:.500}")
 
@@ -127,10 +127,10 @@ def run_target(
 
 
 def run_child(name: str, inputs: int, seed: int, work: Path) -> None:
-    """Run one target in this process, which began for it alone."""
+    """Run one target in this process, which has no other task."""
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
-    cores = sorted(os.sched_getaffinity(0))  # on one of them a comparison runs here, where it is watched
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes background processes ignore it
+    cores = sorted(os.sched_getaffinity(0))  # with one core a comparison runs in this process, where it is watched
     os.sched_setaffinity(0, {cores[list(TARGETS).index(name) % len(cores)]})
     faulthandler.dump_traceback_later(inputs * 10 + 600, exit=True)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -151,26 +151,16 @@ def start_child(name: str, inputs: int, seed: int, out: Path) -> dict[str, Any]:
             "MPLCONFIGDIR": str(work / "settings"), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "120",
         }  # fmt: skip
         environment.pop("FEDHEAL_DATA", None)
-        words = [
-            sys.executable,
-            __file__,
-            "--child",
-            name,
-            "--inputs",
-            str(inputs),
-            "--seed",
-            str(seed),
-            "--out",
-            folder,
-        ]
+        settings = ["--inputs", str(inputs), "--seed", str(seed), "--out", folder]
+        command = [sys.executable, __file__, "--child", name, *settings]
         with (out / f"{name.replace(' ', '_')}.log").open("wb") as log:
-            code = subprocess.run(words, env=environment, stdout=log, stderr=log, cwd=work, check=False).returncode
+            code = subprocess.run(command, env=environment, stdout=log, stderr=log, cwd=work, check=False).returncode
         if (work / "outcome.json").exists():
             outcome: dict[str, Any] = json.loads((work / "outcome.json").read_text())
             return outcome
         last = (work / "last").read_text() if (work / "last").exists() else ""
-        died = {"error": f"the process ended with {code}", "input": last, "traceback": "see the log"}
-        return asdict(Outcome(name, failures=[died]))
+        failure = {"error": f"the process ended with {code}", "input": last, "traceback": "see the log"}
+        return asdict(Outcome(name, failures=[failure]))
 
 
 def write_page(outcomes: list[dict[str, Any]], seed: int, out: Path) -> str:
@@ -179,14 +169,16 @@ def write_page(outcomes: list[dict[str, Any]], seed: int, out: Path) -> str:
         "| inputs | number | accepted | rejected | failures | slowest, s | most memory, MB | limit, MB | time, s |",
         "|---|" + "---|" * 8,
     ]
-    for o in outcomes:
-        ends = o["ends"]
-        counts = f"{o['inputs']:,} | {ends.get('accepted', 0):,} | {ends.get('rejected', 0):,} | {len(o['failures'])}"
-        most = f"{o['most_seconds']:.1f} | {o['most_megabytes']} | {o['limit_megabytes']} | {o['seconds']:.0f}"
-        lines.append(f"| {o['target']} | {counts} | {most} |")
-    total, failures = sum(o["inputs"] for o in outcomes), sum(len(o["failures"]) for o in outcomes)
-    lines += ["", f"{total:,} inputs, seed {seed}, {failures} failures"]
-    kinds = Counter(f"{o['target']}: {f['error'][:150]}" for o in outcomes for f in o["failures"])
+    for outcome in outcomes:
+        accepted, rejected = (outcome["ends"].get(end, 0) for end in ("accepted", "rejected"))
+        counts = f"{outcome['inputs']:,} | {accepted:,} | {rejected:,} | {len(outcome['failures'])}"
+        memory = f"{outcome['most_megabytes']} | {outcome['limit_megabytes']}"
+        times = f"{outcome['most_seconds']:.1f} | {memory} | {outcome['seconds']:.0f}"
+        lines.append(f"| {outcome['target']} | {counts} | {times} |")
+    failures = [(outcome["target"], failure["error"]) for outcome in outcomes for failure in outcome["failures"]]
+    total = sum(outcome["inputs"] for outcome in outcomes)
+    lines += ["", f"{total:,} inputs, seed {seed}, {len(failures)} failures"]
+    kinds = Counter(f"{target}: {error[:150]}" for target, error in failures)
     lines += ["", *(f"- {count} x {kind!r}" for kind, count in kinds.most_common(40))]
     (out / "fuzz.md").write_text("\n".join(lines) + "\n")
     (out / "fuzz.json").write_text(json.dumps({"seed": seed, "outcomes": outcomes}, indent=1) + "\n")
@@ -201,23 +193,24 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--child", choices=sorted(TARGETS), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child:
-        run_child(asked.child, asked.inputs, asked.seed, asked.out)
+    options = parser.parse_args()
+    if options.child:
+        run_child(options.child, options.inputs, options.seed, options.out)
         return 0
-    asked.out.mkdir(parents=True, exist_ok=True)
-    chosen = asked.target or list(TARGETS)
-    share = sum(TARGETS[name][2] for name in chosen)
+    options.out.mkdir(parents=True, exist_ok=True)
+    targets = options.target or list(TARGETS)
+    total_share = sum(TARGETS[name][2] for name in targets)
 
-    def run(name: str) -> dict[str, Any]:
-        outcome = start_child(name, round(asked.inputs * TARGETS[name][2] / share), asked.seed, asked.out)
+    def report_target(name: str) -> dict[str, Any]:
+        inputs = round(options.inputs * TARGETS[name][2] / total_share)
+        outcome = start_child(name, inputs, options.seed, options.out)
         print(f"{name}: {outcome['inputs']} inputs, {len(outcome['failures'])} failures", flush=True)
-        (asked.out / f"{name.replace(' ', '_')}.json").write_text(json.dumps(outcome, indent=1) + "\n")
+        (options.out / f"{name.replace(' ', '_')}.json").write_text(json.dumps(outcome, indent=1) + "\n")
         return outcome
 
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        outcomes = list(pool.map(run, chosen))
-    print(write_page(outcomes, asked.seed, asked.out))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = list(pool.map(report_target, targets))
+    print(write_page(outcomes, options.seed, options.out))
     return 1 if any(outcome["failures"] for outcome in outcomes) else 0
 
 

@@ -1,16 +1,16 @@
-"""A federation of 16 sites that come, go, fall silent and send nonsense, for ten thousand rounds in one process.
+"""Run a federation of 16 sites for ten thousand rounds in one process. Sites come, go, fall silent and send nonsense.
 
     python benchmarks/soak.py --rounds 10000 --seed 0 --out FOLDER
 
 The server is the real one: the Flower strategy with FedHEAL, its run folder and a checkpoint after every round. The grid is a
-stand-in in this process, and a site's training is a pseudo-random step. A seed draws who joins, leaves, is silent or spoils
-its reply. Every round is checked: the sites that counted are those that replied well, their weights sum to one, the model is
-finite. At the end:
+stand-in in this process, and the training of a site is a pseudo-random step. A seed draws who joins, leaves, is silent or
+spoils its reply. Every round is checked: the sites that counted are those that replied well, their weights sum to one, and the
+model is finite. At the end these must hold:
 
-- memory is flat: the largest after 500 rounds is at most 5 % above that at round 500;
-- the last 1,000 rounds take as long as the first 1,000, in processor time: at most 1.25 times the median;
-- the run folder has no more files than after 500 rounds, and a round's line is as long as it was;
-- participations and sign counts are, entry by entry, those of a count beside the server that shares no code with it.
+- memory stays flat: the largest value after 500 rounds is at most 5 % above that of round 500;
+- the last 1,000 rounds take as long as the first 1,000: the median processor time grows at most by a factor of 1.25;
+- the run folder has as many files as after 500 rounds, and the line of a round is as long as before;
+- participations and sign counts are, entry by entry, those of an oracle that shares no code with the server.
 
 FOLDER gets `soak.md`, `soak.json` and the run folder.
 """
@@ -41,10 +41,10 @@ from arguments import require_flower
 require_flower()
 
 HERE = Path(__file__).parent
-# Without this script's own folder, whose flower.py would hide that of the tests.
+# Leave out this script's folder: its flower.py would hide the package of the tests.
 sys.path[:] = [str(HERE.parent / "tests"), *(p for p in sys.path if Path(p) != HERE)]
 
-from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord  # noqa: E402
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict  # noqa: E402
 from flwr.clientapp import ClientApp  # noqa: E402
 
 from fedheal.aggregate.masks.consistency import ConsistencyState  # noqa: E402
@@ -52,7 +52,7 @@ from fedheal.core.state import State  # noqa: E402
 from fedheal.flower import FedHEAL, client  # noqa: E402
 from flower.local_grid import LocalGrid  # noqa: E402
 
-SITES, DOMAINS, LEAST = 16, 4, 4  # sites ever, domains, sites that are always connected
+SITES, DOMAINS, LEAST = 16, 4, 4  # all sites, domains, and how many sites stay connected
 SHAPES = {"0.weight": (64, 16), "0.bias": (64,), "1.running_mean": (64,), "1.num_batches_tracked": ()}
 PARAMETERS = ("0.weight", "0.bias")  # those with sign counts, in the model's order
 LEAVE, JOIN, FALL_SILENT, SPOIL = 1 / 60, 1 / 8, 1 / 80, 1 / 25  # chances in a round
@@ -63,7 +63,7 @@ MEMORY, SLOWER, LONGER = 1.05, 1.25, 1.1  # the largest ratios that pass
 
 @dataclass
 class Measurements:
-    """What is measured after every round, and every tenth."""
+    """What is measured after every round, and after every tenth."""
 
     round_seconds: list[float] = field(default_factory=list)  # of processor time
     memory: dict[int, int] = field(default_factory=dict)  # round -> resident bytes
@@ -85,7 +85,7 @@ class SignOracle:
         self.positive[site] = self.positive.get(site, 0) + (delta >= 0).astype(np.int64)
 
     def find_difference(self, state: ConsistencyState) -> str:
-        """Return the first difference to the server's state, or ""."""
+        """Return the first difference from the server's state, or ""."""
         if set(state.clients) != set(self.n):
             return f"the clients {sorted(set(state.clients) ^ set(self.n))}"
         for row, site in enumerate(state.clients):
@@ -97,7 +97,7 @@ class SignOracle:
 
 
 class ChurningGrid(LocalGrid):
-    """A grid whose nodes come and go before each training, fall silent for a while, and spoil replies."""
+    """A grid whose nodes come and go before each round, fall silent for a while, and spoil replies."""
 
     def __init__(self, seed: int, oracle: SignOracle, events: Counter[str]) -> None:
         app = ClientApp()
@@ -105,7 +105,7 @@ class ChurningGrid(LocalGrid):
         app.evaluate()(evaluate)
         app.query()(client.introduce)
         super().__init__(app, {})
-        self.rng, self.oracle, self.events = random.Random(seed), oracle, events
+        self.generator, self.oracle, self.events = random.Random(seed), oracle, events
         self.next_node, self.silent_for = 1000, dict[int, int]()
         self.away = [f"site-{number:02d}" for number in range(SITES)]
         self.faults: dict[int, str] = {}  # of this round, by node
@@ -115,10 +115,10 @@ class ChurningGrid(LocalGrid):
             self.join()
 
     def join(self) -> None:
-        """Connect a site, under a new node id: it has restarted without a key."""
-        name = self.away.pop(self.rng.randrange(len(self.away)))
+        """Connect a site under a new node id, as after a restart without a key."""
+        name = self.away.pop(self.generator.randrange(len(self.away)))
         config = {"name": name, "domain": f"domain-{int(name[-2:]) % DOMAINS}"}
-        self.contexts[self.next_node] = Context(1, self.next_node, config, _no_records(), {})
+        self.contexts[self.next_node] = Context(1, self.next_node, config, RecordDict(), {})
         self.next_node += 1
 
     def leave(self, node: int) -> None:
@@ -127,32 +127,33 @@ class ChurningGrid(LocalGrid):
 
     def start_round(self, number: int) -> None:
         """Draw what happens in a round."""
-        rng, self.round = self.rng, number
+        generator, self.round = self.generator, number
         self.asked.clear()
         self.faults, self.expected = {}, set()
         for node in list(self.contexts):
-            if len(self.contexts) - len(self.silent_for) > LEAST and rng.random() < LEAVE:
+            if len(self.contexts) - len(self.silent_for) > LEAST and generator.random() < LEAVE:
                 self.leave(node)
                 self.events["leaves"] += 1
         for _ in range(len(self.away)):
-            if rng.random() < JOIN:
+            if generator.random() < JOIN:
                 self.join()
                 self.events["joins"] += 1
         self.silent_for = {node: left - 1 for node, left in self.silent_for.items() if left > 1}
         for node in self.contexts:
-            if len(self.contexts) - len(self.silent_for) > LEAST and rng.random() < FALL_SILENT:
-                self.silent_for.setdefault(node, rng.randint(1, 20))
+            if len(self.contexts) - len(self.silent_for) > LEAST and generator.random() < FALL_SILENT:
+                self.silent_for.setdefault(node, generator.randint(1, 20))
                 self.events["falls silent"] += 1
-            elif rng.random() < SPOIL:
-                self.faults[node] = rng.choice(FAULTS)
+            elif generator.random() < SPOIL:
+                self.faults[node] = generator.choice(FAULTS)
         self.dead = set(self.silent_for)
 
     def train(self, message: Message, context: Context) -> Message:
         received = client.read_model(message)
         name, node, number = str(context.node_config["name"]), context.node_id, self.round
-        rng = np.random.default_rng([number, int(name[-2:])])
+        generator = np.random.default_rng([number, int(name[-2:])])
         sent = {
-            key: value + step for (key, value), step in zip(received.items(), draw_steps(rng, received), strict=True)
+            key: value + step
+            for (key, value), step in zip(received.items(), draw_steps(generator, received), strict=True)
         }
         examples, fault = 50 + 10 * int(name[-2:]), self.faults.get(node)
         if fault is None:
@@ -163,7 +164,7 @@ class ChurningGrid(LocalGrid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         messages = list(messages)
-        self.spoil = self.spoil_training if messages and messages[0].metadata.message_type == "train" else keep
+        self.spoil = self.spoil_training if messages and messages[0].metadata.message_type == "train" else keep_reply
         return super().send_and_receive(messages, timeout=timeout)
 
     def spoil_training(self, node: int, reply: Message) -> list[Message]:
@@ -187,22 +188,16 @@ class ChurningGrid(LocalGrid):
         return [reply, reply] if fault == "twice" else [reply]
 
 
-def keep(node: int, reply: Message) -> list[Message]:
+def keep_reply(node: int, reply: Message) -> list[Message]:
     return [reply]
 
 
-def _no_records() -> Any:
-    from flwr.app import RecordDict
-
-    return RecordDict()
-
-
-def draw_steps(rng: np.random.Generator, model: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return a step for each tensor. It pulls the values towards zero, or ten thousand rounds would drift away."""
+def draw_steps(generator: np.random.Generator, model: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return a step for each tensor. It pulls values towards zero, so that they stay small for ten thousand rounds."""
     steps = []
     for value in model.values():
         if value.is_floating_point():
-            noise = torch.from_numpy(rng.standard_normal(tuple(value.shape), np.float32))
+            noise = torch.from_numpy(generator.standard_normal(tuple(value.shape), np.float32))
             steps.append(0.01 * noise - 0.05 * value)
         else:
             steps.append(torch.ones((), dtype=value.dtype))
@@ -222,7 +217,7 @@ class Soak:
         self.measurements, self.oracle, self.failures = Measurements(), SignOracle(), list[str]()
         self.grid = ChurningGrid(seed, self.oracle, self.measurements.events)
         self.folder = folder
-        shutil.rmtree(folder, ignore_errors=True)  # that of an earlier trial
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier trial
         self.strategy = FedHEAL(
             tau=0.5,
             folder=folder,
@@ -237,17 +232,17 @@ class Soak:
     def execute(self, rounds: int) -> None:
         initial = ArrayRecord({key: Array(make_initial(key, shape)) for key, shape in SHAPES.items()})
         gc.collect()
-        gc.freeze()  # what the imports have made is not looked at again every tenth round
+        gc.freeze()  # so that later collections skip the objects of the imports
         self.began = time.process_time()
         self.grid.start_round(1)
         self.strategy.start(self.grid, initial, num_rounds=rounds, evaluate_fn=self.check_round)
 
     def check_round(self, number: int, arrays: ArrayRecord) -> None:
-        """Check the round that has ended, and draw the next. Flower calls this with the new model."""
+        """Check the round that has ended, and draw the next one. Flower calls this with the new model."""
         if number == 0:
             return
-        measured, record = self.measurements, self.strategy.history[-1]
-        measured.round_seconds.append(time.process_time() - self.began)
+        measurements, record = self.measurements, self.strategy.history[-1]
+        measurements.round_seconds.append(time.process_time() - self.began)
         counted = record.weights.keys() - record.report["skipped"].keys()
         if counted != self.grid.expected:
             self.failures.append(f"round {number}: {sorted(counted ^ self.grid.expected)} should not differ")
@@ -256,27 +251,28 @@ class Soak:
         if not all(np.isfinite(array.numpy()).all() for array in arrays.values()):
             self.failures.append(f"round {number}: the model is not finite")
         end = (self.folder / "rounds.jsonl").stat().st_size
-        measured.line_bytes.append(end - self.lines_end)
+        measurements.line_bytes.append(end - self.lines_end)
         self.lines_end = end
         if number % 10 == 0:
             gc.collect()
-            measured.memory[number] = read_memory()
-            measured.files[number] = sum(1 for path in self.folder.rglob("*"))
+            measurements.memory[number] = read_memory()
+            measurements.files[number] = sum(1 for path in self.folder.rglob("*"))
         self.grid.start_round(number + 1)
         self.began = time.process_time()
 
     def check_end(self, rounds: int) -> dict[str, bool]:
         """Return what must hold at the end, and whether it does."""
-        measured, settled = self.measurements, min(SETTLED, rounds // 2)
+        measurements, settled = self.measurements, min(SETTLED, rounds // 2)
         group = min(GROUP, rounds // 4)
         # The first rounds compile kernels and meet sites for the first time.
         first, last = (
-            statistics.median(measured.round_seconds[part]) for part in (slice(group // 10, group), slice(-group, None))
+            statistics.median(measurements.round_seconds[part])
+            for part in (slice(group // 10, group), slice(-group, None))
         )
-        later = [size for number, size in measured.memory.items() if number >= settled]
-        file_counts = [count for number, count in measured.files.items() if number >= settled]
+        later = [size for number, size in measurements.memory.items() if number >= settled]
+        file_counts = [count for number, count in measurements.files.items() if number >= settled]
         lines = [
-            statistics.mean(measured.line_bytes[part])
+            statistics.mean(measurements.line_bytes[part])
             for part in (slice(settled, settled + group), slice(-group, None))
         ]
         difference = self.oracle.find_difference(find_state(self.strategy.state))
@@ -301,12 +297,12 @@ def make_initial(key: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 def find_state(state: Any) -> ConsistencyState:
     """Return the sign counts within a state."""
-    waiting = [state]
-    while waiting:
-        part = waiting.pop()
+    parts = [state]
+    while parts:
+        part = parts.pop()
         if isinstance(part, ConsistencyState):
             return part
-        waiting += part if isinstance(part, tuple) else vars(part).values() if isinstance(part, State) else ()
+        parts += part if isinstance(part, tuple) else vars(part).values() if isinstance(part, State) else ()
     raise LookupError("this state has no sign counts")
 
 
@@ -327,8 +323,8 @@ def run_soak(rounds: int, seed: int, out: Path) -> dict[str, bool]:
     lines = [f"{rounds:,} rounds, seed {seed}, {seconds:.0f} s, {len(soak.oracle.n)} sites. Events: {events}.", ""]
     lines += [f"- {'yes' if passed else 'NO'}: {check}" for check, passed in checks.items()]
     (out / "soak.md").write_text("\n".join(lines) + "\n")
-    found = {"rounds": rounds, "seed": seed, "seconds": seconds, "checks": checks, "failures": soak.failures}
-    (out / "soak.json").write_text(json.dumps(found | vars(soak.measurements)) + "\n")
+    summary = {"rounds": rounds, "seed": seed, "seconds": seconds, "checks": checks, "failures": soak.failures}
+    (out / "soak.json").write_text(json.dumps(summary | vars(soak.measurements)) + "\n")
     return checks
 
 
@@ -337,9 +333,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    checks = run_soak(asked.rounds, asked.seed, asked.out)
-    print((asked.out / "soak.md").read_text(), end="")
+    options = parser.parse_args()
+    checks = run_soak(options.rounds, options.seed, options.out)
+    print((options.out / "soak.md").read_text(), end="")
     return 0 if all(checks.values()) else 1
 
 

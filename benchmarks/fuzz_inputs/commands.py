@@ -1,4 +1,4 @@
-"""Inputs of the command line: words, experiment files, names of methods, and run folders."""
+"""Draw and try inputs of the command line: words, experiment files, names of methods, and run folders."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from fedheal.core.state import compute_checksum
 from fedheal.simulate.experiment import Experiment
 from tiny_data import QUICK
 
-LONGEST_ERROR = 40_000  # characters; an odd word has up to 5,000, may come twice, and may be quoted with its part
+LONGEST_ERROR = 40_000  # characters: an odd word has up to 5,000, may come twice, and may be quoted with its part
 TINY = {**QUICK, "rounds": 1}
 COMMAND_LIMITS = Limits(patience=0.5)
-# Several processes would cost seconds each, and a cluster or a tracker has files and connections of its own.
+# Left out are `workers`, whose processes would take seconds to start, and `data_root`.
 FIELDS = sorted(set(Experiment.model_fields) - {"workers", "data_root"})
 
 
 @dataclass(frozen=True)
-class Done:
-    """A command that has ended."""
+class CommandResult:
+    """How a command ended, and what it printed."""
 
     code: int
     out: str
     err: str
 
 
-def call_command(words: list[str]) -> Done:
-    """Call the command line in this process, as a process would end."""
+def call_command(words: list[str]) -> CommandResult:
+    """Run a command in this process, and return how its own process would have ended."""
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     path, arguments = list(sys.path), sys.argv
@@ -63,27 +63,26 @@ def call_command(words: list[str]) -> Done:
         sys.argv, sys.path[:] = arguments, path
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return Done(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
-def check_done(done: Done) -> str:
-    """Return whether the command was accepted. Raise `Broken` unless it ended as documented."""
-    last = done.err.rstrip("\n").rpartition("\n")[2]
-    is_lost = (
-        "Exception ignored in" in done.err and "KeyboardInterrupt" in done.err
-    )  # Python's word on an interrupt in a finaliser
-    if done.code not in (0, 1, 2, 130) or ("Traceback" in done.err and not is_lost):
-        raise Broken(f"exit code {done.code}: {done.err[-2000:]}")
-    if done.code == 2 and not ("fedheal: " in done.err or "Usage:" in done.out + done.err):
+def check_result(result: CommandResult) -> str:
+    """Return whether a command was accepted or rejected. Raise `Broken` unless it ended as documented."""
+    last = result.err.rstrip("\n").rpartition("\n")[2]
+    # Python prints a traceback for an interrupt that it loses in a finaliser.
+    has_lost_interrupt = "Exception ignored in" in result.err and "KeyboardInterrupt" in result.err
+    if result.code not in (0, 1, 2, 130) or ("Traceback" in result.err and not has_lost_interrupt):
+        raise Broken(f"exit code {result.code}: {result.err[-2000:]}")
+    if result.code == 2 and not ("fedheal: " in result.err or "Usage:" in result.out + result.err):
         raise Broken(f"exit code 2 without a sentence: {last!r}")
-    if len(done.err) > LONGEST_ERROR:
-        raise Broken(f"an error of {len(done.err)} characters: {done.err[:200]!r}")
-    return "rejected" if done.code == 2 else "accepted"
+    if len(result.err) > LONGEST_ERROR:
+        raise Broken(f"an error of {len(result.err)} characters: {result.err[:200]!r}")
+    return "rejected" if result.code == 2 else "accepted"
 
 
 @contextlib.contextmanager
-def enter_fresh(folder: Path) -> Iterator[Path]:
-    """Make a folder anew and work in it."""
+def enter_fresh_folder(folder: Path) -> Iterator[Path]:
+    """Make an empty folder, work in it, and remove it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with contextlib.chdir(folder):
@@ -105,7 +104,7 @@ def check_finite(folder: Path) -> None:
 
 
 class CommandLines:
-    """Words of every command: valid lines with some words changed, doubled, cut or in another order, and odd fields."""
+    """Words of every command: valid lines with words changed, doubled, cut or moved, and odd fields."""
 
     name, limits = "command lines", COMMAND_LIMITS
     lines: ClassVar[list[list[str]]] = [
@@ -142,17 +141,18 @@ class CommandLines:
     def attempt(self, case: Any) -> str:
         number, edits, fields = case
         words = edit_words([*self.lines[number], *(f"{key}={value}" for key, value in fields)], edits)
+        # A cluster and a tracker have their own files and connections.
         if {"fetch", "demo"} & set(words) or any(w.startswith(("--ray", "--track", "--jobs=")) for w in words):
             return "left out"
-        with enter_fresh(self.folder) as folder:
+        with enter_fresh_folder(self.folder) as folder:
             shutil.copytree(self.runs, folder / "done")
-            outcome = check_done(call_command(words))
+            outcome = check_result(call_command(words))
             check_finite(folder)
         return outcome
 
 
 class ExperimentFiles:
-    """Experiment files: the text of a valid one with edits of bytes, or its values with edits, with what they lead to."""
+    """Experiment files: a valid one with edited bytes, lines or values; then the run that it describes."""
 
     name, limits = "experiment files", COMMAND_LIMITS
     cases = st.one_of(
@@ -169,9 +169,9 @@ class ExperimentFiles:
 
     def attempt(self, case: Any) -> str:
         kind, edits = case
-        with enter_fresh(self.folder) as folder:
+        with enter_fresh_folder(self.folder) as folder:
             (folder / "file.toml").write_bytes(self.make_file(kind, edits))
-            outcome = check_done(call_command(["run", "file.toml", "--quiet"]))
+            outcome = check_result(call_command(["run", "file.toml", "--quiet"]))
             check_finite(folder)
             if strays := sorted(p.name for p in folder.iterdir() if p.name not in ("file.toml", "runs")):
                 raise Broken(f"it wrote {strays[:3]} beside the run folder")
@@ -192,7 +192,7 @@ class ExperimentFiles:
 
 
 class MethodNames:
-    """Names of methods. One that is accepted means the same method again by its canonical name."""
+    """Names of methods. The canonical name of an accepted method must mean the same method."""
 
     name, limits = "method names", Limits()
     parts = (
@@ -228,7 +228,7 @@ class MethodNames:
 
 
 def make_runs(folder: Path) -> Path:
-    """Make a comparison of two methods, once."""
+    """Run a comparison of two methods, unless the folder has one."""
     if not folder.exists():
         for method in ("fedavg", "fedheal"):
             experiment = Experiment(**{**TINY, "rounds": 3, "save_seconds": 0, "method": method, "validation": 0.2})
@@ -249,7 +249,7 @@ FILES = (
 
 
 class RunFolders:
-    """Run folders: one file damaged, exchanged, doubled, taken away or forged; then reports, loading and resuming."""
+    """Run folders: one file damaged, exchanged, doubled, removed or forged; then reports, loading and resuming."""
 
     name, limits = "run folders", COMMAND_LIMITS
     damage = st.one_of(
@@ -282,17 +282,18 @@ class RunFolders:
 
     def attempt(self, case: Any) -> str:
         file, (kind, edits), use, is_unfinished = case
-        with enter_fresh(self.folder) as folder:
+        with enter_fresh_folder(self.folder) as folder:
             shutil.copytree(self.runs, folder / "done")
             run = folder / "done" / "fedheal-0"
-            if is_unfinished:  # a resume then reads the checkpoints
+            if is_unfinished:  # so that a resume reads the checkpoints
                 (run / "result.json").unlink()
             damage_file(find_file(run, file), find_file(folder / "done" / "fedavg-0", file), kind, edits)
-            outcome = self.use(use, run)
-            check_finite(folder) if use == "resume" and outcome == "accepted" and file != "model.safetensors" else None
+            outcome = self.use_run(use, run)
+            if use == "resume" and outcome == "accepted" and file != "model.safetensors":
+                check_finite(folder)
         return outcome
 
-    def use(self, use: str, run: Path) -> str:
+    def use_run(self, use: str, run: Path) -> str:
         if use == "load":
             try:
                 fedheal.load(run)
@@ -308,7 +309,7 @@ class RunFolders:
             "by client": ["report", str(run), "--diagnose", "--by", "client"],
             "resume": ["run", "--resume", "--out", str(run), "--quiet"],
         }
-        return check_done(call_command(words[use]))
+        return check_result(call_command(words[use]))
 
 
 def find_file(run: Path, name: str) -> Path:
@@ -324,7 +325,7 @@ def damage_file(path: Path, other: Path, kind: str, edits: Any) -> None:
     if kind == "bytes":
         path.write_bytes(edit_bytes(data, edits))
     elif kind == "json":
-        path.write_bytes(forge(data, path.suffix, edits))
+        path.write_bytes(forge_file(data, path.suffix, edits))
     elif kind == "lines":
         lines = data.decode("utf-8", "surrogateescape").split("\n")
         path.write_bytes(
@@ -344,8 +345,8 @@ def damage_file(path: Path, other: Path, kind: str, edits: Any) -> None:
         path.write_bytes(b'{"round": 1, "x": ' + b"[" * 100_000)
 
 
-def forge(data: bytes, suffix: str, edits: Any) -> bytes:
-    """Edit the values of a file. That of a checkpoint gets a right checksum, as another program might write it."""
+def forge_file(data: bytes, suffix: str, edits: Any) -> bytes:
+    """Edit the values of a file. A checkpoint gets a right checksum, as from another program."""
     if suffix == ".jsonl":
         records = [json.loads(line) for line in data.decode().splitlines()]
         return "".join(json.dumps(record) + "\n" for record in edit_json(records, edits) or []).encode()

@@ -1,4 +1,4 @@
-"""Data files of every reader, damaged inside and outside their compression; and bombs, which unpack to far more."""
+"""Damage data files of every reader, inside and outside their compression; and make bombs, which unpack to far more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import json
+import os
 import struct
 import zipfile
 import zlib
@@ -44,14 +45,14 @@ COMPRESSIONS: dict[str, tuple[Unpack, Pack]] = {
 
 
 def make_png(width: int, height: int, rows: int) -> bytes:
-    """A grey PNG with that size in its header and so many rows of zeros."""
+    """Return a grey PNG with this size in its header and so many rows of zeros."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def make_chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     packed = zlib.compress(bytes((width + 1) * rows), 1)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + make_chunk(b"IHDR", header) + make_chunk(b"IDAT", packed) + make_chunk(b"IEND", b"")
 
 
 def make_pictures() -> dict[str, bytes]:
@@ -81,7 +82,7 @@ def make_zip(members: dict[str, bytes]) -> bytes:
 
 
 class DataFiles:
-    """One file of a data set, read as its reader reads it, images included."""
+    """One file of a data set, read by its reader, with all images decoded."""
 
     name, limits = "data files", Limits(megabytes=LIMIT)
     kinds = (
@@ -133,7 +134,7 @@ class DataFiles:
         kind, number, is_inside, edits, values = case
         try:
             if kind.startswith("bomb "):
-                self.explode(kind.removeprefix("bomb "))
+                self.read_bomb(kind.removeprefix("bomb "))
             else:
                 self.clear()
                 getattr(self, f"read_{kind.replace(' ', '_')}")(number, is_inside, edits, values)
@@ -145,7 +146,7 @@ class DataFiles:
             raise Broken("a bomb is accepted")
         return "accepted"
 
-    def put(self, name: str, data: bytes, edits: Any, is_inside: bool) -> Path:
+    def write_edited(self, name: str, data: bytes, edits: Any, is_inside: bool) -> Path:
         """Write a file with edits, inside its compression if it has one and `is_inside`."""
         unpack, pack = COMPRESSIONS.get(Path(name).suffix, (bytes, bytes))
         changed = pack(edit_bytes(unpack(data), edits)) if is_inside else edit_bytes(data, edits)
@@ -154,77 +155,84 @@ class DataFiles:
 
     def read_idx(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
         images, labels = (self.mnist / f"t10k-{part}-ubyte.gz" for part in ("images-idx3", "labels-idx1"))
-        decode(read_idx_images(self.put("images.gz", images.read_bytes(), edits, is_inside), labels, 10))
+        decode_images(
+            read_idx_images(self.write_edited("images.gz", images.read_bytes(), edits, is_inside), labels, 10)
+        )
 
     def read_idx_labels(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
         images, labels = (self.mnist / f"t10k-{part}-ubyte.gz" for part in ("images-idx3", "labels-idx1"))
-        read_idx_images(images, self.put("labels.gz", labels.read_bytes(), edits, is_inside), 10)
+        read_idx_images(images, self.write_edited("labels.gz", labels.read_bytes(), edits, is_inside), 10)
 
     def read_libsvm(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
-        decode(read_libsvm_images(self.put("usps.bz2", self.usps, edits, is_inside), 10))
+        decode_images(read_libsvm_images(self.write_edited("usps.bz2", self.usps, edits, is_inside), 10))
 
     def read_mat(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
-        decode(read_mat_images(self.put("a.mat", self.mats[1], edits, is_inside), 10, MatNames()))
+        decode_images(read_mat_images(self.write_edited("a.mat", self.mats[1], edits, is_inside), 10, MatNames()))
 
     def read_mat_packed(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
-        decode(read_mat_images(self.put("a.mat", self.mats[0], edits, is_inside), 10, MatNames(first_label=1)))
+        decode_images(
+            read_mat_images(self.write_edited("a.mat", self.mats[0], edits, is_inside), 10, MatNames(first_label=1))
+        )
 
     def read_image(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
         name = sorted(self.pictures)[number % len(self.pictures)]
         self.write_folder(name, edit_bytes(self.pictures[name], edits))
-        self.scan()
+        self.read_all_images()
 
     def read_folder(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
-        """Odd names of files and folders."""
+        """Read a folder with odd names of files and folders."""
         self.write_folder("0.png", self.pictures["a.png"])
         for _, place, _, text in edits:
             name = text.replace(b"/", b"_").replace(b"\0", b"_") or b"x"
             if name not in (b".", b".."):
-                (self.folder / "cats" / os_name(name)).mkdir(exist_ok=True) if place % 2 else (
-                    self.folder / os_name(name + b".png")
-                ).touch()
-        self.scan()
+                if place % 2:
+                    (self.folder / "cats" / os.fsdecode(name)).mkdir(exist_ok=True)
+                else:
+                    (self.folder / os.fsdecode(name + b".png")).touch()
+        self.read_all_images()
 
     def read_list(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
         self.write_folder("0.png", self.pictures["a.png"])
         text = b"".join(b"data/%s/%d.png 3\n" % (name, i) for name in (b"cats", b"dogs") for i in range(10))
-        path = self.put("list.txt", text, edits, is_inside)
+        path = self.write_edited("list.txt", text, edits, is_inside)
         domain, _ = read_split_lists("a", self.folder.parent, path, path)
-        decode(domain.train)
+        decode_images(domain.train)
 
     def read_camera(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
-        """Annotations of camera traps, as JSON or as its bytes."""
+        """Read annotations of camera traps with edited values or bytes."""
         images = [{"id": i, "file_name": f"{i}.png", "location": "38"} for i in range(5)]
         annotations = [{"image_id": i, "category_id": i % 2} for i in range(5)]
-        held = {
+        content = {
             "images": images,
             "annotations": annotations,
             "categories": [{"id": i, "name": n} for i, n in enumerate(("cat", "dog"))],
         }
         self.write_folder("0.png", self.pictures["a.png"])
-        text = json.dumps(edit_json(held, values) if is_inside else held).encode()
-        path = self.put("a.json", text, [] if is_inside else edits, True)
+        text = json.dumps(edit_json(content, values) if is_inside else content).encode()
+        path = self.write_edited("a.json", text, [] if is_inside else edits, True)
         list_location("38", self.folder / "cats", [path], ("cat", "dog"))
 
     def read_parquet(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
-        domain = read_parquet_domain("a", [self.put("train.parquet", self.parquet, edits, True)], "", ("cat", "dog"))
-        decode(domain.train)
+        domain = read_parquet_domain(
+            "a", [self.write_edited("train.parquet", self.parquet, edits, True)], "", ("cat", "dog")
+        )
+        decode_images(domain.train)
 
     def read_export(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
-        self.open_bytes(edit_bytes(self.exports[number % 2], edits))
+        self.open_export_bytes(edit_bytes(self.exports[number % 2], edits))
 
     def read_manifest(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
         members = unzip(self.exports[number % 2])
         members["manifest.json"] = json.dumps(edit_json(json.loads(members["manifest.json"]), values)).encode()
-        self.open_bytes(make_zip(members))
+        self.open_export_bytes(make_zip(members))
 
     def read_member(self, number: int, is_inside: bool, edits: Any, values: Any) -> None:
         members = unzip(self.exports[number % 2])
         name = sorted(members)[edits[0][1] % len(members) if edits else 0]
         members[name] = edit_bytes(members[name], edits)
-        self.open_bytes(make_zip(members))
+        self.open_export_bytes(make_zip(members))
 
-    def open_bytes(self, data: bytes) -> None:
+    def open_export_bytes(self, data: bytes) -> None:
         path = self.folder / "a.export"
         path.write_bytes(data)
         self.open_export(path)
@@ -232,8 +240,8 @@ class DataFiles:
     def open_export(self, path: Path) -> None:
         read_manifest(path)
         for domain in read_export(path)[1]:
-            decode(domain.train)
-            decode(domain.test)
+            decode_images(domain.train)
+            decode_images(domain.test)
 
     def write_folder(self, name: str, data: bytes) -> None:
         for label in ("cats", "dogs"):
@@ -241,12 +249,12 @@ class DataFiles:
             for number in range(5):
                 (self.folder / label / f"{number}.{name.rpartition('.')[2]}").write_bytes(data)
 
-    def scan(self) -> None:
+    def read_all_images(self) -> None:
         domain = scan_folder("a", self.folder)
-        decode(domain.train)
+        decode_images(domain.train)
 
     def prepare(self, case: Any) -> None:
-        """Write a bomb, which takes longer than to refuse it."""
+        """Write a bomb before the clock starts: that takes longer than to reject it."""
         if not case[0].startswith("bomb "):
             return
         self.clear()
@@ -282,7 +290,7 @@ class DataFiles:
         for path in sorted(self.folder.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
 
-    def explode(self, name: str) -> None:
+    def read_bomb(self, name: str) -> None:
         """Read a bomb."""
         path, labels = self.folder / "bomb", self.mnist / "t10k-labels-idx1-ubyte.gz"
         if name.startswith(("gzip", "idx")):
@@ -292,12 +300,12 @@ class DataFiles:
         elif name == "mat":
             read_mat_images(path, 10, MatNames(first_label=1))
         elif name.startswith("png"):
-            errors = decode(scan_folder("a", self.folder).train)
+            errors = decode_images(scan_folder("a", self.folder).train)
             raise ValueError(f"{errors} images cannot be read")
         elif name.startswith("zip"):
             self.open_export(path)
         else:
-            decode(read_parquet_domain("a", [self.folder / "train.parquet"], "", ("cat", "dog")).train)
+            decode_images(read_parquet_domain("a", [self.folder / "train.parquet"], "", ("cat", "dog")).train)
             raise ValueError("the images cannot be read")
 
     def make_zip_bomb(self, name: str) -> bytes:
@@ -335,11 +343,7 @@ class DataFiles:
         parquet.write_table(pa.table(words), path, compression="zstd", use_dictionary=False)
 
 
-def os_name(name: bytes) -> str:
-    return name.decode("utf-8", "surrogateescape")
-
-
-def decode(split: Any) -> int:
+def decode_images(split: Any) -> int:
     """Decode and resize all images, and return how many cannot be read."""
     errors = 0
     for batch in decode_batches(len(split), split.image, SIZE):

@@ -1,4 +1,4 @@
-"""Watch one input: time, memory, files written, and how it ends."""
+"""Watch one input: its time, its memory, the files it writes, and how it ends."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree"}
 
 
-WAITING = 6  # times the limit of processor time may pass on the clock
-LEAST_SECONDS = (
-    1.0  # of processor time meanwhile: with less it waits, with more it is slow because other programs run, too
-)
+# Every so many limits on the clock an input must have used some processor time. With less it waits for something. With more it
+# is only slow, because other programs run, too.
+WAITING_FACTOR = 6
+LEAST_SECONDS = 1.0
 
 
 class Broken(Exception):
-    """A promise that an input broke."""
+    """An input broke a promise."""
 
 
 class Hang(BaseException):
-    """An input took too long. Not an Exception, which code may catch."""
+    """An input took too long. This is no Exception, which the code under test might catch."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an input may take. `seconds` are of processor time; six times as many on the clock must not pass without any.
+    """What an input may take.
 
-    `patience`: seconds of processor time until a command is interrupted like by Ctrl-C.
+    `seconds` are processor time. After six times as many on the clock an input that has used almost none counts as waiting.
+    `patience`: seconds of processor time until a command is interrupted as by Ctrl-C.
     """
 
     seconds: float = 10.0
@@ -44,30 +45,30 @@ class Limits:
 
 
 class WriteWatch:
-    """Notes what this process changes outside the folders where it may, by an audit hook, which sees every path."""
+    """An audit hook that notes what this process changes outside the allowed folders."""
 
     def __init__(self, allowed: list[Path]) -> None:
         self.allowed = tuple(f"{path.resolve()}{os.sep}" for path in allowed)
         self.strays: list[str] = []
         self.is_on = False
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._handle_event)
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _handle_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.is_on:
             return
         if event == "open":
             path, mode, flags = arguments
             is_write = any(c in mode for c in "wax+") if isinstance(mode, str) else bool((flags or 0) & WRITING)
             if is_write:
-                self._note(event, path)
+                self._note_path(event, path)
         elif event in CHANGES:
             paths = arguments[: 2 if event in ("os.rename", "os.link") else 1]
-            # A name relative to an open folder, which was checked when it was opened, has that folder's descriptor behind it.
+            # A name relative to an open folder comes with that folder's descriptor. It was checked when it was opened.
             if all(place == -1 for place in arguments[len(paths) :] if isinstance(place, int) and event != "os.mkdir"):
                 for path in paths:
-                    self._note(event, path)
+                    self._note_path(event, path)
 
-    def _note(self, event: str, path: Any) -> None:
+    def _note_path(self, event: str, path: Any) -> None:
         if not isinstance(path, str | bytes | os.PathLike):  # a descriptor
             return
         text = os.fsdecode(path)
@@ -89,7 +90,7 @@ def read_status(key: str) -> int:
 
 
 class Guard:
-    """Runs attempts under limits; `kept_clean` are folders whose listing must not change."""
+    """Runs attempts under limits. The files in the folders of `kept_clean` must not change."""
 
     def __init__(self, limits: Limits, watch: WriteWatch, kept_clean: list[Path]) -> None:
         self.limits, self.watch, self.kept_clean = limits, watch, kept_clean
@@ -97,8 +98,8 @@ class Guard:
         self.most_megabytes, self.most_seconds = 0, 0.0
 
     def run(self, attempt: Callable[[], str]) -> str:
-        """Return what the attempt returned. Raise what it raised, `Hang`, or `Broken`."""
-        Path("/proc/self/clear_refs").write_text("5")  # begins the high-water mark anew
+        """Return the result of an attempt. Raise its error, `Hang`, or `Broken`."""
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of memory
         start, began = read_status("VmRSS"), time.process_time()
         self.watch.strays.clear()
         with self._limit_time():
@@ -107,13 +108,11 @@ class Guard:
                 outcome = attempt()
             finally:
                 self.watch.is_on = False
-        taken = read_status("VmHWM") - start
-        self.most_megabytes, self.most_seconds = (
-            max(self.most_megabytes, taken),
-            max(self.most_seconds, time.process_time() - began),
-        )
-        if taken > self.limits.megabytes:
-            raise Broken(f"it took {taken} MB of memory")
+        growth = read_status("VmHWM") - start
+        self.most_megabytes = max(self.most_megabytes, growth)
+        self.most_seconds = max(self.most_seconds, time.process_time() - began)
+        if growth > self.limits.megabytes:
+            raise Broken(f"it took {growth} MB of memory")
         if self.watch.strays:
             raise Broken(f"it wrote elsewhere: {', '.join(self.watch.strays[:3])}")
         if (now := list_files(self.kept_clean)) != self.before:
@@ -135,11 +134,11 @@ class Guard:
         def on_processor_time(number: int, frame: FrameType | None) -> None:
             if time.process_time() >= deadline or patience is None:
                 raise Hang
-            if Interruptible.is_entered:  # again and again: one that arrives in a finaliser is lost
+            if Interruptible.is_entered:  # again and again: an interrupt in a finaliser is lost
                 signal.raise_signal(signal.SIGINT)
 
         before = signal.signal(signal.SIGALRM, on_alarm), signal.signal(signal.SIGPROF, on_processor_time)
-        signal.setitimer(signal.ITIMER_REAL, WAITING * self.limits.seconds, WAITING * self.limits.seconds)
+        signal.setitimer(signal.ITIMER_REAL, WAITING_FACTOR * self.limits.seconds, WAITING_FACTOR * self.limits.seconds)
         signal.setitimer(signal.ITIMER_PROF, patience or self.limits.seconds, 1.0)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Edits of valid inputs: bytes, words, and leaves of JSON. A strategy draws the edits, so that a seed draws the same ones."""
+"""Edit valid inputs: bytes, words, and values of JSON. A strategy draws the edits, so that a seed repeats them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ODD_TEXTS = (
 EDGE_NUMBERS = (0, 1, -1, 2, 3, 7, 255, 256, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), 10**30)
 EDGE_FLOATS = (0.0, -0.0, 0.5, 1.0, -1.0, 1e-320, 1e-12, 1e12, 1.8e308, float("inf"), float("-inf"), float("nan"))
 
-ALPHABET = "abcxyzATN0123459 ._-+:=,;#@!?*()[]{}<>|&%$'\"\\\n\té\u0301\ufffd\U0001f642"  # no slash: a path stays below
+# There is no slash in it, so that a path stays in its folder.
+ALPHABET = "abcxyzATN0123459 ._-+:=,;#@!?*()[]{}<>|&%$'\"\\\n\té\u0301\ufffd\U0001f642"
 texts = st.one_of(st.sampled_from(ODD_TEXTS), st.text(ALPHABET, max_size=12))
 numbers = st.one_of(st.sampled_from(EDGE_NUMBERS), st.integers(-10, 300))
 floats = st.one_of(st.sampled_from(EDGE_FLOATS), st.floats(-2, 2))
@@ -107,11 +108,11 @@ json_edits = st.lists(
 )
 
 
-def edit_json(given: Any, edits: list[tuple[str, int, str, Any]]) -> Any:
+def edit_json(value: Any, edits: list[tuple[str, int, str, Any]]) -> Any:
     """Apply edits to the leaves and branches of a JSON value."""
-    changed = copy.deepcopy(given)
-    for kind, place, key, value in edits:
-        new = copy.deepcopy(value)  # later edits must not change what was drawn
+    changed = copy.deepcopy(value)
+    for kind, place, key, drawn_value in edits:
+        new = copy.deepcopy(drawn_value)  # later edits must not change the drawn value
         spots = list(_list_spots(changed))
         if not spots:
             return new

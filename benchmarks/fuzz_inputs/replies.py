@@ -1,4 +1,4 @@
-"""What comes from clients: Flower replies to the strategy, and updates to the aggregator alone."""
+"""Draw and try what clients send: Flower replies to the strategy, and updates to the aggregator alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedheal.core.layout import Packed
 from fedheal.flower import FairStrategy, client
 from flower.local_grid import LocalGrid
 
-# What Flower's wire can hold: 64-bit integers, floats, text, bytes, and lists of one type.
+# What a Flower message can hold: 64-bit integers, floats, text, bytes, and lists of one type.
 wire_numbers = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from(EDGE_FLOATS), st.floats())
 wire_texts = texts.map(lambda text: text.encode("utf-8", "replace").decode())
 wire_values = st.one_of(
@@ -66,7 +66,7 @@ def make_module() -> nn.Module:
 
 
 class FlowerReplies:
-    """Replies of one of three sites. Whatever it sends, the round ends, the others count, and the model is finite."""
+    """Replies of one of three sites. Whatever it sends, the round must end, the others count, and the model be finite."""
 
     name, limits = "Flower replies", Limits()
     methods_used = ("fedheal", "fedheal:variant=released", "afl", "fedavg", "qffl")
@@ -79,7 +79,7 @@ class FlowerReplies:
         self.opened = 0
 
     def open_server(self, method: str) -> tuple[FairStrategy, LocalGrid, ArrayRecord]:
-        """Return the server of this method: it goes on with the next round, as a deployment does."""
+        """Return the server of this method. It continues with the next round, as in a deployment."""
         if method not in self.servers:
             self.opened += 1
             module, folder = make_module(), self.folder / str(self.opened)
@@ -93,12 +93,12 @@ class FlowerReplies:
         strategy, grid, arrays = self.open_server(method)
         number = len(strategy.history) + 1
         try:
-            sent = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
-            arrays, _ = strategy.aggregate_train(number, sent)
-            sent = grid.send_and_receive(strategy.configure_evaluate(number, arrays, ConfigRecord(), grid))
-            strategy.aggregate_evaluate(number, sent)
+            replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
+            arrays, _ = strategy.aggregate_train(number, replies)
+            replies = grid.send_and_receive(strategy.configure_evaluate(number, arrays, ConfigRecord(), grid))
+            strategy.aggregate_evaluate(number, replies)
         except BaseException:
-            del self.servers[method]  # the next one begins anew
+            del self.servers[method]  # the next attempt opens a new one
             raise
         self.servers[method] = strategy, grid, arrays
         return self.check(strategy, arrays)
@@ -109,7 +109,7 @@ class FlowerReplies:
             raise Broken("the model is not finite")
         counted = {name for name, weight in record.weights.items() if weight > 0}
         good = {name for i, name in enumerate(SITES) if i != BAD}
-        # AFL may give a client no weight. What would make the model overflow ends the round for all, with a reason.
+        # AFL may give a client no weight. An update that makes the model overflow ends the round for all, with a reason.
         if not good & record.weights.keys() and "unmoved" not in record.report:
             raise Broken(f"only {sorted(counted)} count: {record.report}")
         if record.weights and any(record.weights.values()) and abs(math.fsum(record.weights.values()) - 1) > 1e-9:
@@ -121,7 +121,7 @@ class FlowerReplies:
     def spoil(self, node: int, reply: Message) -> list[Message]:
         replies = [reply]
         for edit in self.edits if node == 10 + BAD and reply.has_content() else ():
-            replies = [changed for one in replies for changed in spoil_reply(one, *edit)]
+            replies = [spoilt for original in replies for spoilt in spoil_reply(original, *edit)]
         return replies
 
 
@@ -177,9 +177,8 @@ def change_numbers(numbers: Any, kind: str) -> Any:
         "big-endian": ">f4",
     }
     if kind in casts:
-        return (
-            numbers.astype(casts[kind]) * (1e300 if kind == "double" else 1) if kind != "text" else numbers.astype("U3")
-        )
+        cast = numbers.astype(casts[kind])
+        return cast if kind == "text" else cast * (1e300 if kind == "double" else 1)
     reshaped = {"fortran": np.asfortranarray(numbers), "scalar": np.float32(1), "empty": np.zeros(0, np.float32)}
     return reshaped.get(kind, np.concatenate([numbers.ravel(), numbers.ravel()]))
 
@@ -241,7 +240,7 @@ rows = st.tuples(
 
 
 class CohortUpdates:
-    """A cohort's updates, straight to an aggregator: numbers at the edges, wrong types and shapes, repeated clients."""
+    """A cohort's updates, given to an aggregator: extreme numbers, wrong types and shapes, repeated clients."""
 
     name, limits = "updates", Limits()
     used = (
@@ -281,7 +280,7 @@ class CohortUpdates:
         model = torch.tensor([0.5, -0.5, 0.0, 1.0])
         before, state = model.clone(), aggregator.init(self.layout)
         with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)  # numpy's: a number has overflowed unseen
+            warnings.simplefilter("error", RuntimeWarning)  # numpy's, for a silent overflow
             try:
                 updates = make_updates(cohort, getattr(torch, kind), extra, is_odd)
                 for _ in range(2):
@@ -291,7 +290,7 @@ class CohortUpdates:
             except (ValueError, TypeError):
                 return "rejected"
         if not torch.equal(before, torch.tensor([0.5, -0.5, 0.0, 1.0])):
-            raise Broken("the model that was given has changed")
+            raise Broken("the aggregator has changed the model that it received")
         return "accepted"
 
     def check(self, model: torch.Tensor, weights: torch.Tensor) -> None:
