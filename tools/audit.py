@@ -1,7 +1,7 @@
 """Check the locked dependencies for known vulnerabilities and list their licences.
 
-Writes docs/dependencies.md from constraints.txt, from the metadata of the installed packages, and from a clone of the Python
-Packaging Advisory Database. The page states the dates of both, since neither the versions nor the advisories are of today.
+This writes docs/dependencies.md from constraints.txt, from the metadata of the installed packages, and from a clone of the
+Python Packaging Advisory Database. The page states the date of the database, because later advisories are not in it.
 
     python tools/audit.py path/to/advisory-database
 """
@@ -22,7 +22,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "dependencies.md"
-# Licences that ask more of those who redistribute than a notice.
+# Licences that require more than a notice from those who redistribute.
 COPYLEFT = re.compile(r"\b(A?GPL|LGPL|MPL|EPL|EUPL)|Mozilla Public|GNU", re.IGNORECASE)
 MAX_NAME = 60  # some packages put the whole text of their licence into its field
 
@@ -44,7 +44,7 @@ def read_constraints(path: Path) -> dict[str, str]:
 
 
 def is_affected(version: str, affected: dict[str, Any]) -> bool:
-    """Return whether an OSV record's `affected` entry holds a version."""
+    """Return whether the `affected` entry of an OSV record includes a version."""
     if version in affected.get("versions", ()):
         return True
     own = Version(version)
@@ -80,25 +80,25 @@ def find_advisories(locked: dict[str, str], database: Path) -> list[Advisory]:
         raise ValueError(
             f"{database} has no folder 'vulns': clone the Python Packaging Advisory Database and name its folder"
         )
-    found = []
+    advisories = []
     for package, version in locked.items():
         for path in sorted((database / "vulns" / package).glob("*.yaml")):
             record = yaml.safe_load(path.read_text())
             entries = [] if "withdrawn" in record else record["affected"]
             matches = [entry for entry in entries if is_affected(version, entry)]
             if matches:
-                found.append(Advisory(package, version, record["id"], find_fix(version, matches[0])))
-    return found
+                advisories.append(Advisory(package, version, record["id"], find_fix(version, matches[0])))
+    return advisories
 
 
 def read_licence(package: str) -> str:
-    """Return the licence that a package's metadata name, in a few words; "not stated" if there is none."""
-    about = metadata.metadata(package)
-    expression = about.get("License-Expression") or ""
-    classifiers = [c.rpartition(" :: ")[2] for c in about.get_all("Classifier") or () if c.startswith("License")]
-    text = (about.get("License") or "").strip()
-    named = expression or " and ".join(c for c in classifiers if c != "OSI Approved")
-    return named or (text if 0 < len(text) <= MAX_NAME and "\n" not in text else "not stated")
+    """Return the licence in a package's metadata, or "not stated"."""
+    fields = metadata.metadata(package)
+    expression = fields.get("License-Expression") or ""
+    classifiers = [c.rpartition(" :: ")[2] for c in fields.get_all("Classifier") or () if c.startswith("License")]
+    text = (fields.get("License") or "").strip()
+    name = expression or " and ".join(c for c in classifiers if c != "OSI Approved")
+    return name or (text if 0 < len(text) <= MAX_NAME and "\n" not in text else "not stated")
 
 
 def list_licences(locked: dict[str, str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -112,7 +112,7 @@ def list_licences(locked: dict[str, str]) -> tuple[dict[str, list[str]], list[st
     return dict(sorted(by_licence.items(), key=lambda item: (-len(item[1]), item[0]))), missing
 
 
-def write_page(locked: dict[str, str], found: list[Advisory], database_date: str) -> str:
+def write_page(locked: dict[str, str], advisories: list[Advisory], database_date: str) -> str:
     """Return docs/dependencies.md."""
     by_licence, missing = list_licences(locked)
     copyleft = [name for licence, names in by_licence.items() if COPYLEFT.search(licence) for name in names]
@@ -131,9 +131,9 @@ def write_page(locked: dict[str, str], found: list[Advisory], database_date: str
         "## Known vulnerabilities",
         "",
     ]
-    if found:
+    if advisories:
         lines += ["| package | version | advisory | fixed in |", "|---|---|---|---|"]
-        lines += [f"| {a.package} | {a.version} | {a.identifier} | {a.fixed or 'no version yet'} |" for a in found]
+        lines += [f"| {a.package} | {a.version} | {a.identifier} | {a.fixed or 'no version yet'} |" for a in advisories]
     else:
         lines.append(f"The database ends on {database_date}. Up to then no advisory affects a locked version.")
         lines.append("Later ones were not checked.")
@@ -159,21 +159,21 @@ def main(words: list[str] | None = None) -> int:
     """Write the page; return 1 if an advisory affects a locked version."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("database", type=Path, help="a clone of the Python Packaging Advisory Database")
-    database = parser.parse_args(words).database
+    options = parser.parse_args(words)
     locked = read_constraints(ROOT / "constraints.txt")
     try:
-        found = find_advisories(locked, database)
-        date = read_date(database)
+        advisories = find_advisories(locked, options.database)
+        date = read_date(options.database)
     except (ValueError, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)
         return 2
-    PAGE.write_text(write_page(locked, found, date))
-    for advisory in found:
+    PAGE.write_text(write_page(locked, advisories, date))
+    for advisory in advisories:
         print(
             f"{advisory.package} {advisory.version}: {advisory.identifier}, fixed in {advisory.fixed or 'no version yet'}"
         )
-    print(f"{len(locked)} packages, {len(found)} advisories (database of {date}): {PAGE.relative_to(ROOT)}")
-    return 1 if found else 0
+    print(f"{len(locked)} packages, {len(advisories)} advisories (database of {date}): {PAGE.relative_to(ROOT)}")
+    return 1 if advisories else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Measure how the package is built: files, functions, imports, and the calls of one round.
+"""Measure the structure of the package: files, functions, imports, and the calls of one round.
 
-    python tools/house.py                    this tree
-    python tools/house.py REVISION           that revision beside this tree, as a Markdown table
+    python tools/house.py                    measure this tree
+    python tools/house.py REVISION           compare that revision with this tree, as a Markdown table
 
-A hop is a distinct call from one package to another during one round of FedAvg; calls into `core`, which holds the vocabulary
-that everything shares, are not counted. A module at the top level counts as a package.
+A hop is a distinct call from one package to another during one round of FedAvg. Calls into `core` do not count, because all
+packages share its vocabulary. A module at the top level counts as a package.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Modules that were at the top level before there was a package `core`.
+# `core`, and the modules of earlier revisions that are now in it.
 CORE = {"core", "layout", "rng", "metrics", "types", "collect", "own", "version"}
 
-# Run in a process of its own, against the tree that is measured.
+# This runs in a process of its own, which imports the measured tree.
 TRACE = """
 import json, sys
 from pathlib import Path
@@ -63,7 +63,7 @@ print(json.dumps({"calls": sorted(calls), "deepest": deepest}))
 
 
 def measure_tree(root: Path) -> dict[str, Any]:
-    """Return the numbers of one tree, by the name of the row they stand in."""
+    """Return the numbers of one tree by the names of their rows."""
     package = root / "src" / "fedheal"
     files = sorted(package.rglob("*.py"))
     lines = {path: len(path.read_text().splitlines()) for path in files}
@@ -104,7 +104,7 @@ def list_function_lengths(path: Path) -> list[int]:
 
 
 def count_ranks(package: Path) -> int:
-    """Return the length of the longest chain of imports between packages; imports inside functions are not counted."""
+    """Return the length of the longest chain of imports between packages. Imports inside functions do not count."""
     imports: dict[str, set[str]] = defaultdict(set)
     for path in package.rglob("*.py"):
         part = name_package(path.relative_to(package))
@@ -116,16 +116,16 @@ def count_ranks(package: Path) -> int:
                 imports[part] |= {name.split(".")[1] for name in names} - {part}
 
     @cache
-    def rank(part: str) -> int:
-        return 1 + max((rank(other) for other in imports[part]), default=0)
+    def compute_rank(part: str) -> int:
+        return 1 + max((compute_rank(imported) for imported in imports[part]), default=0)
 
-    return max(rank(part) for part in list(imports))
+    return max(compute_rank(part) for part in list(imports))
 
 
 def trace_round(root: Path) -> dict[str, Any]:
     """Run one round of the tree's package in a process of its own; return its calls between files."""
     environment = os.environ | {"PYTHONPATH": str(root / "src")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", TRACE],
         env=environment,
         capture_output=True,
@@ -133,8 +133,8 @@ def trace_round(root: Path) -> dict[str, Any]:
         check=True,
         cwd=tempfile.gettempdir(),
     )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    round_calls: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return round_calls
 
 
 def count_hops(calls: list[list[str]]) -> int:

@@ -1,16 +1,16 @@
 """Render the digits of free fonts into the atlas from which the embedded domains are drawn.
 
-The bytes of `fedheal.data.embedded` must not depend on the version of a font renderer, so the glyphs are
-rendered once and shipped as grey bitmaps. The fonts come from Debian packages and all carry a licence that lets
-rendered shapes be redistributed (SIL OFL 1.1, Apache 2.0, Bitstream Vera, BSD); the licence of every family is
-listed below and written next to the atlas. Families used for training and for testing are disjoint.
+The bytes of `fedheal.data.embedded` must not depend on the version of a font renderer. So the glyphs are rendered
+once and shipped as grey bitmaps. The fonts come from Debian packages. All their licences allow the redistribution of
+rendered shapes (SIL OFL 1.1, Apache 2.0, Bitstream Vera, BSD). The list below has the licence of every family, and the
+file next to the atlas repeats it. No family serves for both training and testing.
 
     apt-get download fonts-lato fonts-open-sans ...        # see --packages for the list
     for deb in *.deb; do dpkg -x "$deb" fonts/; done
     python tools/make_glyph_atlas.py fonts src/fedheal/data/embedded
 
-Needs Pillow. Each digit is scaled to be `GLYPH_HEIGHT` pixels high (never wider than `MAX_WIDTH`) and centred
-in a `CELL` x `CELL` square; 0 is background, 255 is ink.
+Each digit is `GLYPH_HEIGHT` pixels high, at most `MAX_WIDTH` pixels wide, and centred in a `CELL` x `CELL` square.
+0 is background, 255 is ink.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 CELL = 40
 GLYPH_HEIGHT = 32
 MAX_WIDTH = 34
-RENDER_SIZE = 320  # large, then reduced by area averaging: hinting plays no part
+RENDER_SIZE = 320  # large, and then reduced by area averaging, so that hinting does not matter
 
 OFL = "SIL Open Font License 1.1"
 APACHE = "Apache License 2.0"
@@ -130,16 +130,16 @@ def main() -> None:
     parser.add_argument("fonts", type=Path, nargs="?", help="folder with the unpacked font packages")
     parser.add_argument("out", type=Path, nargs="?", help="folder for glyphs.npz and glyphs.json")
     parser.add_argument("--packages", action="store_true", help="list the Debian packages and stop")
-    arguments = parser.parse_args()
-    if arguments.packages:
+    options = parser.parse_args()
+    if options.packages:
         sys.stdout.write("\n".join(sorted({font.package for font in TRAIN + TEST})) + "\n")
         return
-    if arguments.fonts is None or arguments.out is None:
+    if options.fonts is None or options.out is None:
         parser.error("pass the folder of fonts and the output folder")
-    train, test = render_fonts(arguments.fonts, TRAIN), render_fonts(arguments.fonts, TEST)
-    np.savez_compressed(arguments.out / "glyphs.npz", train=train, test=test)
+    train, test = render_fonts(options.fonts, TRAIN), render_fonts(options.fonts, TEST)
+    np.savez_compressed(options.out / "glyphs.npz", train=train, test=test)
     credits = {"train": [make_credit(font) for font in TRAIN], "test": [make_credit(font) for font in TEST]}
-    (arguments.out / "glyphs.json").write_text(json.dumps(credits, indent=1) + "\n", encoding="utf-8")
+    (options.out / "glyphs.json").write_text(json.dumps(credits, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

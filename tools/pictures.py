@@ -1,6 +1,7 @@
-"""The pictures of the documentation, made from runs of this version: python tools/pictures.py  (make pictures)
+"""Make the pictures of the documentation from runs of this version: python tools/pictures.py  (make pictures)
 
-Four methods, three seeds, on the embedded digits; finished runs are not run again. The pictures of the page need Chromium.
+The runs are four methods with three seeds on the embedded digits. Finished runs are not run again. The pictures of the HTML
+page need Chromium.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fedheal.runs.folder import read_json, write_text
 
 METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
 SEEDS = (0, 1, 2)
-SHOWN = ("domains", "rounds", "weights")
+FIGURES = ("domains", "rounds", "weights")
 WIDTH, HEIGHT = 1280, 1000
 
 
@@ -34,23 +35,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    planned = plan(METHODS, SEEDS, {}, options.runs)
-    for job in run_all(planned, options.processes):
+    jobs = plan(METHODS, SEEDS, {}, options.runs)
+    for job in run_all(jobs, options.processes):
         print(job.folder.name)
-    rows = build_rows(read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in planned)
+    rows = build_rows(read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in jobs)
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         write_figures(rows, Path(scratch))
-        save_figure(Path(scratch) / "diagnosis", partial(draw_diagnosis, diagnose_run(planned[0].folder)))
-        for name in (*SHOWN, "diagnosis"):
+        save_figure(Path(scratch) / "diagnosis", partial(draw_diagnosis, diagnose_run(jobs[0].folder)))
+        for name in (*FIGURES, "diagnosis"):
             shrink_picture(Path(scratch) / f"{name}.png", options.out / f"{name}.png", width=1400)
-        photograph_page(rows, Path(scratch), options.out)
+        capture_page(rows, Path(scratch), options.out)
     for path in sorted(options.out.glob("*.png")):
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
-def photograph_page(rows: list[Row], scratch: Path, out: Path) -> None:
-    """Photograph the page's beginning in both themes."""
+def capture_page(rows: list[Row], scratch: Path, out: Path) -> None:
+    """Take a picture of the HTML page: its beginning in the light theme, and a figure in the dark theme."""
     file = scratch / "report.html"
     write_text(file, render_page(rows, "Four methods on the embedded digits"))
     browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
@@ -71,12 +72,12 @@ def photograph_page(rows: list[Row], scratch: Path, out: Path) -> None:
 
 
 def shrink_picture(source: Path, target: Path, width: int) -> None:
-    """Write a picture at most so wide, in 128 colours: figures have few."""
+    """Write a picture at most so wide, in 128 colours, which suffice for figures."""
     with Image.open(source) as image:
-        shown = image.convert("RGB")
-        if shown.width > width:
-            shown = shown.resize((width, round(shown.height * width / shown.width)), Image.Resampling.LANCZOS)
-        shown.quantize(128).save(target, optimize=True)
+        picture = image.convert("RGB")
+        if picture.width > width:
+            picture = picture.resize((width, round(picture.height * width / picture.width)), Image.Resampling.LANCZOS)
+        picture.quantize(128).save(target, optimize=True)
 
 
 if __name__ == "__main__":

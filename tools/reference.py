@@ -1,6 +1,6 @@
 """Write docs/reference.md: every command, every field of an experiment and every parameter of a method.
 
-They come from their declarations. The Python names come from their docstrings (docs/api).
+The page comes from their declarations. Python names are documented by their docstrings (docs/api).
 
 python tools/reference.py > docs/reference.md
 """
@@ -146,7 +146,9 @@ def _list_fields() -> list[str]:
     ]
     for name, field in Experiment.model_fields.items():
         mark = "*" if name in FREE else ""
-        lines.append(f"| `{name}`{mark} | {_format(field.default)} | {_describe_values(field)} | {FIELDS[name]} |")
+        lines.append(
+            f"| `{name}`{mark} | {_format_value(field.default)} | {_describe_values(field)} | {FIELDS[name]} |"
+        )
     return lines
 
 
@@ -163,7 +165,7 @@ def _list_parameters() -> list[str]:
     for part, constructor in methods.PARTS.items():
         for name, parameter in get_parameters(constructor).items():
             columns = (
-                _format(parameter.default),
+                _format_value(parameter.default),
                 _describe_allowed(parameter),
                 parameter.description,
                 parameter.source,
@@ -172,7 +174,7 @@ def _list_parameters() -> list[str]:
     return lines
 
 
-def _format(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None or value in ("", ()):
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
@@ -181,7 +183,7 @@ def _format(value: Any) -> str:
 def _describe_allowed(parameter: Parameter) -> str:
     """Return the values that a parameter may have, in the words of the fields' table."""
     if parameter.choices:
-        return ", ".join(_format(choice) for choice in parameter.choices)
+        return ", ".join(_format_value(choice) for choice in parameter.choices)
     words = NAMES[type(parameter.default)]
     for sign, limit in ((">=", parameter.ge), (">", parameter.gt), ("<=", parameter.le), ("<", parameter.lt)):
         words += "" if limit is None else f" {sign} {limit}"

@@ -4,7 +4,7 @@ python tools/results.py run --data digits --seconds 540 data_root=digits.export
 python tools/results.py collect --runs runs/results
 python tools/results.py table
 
-The rows are those of the recipe `headline`, seed 0, in bf16 on a GPU. `run` resumes where it stopped.
+The rows are those of the recipe `headline`, with seed 0, in bf16 on a GPU. `run` resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from results_page import write_page
 RECIPE = RECIPES["headline"]
 # Settings beside the protocol's. Caltech, a domain of Office-Caltech, is not available everywhere.
 PLAN: dict[str, dict[str, Any]] = {"digits": {}, "office-caltech": {"allow_missing": True}}
-# Settings in which a run may differ from the plan, since the tables show them.
+# A run may differ from the plan in these settings, because the tables show them.
 MAY_DIFFER = FREE | {"seed", "rounds", "device", "precision", "engine", "deterministic"}
 REPORT_EVERY = 20  # rounds
 say = partial(print, flush=True)
@@ -47,7 +47,7 @@ class OutOfTime(KeyboardInterrupt):
 
 
 class Deadline(fedheal.Callback):
-    """Report how a run goes, and stop it between two rounds if the next would end after the deadline."""
+    """Report the progress of a run. Stop it between two rounds if the next round would end after the deadline."""
 
     def __init__(self, label: str, rounds: int, deadline: float) -> None:
         self.label, self.rounds, self.deadline = label, rounds, deadline
@@ -59,18 +59,18 @@ class Deadline(fedheal.Callback):
 
     def round(self, record: RoundRecord) -> None:
         now = time.monotonic()
-        took, self.before = now - self.before, now
+        seconds_taken, self.before = now - self.before, now
         if record.round % REPORT_EVERY == 0 and record.fairness:
             seconds = sum(record.seconds.values())
             say(f"{self.label}: round {record.round}/{self.rounds} ({seconds:.2f} s)  {format_accuracy(record)}")
-        if record.round < self.rounds and now + took > self.deadline:
+        if record.round < self.rounds and now + seconds_taken > self.deadline:
             raise OutOfTime
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the open rows one after another in this process, so that they share what is compiled and tuned.
+    """Run the open rows one after another in this process, so that they share compiled and tuned kernels.
 
-    All rows of a seed come before those of the next, so that methods have the same seeds if time ends.
+    All rows of a seed come before those of the next seed. So all methods have the same seeds when time is up.
     """
     if not options.seconds > 0:
         raise ValueError(f"seconds = {options.seconds:g}: use a positive number, or leave it out for no limit")
@@ -97,7 +97,7 @@ def plan_rows(options: argparse.Namespace) -> RecipePlan:
     if options.data not in PLAN:
         raise ValueError(f"data = {options.data}: there is no plan for it; use one of {', '.join(PLAN)}")
     words = [f"{key}={value}" for key in ("rounds", "device") if (value := getattr(options, key)) is not None]
-    overrides = parse_overrides([*words, *options.words])  # in either form, but once
+    overrides = parse_overrides([*words, *options.words])  # each field once, as an option or as key=value
     values = PLAN[options.data] | {"device": "cuda"} | overrides
     if str(values["device"]).startswith("cuda"):
         values = {"precision": "bf16"} | values
@@ -113,7 +113,7 @@ def run_row(label: str, job: Job, deadline: float) -> bool:
         result = fedheal.run(job.experiment, job.folder, resume=True, callbacks=[callback], progress=False)
     except ValueError as error:
         if not read_rounds(job.folder):
-            raise  # it never began, and neither would the next row
+            raise  # it never began, and the next row would not begin either
         say(f"{label}: ended by an error: {error}")
         return False
     accuracy = "  ".join(f"{name} {value:.2f}" for name, value in result.domains.items())
@@ -146,7 +146,7 @@ def collect(options: argparse.Namespace) -> int:
 
 
 def offer_run(folder: Path, experiment: Experiment, target: Path) -> None:
-    """Copy a run, unless the results have one whose number of rounds is as near to the planned one."""
+    """Copy a run, unless the results have one whose number of rounds is at least as near to the planned number."""
     if not target.exists():
         copy_run(folder, experiment, target)
         say(f"{target}: taken")
@@ -159,8 +159,8 @@ def offer_run(folder: Path, experiment: Experiment, target: Path) -> None:
     elif rounds != present:
         say(f"{folder}: left, since it has {rounds} rounds, and {target} has {present}")
     else:
-        same = (folder / "result.json").read_bytes() == (target / "result.json").read_bytes()
-        say(f"{target}: exists already{'' if same else ', from another run: remove it to take this one'}")
+        is_same = (folder / "result.json").read_bytes() == (target / "result.json").read_bytes()
+        say(f"{target}: exists already{'' if is_same else ', from another run: remove it to take this one'}")
 
 
 def plan_rounds(data: str) -> int:
@@ -186,7 +186,7 @@ def name_folder(data: str) -> str:
 
 
 def copy_run(folder: Path, experiment: Experiment, target: Path) -> None:
-    """Replace the target with a run's small files, whole or not at all, without the location of the data."""
+    """Replace the target with the small files of a run, all or none, without the location of the data."""
     partial, former = (target.with_name(target.name + end + UNFINISHED) for end in ("", ".former"))
     for leftover in (partial, former):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -207,7 +207,7 @@ def copy_run(folder: Path, experiment: Experiment, target: Path) -> None:
 
 
 def write_table(options: argparse.Namespace) -> int:
-    """Write the page from the folders in the results, and from nothing else."""
+    """Write the page from the folders in the results alone."""
     if not options.results.is_dir():
         raise ValueError(f"results = {options.results}: there is no such folder; collect makes one")
     write_text(options.results / "README.md", write_page(RECIPE, list_data_sets(options.results)))

@@ -1,4 +1,4 @@
-"""Read the runs in results/, and refuse those whose files contradict each other: a folder can be damaged, copied or edited."""
+"""Read the runs in results/. Reject a run whose files contradict each other: a folder can be damaged, copied or edited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedheal.runs.schema import FREE, RoundRecord, parse_model
 from fedheal.simulate.experiment import Experiment
 
 UNFINISHED = ".tmp"  # ends the name of a folder whose copy was interrupted
-TOLERANCE = 1e-6  # points: sums may be taken in another order, and nothing else
+TOLERANCE = 1e-6  # points: only the order of sums may differ
 REQUIRED = (
     "averaged",
     "precision",
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same for two runs to differ by their methods alone."""
+        """The settings that two runs must share to differ by their methods alone."""
         fixed = {key: value for key, value in self.experiment.to_dict().items() if key not in FREE | {"method"}}
         return fixed | {"data_fingerprint": self.summary["data_fingerprint"]}
 
@@ -80,7 +80,7 @@ def read_runs(entries: Sequence[RecipeRow], data: str, folder: Path, planned_rou
             raise ValueError(f"{path}: {experiment.method_name} is not in the plan; the rows are {', '.join(names)}")
         if experiment.data != data:
             raise ValueError(f"{path / 'experiment.toml'}: data = {experiment.data}, in the folder of {data}")
-        if experiment.folder_name != path.name:  # else a copy would be a row of its own
+        if experiment.folder_name != path.name:  # or a copy would become another row
             raise ValueError(f"{path}: the folder of this run must be called {experiment.folder_name}")
         entry = entries[names.index(experiment.method_name)]
         runs.append(Run(entry, path, experiment, summary, records, planned_rounds))
@@ -92,8 +92,8 @@ def read_run(folder: Path) -> tuple[Experiment, dict[str, Any], list[RoundRecord
     experiment = read_experiment(folder)
     path = folder / "result.json"
     summary = load_summary(folder, REQUIRED)
-    described = {key: getattr(experiment, key) for key in ("data", "seed", "rounds")}
-    for key, value in ({"method": experiment.method_name} | described).items():
+    settings = {key: getattr(experiment, key) for key in ("data", "seed", "rounds")}
+    for key, value in ({"method": experiment.method_name} | settings).items():
         if summary[key] != value:
             raise ValueError(f"{path}: {key} = {summary[key]}, but experiment.toml has {value}")
     records = _read_all_rounds(folder, experiment.rounds, set(summary["domains"]))
@@ -102,10 +102,10 @@ def read_run(folder: Path) -> tuple[Experiment, dict[str, Any], list[RoundRecord
         averaged = summary["averaged"]
         raise ValueError(f"{path}: averaged = {averaged}, but rounds.jsonl has {len(accuracies)} evaluated rounds")
     accuracy = last_mean(accuracies)
-    written, evenness = summary | summary["domains"], fairness(accuracy)
+    stated, evenness = summary | summary["domains"], fairness(accuracy)
     for key, value in (accuracy | {key: evenness[key] for key in FAIRNESS_COLUMNS.values()}).items():
-        if not abs(written[key] - value) <= TOLERANCE:  # false for NaN, too
-            raise ValueError(f"{path}: {key} = {written[key]}, but the last rounds of rounds.jsonl give {value}")
+        if not abs(stated[key] - value) <= TOLERANCE:  # false for NaN, too
+            raise ValueError(f"{path}: {key} = {stated[key]}, but the last rounds of rounds.jsonl give {value}")
     return experiment, summary, records
 
 
@@ -119,7 +119,7 @@ def read_experiment(folder: Path) -> Experiment:
 
 
 def _read_all_rounds(folder: Path, rounds: int, domains: set[str]) -> list[RoundRecord]:
-    """Return the records of all rounds. Unlike in a run that may be resumed, a line cut short is an error."""
+    """Return the records of all rounds. A line that is cut short is an error, unlike in a run that may be resumed."""
     path = folder / "rounds.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} is missing")

@@ -102,28 +102,28 @@ def _tabulate_runs(runs: Sequence[Run], data: str) -> list[str]:
         "training, aggregation and evaluation, mean and median over all rounds; the first round of a process compiles what the "
         "others use."
     ]
-    others = [f"{run.entry.label} ({run.experiment.rounds})" for run in runs if not run.is_full]
-    if others:
-        notes.append(f"Not the protocol's {runs[0].planned_rounds} rounds: {', '.join(others)}.")
+    other_lengths = [f"{run.entry.label} ({run.experiment.rounds})" for run in runs if not run.is_full]
+    if other_lengths:
+        notes.append(f"Not the protocol's {runs[0].planned_rounds} rounds: {', '.join(other_lengths)}.")
     notes += [f"**{note}.**" for note in describe_stand_ins(columns, data)]
     return [format_table(head, lines), format_list(notes)]
 
 
 def _compare_to_paper(recipe: Recipe, data: str, runs: Sequence[Run]) -> list[str]:
-    rows, other = [], []
+    rows, other_lengths = [], []
     for label, group in group_by_label(runs).items():
         entry = group[0].entry
-        if not group[0].is_full:  # shown, but the paper's numbers are of another length
+        if not group[0].is_full:  # shown without the paper's numbers, which are for all rounds
             entry = replace(entry, label=label, published=(), misprint=((), ""))
-            other.append(label)
+            other_lengths.append(label)
         rows.append((entry, [Job(run.experiment, run.folder) for run in group]))
     table = compare_with_paper(recipe, RecipePlan(data, rows))
     head, *lines = table.to_lines()
     notes = [*table.notes, *count_claims(recipe, table)]
-    if other:
+    if other_lengths:
         notes.append(
             f"Not the protocol's {runs[0].planned_rounds} rounds, so that the paper's numbers do not stand beside: "
-            f"{'; '.join(other)}."
+            f"{'; '.join(other_lengths)}."
         )
     return ["### Beside the paper", format_table([*head[:2], *name_columns(head[2:], data)], lines), format_list(notes)]
 
@@ -132,7 +132,7 @@ def _subtract_bases(runs: Sequence[Run], data: str) -> list[str]:
     """Subtract FedAvg and uniform weights from each row, by seed, between runs that differ by their methods alone."""
     columns = list_columns(runs)
     parts = ["### Beside FedAvg and beside uniform weights"]
-    unlike: dict[str, None] = {}
+    unpaired: dict[str, None] = {}
     for label in BASES:
         bases = [run for run in runs if run.entry.label == label]
         lines = []
@@ -141,18 +141,18 @@ def _subtract_bases(runs: Sequence[Run], data: str) -> list[str]:
             if group[0].entry.label == label or not bases:
                 continue
             if not pairs:
-                unlike |= {f"{row} (beside {label})": None}
+                unpaired |= {f"{row} (beside {label})": None}
                 continue
-            apart = {c: [a.numbers[c] - b.numbers[c] for a, b in pairs] for c in columns}
-            lines.append([row, *(_format_mean(apart[c], sign="+") for c in columns), str(len(pairs))])
+            differences = {c: [a.numbers[c] - b.numbers[c] for a, b in pairs] for c in columns}
+            lines.append([row, *(_format_mean(differences[c], sign="+") for c in columns), str(len(pairs))])
         parts += [format_table([f"less {label}", *name_columns(columns, data), "seeds"], lines)] if lines else []
     if len(parts) == 1:
         return []
     notes = [
         "In points; for STD less is better, for all others more. Only runs with the same settings and data are subtracted."
     ]
-    if unlike:
-        notes.append(f"Settings or data differ, so that nothing is subtracted: {', '.join(unlike)}.")
+    if unpaired:
+        notes.append(f"Settings or data differ, so that nothing is subtracted: {', '.join(unpaired)}.")
     return [*parts, format_list(notes)]
 
 
@@ -201,8 +201,8 @@ def _measure_noise(runs: Sequence[Run], data: str) -> list[str]:
             means = [_add_evenness(last_mean(tail[: i + LAST], LAST)) for i in range(len(tail) - LAST + 1)]
             reach = [f"{min(m[c] for m in means):.1f} to {max(m[c] for m in means):.1f}" for c in columns]
             ranges.append([run.label, seed, *reach, str(len(tail))])
-            whole = _add_evenness(last_mean(tail, len(tail)))
-            longer.append([run.label, seed, *_format_cells(whole, columns), str(len(tail))])
+            mean = _add_evenness(last_mean(tail, len(tail)))
+            longer.append([run.label, seed, *_format_cells(mean, columns), str(len(tail))])
     if not lines:
         return []
     notes = (
@@ -210,33 +210,37 @@ def _measure_noise(runs: Sequence[Run], data: str) -> list[str]:
         "measure of noise. What another seed would change is not in it."
     )
     head = ["row", "seed", *name_columns(columns, data), "rounds"]
-    found = ["### How much the last rounds move", format_table(head, lines), notes]
+    parts = ["### How much the last rounds move", format_table(head, lines), notes]
     if ranges:
-        reach = f"Lowest and highest mean of {LAST} rounds in a row within the last {WINDOWS}: where a result might have ended."
-        mean = f"Mean of the last {WINDOWS} rounds: less luck is in it than in the last {LAST}; it lags where a model improves."
-        found += [format_table(head, ranges), reach, format_table(head, longer), mean]
-    return found
+        parts += [
+            format_table(head, ranges),
+            f"Lowest and highest mean of {LAST} rounds in a row within the last {WINDOWS}: where a result might have ended.",
+            format_table(head, longer),
+            f"Mean of the last {WINDOWS} rounds: less luck is in it than in the last {LAST}; it lags where a model improves.",
+        ]
+    return parts
 
 
 def _compare_to_independent(runs: Sequence[Run], data: str) -> list[str]:
-    known = INDEPENDENT.get(data, {})
-    lines, beyond = [], []
+    independent = INDEPENDENT.get(data, {})
+    lines, flags = [], []
     for run in runs:
-        if run.entry.label not in known or run.experiment.seed or not run.is_full:
+        if run.entry.label not in independent or run.experiment.seed or not run.is_full:
             continue
-        theirs = [dict(zip(INDEPENDENT_COLUMNS, line, strict=True)) for line in known[run.entry.label]]
-        each = {c: [run.numbers[c] - line[c] for line in theirs] for c in INDEPENDENT_COLUMNS if c in run.numbers}
-        apart = {c: differences[0] for c, differences in each.items()}
-        over = {c: x for c, x in apart.items() if abs(x) > LIMITS.get(c, float("inf"))}
-        beyond += [f"{run.entry.label} on {c} ({x:+.1f})" for c, x in over.items()]
+        theirs = [dict(zip(INDEPENDENT_COLUMNS, line, strict=True)) for line in independent[run.entry.label]]
+        shared = [c for c in INDEPENDENT_COLUMNS if c in run.numbers]
+        differences = {c: [run.numbers[c] - line[c] for line in theirs] for c in shared}
+        first = {c: values[0] for c, values in differences.items()}
+        excess = {c: x for c, x in first.items() if abs(x) > LIMITS.get(c, float("inf"))}
+        flags += [f"{run.entry.label} on {c} ({x:+.1f})" for c, x in excess.items()]
         lines.append([run.entry.label, "ours", *_format_cells(run.numbers, INDEPENDENT_COLUMNS)])
         for number, line in enumerate(theirs):
             name = "theirs, another seed" if number else "theirs"
             lines.append(["", name, *_format_cells(line, INDEPENDENT_COLUMNS, 1)])
-        shown = {c: f"**{x:+.1f}**" if c in over else f"{x:+.1f}" for c, x in apart.items()}
-        lines.append(["", "difference", *(shown.get(c, "") for c in INDEPENDENT_COLUMNS)])
+        marked = {c: f"**{x:+.1f}**" if c in excess else f"{x:+.1f}" for c, x in first.items()}
+        lines.append(["", "difference", *(marked.get(c, "") for c in INDEPENDENT_COLUMNS)])
         if len(theirs) > 1:
-            nearest = {c: f"{min(differences, key=abs):+.1f}" for c, differences in each.items()}
+            nearest = {c: f"{min(values, key=abs):+.1f}" for c, values in differences.items()}
             cells = [nearest.get(c, "") for c in INDEPENDENT_COLUMNS]
             lines.append(["", "difference to the nearest, by column", *cells])
     if not lines:
@@ -245,7 +249,7 @@ def _compare_to_independent(runs: Sequence[Run], data: str) -> list[str]:
     notes = [
         INDEPENDENT_SOURCE,
         f"Bold is a flag: ours is further from its first line than {limits} (points). Flagged: "
-        f"{', '.join(beyond) or 'nothing'}. [The findings](../docs/findings.md#an-independent-implementation) discuss what is "
+        f"{', '.join(flags) or 'nothing'}. [The findings](../docs/findings.md#an-independent-implementation) discuss what is "
         "flagged.",
     ]
     table = format_table(["row", "", *name_columns(INDEPENDENT_COLUMNS, data)], lines)
@@ -291,8 +295,8 @@ def _list_machines(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.summary["versions"].items())
         groups.setdefault(f"{run.summary['hardware']}; {versions}", []).append(run.label)
-    every = len(groups) == 1
-    lines = [words if every else f"{words}: {', '.join(dict.fromkeys(rows))}" for words, rows in groups.items()]
+    is_one = len(groups) == 1
+    lines = [machine if is_one else f"{machine}: {', '.join(dict.fromkeys(rows))}" for machine, rows in groups.items()]
     prints = {run.summary["data_fingerprint"] for run in runs}
     same = "the same" if len(prints) == 1 else f"**not the same ({len(prints)} kinds)**"
     return ["### What it ran on", format_list([*lines, f"The data of all runs are {same}, by their fingerprints."])]
@@ -313,12 +317,12 @@ def _list_open_rows(entries: Sequence[RecipeRow], runs: Sequence[Run], data: str
             lines.append(f"{entry.label}{so_far}: `{command} {quoted}`")
         elif missing := [str(seed) for seed in planned if seed not in seeds]:
             words = f"{'seed' if len(missing) == 1 else 'seeds'} {', '.join(missing)}"
-            asked = ",".join(missing) if len(missing) > 1 else f"{missing[0]}-{missing[0]}"
-            lines.append(f"{entry.label}, {words}: `{command} {quoted} --seeds {asked}`")
+            seed_option = ",".join(missing) if len(missing) > 1 else f"{missing[0]}-{missing[0]}"
+            lines.append(f"{entry.label}, {words}: `{command} {quoted} --seeds {seed_option}`")
     if not lines:
         return ["### Open", "Nothing: every row of the recipe was run."]
-    how = "Not run yet, or with fewer rounds than planned; with what would run it (then `python tools/results.py collect`):"
-    return ["### Open", how, format_list(lines)]
+    note = "Not run yet, or with fewer rounds than planned; with what would run it (then `python tools/results.py collect`):"
+    return ["### Open", note, format_list(lines)]
 
 
 def group_by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:

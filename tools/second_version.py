@@ -1,10 +1,10 @@
-"""The Digits protocol once more, from its description alone: shares no line of code with the package it checks.
+"""Run the Digits protocol, written once more from its description alone. No line of code is shared with the package.
 
 python tools/second_version.py prepare DATA second.npz
 python tools/second_version.py run second.npz --weights uniform --rounds 60 --out results/second-version
 
-DATA is the folder with digits/. Another reader of the files, another split, another network, loop and average: where the
-package and this agree, neither is likely to be wrong. One plain loop; on a GPU its steps are captured, or it would take hours.
+DATA is the folder with digits/. This program has its own file reader, split, network, training loop and average. Where it
+agrees with the package, neither is likely wrong. It is one plain loop. On a GPU its steps are captured, or it would take hours.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def prepare(options: argparse.Namespace) -> None:
         "svhn": (_read_mat, "train_32x32.mat", "test_32x32.mat"),
         "syn_standin": (_read_mat, "synth_train_32x32.mat", "synth_test_32x32.mat"),
     }
-    draw = np.random.default_rng(options.split)
+    generator = np.random.default_rng(options.split)
     arrays: Arrays = {"split": np.array(options.split)}
     for domain, size in SIZES.items():
         read, *names = files[domain]
@@ -57,11 +57,11 @@ def prepare(options: argparse.Namespace) -> None:
             (images, labels), (test_images, test_labels) = (read(options.data / "digits" / domain / n) for n in names)
         except FileNotFoundError:
             raise
-        except Exception as error:  # readers of damaged files raise whatever they trip over
+        except Exception as error:  # readers of damaged files raise all kinds of errors
             raise ValueError(f"{domain}: its files cannot be read ({type(error).__name__}: {error})") from error
         if len(images) < CLIENTS * size:
             raise ValueError(f"{domain}: {len(images)} training images, but the clients need {CLIENTS * size}")
-        chosen = draw.permutation(len(images))[: CLIENTS * size]
+        chosen = generator.permutation(len(images))[: CLIENTS * size]
         arrays |= {f"{domain}_x": _resize(images[chosen]), f"{domain}_y": labels[chosen]}
         arrays |= {f"{domain}_test_x": _resize(test_images), f"{domain}_test_y": test_labels}
         print(f"{domain}: {len(chosen)} of {len(images)} training images, {len(test_images)} test images")
@@ -173,7 +173,7 @@ class Trainer:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):  # what the libraries choose and allocate at first must not be captured
+            for _ in range(3):  # the libraries' first choices and allocations must not be captured
                 self._step(x, y)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -195,12 +195,12 @@ def _scale(images: Tensor) -> Tensor:
     return (images.float() / 255 - mean) / std
 
 
-def _make_batches(x: Tensor, y: Tensor, epochs: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+def _make_batches(x: Tensor, y: Tensor, epochs: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield shuffled batches, each image shifted by up to four pixels with black around it."""
     framed, span = F.pad(x, [PAD] * 4), torch.arange(SIZE, device=x.device)
     for _ in range(epochs):
-        order = torch.randperm(len(y), generator=draw).to(x.device)
-        shifts = torch.randint(0, 2 * PAD + 1, (2, len(y)), generator=draw).to(x.device)
+        order = torch.randperm(len(y), generator=generator).to(x.device)
+        shifts = torch.randint(0, 2 * PAD + 1, (2, len(y)), generator=generator).to(x.device)
         rows, columns = (shift[:, None] + span for shift in shifts)
         shifted = framed[order[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
         inputs, labels = _scale(shifted), y[order]
@@ -222,7 +222,7 @@ def run(options: argparse.Namespace) -> None:
     if path.exists():
         raise ValueError(f"{path} is there already: remove it, or name another folder with --out")
     torch.manual_seed(options.seed)
-    draw = torch.Generator().manual_seed(options.seed + 1)
+    generator = torch.Generator().manual_seed(options.seed + 1)
     trainer = Trainer(options.width, device)
     split, clients, tests = _load(options.file, device)
     sizes = np.array([len(y) for _, y in clients], np.float64)
@@ -240,13 +240,13 @@ def run(options: argparse.Namespace) -> None:
         "rounds": rounds,
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    while len(rounds) < options.rounds and time.monotonic() - started < options.seconds:
+    start = time.monotonic()
+    while len(rounds) < options.rounds and time.monotonic() - start < options.seconds:
         trainer.network.train()
         total = [torch.zeros_like(value, dtype=torch.float64) for value in model]
         for (x, y), weight in zip(clients, weights, strict=True):
             trainer.start_from(model)
-            for inputs, labels in _make_batches(x, y, options.epochs, draw):
+            for inputs, labels in _make_batches(x, y, options.epochs, generator):
                 trainer.step(inputs, labels)
             for sums, value in zip(total, trainer.floats, strict=True):
                 sums.add_(value.double(), alpha=float(weight))
@@ -292,12 +292,12 @@ def _to_tensor(images: npt.NDArray[np.generic], device: str) -> Tensor:
 @torch.no_grad()
 def _evaluate(trainer: Trainer, x: Tensor, y: Tensor) -> float:
     trainer.network.eval()
-    right = 0
+    correct = 0
     for start in range(0, len(y), 1000):
         with torch.autocast(trainer.device, torch.bfloat16):
             logits = trainer.network(_scale(x[start : start + 1000]))
-        right += int((logits.argmax(1) == y[start : start + 1000]).sum())
-    return 100 * right / len(y)
+        correct += int((logits.argmax(1) == y[start : start + 1000]).sum())
+    return 100 * correct / len(y)
 
 
 def make_parser() -> argparse.ArgumentParser:
