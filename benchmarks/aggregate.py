@@ -72,10 +72,10 @@ def make_step(
 
 def make_cohort(k: int, g: int) -> Updates:
     """Return random updates of k clients with g parameters."""
-    rng = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     deltas = np.empty((k, g), np.float32)
     for row in deltas:
-        rng.standard_normal(out=row, dtype=np.float32)
+        generator.standard_normal(out=row, dtype=np.float32)
     return Updates(range(k), deltas, [100] * k)
 
 

@@ -50,7 +50,7 @@ def check_options(options: argparse.Namespace) -> tuple[torch.device, dict[str, 
         raise ValueError(f"engines = {','.join(options.engines)}: give two, such as cohort,lanes")
     if options.at_a_time < 1:
         raise ValueError(f"at-a-time = {options.at_a_time}: use 1 or more")
-    overrides = parse_overrides(options.words)
+    overrides = parse_overrides(options.overrides)
     if reserved := [key for key in overrides if key in RESERVED_FIELDS]:
         key = reserved[0]
         raise ValueError(f"{key} cannot be given as {key}={overrides[key]}: the options or the comparison set it")
@@ -65,7 +65,7 @@ def check_options(options: argparse.Namespace) -> tuple[torch.device, dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="fields that differ from the protocol")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that differ from the protocol")
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--device", default="auto")
     parser.add_argument(

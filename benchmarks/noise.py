@@ -32,7 +32,7 @@ def build_perceptron(classes: int, input_shape: tuple[int, int, int]) -> nn.Modu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("words", nargs="*", metavar="key=value", help="fields that differ from the protocol")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that differ from the protocol")
     parser.add_argument("--out", default="runs/noise")
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--data-root", default=None, help="the data directory, if not that of FEDHEAL_DATA")
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--model", default=None)
     options = parser.parse_intermixed_args()
     try:
-        fields = parse_overrides(options.words) | {"device": options.device, "data_root": options.data_root}
+        fields = parse_overrides(options.overrides) | {"device": options.device, "data_root": options.data_root}
         fields |= {"rounds": options.rounds, "model": options.model or build_perceptron}
         print(fedheal.compare(options.methods, options.data, out=options.out, vary=options.vary, **fields))
     except ValueError as error:

@@ -72,7 +72,7 @@ RunsByMethod = dict[str, dict[int, dict[str, Any]]]  # method -> seed -> run
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("words", nargs="*", metavar="key=value", help="fields that differ from the protocol")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that differ from the protocol")
     parser.add_argument("--data", choices=["embedded", "digits"], default="embedded")
     parser.add_argument("--data-root", default=None, help="the data directory, if not that of FEDHEAL_DATA")
     parser.add_argument("--seeds", default="100-102", help="a seed, a range (100-102) or a list (100,104-106)")
@@ -93,7 +93,7 @@ def search(options: argparse.Namespace) -> None:
     if options.jobs < 1:
         raise ValueError(f"jobs = {options.jobs}: use 1 or more")
     resolve_device(options.device)
-    fields = parse_overrides(options.words) | {"device": options.device, "data_root": options.data_root}
+    fields = parse_overrides(options.overrides) | {"device": options.device, "data_root": options.data_root}
     fields |= {} if options.rounds is None else {"rounds": options.rounds}
     names = list(dict.fromkeys(methods.get(name).name for name in [*CONTROLS, *options.candidates]))
     names = list(dict.fromkeys([*CONTROLS, *(find_control(name) for name in names), *names]))

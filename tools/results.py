@@ -97,7 +97,7 @@ def plan_rows(options: argparse.Namespace) -> RecipePlan:
     if options.data not in PLAN:
         raise ValueError(f"data = {options.data}: there is no plan for it; use one of {', '.join(PLAN)}")
     words = [f"{key}={value}" for key in ("rounds", "device") if (value := getattr(options, key)) is not None]
-    overrides = parse_overrides([*words, *options.words])  # each field once, as an option or as key=value
+    overrides = parse_overrides([*words, *options.overrides])  # each field once, as an option or as key=value
     values = PLAN[options.data] | {"device": "cuda"} | overrides
     if str(values["device"]).startswith("cuda"):
         values = {"precision": "bf16"} | values
@@ -224,7 +224,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     running = commands.add_parser("run", help="run the open rows of a data set, and stop in time")
-    running.add_argument("words", nargs="*", metavar="key=value", help="fields of the experiments, such as data_root")
+    running.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="fields of the experiments, such as data_root"
+    )
     running.add_argument("--data", required=True, help=f"one of {', '.join(PLAN)}")
     running.add_argument("--rows", default="", help="only these: names or patterns, such as 'fedavg,*released*'")
     running.add_argument("--seeds", default="1", help="how many (3), a range (0-2) or a list (0,2,5-7)")
@@ -248,7 +250,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if [word for word in more if word.startswith("-")] or (more and options.do is not run):
         make_parser().error(f"unrecognized arguments: {' '.join(more)}")
     if options.do is run:
-        options.words += more  # argparse takes only those before the first option
+        options.overrides += more  # argparse takes only those before the first option
     try:
         return int(options.do(options))
     except ValueError as error:
