@@ -178,7 +178,7 @@ def change_numbers(numbers: Any, kind: str) -> Any:
     }
     if kind in casts:
         cast = numbers.astype(casts[kind])
-        return cast if kind == "text" else cast * (1e300 if kind == "double" else 1)
+        return cast * 1e300 if kind == "double" else cast
     reshaped = {"fortran": np.asfortranarray(numbers), "scalar": np.float32(1), "empty": np.zeros(0, np.float32)}
     return reshaped.get(kind, np.concatenate([numbers.ravel(), numbers.ravel()]))
 
