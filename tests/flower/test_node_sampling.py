@@ -115,6 +115,7 @@ def test_evaluation_every_so_many_rounds_and_in_the_last():
         ({"tau": 2}, "tau = 2"),
         ({"placement": "client", "variant": "released"}, "placement = 'client' is for variant = 'paper'"),
         ({"resume": "false"}, "resume = 'false': use True or False"),
+        ({"resume": True}, "resume = True needs folder: give the folder of the run to continue"),
         ({"model": "x"}, "model = 'x': use the module or its Layout"),
         ({"max_norm": "3"}, "max_norm = '3': use a finite number above 0"),
         ({"max_examples": "3"}, "max_examples = '3': use a finite number above 0"),

@@ -30,6 +30,7 @@ import torch
 from filelock import BaseFileLock
 
 from fedheal.aggregate.masks.sign_agreement import bin_consistency
+from fedheal.core.checks import check_switch
 from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
 from fedheal.federation.file_modes import keep_private
@@ -44,6 +45,13 @@ from fedheal.version import __version__
 DECISIVE_SETTINGS = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
 
 _locks: dict[Path, BaseFileLock] = {}  # held by this process
+
+
+def check_folder_settings(folder: object, resume: bool) -> None:
+    """Raise ValueError if there is no folder to resume from."""
+    check_switch("resume", resume)
+    if resume and folder is None:
+        raise ValueError("resume = True needs folder: give the folder of the run to continue, or leave out resume")
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch import nn
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.aggregate.server_optimizer import Server
-from fedheal.core.checks import check_count, check_switch
+from fedheal.core.checks import check_count
 from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
@@ -31,7 +31,7 @@ from fedheal.federation.node_sampling import sample_nodes, wait_for_nodes
 from fedheal.federation.replies import ReplyRequirements
 from fedheal.federation.round_history import RoundHistory
 from fedheal.federation.round_server import RoundServer
-from fedheal.federation.run_folder import Framework, RunFolder
+from fedheal.federation.run_folder import Framework, RunFolder, check_folder_settings
 from fedheal.flower import messages as wire
 from fedheal.flower.masking import make_masked_mean
 from fedheal.flower.messages import SHARED, RoundInstructions, count_bytes, model_to_record, record_to_model
@@ -105,7 +105,7 @@ class FairStrategy(Strategy):
         evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
     ) -> None:  # fmt: skip
         arguments = dict(locals())
-        check_switch("resume", resume)
+        check_folder_settings(folder, resume)
         self.settings = RoundSettings(**{field.name: arguments[field.name] for field in fields(RoundSettings)})
         self.method = resolve_method(method, name, self.settings.clients_mask)
         self.server = resolve_server(self.method, server)

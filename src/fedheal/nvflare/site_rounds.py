@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fedheal import methods
 from fedheal.aggregate.server_optimizer import Server
-from fedheal.core.checks import check_switch
 from fedheal.core.import_path import import_function
 from fedheal.core.layout import Layout, Packed
 from fedheal.federation.model_arrays import infer_tensor_layout, match_bfloat16
@@ -21,7 +20,7 @@ from fedheal.federation.open_round import OpenRound
 from fedheal.federation.replies import EvaluateReply, ReplyRequirements
 from fedheal.federation.round_server import RoundServer, ServerSettings
 from fedheal.federation.round_summary import summarise_evaluations
-from fedheal.federation.run_folder import Framework, KnownClients, RunFolder
+from fedheal.federation.run_folder import Framework, KnownClients, RunFolder, check_folder_settings
 from fedheal.methods import Method
 from fedheal.methods.server_step import resolve_server
 from fedheal.nvflare.exchange import (
@@ -50,7 +49,7 @@ class FederationSettings(ServerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_switch("resume", self.resume)
+        check_folder_settings(self.folder, self.resume)
 
     def resolve_method(self) -> Method:
         """Return the method. Raise ValueError if it does not work here."""
