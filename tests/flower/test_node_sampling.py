@@ -115,6 +115,7 @@ def test_evaluation_every_so_many_rounds_and_in_the_last():
         ({"tau": 2}, "tau = 2"),
         ({"placement": "client", "variant": "released"}, "placement = 'client' is for variant = 'paper'"),
         ({"resume": "false"}, "resume = 'false': use True or False"),
+        ({"folder": 3}, "folder = 3: use a path"),
         ({"resume": True}, "resume = True needs folder: give the folder of the run to continue"),
         ({"model": "x"}, "model = 'x': use the module or its Layout"),
         ({"max_norm": "3"}, "max_norm = '3': use a finite number above 0"),
@@ -217,6 +218,13 @@ def test_a_preset_takes_no_argument_without_its_name(preset):
     """Flower's `FedAvg(0.5)` trains half of the nodes: a preset must not take that for tau or gamma."""
     with pytest.raises(TypeError, match=re.escape(f"{preset.__name__}(0.5): name each argument")):
         preset(0.5)
+
+
+def test_an_unknown_setting_is_named_with_the_preset_and_the_nearest_one():
+    with pytest.raises(TypeError, match=re.escape("FedHEAL has no parameter 'foo'") + "$"):
+        FedHEAL(foo=3)
+    with pytest.raises(TypeError, match=re.escape("Uniform has no parameter 'foldr' (did you mean 'folder'?)")):
+        Uniform(foldr="runs/a")
 
 
 @pytest.mark.parametrize("method", [0.5, None, 2])

@@ -220,6 +220,7 @@ def test_another_method_or_framework_is_not_resumed(tmp_path):
         ({"min_replies": 0}, "min_replies"),
         ({"fraction": 1.5}, "fraction"),
         ({"max_norm": -1.0}, "max_norm"),
+        ({"folder": 3}, "folder = 3: use a path"),
         ({"resume": True}, "resume = True needs folder"),
         ({"server": {"optimizer": "lion"}}, "optimizer"),
         ({"model": "nvflare_sites"}, "use 'module:function'"),

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -48,7 +49,9 @@ _locks: dict[Path, BaseFileLock] = {}  # held by this process
 
 
 def check_folder_settings(folder: object, resume: bool) -> None:
-    """Raise ValueError if there is no folder to resume from."""
+    """Raise ValueError if the folder is no path, or if there is none to resume from."""
+    if not isinstance(folder, str | PathLike | None):
+        raise ValueError(f"folder = {folder!r}: use a path such as 'runs/hospitals', or leave it out")
     check_switch("resume", resume)
     if resume and folder is None:
         raise ValueError("resume = True needs folder: give the folder of the run to continue, or leave out resume")

@@ -1,6 +1,7 @@
 """Named strategies: one function each. Every other setting is `FairStrategy`'s."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -11,6 +12,7 @@ from fedheal.aggregate.weights.afl import AFL_FLOOR, AFL_GAMMA, AFL_RESET
 from fedheal.aggregate.weights.qffl import QFFL_MODE, QFFL_Q
 from fedheal.aggregate.whole.fedfv import FEDFV_ALPHA, FEDFV_TAU
 from fedheal.core.checks import check_among
+from fedheal.core.errors import suggest
 from fedheal.flower.settings import PLACEMENTS
 from fedheal.flower.strategy import FairStrategy
 from fedheal.methods import Method
@@ -18,20 +20,28 @@ from fedheal.methods import Method
 P = ParamSpec("P")
 
 
-def _take_names_only(preset: Callable[P, FairStrategy]) -> Callable[P, FairStrategy]:
-    """Reject arguments without a name: the first one of Flower's `FedAvg` is a fraction of the nodes, not tau or gamma."""
+def _check_arguments(preset: Callable[P, FairStrategy]) -> Callable[P, FairStrategy]:
+    """Reject unknown arguments, and those without a name.
+
+    The first argument of Flower's `FedAvg` is a fraction of the nodes, not tau or gamma.
+    """
+    parameters = inspect.signature(preset).parameters | inspect.signature(FairStrategy).parameters
+    known = [key for key in parameters if key not in ("settings", "method")]
 
     @functools.wraps(preset)
     def make_strategy(*unnamed: P.args, **named: P.kwargs) -> FairStrategy:
         if unnamed:
             call = f"{preset.__name__}({', '.join(map(repr, unnamed))})"
             raise TypeError(f"{call}: name each argument, as in {preset.__name__}(fraction_train=0.5)")
+        for key in named:
+            if key not in known:
+                raise TypeError(f"{preset.__name__} has no parameter '{key}'{suggest(key, known)}")
         return preset(*unnamed, **named)
 
     return make_strategy
 
 
-@_take_names_only
+@_check_arguments
 def FedHEAL(
     *,
     tau: float = TAU.default,
@@ -77,7 +87,7 @@ def FedHEAL(
     return FairStrategy(weights_only, placement="client", tau=tau, **settings)
 
 
-@_take_names_only
+@_check_arguments
 def AFL(
     *,
     gamma: float = AFL_GAMMA.default,
@@ -101,7 +111,7 @@ def AFL(
     return FairStrategy(methods.get("afl", gamma=gamma, floor=floor, reset=reset), **settings)
 
 
-@_take_names_only
+@_check_arguments
 def QFFL(*, q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings: Any) -> FairStrategy:
     """q-FFL (Li et al. 2020) as a strategy.
 
@@ -120,7 +130,7 @@ def QFFL(*, q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings
     return FairStrategy(methods.get("qffl", q=q, mode=mode), **settings)
 
 
-@_take_names_only
+@_check_arguments
 def FedFV(*, alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, **settings: Any) -> FairStrategy:
     """FedFV (Wang et al. 2021) as a strategy. Clients must send the `loss` of the received model.
 
@@ -135,7 +145,7 @@ def FedFV(*, alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, *
     return FairStrategy(methods.get("fedfv", alpha=alpha, tau=tau), **settings)
 
 
-@_take_names_only
+@_check_arguments
 def Uniform(**settings: Any) -> FairStrategy:
     """The plain mean over clients as a strategy, whatever their numbers of examples.
 
