@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from arguments import require_flower
+from arguments import parse_folder, parse_positive, parse_seconds, require_flower
 
 require_flower()
 
@@ -329,10 +329,10 @@ def fill_disk(disk: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=parse_positive, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="give up after so many")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=parse_seconds, default=3600.0, help="give up after so many")
+    parser.add_argument("--out", type=parse_folder, required=True)
     options = parser.parse_args()
     work, faults = Path(tempfile.mkdtemp(prefix="chaos-")), plan_faults(options.rounds, options.seed)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arguments import parse_folder, parse_positive
+
 HERE = Path(__file__).parent
 # Leave out this script's folder: its flower.py would hide the package of the tests.
 sys.path[:] = [str(HERE.parent / "tests"), str(HERE / "fuzz_inputs"), *(p for p in sys.path if Path(p) != HERE)]
@@ -187,11 +189,11 @@ def write_page(outcomes: list[dict[str, Any]], seed: int, out: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=10_000)
+    parser.add_argument("--inputs", type=parse_positive, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=sorted(TARGETS), action="append")
-    parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=parse_positive, default=2, help="targets at a time")
+    parser.add_argument("--out", type=parse_folder, required=True)
     parser.add_argument("--child", choices=sorted(TARGETS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -202,7 +204,7 @@ def main() -> int:
     total_share = sum(TARGETS[name][2] for name in targets)
 
     def report_target(name: str) -> dict[str, Any]:
-        inputs = round(options.inputs * TARGETS[name][2] / total_share)
+        inputs = max(1, round(options.inputs * TARGETS[name][2] / total_share))
         outcome = start_child(name, inputs, options.seed, options.out)
         print(f"{name}: {outcome['inputs']} inputs, {len(outcome['failures'])} failures", flush=True)
         (options.out / f"{name.replace(' ', '_')}.json").write_text(json.dumps(outcome, indent=1) + "\n")

@@ -58,6 +58,7 @@ from safetensors.torch import load_file  # noqa: E402
 import fedheal.campaign.pool  # noqa: E402
 import fedheal.engine.workers  # noqa: E402
 import warm_fedheal  # noqa: E402, F401
+from arguments import parse_folder, parse_positive, parse_seconds  # noqa: E402
 from disk_hooks import Operation, watch  # noqa: E402
 from fedheal.cli.app import main as run_command_line  # noqa: E402
 from fedheal.runs.folder import list_checkpoints, load_checkpoint, read_result  # noqa: E402
@@ -466,10 +467,12 @@ class Trial:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--kills", type=parse_positive, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so many, with the kills so far")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--seconds", type=parse_seconds, default=3600.0, help="stop after so many, with the kills so far"
+    )
+    parser.add_argument("--out", type=parse_folder, required=True)
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from arguments import exit_with_error, parse_positive
+from arguments import exit_with_error, parse_positive, require_ray
 from fedheal.engine.ray_actors import ActorPool
-from fedheal.engine.ray_cluster import connect_to_cluster, import_ray
+from fedheal.engine.ray_cluster import connect_to_cluster
 from fedheal.engine.serial import SerialEngine
 from fedheal.engine.workers import WorkerPool
 from fedheal.simulate.build import build_federation
@@ -67,7 +67,6 @@ class WayTimes:
 
 def time_ways(protocol: Protocol, rounds: int) -> tuple[Federation, list[WayTimes]]:
     """Return the federation, and the times of each way."""
-    import_ray()
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
@@ -167,6 +166,7 @@ def main() -> None:
     options = parser.parse_args()
     if any(name not in TASKS for name in options.tasks.split(",")):
         exit_with_error(f"tasks = {options.tasks}: use {', '.join(TASKS)}")
+    require_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the priority of other processes; Ray's default is 15

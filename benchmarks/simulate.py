@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from arguments import exit_with_error, parse_names
+from arguments import exit_with_error, parse_names, parse_positive
 from fedheal.core.pixels import MEAN, STD
 from fedheal.data.domains import Domain, Domains, Split
 from fedheal.engine import open_engine
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--precision", type=parse_names(PRECISIONS), help="default: bf16,tf32 on a GPU, fp32 on a CPU")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lanes", type=int)
+    parser.add_argument("--lanes", type=parse_positive)
     parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
     try:

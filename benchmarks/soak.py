@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from arguments import require_flower
+from arguments import parse_folder, parse_positive, require_flower
 
 require_flower()
 
@@ -330,9 +330,9 @@ def run_soak(rounds: int, seed: int, out: Path) -> dict[str, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10_000)
+    parser.add_argument("--rounds", type=parse_positive, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=parse_folder, required=True)
     options = parser.parse_args()
     checks = run_soak(options.rounds, options.seed, options.out)
     print((options.out / "soak.md").read_text(), end="")

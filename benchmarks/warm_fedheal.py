@@ -1,4 +1,4 @@
-"""Import fedheal and compile its kernels, so that forks of a process that imports this module start in milliseconds.
+"""Not a benchmark: import fedheal and compile its kernels, so that forks of a process that imports this start quickly.
 
 multiprocessing's fork server imports this module, too. Without the change below it would end if a client is killed right after
 it has connected.

@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,6 +107,33 @@ def test_a_federation_without_flower_is_a_sentence(capsys, monkeypatch, name):
         "fedheal.flower needs Flower",
         BENCHMARKS / f"{name}.py",
     )
+
+
+def test_actors_without_ray_are_a_sentence(benchmark, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert_refused(benchmark, capsys, "Ray is not installed", "over_machines", "--tasks", "thin")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("chaos", ["--rounds", "0"], "argument --rounds: '0' is not a whole number of at least 1"),
+        ("chaos", ["--seconds", "nan"], "argument --seconds: 'nan' is not a finite number above 0"),
+        ("fuzz", ["--inputs", "-5"], "argument --inputs: '-5' is not a whole number of at least 1"),
+        ("fuzz", ["--jobs", "0"], "argument --jobs: '0' is not a whole number of at least 1"),
+        ("kills", ["--kills", "-1"], "argument --kills: '-1' is not a whole number of at least 1"),
+        ("kills", ["--seconds", "-3"], "argument --seconds: '-3' is not a finite number above 0"),
+        ("simulate", ["--lanes", "0"], "argument --lanes: '0' is not a whole number of at least 1"),
+        ("soak", ["--rounds", "0"], "argument --rounds: '0' is not a whole number of at least 1"),
+        *((name, ["--out", __file__], "is a file: name another folder") for name in ("chaos", "fuzz", "kills", "soak")),
+    ],
+)
+def test_a_trial_of_nothing_or_into_a_file_is_a_sentence(tmp_path, name, words, said):
+    out = [] if name == "simulate" or "--out" in words else ["--out", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *words, *out]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert end.returncode == 2
+    assert said in end.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
