@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -167,6 +168,22 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, metho
 def test_seeds_that_make_no_sense_are_refused(text):
     with pytest.raises(ValueError, match=f"seeds = {text}: "):
         parse_seeds(text)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "words"),
+    [
+        ("1,1", "seeds = 1,1: 1 is given twice; name each seed once"),
+        ("0,2-4,3", "seeds = 0,2-4,3: 3 is given twice"),
+        ([5, 5], "seeds = [5, 5]: 5 is given twice"),
+        ("3-1", "seeds = 3-1: the range 3-1 ends before it starts; write the smaller seed first"),
+        ("0, 3-1", "seeds = 0, 3-1: the range 3-1 ends before it starts"),
+        ("x", "seeds = x: use a number of seeds such as 5"),
+    ],
+)
+def test_repeated_seeds_and_reversed_ranges_are_named(seeds, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        choose_seeds(seeds, None)
 
 
 def test_a_list_of_seeds_may_hold_ranges():

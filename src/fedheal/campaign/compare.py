@@ -184,7 +184,11 @@ def name_design(seeds: Sequence[SeedFields]) -> list[str]:
 
 def _list_seeds(seeds: int | str | Sequence[int], name: str = "seeds") -> list[int]:
     check_type(name, seeds, int | str | Iterable, "give a number of seeds, a text such as '3-7', or a list")
-    return parse_seeds(str(seeds), name) if isinstance(seeds, int | str) else list(seeds)
+    if isinstance(seeds, int | str):
+        return parse_seeds(str(seeds), name)
+    numbers = list(seeds)
+    _check_distinct(numbers, f"{name} = {numbers}")
+    return numbers
 
 
 def parse_seeds(text: str, name: str = "seeds") -> list[int]:
@@ -205,11 +209,24 @@ def parse_seeds(text: str, name: str = "seeds") -> list[int]:
         raise ValueError(
             f"{name} = 0: this is a number of seeds; use 1 (or 0-0) for seed 0 alone, 5 for the seeds 0 to 4"
         )
-    if not ranges or not all(ranges) or len(set(seeds)) != len(seeds):
+    for item, numbers in zip(text.split(","), ranges, strict=False):
+        if "-" in item and not numbers:
+            raise ValueError(
+                f"{name} = {text}: the range {item.strip()} ends before it starts; write the smaller seed first, as in 3-7"
+            )
+    if not ranges or not all(ranges):
         raise ValueError(
             f"{name} = {text}: use a number of seeds such as 5, a range such as 3-7, or a list such as 1,4,8-12"
         )
+    _check_distinct(seeds, f"{name} = {text}")
     return seeds
+
+
+def _check_distinct(seeds: Sequence[int], given: str) -> None:
+    """Raise ValueError if a seed is given twice."""
+    seed, times = Counter(map(str, seeds)).most_common(1)[0] if seeds else ("", 0)
+    if times > 1:
+        raise ValueError(f"{given}: {seed} is given twice; name each seed once")
 
 
 def _parse_range(item: str) -> range:
