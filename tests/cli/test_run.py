@@ -218,12 +218,18 @@ def test_a_folder_without_a_run_is_not_enough(call, tmp_path: Path) -> None:
     assert_sentence(call("run", "--resume"), "runs/fedavg+fedheal-embedded-seed0 holds no run to resume", "--out")
     assert_sentence(call("run", "--resume", "name=mine"), "runs/mine holds no run to resume")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "afile").touch()
+    assert_sentence(call("run", "--resume", "--out", "afile"), "afile is a file: name another folder")
 
 
 @pytest.mark.slow
 def test_a_folder_does_not_stand_for_what_the_words_leave_out(call, tmp_path: Path) -> None:
     call("run", *WORDS, "--quiet", "--out", "here")
-    assert_sentence(call("run", "rounds=3", "--out", "here", "--resume"), "here", "another experiment")
+    assert_sentence(
+        call("run", "rounds=3", "--out", "here", "--resume"),
+        "here belongs to another experiment",
+        "fields given with --resume describe the whole experiment; use --resume --out here alone to resume what is there",
+    )
 
 
 def test_a_name_may_end_as_files_do_and_a_files_folder_may_have_an_equals_sign(call, tmp_path: Path) -> None:

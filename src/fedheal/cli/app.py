@@ -176,8 +176,10 @@ def _find_experiment(
     files: list[str], overrides: list[str], out: Path | None, resume: bool, on_ray: bool
 ) -> tuple[Experiment, Path]:
     """Return an experiment and its folder. To resume without fields that describe one, it is that of the folder."""
+    from fedheal.runs.folder import check_folder
     from fedheal.runs.schema import FREE
     from fedheal.simulate.experiment import Experiment, parse_overrides
+    from fedheal.simulate.runner import check_folder_owner
 
     is_described = bool(files) or not parse_overrides(overrides).keys() <= FREE
     if on_ray and "engine=ray" not in overrides:
@@ -185,13 +187,17 @@ def _find_experiment(
     if resume and not is_described:
         out = out or Path("runs") / Experiment.read(None, overrides).run_name
         files = [str(out / "experiment.toml")]
-        if not (out / "experiment.toml").exists():
+        if not (check_folder(out) / "experiment.toml").exists():
             raise ValueError(
                 f"{out} holds no run to resume: there is no experiment.toml; name another folder with --out, or leave out "
                 "--resume to start one"
             )
     experiment = Experiment.read(files[0] if files else None, overrides)
-    return experiment, out or Path("runs") / experiment.run_name
+    folder = out or Path("runs") / experiment.run_name
+    if resume and is_described:
+        alone = f"use --resume --out {folder} alone to resume what is there, or name another folder"
+        check_folder_owner(folder, experiment, f"fields given with --resume describe the whole experiment; {alone}")
+    return experiment, folder
 
 
 @app.command()

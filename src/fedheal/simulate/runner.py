@@ -205,8 +205,10 @@ def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
     return module.eval()
 
 
-def check_folder_owner(folder: Path, experiment: Experiment) -> None:
-    """Raise ValueError if the folder holds a run of another experiment."""
+def check_folder_owner(
+    folder: Path, experiment: Experiment, remedy: str = "give another name or folder (--out), or remove it"
+) -> None:
+    """Raise ValueError with the remedy if the folder holds a run of another experiment."""
     if not (folder / "experiment.toml").exists() or not _has_rounds(folder):
         return
     written = files.read_toml(folder / "experiment.toml")
@@ -214,7 +216,6 @@ def check_folder_owner(folder: Path, experiment: Experiment) -> None:
     is_same_name = method == experiment.to_dict()["method"]
     if is_same_name:  # a user's own method is known by its name alone
         written["method"] = experiment.method
-    remedy = "give another name or folder (--out), or remove it"
     if not (is_same_name or methods.is_known(str(method))):
         raise ValueError(f"{folder} belongs to another experiment, of method '{method}': {remedy}")
     there, here = Experiment.of(written).to_dict(), experiment.to_dict()
