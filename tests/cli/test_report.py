@@ -97,6 +97,8 @@ def test_a_report_of_what_is_not_there_says_what_is(call, tmp_path: Path) -> Non
     assert_sentence(
         call("report", "runs/other"), "runs/other does not exist: name a folder that fedheal run, compare, "
     )
+    (tmp_path / "runs" / "afile").touch()
+    assert_sentence(call("report", "runs/afile"), "runs/afile is a file, not a folder: name a folder of runs")
     for name in "abcdef":
         run_folder(tmp_path / "runs" / name / "one")
     said = "runs/other does not exist: folders with finished runs are runs/a, runs/b, runs/c, runs/d, runs/e and 1 more"

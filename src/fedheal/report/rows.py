@@ -93,6 +93,8 @@ def find_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist: {_suggest_folder(path)}")
+        if not path.is_dir():
+            raise ValueError(f"{path} is a file, not a folder: name a folder of runs, such as {path.parent}")
         folders |= dict.fromkeys(sorted(file.parent for file in path.rglob("result.json")))
     return [load_summary(folder) for folder in folders]
 
