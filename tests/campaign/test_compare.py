@@ -144,8 +144,8 @@ def test_pooled_training_is_one_client_with_everything(tmp_path):
     [
         ([], [0], {}, "at least one method"),
         (["fedavg"], [], {}, "at least one seed"),
-        (["fedavg", "fedavg"], [0], {}, "the same"),
-        (["fedavg", "fedheal", "fedavg+fedheal"], [0], {}, "the same"),
+        (["fedavg", "fedavg"], [0], {}, "'fedavg' is given twice: name each method once"),
+        (["fedavg", "fedheal", "fedavg+fedheal"], [0], {}, r"'fedheal' and 'fedavg\+fedheal' are the same: name each"),
         (["fedavg"], [0], {"seed": 3}, "seed=3 cannot be set in a comparison, which sets seed itself: use --seeds 3-3"),
         (["fedavgg"], [0], {}, "did you mean 'fedavg'"),
         (["centralized"], [0], {}, "did you mean 'centralised'"),

@@ -104,6 +104,10 @@ def test_completion_can_be_installed(call) -> None:
             ["run", "--seed", "3"],
             ["No such option '--seed' (a field is written seed=VALUE; see fedheal run --help)"],
         ),
+        (
+            ["compare", "fedavg", "--resume"],
+            ["No such option '--resume' (run the same command again to resume it; see fedheal compare --help)"],
+        ),
         (["demo", "--seed", "x"], ["'x' is not a valid integer (see fedheal demo --help)"]),
         (["compare"], ["(see fedheal compare --help)"]),
         (["data", "lst"], ["fedheal: No such command 'lst'"]),

@@ -61,14 +61,18 @@ def plan(
             )
     _check_parameters(methods, values)
     domains = _load_planned_domains(methods, values)
-    jobs = []
+    jobs: list[Job] = []
+    planned: dict[Path, str] = {}  # folder -> method
     for own in fields:
         for method in methods:
-            experiments = _plan_method(method, dict(values) | own, domains)
-            jobs += [Job(experiment, out / experiment.folder_name, track) for experiment in experiments]
-    repeated = [folder.name for folder, times in Counter(job.folder for job in jobs).items() if times > 1]
-    if repeated:
-        raise ValueError(f"two of the methods are the same: {min(repeated)}")
+            for experiment in _plan_method(method, dict(values) | own, domains):
+                folder = out / experiment.folder_name
+                if folder in planned:
+                    other = planned[folder]
+                    same = f"'{other}' is given twice" if other == method else f"'{other}' and '{method}' are the same"
+                    raise ValueError(f"{same}: name each method once")
+                planned[folder] = method
+                jobs.append(Job(experiment, folder, track))
     return jobs
 
 

@@ -10,6 +10,7 @@ import click
 import typer
 
 INTERRUPTED = 130
+RESUMING = ("fedheal compare", "fedheal demo", "fedheal sweep")  # without an option
 NO_MEMORY = "can't allocate memory"  # in torch's RuntimeError, which has no type of its own on a CPU
 
 
@@ -19,6 +20,8 @@ def describe_usage_error(error: click.ClickException) -> str:
     command, hint = context.command_path if context else "fedheal", ""
     if isinstance(error, click.NoSuchOption) and not error.possibilities and command != "fedheal":
         hint = f"a field is written {error.option_name.strip('-').replace('-', '_')}=VALUE; "
+        if error.option_name == "--resume" and command in RESUMING:
+            hint = "run the same command again to resume it; "
     return f"{message} ({hint}see {command} --help)"
 
 
