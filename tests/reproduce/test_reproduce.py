@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -138,6 +139,10 @@ def test_headline_from_plan_to_claims(runs, tmp_path):
     (text,) = made.texts
     for variant in ("released", "paper"):
         assert f"FedHEAL ({variant}) against FedAvg and uniform weights: AVG higher in" in text
+    smoke = [replace(plan, smoke=True) for plan in plans]
+    (made,) = write_outputs("headline", RECIPES["headline"], smoke, tmp_path / "smoke").texts
+    assert "its numbers mean nothing" in made
+    assert "AVG higher in" not in made
 
 
 def test_rows_with_different_numbers_of_seeds_say_so(runs):

@@ -34,7 +34,7 @@ def write_outputs(name: str, recipe: Recipe, plans: list[RecipePlan], stem: Path
     outputs, markdown = RecipeOutputs(), []
     for plan in plans:
         comparison = compare_with_paper(recipe, plan)
-        claims = count_claims(recipe, comparison)
+        claims = [] if plan.smoke else count_claims(recipe, comparison)
         path = stem.with_name(f"{stem.name}-{_make_slug(plan.data)}")
         outputs.rows.extend(load_rows(plan))
         outputs.texts.append("\n".join([comparison.to_text(), *claims]))
