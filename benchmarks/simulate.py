@@ -313,7 +313,7 @@ def print_table(rows: list[RoundTimes], operations: float, device: torch.device)
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        numbers = f"{row.train:.3f} | {row.aggregate:.4f} | {row.evaluate:.3f} | {row.total:.3f} | {row.first:.1f}"
+        numbers = f"{row.train:.4f} | {row.aggregate:.4f} | {row.evaluate:.4f} | {row.total:.4f} | {row.first:.1f}"
         reached = operations / row.train
         speedup = slowest / row.total
         print(f"| {row.label} | {numbers} | {reached / 1e12:.1f} | {reached / rate:.0%} | {speedup:.1f} x |")

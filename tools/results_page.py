@@ -60,7 +60,8 @@ def write_page(recipe: Recipe, data_sets: Iterable[tuple[str, Path, int]]) -> st
         "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
         "folder: the complete description of the run (`experiment.toml`), every round (`rounds.jsonl`) and what came out "
         "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`). The runs of "
-        "`docs/search-plan.md` are in `search` and `confirmation`; `docs/findings.md` has their tables.",
+        "`docs/search-plan.md` are in `search` and `confirmation`, runs with crossed seeds in `variance`; `docs/findings.md` "
+        "has their tables.",
         "The paper's numbers and those of an independent implementation are quoted, and the latter have no records in this "
         "repository. Everything else is computed from what is in the folders.",
     ]
@@ -175,7 +176,10 @@ def _test_differences(runs: Sequence[Run]) -> list[str]:
     head = ["less uniform weights", "in", "mean", "95 % interval", "better in", "p", "smallest possible p"]
     notes = [
         f"p is that of a two-sided paired test over the seeds that both have, after Holm's correction over "
-        f"{len(lines)} comparisons (docs/statistics.md). Below 0.05 a difference is shown.",
+        f"{len(lines)} comparisons (docs/statistics.md). Below 0.05 a difference is shown. The smallest possible p is what the "
+        "clearest differences in all comparisons would give with these numbers of seeds.",
+        "Intervals hold one at a time. They assume near-normal differences, which the test does not: the conclusion follows "
+        "the test.",
         *conclude_findings(findings, rows),
     ]
     return ["### What may be concluded", format_table(head, lines), format_list(notes)]
