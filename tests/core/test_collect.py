@@ -18,6 +18,7 @@ from torch import nn
 
 from fedheal import Layout, Reply, Updates
 from fedheal.aggregate import fedavg, fedheal, uniform
+from fedheal.core.updates import Collector, read_metrics
 from needs import missing, needs
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -328,6 +329,26 @@ def test_counters_that_are_no_integers_spoil_only_their_own_client(who):
     found = Updates.collect(sent, on_bad_update="skip", layout=layout)
     assert list(found.refused) == [who]
     assert found.counters.tolist() == [[3]]
+
+
+def test_metrics_that_are_tensors_are_read_together():
+    losses = torch.tensor([0.25, 0.5, torch.nan], dtype=torch.float64)
+    replies_of = [
+        Reply(f"c{i}", torch.zeros(2), 1, metrics={"loss": loss, "steps": i}) for i, loss in enumerate(losses)
+    ]
+    columns = read_metrics([*replies_of, Reply("c3", torch.zeros(2), 1, metrics={"lr": torch.tensor(0.5)})])
+    assert columns["loss"][:2] == [0.25, 0.5]
+    assert np.isnan(columns["loss"][2:]).all()
+    assert columns["steps"][:3] == [0, 1, 2]
+    assert columns["lr"][3] == 0.5
+
+
+def test_a_metric_keeps_its_value_when_the_senders_tensor_changes():
+    loss = torch.tensor(0.25)
+    collector = Collector()
+    collector.add(Reply("a", torch.zeros(2), 1, metrics={"loss": loss}))
+    loss.fill_(7.0)
+    assert collector.finish().metrics["loss"].tolist() == [0.25]
 
 
 def test_buffers_counters_and_metrics_arrive():

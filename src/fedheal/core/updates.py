@@ -24,6 +24,8 @@ from fedheal.core.layout import ALIGNED, Layout, Packed
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NO_UPDATE = torch.empty(0)
 
+Metric = float | Tensor
+
 
 class Reply(NamedTuple):
     """One client's reply; a plain tuple `(client, delta, num_examples)` works as well.
@@ -34,7 +36,7 @@ class Reply(NamedTuple):
         num_examples: How many examples the client trained on.
         buffers: The client's float buffers, `[B]`; None keeps the model's.
         counters: The client's counters, `[C]`; None keeps the model's.
-        metrics: Numbers by name, for example the `loss` of the received model.
+        metrics: Numbers by name, for example the `loss` of the received model. A tensor with one number may be one.
         domain: The client's domain, if it is known.
     """
 
@@ -43,7 +45,7 @@ class Reply(NamedTuple):
     num_examples: float
     buffers: Array | None = None
     counters: Array | None = None
-    metrics: Mapping[str, float] = {}
+    metrics: Mapping[str, Metric] = {}
     domain: str | None = None
 
 
@@ -300,7 +302,6 @@ class Collector:
     def finish(self) -> Updates:
         """Return the cohort's updates; the collector must not be used again."""
         replies = self._replies
-        metrics = sorted({name for reply in replies for name in reply.metrics})
         domains = [reply.domain or "" for reply in replies]
         return Updates(
             clients=[reply.client for reply in replies],
@@ -308,7 +309,7 @@ class Collector:
             num_examples=[reply.num_examples for reply in replies],
             buffers=self._stack("buffers"),
             counters=self._stack("counters"),
-            metrics={name: [reply.metrics.get(name, math.nan) for reply in replies] for name in metrics},
+            metrics=read_metrics(replies),
             refused=self._refused,
             domains=domains if any(domains) else None,
         )
@@ -341,7 +342,7 @@ def _read_reply(given: Any, copy: bool) -> tuple[Tensor, Reply]:
         num_examples=_number("num_examples", reply.num_examples),
         buffers=_vector("buffers", reply.buffers, copy),
         counters=_vector("counters", reply.counters, copy),
-        metrics={name: _number(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
+        metrics={name: _metric(f"metrics['{name}']", value) for name, value in reply.metrics.items()},
         domain=reply.domain,
     )
 
@@ -351,6 +352,26 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"its {name} = {value!r} is not a number") from None
+
+
+def _metric(name: str, value: Any) -> Metric:
+    """Return a number; a tensor on a GPU is not read yet, so that those of all clients can be read together."""
+    if isinstance(value, Tensor) and value.is_cuda and value.ndim == 0 and not value.is_complex():
+        return value.detach()
+    return _number(name, value)
+
+
+def read_metrics(replies: Sequence[Reply]) -> dict[str, list[float]]:
+    """Return the clients' numbers by name, NaN where a client sent none. A GPU is read once."""
+    names = sorted({name for reply in replies for name in reply.metrics})
+    columns: dict[str, list[Any]] = {name: [reply.metrics.get(name, math.nan) for reply in replies] for name in names}
+    places = [(column, i) for column in columns.values() for i in range(len(replies)) if isinstance(column[i], Tensor)]
+    if places:
+        device = places[0][0][places[0][1]].device
+        tensors = [column[i].to(device, torch.float64) for column, i in places]
+        for (column, i), number in zip(places, torch.stack(tensors).tolist(), strict=True):
+            column[i] = number
+    return columns
 
 
 def _vector(name: str, value: Array | None, copy: bool) -> Tensor | None:

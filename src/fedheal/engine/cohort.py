@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedheal.core.layout import Packed, allocate_rows
+from fedheal.core.updates import Metric
 from fedheal.data.domains import Split
 from fedheal.engine import graph_inputs, serial
 from fedheal.engine.cohort_check import check_stacking, choose_group_size
@@ -25,7 +26,7 @@ from fedheal.engine.cohort_group import CohortGroup
 from fedheal.engine.cohort_steps import Prepared, take_out_nets
 from fedheal.engine.device_data import DeviceData
 from fedheal.engine.graph_evaluation import GraphEvaluation
-from fedheal.engine.lanes import Lanes, add_losses, use_streams
+from fedheal.engine.lanes import Lanes, use_streams
 from fedheal.engine.memory import release_gpu_memory
 from fedheal.engine.serial import ClientResult, LocalTraining, Shared, Task
 from fedheal.local.term import NotCapturableError
@@ -94,7 +95,6 @@ class CohortEngine:
         metrics = self.data.compute_received_losses(local_training, model, tasks)
         deltas = allocate_rows(len(tasks), len(model.params), model.params.dtype, local_training.device)
         results: dict[int, ClientResult] = {}
-        losses: list[Tensor] = []
         steps = [serial.count_steps(self.data.sizes[task.client], local_training.training) for task in tasks]
         order = sorted(range(len(tasks)), key=lambda i: (-steps[i], i))
         width = -(-len(order) // -(-len(order) // self.group_size))
@@ -116,12 +116,15 @@ class CohortEngine:
                     rows = [deltas[i] for i in chosen]
                     if not local_training.terms:  # which may change what is sent
                         torch._foreach_copy_(rows, list(trained.params - model.params))
-                    finished = self._finish(local_training, model, of_clients, clients, split_models(trained),
-                                            [metrics[i] for i in chosen], rows)  # fmt: skip
+                    # The losses stay on the device: reading them here would wait for it.
+                    with_losses = [
+                        metrics[i] | {"train_loss": loss} for i, loss in zip(chosen, mean_losses.unbind(), strict=True)
+                    ]
+                    finished = self._finish(
+                        local_training, model, of_clients, clients, split_models(trained), with_losses, rows
+                    )
                 results |= dict(zip(chosen, finished, strict=True))
-                losses.append(mean_losses)
-        numbers = dict(zip(results, torch.cat(losses).tolist(), strict=True))
-        return add_losses([results[i] for i in range(len(tasks))], [numbers[i] for i in range(len(tasks))])
+        return [results[i] for i in range(len(tasks))]
 
     def _prepare(self, local_training: LocalTraining, model: Packed, shared: Shared, task: Task) -> Prepared:
         nets: dict[str, nn.Module] = {} if self.group is None else self.group.nets
@@ -130,7 +133,7 @@ class CohortEngine:
 
     def _finish(
         self, local_training: LocalTraining, model: Packed, tasks: Sequence[Task], prepared: Sequence[Prepared],
-        local: Sequence[Packed], metrics: Sequence[dict[str, float]], deltas: Sequence[Tensor],
+        local: Sequence[Packed], metrics: Sequence[dict[str, Metric]], deltas: Sequence[Tensor],
     ) -> list[ClientResult]:  # fmt: skip
         """Call the terms' last hooks; a second training that they ask for is done for all clients together.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedheal.core.arrays import upload
 from fedheal.core.layout import Packed
+from fedheal.core.updates import Metric
 from fedheal.engine import graph_inputs, serial
 from fedheal.engine.device_data import DeviceData
 from fedheal.engine.graph_inputs import FixedContext, capture_graph
@@ -98,9 +99,9 @@ class Lane:
             yield
 
     def train_client(
-        self, model: Packed, shared: Shared, task: Task, metrics: dict[str, float], out: Tensor
-    ) -> Generator[None, None, tuple[ClientResult, Tensor]]:
-        """Train a client, pausing after each epoch to let other lanes run; return the result and the mean loss."""
+        self, model: Packed, shared: Shared, task: Task, metrics: dict[str, Metric], out: Tensor
+    ) -> Generator[None, None, ClientResult]:
+        """Train a client, pausing after each epoch to let other lanes run."""
 
         def fit(start: Packed, strength: float) -> Packed:
             retraining, contexts = serial.proximal_retraining(self.local_training, model, task, strength, start)
@@ -109,11 +110,13 @@ class Lane:
         contexts = serial.make_contexts(self.local_training, model, shared, task, fit, self.nets)
         start = serial.prepare_start(self.local_training, contexts, model)
         local, loss = yield from self._fit(self.local_training, start, task, "batches", contexts)
-        result = serial.finish_client(self.local_training, model, task, contexts, local, dict(metrics), out)
+        result = serial.finish_client(
+            self.local_training, model, task, contexts, local, metrics | {"train_loss": loss}, out
+        )
         addresses = {t.data_ptr() for ctx in contexts for t in graph_inputs.list_tensors(ctx.scratch)}
         slots = tuple(graph_inputs.clone_fixed(slot, addresses) for slot in result.slots)
         messages = tuple(graph_inputs.clone_fixed(message, addresses) for message in result.messages)
-        return replace(result, slots=slots, messages=messages), loss
+        return replace(result, slots=slots, messages=messages)
 
     def _fit(
         self, local_training: LocalTraining, start: Packed, task: Task, purpose: str, contexts: Sequence[Context]

@@ -14,10 +14,8 @@ seeds, batches and steps.
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from fedheal.core.layout import Packed, allocate_rows
 from fedheal.engine import serial
@@ -71,7 +69,7 @@ class Lanes:
             self.lanes.append(Lane(local_training, self.data, self.tuned_sizes))
         metrics = self.data.compute_received_losses(local_training, model, tasks)
         deltas = allocate_rows(len(tasks), len(model.params), model.params.dtype, local_training.device)
-        results: dict[int, tuple[ClientResult, Tensor]] = {}
+        results: dict[int, ClientResult] = {}
 
         def run_queue(lane: Lane, queue: Sequence[int]) -> Generator[None, None, None]:
             for i in queue:
@@ -86,8 +84,7 @@ class Lanes:
                         has_ended = next(work, True)  # a queue yields None
                     if has_ended:
                         running.remove((lane, work))
-        losses = torch.stack([results[i][1] for i in range(len(tasks))]).tolist() if tasks else []
-        return add_losses([results[i][0] for i in range(len(tasks))], losses)
+        return [results[i] for i in range(len(tasks))]
 
 
 @contextmanager
@@ -105,14 +102,6 @@ def use_streams(device: torch.device, streams: Sequence[torch.cuda.Stream | None
     finally:
         for stream in own:
             current.wait_stream(stream)
-
-
-def add_losses(results: Sequence[ClientResult], losses: Sequence[float]) -> list[ClientResult]:
-    """Return the results with the clients' training losses, which are read from the device once for all of them."""
-    return [
-        replace(result, reply=result.reply._replace(metrics={**result.reply.metrics, "train_loss": loss}))
-        for result, loss in zip(results, losses, strict=True)
-    ]
 
 
 def _assign_clients(steps: Sequence[int], most_lanes: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.layout import Layout, Packed, as_real
 from fedheal.core.rng import derive, generator
-from fedheal.core.updates import Reply
+from fedheal.core.updates import Metric, Reply
 from fedheal.data.augment import Choices, apply_choices, draw_choices, normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine.local_optimizer import LeanSGD, build_optimizer, compute_lr
@@ -129,7 +129,7 @@ def train_client(local_training: LocalTraining, model: Packed, shared: Shared, t
         return _fit(retraining, start, task, "personal", contexts)[0]
 
     contexts = make_contexts(local_training, model, shared, task, fit)
-    metrics = {}
+    metrics: dict[str, Metric] = {}
     if local_training.received_loss:
         metrics["loss"], _ = evaluate_split(local_training, model, local_training.examples[task.client])
     start = prepare_start(local_training, contexts, model)
@@ -150,7 +150,7 @@ def finish_client(
     task: Task,
     contexts: Sequence[Context],
     local: Packed,
-    metrics: dict[str, float],
+    metrics: dict[str, Metric],
     out: Tensor | None = None,
     is_update_known: bool = False,
 ) -> ClientResult:

@@ -204,7 +204,8 @@ def train(
         model.buffers if result.reply.buffers is None else torch.as_tensor(result.reply.buffers),
         model.counters if result.reply.counters is None else torch.as_tensor(result.reply.counters),
     )
-    content = _make_content(client, domain, message, result.reply.num_examples, result.reply.metrics)
+    metrics = {name: float(value) for name, value in result.reply.metrics.items()}
+    content = _make_content(client, domain, message, result.reply.num_examples, metrics)
     session.arrays |= {f"slots.{i}.{n}": t for i, slot in enumerate(result.slots) for n, t in slot.items()}
     if instructions.tau is not None:
         local = session.mask(content, local_training.layout, model, local)

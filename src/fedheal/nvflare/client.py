@@ -91,7 +91,8 @@ def train_site(received: FLModel, local_training: LocalTraining, client: str, *,
         model.buffers if reply.buffers is None else as_tensor(reply.buffers, "buffers"),
         model.counters if reply.counters is None else as_tensor(reply.counters, "counters"),
     )
-    return make_reply(local_training.layout.unpack(local), reply.num_examples, reply.metrics, domain=domain)
+    metrics = {name: float(value) for name, value in reply.metrics.items()}
+    return make_reply(local_training.layout.unpack(local), reply.num_examples, metrics, domain=domain)
 
 
 def evaluate_site(
