@@ -61,7 +61,7 @@ def main() -> None:
     params = torch.randn(size, device="cuda")
     source, target = torch.randn(CLIENTS, size, device="cuda"), torch.empty(CLIENTS, size, device="cuda")
     bandwidth = 2 * deltas.nbytes / time_median(lambda: target.copy_(source))
-    counts = allocate_rows(CLIENTS, size, torch.uint8, device)
+    counts = allocate_rows(CLIENTS, size, torch.uint8, device).zero_()
     rows = np.arange(CLIENTS)
     low, high = np.full(CLIENTS, 1), np.full(CLIENTS, 2)
     weights = np.full(CLIENTS, 1 / CLIENTS)

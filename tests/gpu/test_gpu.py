@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fedheal
-from fedheal import Layout, Updates, aggregate, methods
+from fedheal import Layout, Reply, Updates, aggregate, methods
 from fedheal.aggregate import kernels
 from fedheal.aggregate.draft import CountMask
 from fedheal.aggregate.validate import NonFinite
@@ -159,6 +159,27 @@ def test_the_cuda_kernel_names_bad_rows_and_leaves_the_counts():
         cuda.observe(deltas, np.arange(4), [4000, 6000], mask)
     assert sorted(found.value.rows) == [0, 2]
     assert torch.equal(counts, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_found_wherever_it_is(dtype, bad):
+    from fedheal.aggregate.reduce import find_finite
+
+    for size in (1, 5, 70_000, 300_001):
+        good = torch.full((size,), -torch.finfo(dtype).max, dtype=dtype, device="cuda")
+        assert find_finite(good, good[:0], good.float()) == [True] * 3
+        for place in {0, size // 2, size - 1}:
+            spoilt = good.clone()
+            spoilt[place] = bad
+            assert find_finite(good, spoilt, good) == [True, False, True]
+
+
+def test_metrics_on_a_gpu_arrive():
+    losses = torch.tensor([0.25, 0.5], device="cuda")
+    sent = [Reply(f"c{i}", torch.zeros(2), 1, metrics={"loss": loss, "steps": 3}) for i, loss in enumerate(losses)]
+    found = Updates.collect(sent)
+    assert {name: column.tolist() for name, column in found.metrics.items()} == {"loss": [0.25, 0.5], "steps": [3, 3]}
 
 
 def test_a_run_and_an_aggregation_work_on_a_gpu_that_is_not_the_current_one():

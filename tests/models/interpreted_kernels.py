@@ -6,12 +6,15 @@ does not multiply correctly, is checked by tests/gpu.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from fedheal import Layout
+from fedheal.aggregate.draft import CountMask
+from fedheal.aggregate.kernels import cuda, reference
 from fedheal.engine import _cohort_loss_cuda as loss_kernels
 from fedheal.engine.cohort_loss import compute_client_losses
 from fedheal.models import _box_convolution_cuda as boxes
@@ -258,3 +261,23 @@ def test_linear_layers(bias):
     assert_near(gradient, factors.double().transpose(1, 2) @ x.double(), 2e-3)
     if bias:
         assert_near(rows.places["0.bias"].view(rows.gradients), factors.double().sum(dim=1), 2e-3)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1024, 2 * 1024 + 5])
+def test_aggregation(size, masked):
+    deltas, params = torch.randn(5, size), torch.randn(size)
+    rows, weights = np.array([4, 0, 2]), np.array([0.5, 0.2, 0.3])
+    slots, high, low = np.array([1, 0, 3]), np.array([3, 5, 4]), np.array([2, 4, 1])
+    counts, found = torch.randint(0, 7, (4, size), dtype=torch.uint8), []
+    for kernel in (reference, cuda):
+        table = counts.clone()
+        mask = CountMask(counts=table, slots=slots, at_least=high, below=low, sign=1) if masked else None
+        norms = kernel.observe(deltas, rows, [size], mask) if masked else kernel.measure(deltas, rows, [size])
+        found.append((norms, table, *kernel.average(params, deltas, rows, weights, mask)))
+    (expected, expected_counts, expected_mean, expected_unkept), (norms, table, mean, unkept) = found
+    assert torch.equal(table, expected_counts)
+    assert torch.equal(mean, expected_mean)
+    assert unkept == expected_unkept
+    assert np.array_equal(norms.kept, expected.kept)
+    np.testing.assert_allclose(norms.squares, expected.squares, rtol=1e-12)

@@ -137,8 +137,9 @@ class Aggregator:
                 bad |= dict.fromkeys(error.rows, NON_FINITE)
         if not isinstance(model, Packed):
             new_model = new_model.params.numpy() if isinstance(model, np.ndarray) else new_model.params
-        weights = torch.zeros(2, len(updates.clients), dtype=torch.float64)
-        weights[:, torch.from_numpy(rows)] = torch.from_numpy(np.stack(columns))
+        by_client = np.zeros((2, len(updates.clients)))
+        by_client[:, rows] = columns
+        weights = torch.from_numpy(by_client)
         skipped = dict(updates.refused) | {updates.clients[row]: why for row, why in bad.items()}
         report = {"skipped": skipped, **report}
         return Aggregated(

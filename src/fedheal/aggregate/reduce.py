@@ -55,7 +55,6 @@ def is_finite(*tensors: Tensor) -> bool:
 def find_finite(*tensors: Tensor) -> list[bool]:
     """Return for each tensor whether all its entries are finite, without a mask in memory; a GPU is read once."""
     found = [True] * len(tensors)
-    extremes: list[Tensor] = []
     unread: list[int] = []
     for i, tensor in enumerate(tensors):
         if not tensor.numel():
@@ -65,13 +64,12 @@ def find_finite(*tensors: Tensor) -> list[bool]:
             array = tensor.detach().numpy()
             found[i] = bool(np.isfinite(array.min()) and np.isfinite(array.max()))
         else:
-            extremes += torch.aminmax(tensor.detach())
             unread.append(i)
     if unread:
-        device = extremes[0].device
-        numbers = torch.stack([number.to(device) for number in extremes]).tolist()
-        for k, i in enumerate(unread):
-            found[i] = all(map(math.isfinite, numbers[2 * k : 2 * k + 2]))
+        largest = torch._foreach_norm([tensors[i].detach() for i in unread], math.inf)  # NaN if there is one
+        numbers = torch.stack([number.to(largest[0]) for number in largest]).tolist()
+        for i, number in zip(unread, numbers, strict=True):
+            found[i] = math.isfinite(number)
     return found
 
 

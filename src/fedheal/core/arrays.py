@@ -13,6 +13,9 @@ Array = Tensor | NDArray[Any]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
+# Up to this size CUDA copies host memory to a buffer of its own before the call returns; to pin the memory takes longer.
+STAGED_BYTES = 1 << 14
+
 
 def as_tensor(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
     """Return a tensor that shares the array's memory where possible. Raise TypeError unless it holds numbers for torch."""
@@ -35,7 +38,9 @@ def as_tensor(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """Return a tensor's copy on the device, without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    if device.type == "cuda" and values.nbytes > STAGED_BYTES:
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def make_frame(records: Iterable[Mapping[str, Any]]) -> Any:

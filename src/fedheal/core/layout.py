@@ -337,6 +337,6 @@ def restore_dtype(vector: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def allocate_rows(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a GPU each row starts at a multiple of `ALIGNED` entries."""
+    """Return a matrix without values; on a GPU each row starts at a multiple of `ALIGNED` entries."""
     width = length if device.type == "cpu" else -(-length // ALIGNED) * ALIGNED
-    return torch.zeros(rows, width, dtype=dtype, device=device)[:, :length]
+    return torch.empty(rows, width, dtype=dtype, device=device)[:, :length]

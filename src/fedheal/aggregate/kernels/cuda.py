@@ -9,6 +9,7 @@ that begin at multiples of `layout.ALIGNED`, and blocks of columns that do too, 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -61,17 +62,16 @@ def average(
         return after.to(params.device), 0
     whole = length - length % ALIGNED
     blocks = triton.cdiv(whole, PASS_TWO)
-    unkept = torch.zeros(blocks + 1, dtype=torch.int32, device=device)
+    programs = blocks + (whole < length)
+    unkept = torch.empty(programs, dtype=torch.int32, device=device)
     counts, limits, slot_stride, sign = _unpack_mask(mask, unused=unkept)
-    row_index, shares = _copy_to(device, rows)[0], upload(torch.from_numpy(weights), device)
-    for number, first, last, block in ((blocks, 0, whole, PASS_TWO), (int(whole < length), whole, length, ALIGNED)):
-        if number:
-            with torch.cuda.device(device):  # Triton launches on the current device
-                _average[(number,)](
-                    before, after, deltas, row_index, shares, counts, limits, unkept[blocks:] if first else unkept,
-                    first, last, deltas.stride(0), deltas.stride(1), slot_stride, len(rows),
-                    sign, block=block, num_warps=4, enable_fp_fusion=False,
-                )  # fmt: skip
+    row_index, shares = _copy_to(device, rows, weights.view(np.int64))
+    with _use(device):
+        _average[(programs,)](
+            before, after, deltas, row_index, shares.view(torch.float64), counts, limits, unkept, whole, length, blocks,
+            deltas.stride(0), deltas.stride(1), slot_stride, len(rows),
+            sign, block=PASS_TWO, rest=ALIGNED, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     keeps_all = mask is None and bool(weights.any())  # known without waiting for the GPU
     return after.to(params.device), 0 if keeps_all else int(unkept.sum())
 
@@ -88,7 +88,7 @@ def _scan(deltas: Tensor, rows: Integers, tensors: Sequence[int], mask: CountMas
     counts, limits, slot_stride, sign = _unpack_mask(mask, unused=cut.starts)
     for first, last, block in ((0, cut.whole, STRIDE), (cut.whole, len(cut.starts), ALIGNED)):
         if last > first and len(rows):
-            with torch.cuda.device(device):
+            with _use(device):
                 _count[(last - first, len(rows))](
                     deltas, row_index, cut.starts, cut.stops, counts, limits, parts,
                     deltas.stride(0), deltas.stride(1), slot_stride, len(rows), len(cut.starts), first,
@@ -131,6 +131,11 @@ def _blocks(tensors: tuple[int, ...], device: torch.device) -> _Blocks:
     owner = torch.zeros(len(starts), len(tensors), dtype=torch.float64)
     owner[torch.arange(len(starts)), owners] = 1.0
     return _Blocks(starts.contiguous().to(device), stops.contiguous().to(device), len(whole), owner.to(device))
+
+
+def _use(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one, which Triton launches on; without one Triton interprets kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _copy_to(device: torch.device, *columns: Integers) -> Tensor:
@@ -178,12 +183,31 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _average(  # type: ignore[no-untyped-def]
+    before, after, deltas, rows, weights, counts, limits, unkept, whole, length, blocks, row_stride, column_stride,
+    slot_stride, clients,
+    sign: tl.constexpr, block: tl.constexpr, rest: tl.constexpr,
+):  # fmt: skip
+    """Average the columns up to `whole`, a multiple of `ALIGNED`, in blocks; a last program averages the rest."""
+    b = tl.program_id(0)
+    if b < blocks:
+        _average_columns(
+            before, after, deltas, rows, weights, counts, limits, unkept + b, b.to(tl.int64) * block, whole,
+            row_stride, column_stride, slot_stride, clients, sign, block,
+        )  # fmt: skip
+    else:
+        _average_columns(
+            before, after, deltas, rows, weights, counts, limits, unkept + b, whole, length,
+            row_stride, column_stride, slot_stride, clients, sign, rest,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _average_columns(  # type: ignore[no-untyped-def]
     before, after, deltas, rows, weights, counts, limits, unkept, first, last, row_stride, column_stride, slot_stride,
     clients,
     sign: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0)
-    columns = first + b.to(tl.int64) * block + tl.arange(0, block)
+    columns = first + tl.arange(0, block)
     inside = columns < last
     numerator = tl.zeros((block,), dtype=tl.float64)
     denominator = tl.zeros((block,), dtype=tl.float64)
@@ -206,4 +230,4 @@ def _average(  # type: ignore[no-untyped-def]
     old = tl.load(before + columns, mask=inside, other=0.0)
     new = (old.to(tl.float64) + update).to(before.dtype.element_ty)
     tl.store(after + columns, new, mask=inside)
-    tl.store(unkept + b, tl.sum((inside & ~moved).to(tl.int32)))
+    tl.store(unkept, tl.sum((inside & ~moved).to(tl.int32)))

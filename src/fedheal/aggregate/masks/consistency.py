@@ -107,7 +107,7 @@ def grow_counts(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draf
     if device.type == "cpu":  # numpy asks the system for zero pages: rows not yet used cost no memory
         grown = torch.from_numpy(np.zeros((rows, counts.shape[1]), COUNT_DTYPES.get(dtype, np.float32)))
     else:
-        grown = allocate_rows(rows, counts.shape[1], dtype, device)
+        grown = allocate_rows(rows, counts.shape[1], dtype, device).zero_()
     for row in range(used):
         grown[row] = counts[row].to(device, dtype)
     return grown
