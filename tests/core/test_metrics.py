@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from fedheal.core.metrics import count_averaged, fairness, last_mean
@@ -22,6 +23,12 @@ def test_four_domains_by_hand() -> None:
     assert found["jain"] == pytest.approx(5 / 6)
     # shares 0.4, 0.3, 0.2, 0.1
     assert found["entropy"] == pytest.approx(-sum(s * math.log(s) for s in (0.4, 0.3, 0.2, 0.1)))
+
+
+def test_gini_of_many_units_is_that_of_all_pairs() -> None:
+    x = np.random.default_rng(0).uniform(0, 100, 57)
+    pairs = np.abs(x[:, None] - x).sum() / (2 * 57 * 57 * x.mean())
+    assert fairness({str(i): value for i, value in enumerate(x)})["gini"] == pytest.approx(pairs, rel=1e-12)
 
 
 def test_the_deviation_is_the_samples_not_the_populations() -> None:
