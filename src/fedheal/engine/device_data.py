@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from fedheal.core.layout import Packed
 from fedheal.core.rng import generator
+from fedheal.core.updates import Metric
 from fedheal.data.augment import PAD, normalise_images
 from fedheal.data.domains import Split
 from fedheal.engine import serial
@@ -78,11 +79,14 @@ class DeviceData:
         while longest := max(left):
             # Clients that have more steps than they have planned so far limit how many are ready.
             steps = min((len(p) for p, number in zip(planned, left, strict=True) if len(p) < number), default=longest)
-            part = torch.zeros(min(steps, PLANNED_STEPS), *shape, dtype=torch.int64, pin_memory=is_cuda)
+            part = torch.empty(min(steps, PLANNED_STEPS), *shape, dtype=torch.int64, pin_memory=is_cuda)
             rows = part.numpy()
+            rows[:, len(batches) :] = 0
             for i, of_client in enumerate(batches):
-                if left[i]:
-                    taken = min(len(rows), left[i])
+                taken = min(len(rows), left[i])
+                if taken < len(rows):
+                    rows[taken:, i] = 0
+                if taken:
                     rows[:taken, i] = planned[i][:taken]
                     left[i] -= taken
                     planned[i] = planned[i][taken:] if taken < len(planned[i]) or not left[i] else next(of_client)
@@ -107,7 +111,7 @@ class DeviceData:
     @torch.no_grad()
     def compute_received_losses(
         self, local_training: LocalTraining, model: Packed, tasks: Sequence[Task]
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, Metric]]:
         """Return the loss of the received model on each client's data if it is needed, computed for all in one pass."""
         if not local_training.received_loss or not tasks:
             return [{} for _ in tasks]

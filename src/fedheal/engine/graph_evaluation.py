@@ -73,7 +73,8 @@ class GraphEvaluation:
     def _capture(self, joined: Split, model: Packed) -> CapturedPass:
         """Capture the loading of a model and its evaluation, on images that are normalised once."""
         training, device = self.local_training, joined.images.device
-        images, fixed = normalise_images(joined.images), Packed(*(vector.clone() for vector in _list_vectors(model)))
+        images = normalise_images(joined.images).contiguous(memory_format=torch.channels_last)  # as networks compute
+        fixed = Packed(*(vector.clone() for vector in _list_vectors(model)))
         hits = torch.empty(len(joined), dtype=torch.bool, device=device)
 
         def find() -> None:

@@ -1,10 +1,12 @@
 """Evaluate the global model on every domain's test examples."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedheal.core.calibration import score_logits, summarise_scores
@@ -46,8 +48,7 @@ def evaluate_domains(
     is_correct = {domain: hits.numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
     clients: dict[str, float] = {}
     for domain, marks in is_correct.items():
-        owners = np.arange(len(marks)) % max(len(members[domain]), 1)
-        sizes = np.bincount(owners)
+        owners, sizes = _deal_out(len(marks), max(len(members[domain]), 1))
         shares = 100.0 * (np.bincount(owners[marks], minlength=len(sizes)) / sizes)
         clients |= zip(members[domain], shares.tolist(), strict=False)
     hits_of: dict[str, list[Tensor]] = {}
@@ -62,6 +63,13 @@ def evaluate_domains(
         "client_fairness": fairness(clients) if clients else None,
         "validation": validation or None,
     }
+
+
+@lru_cache(maxsize=128)
+def _deal_out(examples: int, clients: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the owner of each example, dealt out in turn, and how many each owner has."""
+    owners = np.arange(examples) % clients
+    return owners, np.bincount(owners)
 
 
 def evaluate_classes(federation: Federation, model: Packed, terms: Sequence[TermState] = ()) -> dict[str, Any]:
