@@ -18,7 +18,7 @@ from torch import nn
 
 from fedheal import Layout, Reply, Updates
 from fedheal.aggregate import fedavg, fedheal, uniform
-from fedheal.core.updates import Collector, read_metrics
+from fedheal.core.updates import Collector, gather_metrics
 from needs import missing, needs
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -336,7 +336,7 @@ def test_metrics_that_are_tensors_are_read_together():
     replies_of = [
         Reply(f"c{i}", torch.zeros(2), 1, metrics={"loss": loss, "steps": i}) for i, loss in enumerate(losses)
     ]
-    columns = read_metrics([*replies_of, Reply("c3", torch.zeros(2), 1, metrics={"lr": torch.tensor(0.5)})])
+    columns = gather_metrics([*replies_of, Reply("c3", torch.zeros(2), 1, metrics={"lr": torch.tensor(0.5)})])
     assert columns["loss"][:2] == [0.25, 0.5]
     assert np.isnan(columns["loss"][2:]).all()
     assert columns["steps"][:3] == [0, 1, 2]

@@ -12,6 +12,7 @@ from torch import nn
 import fedheal
 from fedheal import Layout, methods
 from fedheal.core.import_path import import_triton_kernels
+from fedheal.data.domains import Split
 from fedheal.engine import open_engine, serial
 from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.cohort_batch import make_stacked_batch
@@ -23,6 +24,7 @@ from fedheal.models.client_rows import ClientRows
 from fedheal.models.kernel_notes import get_note
 from fedheal.models.max_pooling import FusedMaxPool2d
 from fedheal.models.resnet import BasicBlock
+from fedheal.models.small_cnn import SmallCNN
 from fedheal.models.stacked_layers import KERNELS, allow_kernels, list_layers, stack_module
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
@@ -254,8 +256,28 @@ def test_evaluation_in_a_graph_has_the_same_results(precision):
         given = splits[:1] if number == 4 else splits
         found = evaluation.find_correct([(model, split) for split in given])
         assert (evaluation.captured is not None) == (number in (1, 2, 3))
-        expected = serial.find_correct_in_turn(local_training, [(model, split) for split in given])
-        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+        pairs = [(model, split) for split in given]
+        at_first = GraphEvaluation(local_training).find_correct(pairs)  # as after a resume
+        assert all(torch.equal(one, two) for one, two in zip(found, at_first, strict=True))
+        expected = torch.cat(serial.find_correct_in_turn(local_training, pairs))
+        agreement = float((torch.cat(found) == expected).float().mean())
+        assert agreement == 1 if precision == "fp32" else agreement > 0.97
+
+
+def test_a_narrow_network_in_bf16_is_evaluated_by_the_kernels_of_a_cohort():
+    module = SmallCNN(classes=10).to(DEVICE)
+    fed = build_federation(quick(device="cuda"), load(), DEVICE)
+    local_training = replace(fed.local_training, module=module, layout=Layout.of(module))
+    images = torch.randint(0, 256, (300, 3, 32, 32), dtype=torch.uint8, device=DEVICE)
+    split, model = Split(images, torch.arange(300, device=DEVICE) % 10), local_training.layout.pack(module.state_dict())
+    for precision in ("bf16", "tf32", "fp32"):
+        evaluation = GraphEvaluation(replace(local_training, precision=precision))
+        found = [evaluation.find_correct([(model, split)])[0] for _ in range(3)]
+        assert (evaluation.narrow is not None) == (precision == "bf16")
+        assert evaluation.captured is not None
+        assert torch.equal(found[0], found[2])
+        expected = serial.find_correct_in_turn(evaluation.local_training, [(model, split)])[0]
+        assert float((found[2] == expected).float().mean()) > 0.97
 
 
 DO_NOT_FIT = ("fedsam", "feddg", "fccl")

@@ -309,7 +309,7 @@ class Collector:
             num_examples=[reply.num_examples for reply in replies],
             buffers=self._stack("buffers"),
             counters=self._stack("counters"),
-            metrics=read_metrics(replies),
+            metrics=gather_metrics(replies),
             refused=self._refused,
             domains=domains if any(domains) else None,
         )
@@ -361,7 +361,7 @@ def _metric(name: str, value: Any) -> Metric:
     return _number(name, value)
 
 
-def read_metrics(replies: Sequence[Reply]) -> dict[str, list[float]]:
+def gather_metrics(replies: Sequence[Reply]) -> dict[str, list[float]]:
     """Return the clients' numbers by name, NaN where a client sent none. A GPU is read once."""
     names = sorted({name for reply in replies for name in reply.metrics})
     columns: dict[str, list[Any]] = {name: [reply.metrics.get(name, math.nan) for reply in replies] for name in names}

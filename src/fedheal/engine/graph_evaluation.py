@@ -1,12 +1,14 @@
 """Evaluate models on a GPU, round after round on the same splits.
 
 Launching the kernels of a small network takes longer than running them: a pass that takes little memory is captured in a CUDA
-graph, which holds on to that memory. The network is a copy with faster pooling, which shares the module's tensors.
+graph, which holds on to that memory. The network is a copy with faster pooling, which shares the module's tensors. A narrow
+network in bf16 is evaluated by the kernels that train a cohort, as a cohort of one client: cuDNN takes three times as long.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +22,16 @@ from fedheal.engine.lanes import use_streams
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import LocalTraining
 from fedheal.local.term import NotCapturableError
+from fedheal.models.client_rows import ClientRows
+from fedheal.models.kernel_launches import compile_in_parallel
 from fedheal.models.max_pooling import replace_pooling
+from fedheal.models.stacked_layers import DoesNotFitError, check_layers, stack_module
+
+Load = Callable[[Packed], nn.Module]  # returns the network with a model loaded
 
 MOST_BYTES = 1 << 30  # that a pass takes, to be captured
+NARROW = 64  # channels, below which cuDNN is slow
+TOLERANCE = 0.05  # of logits in bf16, relative to their norm
 
 
 @dataclass(frozen=True)
@@ -40,10 +49,13 @@ class GraphEvaluation:
 
     def __init__(self, local_training: LocalTraining) -> None:
         self.local_training = local_training
+        self.narrow: Load | None = None  # loads a model into a network that is faster than the module
         if local_training.device.type == "cuda":
             self.local_training = replace(local_training, module=copy_with_faster_pooling(local_training.module))
+            self.narrow = stack_narrow_network(self.local_training)
         self.splits: list[Split] = []  # of the last pass
-        self.joined: Split | None = None  # the same as one, if the pass can be captured
+        self.joined: Split | None = None  # the same as one
+        self.is_small = False  # whether a pass takes little memory
         self.captured: CapturedPass | None = None
 
     def find_correct(self, pairs: Sequence[tuple[Packed, Split]]) -> list[Tensor]:
@@ -51,35 +63,64 @@ class GraphEvaluation:
         splits, device = [split for _, split in pairs], self.local_training.device
         if device.type != "cuda" or len({id(model) for model, _ in pairs}) != 1:
             return serial.find_correct_in_turn(self.local_training, pairs)
-        if [*map(id, splits)] != [*map(id, self.splits)]:
-            self.splits, self.joined, self.captured = splits, None, None
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            correct = serial.find_correct_in_turn(self.local_training, pairs)
-            if torch.cuda.max_memory_allocated(device) - before <= MOST_BYTES:
-                self.joined = serial.join_on_gpu(splits)
-            return correct
-        if self.joined is not None and self.captured is None:
-            try:
-                self.captured = self._capture(self.joined, pairs[0][0])
-            except (NotCapturableError, torch.OutOfMemoryError):
-                self.joined = None
-        if self.captured is None:
+        is_first = [*map(id, splits)] != [*map(id, self.splits)]
+        if is_first:
+            self.splits, self.joined, self.captured = splits, serial.join_on_gpu(splits), None
+        if self.joined is None:
             return serial.find_correct_in_turn(self.local_training, pairs)
-        torch._foreach_copy_(_list_vectors(self.captured.model), _list_vectors(pairs[0][0]))
+        hits = self._find_at_first(self.joined, pairs[0][0]) if is_first else self._find(self.joined, pairs[0][0])
+        return list(torch.split(hits, [len(split) for split in splits]))
+
+    def _find_at_first(self, joined: Split, model: Packed) -> Tensor:
+        """Evaluate a model; find out which network to use, and whether a pass takes little memory."""
+        device, precision = joined.images.device, self.local_training.precision
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        if self.narrow is not None:
+            images, _ = next(serial.eval_batches(joined))
+            with torch.no_grad(), autocast(precision, device):
+                apply = partial(self.narrow(model), normalise_images(images))
+                compile_in_parallel(apply, device)
+                if not is_near(apply(), self._load(model)(normalise_images(images))):
+                    self.narrow = None
+        hits = self._find_eagerly(joined, model)
+        self.is_small = torch.cuda.max_memory_allocated(device) - before <= MOST_BYTES
+        return hits
+
+    def _find(self, joined: Split, model: Packed) -> Tensor:
+        """Evaluate a model, by a graph if possible."""
+        if self.is_small and self.captured is None:
+            try:
+                self.captured = self._capture(joined, model)
+            except (NotCapturableError, torch.OutOfMemoryError):
+                self.is_small = False
+        if self.captured is None:
+            return self._find_eagerly(joined, model)
+        torch._foreach_copy_(_list_vectors(self.captured.model), _list_vectors(model))
         self.captured.graph.replay()
-        return list(torch.split(self.captured.hits.clone(), [len(split) for split in splits]))
+        return self.captured.hits.clone()
+
+    def _find_eagerly(self, joined: Split, model: Packed) -> Tensor:
+        return serial.find_correct(self._load_chosen(model), joined, self.local_training.precision)
+
+    def _load(self, model: Packed) -> nn.Module:
+        return self.local_training.load_model(model, training=False)
+
+    def _load_chosen(self, model: Packed) -> nn.Module:
+        """Return the network that evaluates, with a model loaded."""
+        return self._load(model) if self.narrow is None else self.narrow(model)
 
     def _capture(self, joined: Split, model: Packed) -> CapturedPass:
         """Capture the loading of a model and its evaluation, on images that are normalised once."""
-        training, device = self.local_training, joined.images.device
-        images = normalise_images(joined.images).contiguous(memory_format=torch.channels_last)  # as networks compute
-        fixed = Packed(*(vector.clone() for vector in _list_vectors(model)))
+        precision, device = self.local_training.precision, joined.images.device
+        images, fixed = normalise_images(joined.images), Packed(*(vector.clone() for vector in _list_vectors(model)))
+        if self.narrow is not None:
+            images = images.contiguous(memory_format=torch.channels_last)  # as its kernels read them
         hits = torch.empty(len(joined), dtype=torch.bool, device=device)
 
         def find() -> None:
-            module = training.load_model(fixed, training=False)
-            with autocast(training.precision, device):
+            module = self._load_chosen(fixed)
+            with autocast(precision, device):
                 batches = torch.split(images, serial.choose_eval_batch_size(joined))
                 found = [module(batch).argmax(dim=1) for batch in batches]
             torch.eq(torch.cat(found), joined.labels, out=hits)
@@ -87,6 +128,33 @@ class GraphEvaluation:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.no_grad(), use_streams(device, [stream]), torch.cuda.stream(stream):
             return CapturedPass(capture_graph(torch.cuda.graph_pool_handle(), find), fixed, images, hits)
+
+
+def stack_narrow_network(local_training: LocalTraining) -> Load | None:
+    """Return what loads a model into a stacked network for one client, or None if the network is wide or does not fit."""
+    convolutions = [part for part in local_training.module.modules() if isinstance(part, nn.Conv2d)]
+    widest = max((max(conv.in_channels, conv.out_channels) for conv in convolutions), default=NARROW)
+    if local_training.precision != "bf16" or widest >= NARROW:
+        return None
+    rows = ClientRows(local_training.layout, 1, local_training.device, trains=False, low=torch.bfloat16)
+    rows.valid.fill_(1)  # all examples make one
+    try:
+        check_layers(local_training.module)
+        network = stack_module(local_training.module, rows).eval()
+    except DoesNotFitError:
+        return None
+
+    def load(model: Packed) -> nn.Module:
+        rows.load([model])
+        return network
+
+    return load
+
+
+def is_near(found: Tensor, expected: Tensor) -> bool:
+    """Return whether logits agree within the rounding errors of bf16."""
+    found, expected = found.float(), expected.float()
+    return bool((found - expected).norm() <= TOLERANCE * expected.norm())
 
 
 def copy_with_faster_pooling(module: nn.Module) -> nn.Module:

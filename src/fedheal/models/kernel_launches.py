@@ -30,7 +30,7 @@ def allocate_output(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
 
 
 def compile_in_parallel(
-    run: Callable[[], None], device: torch.device, meanwhile: Callable[[], None] = lambda: None
+    run: Callable[[], object], device: torch.device, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
     """Compile the kernels that `run` launches, several at a time; none is launched, so what it computes is arbitrary.
 
