@@ -1,6 +1,6 @@
 """Time a round on a CPU in fedheal, pfl, Flower's simulation and a plain torch loop, on the same three tasks.
 
-    python benchmarks/peers.py                                   # everything, less than ten minutes on 2 idle cores
+    python benchmarks/peers.py                                   # everything: about twenty minutes on 2 idle cores
     python benchmarks/peers.py --tasks few --launches 1          # one task, once
     python benchmarks/peers.py --peers fedheal,pfl,plain
 
