@@ -68,14 +68,21 @@ class Run:
         return fixed | {"data_fingerprint": self.summary["data_fingerprint"]}
 
 
-def read_runs(entries: Sequence[RecipeRow], data: str, folder: Path, planned_rounds: int) -> list[Run]:
-    """Return the runs in a folder, in the order of the rows and their seeds. Raise ValueError if one belongs to no row."""
+def read_runs(
+    entries: Sequence[RecipeRow], data: str, folder: Path, planned_rounds: int, skips_others: bool = False
+) -> list[Run]:
+    """Return the runs in a folder, in the order of the rows and their seeds.
+
+    A run that belongs to no row is skipped if `skips_others`, else it raises ValueError.
+    """
     names = [Experiment.of({"method": entry.method, "data": data}).method_name for entry in entries]
     runs = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not path.is_dir() or path.name.startswith(".") or path.name.endswith(UNFINISHED):
             continue
         experiment, summary, records = read_run(path)
+        if experiment.method_name not in names and skips_others:
+            continue
         if experiment.method_name not in names:
             raise ValueError(f"{path}: {experiment.method_name} is not in the plan; the rows are {', '.join(names)}")
         if experiment.data != data:

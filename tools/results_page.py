@@ -29,6 +29,7 @@ SECOND_SOURCE = (
     f"`{SECOND_FOLDER}/`. "
 )
 BASES = ("FedAvg", "uniform weights")
+TEST_COLUMNS = ("in", "mean", "95 % interval", "better in", "p", "smallest possible p")
 # The rows that have several seeds, and the seeds planned for each: those of the confirmation (docs/search-plan.md) follow the
 # first three, so that runs serve both.
 HEADLINE = ("FedAvg", "uniform weights", "FedHEAL (released)", "FedHEAL (paper)")
@@ -60,8 +61,8 @@ def write_page(recipe: Recipe, data_sets: Iterable[tuple[str, Path, int]]) -> st
         "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
         "folder: the complete description of the run (`experiment.toml`), every round (`rounds.jsonl`) and what came out "
         "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`). The runs of "
-        "`docs/search-plan.md` are in `search` and `confirmation`, runs with crossed seeds in `variance`; `docs/findings.md` "
-        "has their tables.",
+        "`docs/search-plan.md` are in `search` and `confirmation`, runs with crossed seeds in `variance`. The confirmation is "
+        "at the end of this page; `docs/findings.md` has the tables of the others.",
         "The paper's numbers and those of an independent implementation are quoted, and the latter have no records in this "
         "repository. Everything else is computed from what is in the folders.",
     ]
@@ -163,17 +164,24 @@ def _test_differences(runs: Sequence[Run]) -> list[str]:
     control = BASES[1]
     if control not in groups or len(groups) < 2:
         return []
+    lines, notes = tabulate_tests(groups, control)
+    head = ["less uniform weights", *TEST_COLUMNS]
+    return ["### What may be concluded", format_table(head, lines), format_list(notes)]
+
+
+def tabulate_tests(groups: Mapping[str, Sequence[Run]], control: str) -> tuple[list[list[str]], list[str]]:
+    """Compare rows with a control by paired tests in AVG and STD, as one family; return the table's lines and notes."""
     labels = {str(group[0].summary["method"]): label for label, group in groups.items()}
     rows = build_rows(run.summary for group in groups.values() for run in group)
     findings = analyse_rows(rows, str(groups[control][0].summary["method"]))
     lines = []
     for c in findings.metrics:
-        pairs = [(a, b) for a in groups[labels[c.a]] for b in groups[control] if a.settings == b.settings]
-        column = c.metric.upper()
-        better = sum((a.numbers[column] - b.numbers[column]) * (1 if c.metric == "avg" else -1) > 0 for a, b in pairs)
+        column, sign = c.metric.upper(), 1 if c.metric == "avg" else -1
+        of_control = {run.experiment.seed: run.numbers[column] for run in groups[control]}
+        paired = [run for run in groups[labels[c.a]] if run.experiment.seed in of_control]
+        better = sum(sign * (run.numbers[column] - of_control[run.experiment.seed]) > 0 for run in paired)
         numbers = [f"{c.mean:+.2f}", f"{c.low:+.2f} to {c.high:+.2f}", f"{better} of {c.n}"]
         lines.append([labels[c.a], column, *numbers, f"{c.p_adjusted:.3f}", f"{c.smallest_p_adjusted:.3f}"])
-    head = ["less uniform weights", "in", "mean", "95 % interval", "better in", "p", "smallest possible p"]
     notes = [
         f"p is that of a two-sided paired test over the seeds that both have, after Holm's correction over "
         f"{len(lines)} comparisons (docs/statistics.md). Below 0.05 a difference is shown. The smallest possible p is what the "
@@ -182,7 +190,7 @@ def _test_differences(runs: Sequence[Run]) -> list[str]:
         "the test.",
         *conclude_findings(findings, rows),
     ]
-    return ["### What may be concluded", format_table(head, lines), format_list(notes)]
+    return lines, notes
 
 
 def _add_evenness(domains: Mapping[str, float]) -> dict[str, float]:

@@ -16,9 +16,9 @@ import pytest
 
 import fedheal
 from fedheal import Experiment
-from fedheal.core.metrics import fairness
 from fedheal.reproduce import RECIPES
 from fedheal.runs.folder import read_json, read_rounds
+from made_up import make_run
 from tiny_data import QUICK
 
 ROOT = Path(__file__).parents[2]
@@ -82,9 +82,9 @@ def find_run(method, under):
 
 
 @pytest.mark.slow
-def test_the_page_is_current(results, page_tool):
+def test_the_page_is_current(results):
     written = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-    assert written == page_tool.write_page(RECIPE, results.list_data_sets(ROOT / "results")), "run: make results"
+    assert written == results.make_page(ROOT / "results"), "run: make results"
 
 
 @pytest.mark.parametrize(("data", "heading"), [("digits", "## Digits\n"), ("office-caltech", "## Office-Caltech\n")])
@@ -449,25 +449,6 @@ def test_more_seeds_are_paired(tool, tmp_path):
     assert read_table(page, "| less FedAvg ")["uniform weights"][-1] == "2"
     assert read_table(page, "| less FedAvg ")["FedHEAL (paper)"][-1] == "1"
     assert "1 to 2 seeds, ± standard deviation over them" in page
-
-
-def make_run(folder, data, method, domains, rounds, seconds=(), seed=0):
-    """A run that never was, with these accuracies."""
-    experiment = Experiment(data=data, method=method, rounds=rounds, seed=seed)
-    path = folder / experiment.folder_name
-    path.mkdir(parents=True)
-    (path / "experiment.toml").write_text(experiment.to_toml())
-    record = {"domains": domains, "fairness": fairness(domains)}
-    seconds = seconds or [1.0] * rounds
-    records = [record | {"round": i, "seconds": {"train": s - 0.5, "evaluate": 0.5}} for i, s in enumerate(seconds, 1)]
-    (path / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    summary = {
-        "method": experiment.method_name, "data": data, "seed": seed, "rounds": rounds, "averaged": max(1, min(5, rounds // 4)),
-        "domains": domains, "clients": {}, "trained": {}, "test_sizes": dict.fromkeys(domains, 100),
-        **fairness(domains), "pool": False, "only": [], "without": [], "precision": "bf16", "hardware": "a GPU",
-        "data_fingerprint": "x", "versions": {"fedheal": "1"}, "data_notes": [],
-    }  # fmt: skip
-    (path / "result.json").write_text(json.dumps(summary))
 
 
 def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside(page_tool, tmp_path):

@@ -1,0 +1,99 @@
+"""tools/results_confirmation.py reads, compares and lists the runs that the search plan fixed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from fedheal import Experiment
+from made_up import make_run
+
+ROOT = Path(__file__).parents[2]
+START = {"mnist": 90.0, "usps": 90.0, "svhn": 80.0, "syn_standin": 30.0}
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("results")
+
+
+@pytest.fixture
+def confirmation(tool):
+    return importlib.import_module("results_confirmation")
+
+
+def make_runs(folder, method, gain, seeds, rounds=200):
+    for seed in seeds:
+        make_run(folder, "digits", method, {d: value + gain for d, value in START.items()}, rounds, seed=seed)
+
+
+def test_controls_of_the_headline_and_runs_of_the_confirmation_are_compared(confirmation, tmp_path):
+    make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, (0, 8, 9, 10))  # seed 0 is not planned
+    make_runs(tmp_path / "digits", "fedavg+fedheal", 1.0, (8, 9))
+    make_runs(tmp_path / "digits", "fedavg", 5.0, (8, 9))  # not a row of the confirmation
+    make_runs(tmp_path / "confirmation" / "digits", confirmation.CHOSEN.method, 2.0, (8, 9))
+    page = "\n".join(confirmation.write_confirmation(tmp_path))
+    assert "| percent, mean of seeds 8, 9 | AVG | STD | worst | runs with seeds |" in page
+    assert "| uniform weights | 72.50 | " in page
+    assert "| the chosen method | 74.50 | " in page
+    assert "| uniform weights | AVG | -2.00 | -2.00 to -2.00 | 0 of 2 | 1.000 | 1.000 |" in page
+    assert "| FedHEAL (paper) | AVG | -1.00 | -1.00 to -1.00 | 0 of 2 | 1.000 | 1.000 |" in page
+    assert "Holm's correction over 4 comparisons" in page
+    assert (
+        "Open are 25 of 32 runs (`python tools/results.py run --recipe confirmation --data digits --seeds 8-15`" in page
+    )
+    assert "- uniform weights: seeds 11, 12, 13, 14, 15\n" in page
+    assert "- the chosen method: seeds 10, 11, 12, 13, 14, 15" in page
+
+
+def test_a_control_that_is_better_on_some_seeds_is_counted(confirmation, tmp_path):
+    make_runs(tmp_path / "confirmation" / "digits", confirmation.CHOSEN.method, 1.0, range(8, 16))
+    make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, range(8, 15))
+    make_runs(tmp_path / "digits", "fedavg+uniform", 4.0, (15,))
+    page = "\n".join(confirmation.write_confirmation(tmp_path))
+    assert "| uniform weights | AVG | -0.50 | " in page
+    assert "| 1 of 8 |" in page
+
+
+def test_runs_with_other_rounds_are_no_part_of_it(confirmation, tmp_path):
+    make_runs(tmp_path / "confirmation" / "digits", confirmation.CHOSEN.method, 1.0, (8,), rounds=20)
+    assert confirmation.write_confirmation(tmp_path) == []
+
+
+def test_a_finished_confirmation_says_so(confirmation, tmp_path):
+    for row in confirmation.list_rows("digits"):
+        make_runs(tmp_path / "confirmation" / "digits", row.method, 0.0, range(8, 16))
+    assert "All 32 runs are finished." in confirmation.write_confirmation(tmp_path)
+
+
+def test_fedheal_has_the_papers_tau(confirmation):
+    methods = {data: [row.method for row in confirmation.list_rows(data)] for data in ("digits", "office-caltech")}
+    assert methods["digits"][1] == "fedavg+fedheal"
+    assert methods["office-caltech"][1] == "fedavg+fedheal:tau=0.4"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"device": "cuda", "precision": "bf16"}, True),
+        ({"seed": 3}, False),
+        ({"rounds": 20}, False),
+        ({"lr": 0.01}, False),
+        ({"method": "fedavg+afl"}, False),
+    ],
+)
+def test_collecting_knows_the_runs_of_the_confirmation(tool, confirmation, fields, expected):
+    planned = {"data": "digits", "method": confirmation.CHOSEN.method, "seed": 9, "rounds": 200}
+    assert tool.is_confirmation(Experiment(**planned | fields)) is expected
+
+
+def test_the_rows_can_be_planned(tool, tmp_path, capsys):
+    words = ["run", "--recipe", "confirmation", "--data", "office-caltech", "--device", "cpu", "--seconds", "1e-9"]
+    assert tool.main([*words, "--seeds", "8-9", "--runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("open: uniform weights, seed 8, FedHEAL (paper), seed 8, ")
+    assert out.count("seed") == 8
