@@ -1,7 +1,7 @@
 """Make the pictures of the documentation from runs of this version: python tools/pictures.py  (make pictures)
 
-The runs are four methods with three seeds on the embedded digits. Finished runs are not run again. The pictures of the HTML
-page need Chromium.
+The runs are four methods with three seeds on the embedded digits; finished runs are not run again. One picture shows the runs
+in results/digits. The pictures of the HTML page need Chromium.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from fedheal.campaign.pool import run_all
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis
 from fedheal.report.figures import save_figure, write_figures
 from fedheal.report.html_page import render_page
-from fedheal.report.rows import Row, build_rows
+from fedheal.report.rows import Row, build_rows, find_results
 from fedheal.runs.folder import read_json, write_text
 
 METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
 SEEDS = (0, 1, 2)
 FIGURES = ("domains", "rounds", "weights")
+RESULTS = Path("results/digits")
+RESULT_METHODS = ("fedavg", "fedavg+uniform", "fedavg+fedheal", "fedavg+fedheal:variant=released")
 WIDTH, HEIGHT = 1280, 1000
 
 
@@ -45,9 +47,17 @@ def main() -> None:
         save_figure(Path(scratch) / "diagnosis", partial(draw_diagnosis, diagnose_run(jobs[0].folder)))
         for name in (*FIGURES, "diagnosis"):
             shrink_picture(Path(scratch) / f"{name}.png", options.out / f"{name}.png", width=1400)
+        draw_results(Path(scratch), options.out)
         capture_page(rows, Path(scratch), options.out)
     for path in sorted(options.out.glob("*.png")):
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+def draw_results(scratch: Path, out: Path) -> None:
+    """Draw the differences to uniform weights on Digits, by seed."""
+    rows = build_rows(summary for summary in find_results([RESULTS]) if summary["method"] in RESULT_METHODS)
+    write_figures(rows, scratch / "digits", reference="fedavg+uniform")
+    shrink_picture(scratch / "digits" / "differences.png", out / "digits-differences.png", width=1400)
 
 
 def capture_page(rows: list[Row], scratch: Path, out: Path) -> None:

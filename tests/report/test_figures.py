@@ -10,21 +10,25 @@ from PIL import Image
 
 from fedheal.core import fonts
 from fedheal.report import figures
+from fedheal.report.conclusions import analyse_rows
 from fedheal.report.series import find_pareto_front, pick_evenly
-from made_up import DOMAINS, load_rows, run_folder
+from fedheal.report.tables import build_tables
+from made_up import DOMAINS, load_rows, make_run, run_folder
 
-EVERY = {"domains", "spread", "rounds", "curves", "weights", "kept", "consistency", "time"}
+EVERY = {"domains", "spread", "differences", "rounds", "curves", "weights", "kept", "consistency", "time"}
 
 
 @pytest.fixture(scope="module")
-def written(few, tmp_path_factory):
-    return figures.write_figures(load_rows(few), tmp_path_factory.mktemp("figures"))
+def figure_files(small_runs, tmp_path_factory):
+    return figures.write_figures(load_rows(small_runs), tmp_path_factory.mktemp("figures"))
 
 
 @pytest.mark.slow
-def test_every_figure_in_three_formats(written):
-    assert {path.name for path in written} == {f"{name}.{form}" for name in EVERY for form in ("svg", "pdf", "png")}
-    for path in written:
+def test_every_figure_in_three_formats(figure_files):
+    assert {path.name for path in figure_files} == {
+        f"{name}.{form}" for name in EVERY for form in ("svg", "pdf", "png")
+    }
+    for path in figure_files:
         if path.suffix == ".svg":
             text = "".join(ElementTree.parse(path).getroot().itertext())
             assert "fedavg" in text or path.stem == "time", path  # words stay words
@@ -42,27 +46,49 @@ def test_every_figure_in_three_formats(written):
 
 
 @pytest.mark.slow
-def test_the_same_runs_give_the_same_files(written, few, tmp_path, monkeypatch):
+def test_the_same_runs_give_the_same_files(figure_files, small_runs, tmp_path, monkeypatch):
     """Two figures stand for all: dates and names of parts, which could differ, are those of a format."""
     monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in ("spread", "kept")})
-    again = {path.name: path.read_bytes() for path in figures.write_figures(load_rows(few), tmp_path)}
+    again = {path.name: path.read_bytes() for path in figures.write_figures(load_rows(small_runs), tmp_path)}
     assert len(again) == 6
-    assert again == {path.name: path.read_bytes() for path in written if path.name in again}
+    assert again == {path.name: path.read_bytes() for path in figure_files if path.name in again}
 
 
 @pytest.fixture
-def one_format(monkeypatch):
+def only_svg(monkeypatch):
     monkeypatch.setattr(figures, "FORMATS", {"svg": {"Date": None}})
 
 
-def test_what_was_not_recorded_is_not_drawn(tmp_path, one_format):
+def test_what_was_not_recorded_is_not_drawn(tmp_path, only_svg):
     run_folder(tmp_path / "run", "fedavg")
     written = figures.write_figures(load_rows(tmp_path / "run"), tmp_path / "figures")
-    assert {path.stem for path in written} == EVERY - {"spread", "kept", "consistency"}
+    assert {path.stem for path in written} == EVERY - {"spread", "differences", "kept", "consistency"}
+
+
+def test_differences_by_seed_are_filled_where_a_test_shows_them(tmp_path):
+    for seed in range(8):
+        even = {"mnist": 90.0 + seed, "usps": 80.0, "svhn": 70.0}
+        gains = {"fedavg+uniform": 0.0, "fedavg": -2.0, "fedavg+afl": 1.0 if seed % 2 else -1.0}
+        for method, gain in gains.items():
+            make_run(tmp_path, "digits", method, {d: value + gain for d, value in even.items()}, 20, seed=seed)
+    rows = load_rows(tmp_path)
+    (table,) = build_tables(rows)
+    found = analyse_rows(rows, "fedavg+uniform")
+    data = figures.FigureData(table, tuple(rows[0].domains), (), "fedavg+uniform", found)
+    average, _ = figures.draw_differences(data).axes
+    assert [label.get_text() for label in average.get_yticklabels()] == ["fedavg", "fedavg+afl"]
+    means = [container.lines[0] for container in average.containers]
+    assert [line.get_xdata().tolist() for line in means] == [[-2.0], [0.0]]
+    assert [line.get_markerfacecolor() != "white" for line in means] == [True, False]
+    dots = {
+        round(float(line.get_ydata()[0]), 2): line.get_xdata() for line in average.lines if line.get_marker() == "|"
+    }
+    assert list(dots[0.22]) == [-2.0] * 8
+    assert sorted(dots[1.22]) == [-1.0] * 4 + [1.0] * 4
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_names_in_any_script_are_letters_or_escaped_and_never_boxes(tmp_path, one_format, monkeypatch, installed):
+def test_names_in_any_script_are_letters_or_escaped_and_never_boxes(tmp_path, only_svg, monkeypatch, installed):
     """Warnings, such as of a letter that the font lacks, are errors here."""
     monkeypatch.setitem(DOMAINS, "drawn", ("写真", "sketch"))
     monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in ("domains", "time")})
@@ -76,7 +102,7 @@ def test_names_in_any_script_are_letters_or_escaped_and_never_boxes(tmp_path, on
 
 
 @pytest.mark.slow
-def test_several_data_sets_have_files_of_their_own(tmp_path, one_format):
+def test_several_data_sets_have_files_of_their_own(tmp_path, only_svg):
     for data in ("digits", "office-caltech"):
         run_folder(tmp_path / "runs" / data, "fedavg", data, rounds=3)
     names = {path.name for path in figures.write_figures(load_rows(tmp_path / "runs"), tmp_path / "figures")}
@@ -84,7 +110,7 @@ def test_several_data_sets_have_files_of_their_own(tmp_path, one_format):
 
 
 @pytest.mark.slow
-def test_many_methods_fit(tmp_path, one_format):
+def test_many_methods_fit(tmp_path, only_svg):
     """More methods than colours, and than fit into full rows of panels."""
     for local in ("fedavg", "fedprox", "moon", "scaffold"):
         for stage in ("", "+afl", "+fedheal")[: 2 if local == "scaffold" else 3]:

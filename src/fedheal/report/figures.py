@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedheal.analysis.domain_changes import is_supported
+from fedheal.analysis.paired_tests import HIGHER_IS_BETTER
 from fedheal.report import palette
 from fedheal.report.comparability import check_reference, choose_reference
+from fedheal.report.conclusions import ALPHA, METRICS, Findings, analyse_rows
 from fedheal.report.figure_text import escape_figure, find_figure_families
 from fedheal.report.rows import BOUNDS, Row, group_by_data
 from fedheal.report.series import PHASES, Series, build_series, find_pareto_front
@@ -50,6 +53,7 @@ class FigureData:
     domains: tuple[str, ...]
     series: Sequence[Series]
     reference: str
+    findings: Findings
 
 
 def write_figures(rows: Sequence[Row], folder: Path, reference: str | None = None) -> list[Path]:
@@ -58,7 +62,10 @@ def write_figures(rows: Sequence[Row], folder: Path, reference: str | None = Non
     groups = group_by_data(rows)
     files = []
     for table, group in zip(build_tables(rows), groups.values(), strict=True):
-        data = FigureData(table, tuple(group[0].domains), build_series(group), choose_reference(group, reference))
+        chosen = choose_reference(group, reference)
+        data = FigureData(
+            table, tuple(group[0].domains), build_series(group), chosen, findings=analyse_rows(group, chosen)
+        )
         prefix = re.sub(r"[^\w-]+", "_", table.data) + "-" if len(groups) > 1 else ""
         for name, draw in FIGURES.items():
             files += save_figure(folder / f"{prefix}{name}", partial(draw, data))
@@ -124,6 +131,33 @@ def draw_spread(data: FigureData) -> Figure | None:
     axes.set_xlabel("STD over domains, points")
     axes.set_ylabel("AVG, %")
     _add_method_legend(figure, axes)
+    return figure
+
+
+def draw_differences(data: FigureData) -> Figure | None:
+    """Draw AVG and STD less those of the reference: a dot per seed, the mean and its interval; filled if a test shows it."""
+    found = data.findings
+    methods = list(dict.fromkeys(c.a for c in found.metrics))
+    if not methods:
+        return None
+    figure, panels = make_panels(len(METRICS), len(METRICS), PAGE, 0.85 + 0.3 * len(methods))
+    for axes, metric in zip(panels, METRICS, strict=True):
+        axes.axvline(0, color="#999999", lw=0.8)
+        for c in (c for c in found.metrics if c.metric == metric):
+            at, colour = methods.index(c.a), palette.method_look(c.a).colour
+            of_method, of_reference = (
+                {row.seeds: row.fairness[metric] for row in found.rows if row.method == name} for name in (c.a, c.b)
+            )
+            dots = [value - of_reference[seeds] for seeds, value in of_method.items() if seeds in of_reference]
+            axes.plot(dots, [at + 0.22] * len(dots), "|", ms=5, color=colour, alpha=0.6)
+            ends = [[0.0], [0.0]] if c.low is None or c.high is None else [[c.mean - c.low], [c.high - c.mean]]
+            fill = colour if is_supported(c, ALPHA) else "white"
+            axes.errorbar([c.mean], [at], xerr=ends, fmt="o", ms=5, color=colour, mfc=fill, lw=1.2)
+        axes.set_yticks(range(len(methods)), methods if axes is panels[0] else [""] * len(methods))
+        axes.set_ylim(-0.5, len(methods) - 0.5)
+        axes.set_title(f"{metric.upper()}, {'more' if HIGHER_IS_BETTER[metric] else 'less'} is better")
+        _format_rows(axes)
+    figure.supxlabel(f"difference to {data.reference}, points", fontsize=STYLE["axes.labelsize"])
     return figure
 
 
@@ -229,8 +263,8 @@ def draw_time(data: FigureData) -> Figure | None:
 
 
 FIGURES: dict[str, Callable[[FigureData], Figure | None]] = {
-    "domains": draw_domains, "spread": draw_spread, "rounds": draw_rounds, "curves": draw_curves,
-    "weights": draw_weights, "kept": draw_kept, "consistency": draw_consistency, "time": draw_time,
+    "domains": draw_domains, "spread": draw_spread, "differences": draw_differences, "rounds": draw_rounds,
+    "curves": draw_curves, "weights": draw_weights, "kept": draw_kept, "consistency": draw_consistency, "time": draw_time,
 }  # fmt: skip
 
 
