@@ -5,7 +5,7 @@ python tools/results.py run --recipe confirmation --data digits --seeds 8-15
 python tools/results.py collect --runs runs/results
 python tools/results.py table
 
-The rows are those of the recipe `headline`, with seed 0, in bf16 on a GPU, or those of the confirmation (docs/search-plan.md).
+The rows are those of the recipe `headline`, with seed 0, in bf16 on a GPU, or those of another campaign (`results_plan.py`).
 `run` resumes where it stopped.
 """
 
@@ -16,33 +16,27 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fedheal
-import results_confirmation
 from fedheal.campaign.compare import parse_seeds
 from fedheal.campaign.jobs import Job
 from fedheal.report.rows import find_results
-from fedheal.reproduce import RECIPES, Options, plan_recipe
+from fedheal.reproduce import Options, plan_recipe
 from fedheal.reproduce.plans import RecipePlan
 from fedheal.runs.folder import read_rounds, write_text
-from fedheal.runs.schema import FREE, RoundRecord
+from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.experiment import Experiment, parse_overrides
 from fedheal.simulate.progress import format_accuracy
+from results_confirmation import write_confirmation
 from results_data import UNFINISHED, read_experiment, read_run
 from results_page import write_page
+from results_plan import CAMPAIGNS
+from results_table1 import write_table1
 
-RECIPE = RECIPES["headline"]
-# Settings beside the protocol's. Caltech, a domain of Office-Caltech, is not available everywhere.
-PLAN: dict[str, dict[str, Any]] = {"digits": {}, "office-caltech": {"allow_missing": True}}
-CONFIRMATION_PLAN: dict[str, dict[str, Any]] = {
-    data: PLAN.get(data, {}) | {"rounds": rounds} for data, rounds in results_confirmation.ROUNDS.items()
-}
-# A run may differ from the plan in these settings, because the tables show them.
-MAY_DIFFER = FREE | {"seed", "rounds", "device", "precision", "engine", "deterministic"}
 REPORT_EVERY = 20  # rounds
 say = partial(print, flush=True)
 INTERRUPTED = 130
@@ -100,16 +94,17 @@ def run(options: argparse.Namespace) -> int:
 
 def plan_rows(options: argparse.Namespace) -> RecipePlan:
     """Return the rows to run, all validated."""
-    recipe, plan = (RECIPE, PLAN) if options.recipe == "headline" else (results_confirmation.RECIPE, CONFIRMATION_PLAN)
-    if options.data not in plan:
-        raise ValueError(f"data = {options.data}: there is no plan for it; use one of {', '.join(plan)}")
+    campaign = CAMPAIGNS[options.recipe]
+    settings = campaign.get_settings(options.data)
     words = [f"{key}={value}" for key in ("rounds", "device") if (value := getattr(options, key)) is not None]
     overrides = parse_overrides([*words, *options.overrides])  # each field once, as an option or as key=value
-    values = plan[options.data] | {"device": "cuda"} | overrides
+    values = {**settings, "device": "cuda"} | overrides
     if str(values["device"]).startswith("cuda"):
         values = {"precision": "bf16"} | values
     patterns = [word.strip() for word in options.rows.split(",") if word.strip()]
-    (part,) = plan_recipe(recipe, Options(parse_seeds(options.seeds), patterns, [options.data], values), options.runs)
+    (part,) = plan_recipe(
+        campaign.recipe, Options(parse_seeds(options.seeds), patterns, [options.data], values), options.runs
+    )
     return part
 
 
@@ -139,17 +134,13 @@ def collect(options: argparse.Namespace) -> int:
     for folder in folders:
         try:
             experiment, *_ = read_run(folder)
-            problem = find_departure(experiment)
+            target, problem = find_place(experiment, options.results)
         except ValueError as error:
-            problem = str(error)
-        else:
-            place = options.results / name_folder(experiment.data)
-            if problem and is_confirmation(experiment):
-                problem, place = "", options.results / results_confirmation.FOLDER / name_folder(experiment.data)
-        if problem:
+            target, problem = None, str(error)
+        if target is None:
             say(f"{folder}: left, since {problem}")
         else:
-            offer_run(folder, experiment, place / experiment.folder_name)
+            offer_run(folder, experiment, target)
     if not folders:
         say(f"{options.runs} holds no finished run")
     options.results.mkdir(parents=True, exist_ok=True)
@@ -163,7 +154,8 @@ def offer_run(folder: Path, experiment: Experiment, target: Path) -> None:
         say(f"{target}: taken")
         return
     rounds, present = experiment.rounds, read_experiment(target).rounds
-    planned = plan_rounds(experiment.data) if experiment.data in PLAN else present
+    headline = CAMPAIGNS["headline"]
+    planned = headline.count_rounds(experiment.data) if experiment.data in headline.settings else present
     if abs(rounds - planned) < abs(present - planned):
         copy_run(folder, experiment, target)
         say(f"{target}: taken, with {rounds} rounds in place of {present}")
@@ -174,39 +166,15 @@ def offer_run(folder: Path, experiment: Experiment, target: Path) -> None:
         say(f"{target}: exists already{'' if is_same else ', from another run: remove it to take this one'}")
 
 
-def plan_rounds(data: str) -> int:
-    return Experiment.of(PLAN[data] | {"data": data}).rounds
-
-
-def find_departure(experiment: Experiment) -> str:
-    """Return why a run is not in the plan, or an empty string if it is."""
-    if experiment.data not in PLAN:
-        return f"there is no plan for {experiment.data}"
-    entries = RECIPE.list_rows(experiment.data)
-    names = {Experiment.of({"method": entry.method, "data": experiment.data}).method_name for entry in entries}
-    if experiment.method_name not in names:
-        return f"{experiment.method_name} is not in the plan"
-    planned = Experiment.of(PLAN[experiment.data] | {"data": experiment.data, "method": experiment.method})
-    differ = list_differences(experiment, planned, MAY_DIFFER)
-    return f"it departs from the plan in {', '.join(differ)}" if differ else ""
-
-
-def is_confirmation(experiment: Experiment) -> bool:
-    """Return whether a run is one of the confirmation's."""
-    plan = CONFIRMATION_PLAN.get(experiment.data)
-    if plan is None or experiment.seed not in results_confirmation.SEEDS:
-        return False
-    for row in results_confirmation.list_rows(experiment.data):
-        planned = Experiment.of(plan | {"data": experiment.data, "method": row.method})
-        if planned.method_name == experiment.method_name:
-            return not list_differences(experiment, planned, MAY_DIFFER - {"rounds"})
-    return False
-
-
-def list_differences(experiment: Experiment, planned: Experiment, may_differ: Collection[str]) -> list[str]:
-    """Return the settings in which a run departs from a planned one."""
-    settings, of_plan = experiment.to_dict(), planned.to_dict()
-    return sorted(key for key in {*settings, *of_plan} - {*may_differ} if settings.get(key) != of_plan.get(key))
+def find_place(experiment: Experiment, results: Path) -> tuple[Path | None, str]:
+    """Return where a run is kept, or None and why it is in no plan."""
+    problems = []
+    for campaign in CAMPAIGNS.values():
+        problem = campaign.find_departure(experiment)
+        if not problem:
+            return results / campaign.folder / name_folder(experiment.data) / experiment.folder_name, ""
+        problems.append(problem)
+    return None, problems[0]
 
 
 def name_folder(data: str) -> str:
@@ -245,13 +213,14 @@ def write_table(options: argparse.Namespace) -> int:
 
 def make_page(results: Path) -> str:
     """Return the page as Markdown."""
-    parts = results_confirmation.write_confirmation(results)
-    return write_page(RECIPE, list_data_sets(results)) + "".join(f"\n{part}\n" for part in parts)
+    parts = [*write_table1(results), *write_confirmation(results)]
+    return write_page(CAMPAIGNS["headline"].recipe, list_data_sets(results)) + "".join(f"\n{part}\n" for part in parts)
 
 
 def list_data_sets(results: Path) -> list[tuple[str, Path, int]]:
     """Return the data sets, the folders of their runs, and the planned rounds."""
-    return [(data, results / name_folder(data), plan_rounds(data)) for data in PLAN]
+    headline = CAMPAIGNS["headline"]
+    return [(data, results / name_folder(data), headline.count_rounds(data)) for data in headline.settings]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -261,8 +230,8 @@ def make_parser() -> argparse.ArgumentParser:
     running.add_argument(
         "overrides", nargs="*", metavar="key=value", help="fields of the experiments, such as data_root"
     )
-    running.add_argument("--recipe", choices=("headline", "confirmation"), default="headline", help="which rows")
-    running.add_argument("--data", required=True, help=f"one of {', '.join(PLAN)}; for the confirmation also embedded")
+    running.add_argument("--recipe", choices=tuple(CAMPAIGNS), default="headline", help="which rows")
+    running.add_argument("--data", required=True, help=f"one of {', '.join(CAMPAIGNS['headline'].settings)}")
     running.add_argument("--rows", default="", help="only these: names or patterns, such as 'fedavg,*released*'")
     running.add_argument("--seeds", default="1", help="how many (3), a range (0-2) or a list (0,2,5-7)")
     running.add_argument("--rounds", type=int, help="other than the protocol's; the tables show it")

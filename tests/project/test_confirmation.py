@@ -88,7 +88,8 @@ def test_fedheal_has_the_papers_tau(confirmation):
 )
 def test_collecting_knows_the_runs_of_the_confirmation(tool, confirmation, fields, expected):
     planned = {"data": "digits", "method": confirmation.CHOSEN.method, "seed": 9, "rounds": 200}
-    assert tool.is_confirmation(Experiment(**planned | fields)) is expected
+    departure = tool.CAMPAIGNS["confirmation"].find_departure(Experiment(**planned | fields))
+    assert (departure == "") is expected
 
 
 def test_the_rows_can_be_planned(tool, tmp_path, capsys):

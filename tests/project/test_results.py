@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -42,7 +43,9 @@ def page_tool(results) -> ModuleType:
 def tool(results, monkeypatch, tmp_path):
     """The tool with a plan of tiny data, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(results, "PLAN", {DATA: {key: value for key, value in QUICK.items() if key != "data"} | SLOW})
+    settings = {DATA: {key: value for key, value in QUICK.items() if key != "data"} | SLOW}
+    headline = replace(results.CAMPAIGNS["headline"], settings=settings)
+    monkeypatch.setitem(results.CAMPAIGNS, "headline", headline)
 
     def call(*words):
         return results.main([*words])
@@ -51,7 +54,7 @@ def tool(results, monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory) -> Path:
+def finished_run(tmp_path_factory) -> Path:
     """A run of the plan of tiny data, to be copied."""
     folder = tmp_path_factory.mktemp("finished") / "fedavg-tiny_data_load-seed0"
     fedheal.run(Experiment(**QUICK | SLOW, method="fedavg"), folder, progress=False)
@@ -59,18 +62,18 @@ def finished(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def kept(tool, finished, tmp_path):
+def kept_run(tool, finished_run, tmp_path):
     """The tool, and a run among its results."""
-    shutil.copytree(finished, tmp_path / "runs" / "results" / finished.name)
+    shutil.copytree(finished_run, tmp_path / "runs" / "results" / finished_run.name)
     assert tool("collect") == 0
-    return tool, tmp_path / "results" / "tiny_data.load" / finished.name
+    return tool, tmp_path / "results" / "tiny_data.load" / finished_run.name
 
 
 def run(tool, *words):
     return tool("run", "--data", DATA, "--device", "cpu", *words)
 
 
-def clock(monkeypatch, results):
+def replace_clock(monkeypatch, results):
     """A second passes between any two looks at it."""
     ticks = itertools.count()
     monkeypatch.setattr(results, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
@@ -91,16 +94,16 @@ def test_the_page_is_current(results):
 def test_what_the_findings_say_is_what_was_found(data, heading):
     """A table has every domain, AVG, STD and the number of seeds; a row that was run but is not in it fails too."""
     runs = [read_json(path) for path in sorted((ROOT / "results" / data).rglob("result.json"))]
-    found = {}
+    expected = {}
     for entry in RECIPE.list_rows(data):
         name = Experiment(method=entry.method, data=data).method_name
         own = [run for run in runs if run["method"] == name]
         columns = np.array([[*run["domains"].values(), run["avg"], run["std"]] for run in own]).T
         cells = [f"{c.mean():.2f} ± {c.std(ddof=1):.2f}" if len(c) > 1 else f"{c[0]:.2f}" for c in columns]
-        found |= {entry.label: [*cells, str(len(own))]} if own else {}
+        expected |= {entry.label: [*cells, str(len(own))]} if own else {}
     section = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()]
-    assert {label: numbers for label, *numbers in rows if label in found} == found
+    assert {label: numbers for label, *numbers in rows if label in expected} == expected
 
 
 def test_the_rows_of_the_readme_are_those_of_the_results():
@@ -111,11 +114,11 @@ def test_the_rows_of_the_readme_are_those_of_the_results():
 
 
 def test_only_light_files_are_kept():
-    kept = [path for path in (ROOT / "results").rglob("*") if path.is_file()]
-    runs = [path for path in kept if path.parent.name != "second-version"]
+    files = [path for path in (ROOT / "results").rglob("*") if path.is_file()]
+    runs = [path for path in files if path.parent.name != "second-version"]
     assert {path.name for path in runs} <= {"README.md", "experiment.toml", "rounds.jsonl", "result.json"}
-    assert all(path.suffix == ".json" for path in set(kept) - set(runs))
-    assert all(path.stat().st_size < 1_500_000 for path in kept)
+    assert all(path.suffix == ".json" for path in set(files) - set(runs))
+    assert all(path.stat().st_size < 1_500_000 for path in files)
 
 
 @pytest.mark.slow
@@ -125,7 +128,7 @@ def test_running_needs_nothing_that_only_pages_and_commands_need(tmp_path):
         "for name in ('jinja2', 'plotly', 'matplotlib', 'typer', 'click', 'playwright'): sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
         "import results\n"
-        "print(len(results.RECIPE.list_rows('digits')))\n"
+        "print(len(results.CAMPAIGNS['headline'].recipe.list_rows('digits')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "13", done.stderr
@@ -134,7 +137,7 @@ def test_running_needs_nothing_that_only_pages_and_commands_need(tmp_path):
 @pytest.mark.slow
 def test_a_run_stops_in_time_and_goes_on_to_the_same_result(tool, results, monkeypatch, capsys, tmp_path):
     with monkeypatch.context() as patch:
-        clock(patch, results)
+        replace_clock(patch, results)
         # The clock reads 0 for the deadline, 1 before the row, 2 at its start, 3 and 4 after rounds; a round takes 1.
         assert run(tool, "--rows", "fedavg,uniform weights", "--seconds", "4.5") == 0
     out = capsys.readouterr().out.splitlines()
@@ -173,14 +176,14 @@ def test_a_run_says_how_it_goes(tool, results, monkeypatch, capsys):
 def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, results, monkeypatch, capsys):
     real = results.fedheal.run
 
-    def failing(experiment, out, **keys):
+    def run_with_error(experiment, out, **keys):
         if experiment.method_name == "fedavg":
             out.mkdir(parents=True)
             (out / "rounds.jsonl").write_text('{"round": 1}\n')
             raise ValueError("the update of client 'x' is not finite")
         return real(experiment, out, **keys)
 
-    monkeypatch.setattr(results.fedheal, "run", failing)
+    monkeypatch.setattr(results.fedheal, "run", run_with_error)
     assert run(tool, "--rows", "fedavg,uniform weights") == 1
     out = capsys.readouterr().out
     assert "FedAvg: ended by an error: the update of client 'x' is not finite" in out
@@ -189,7 +192,7 @@ def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, resul
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["run", "--data", "digitz"], "data = digitz: there is no plan for it; use one of tiny_data:load"),
         (
@@ -209,10 +212,10 @@ def test_an_error_in_the_midst_of_a_row_leaves_the_others_their_turn(tool, resul
         (["table", "--results", "nowhere"], "results = nowhere: there is no such folder"),
     ],
 )
-def test_bad_input_is_one_sentence_and_leaves_nothing(tool, capsys, tmp_path, words, said):
+def test_bad_input_is_one_sentence_and_leaves_nothing(tool, capsys, tmp_path, words, message):
     assert tool(*words) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -231,18 +234,18 @@ def test_collecting_takes_what_is_light_and_leaves_what_is_there(tool, capsys, t
     assert tool("collect") == 0
     out = capsys.readouterr().out
     assert "left, since it departs from the plan in epochs" in out
-    taken = tmp_path / "results" / "tiny_data.load" / "fedavg-tiny_data_load-seed0"
-    assert sorted(path.name for path in taken.iterdir()) == ["experiment.toml", "result.json", "rounds.jsonl"]
-    assert list(taken.parent.iterdir()) == [taken]
-    first = (taken / "rounds.jsonl").read_text() + "\n"
-    (taken / "rounds.jsonl").write_text(first)
+    collected = tmp_path / "results" / "tiny_data.load" / "fedavg-tiny_data_load-seed0"
+    assert sorted(path.name for path in collected.iterdir()) == ["experiment.toml", "result.json", "rounds.jsonl"]
+    assert list(collected.parent.iterdir()) == [collected]
+    first = (collected / "rounds.jsonl").read_text() + "\n"
+    (collected / "rounds.jsonl").write_text(first)
     tool("collect")
     assert "exists already\n" in capsys.readouterr().out
-    assert (taken / "rounds.jsonl").read_text() == first
-    (taken / "result.json").write_text(json.dumps(read_json(taken / "result.json") | {"seconds": {}}))
+    assert (collected / "rounds.jsonl").read_text() == first
+    (collected / "result.json").write_text(json.dumps(read_json(collected / "result.json") | {"seconds": {}}))
     tool("collect")
     assert "from another run: remove it to take this one" in capsys.readouterr().out
-    assert read_json(taken / "result.json")["seconds"] == {}
+    assert read_json(collected / "result.json")["seconds"] == {}
 
 
 def edit_file(name, change):
@@ -255,7 +258,7 @@ def edit_file(name, change):
     return edit
 
 
-def with_result(**keys):
+def edit_result(**keys):
     """`result.json` with other values, without those that are None."""
 
     def change(text):
@@ -271,7 +274,7 @@ def change_last_score(text):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (edit_file("rounds.jsonl", lambda text: None), "rounds.jsonl is missing"),
         (edit_file("rounds.jsonl", lambda text: text + "gar"), "its 4 lines are not the records of the 3 rounds"),
@@ -284,16 +287,16 @@ def change_last_score(text):
         (edit_file("rounds.jsonl", lambda text: text.replace('"seconds"', '"minutes"')), "round 1 has no seconds"),
         (edit_file("rounds.jsonl", change_last_score), "but the last rounds of rounds.jsonl give"),
         (edit_file("result.json", lambda text: None), "result.json is missing"),
-        (with_result(hardware=None), "result.json: there is no hardware"),
-        (with_result(domains={"plain": "good"}), "result.json: domains.plain must be a number, got 'good'"),
+        (edit_result(hardware=None), "result.json: there is no hardware"),
+        (edit_result(domains={"plain": "good"}), "result.json: domains.plain must be a number, got 'good'"),
         (
-            with_result(domains={"plain": 1.0, "noisy": 99.999, "dark": 1.0}),
+            edit_result(domains={"plain": 1.0, "noisy": 99.999, "dark": 1.0}),
             "result.json: plain = 1.0, but the last",
         ),
-        (with_result(avg=99.999), "result.json: avg = 99.999, but the last rounds of rounds.jsonl give"),
-        (with_result(std=float("nan")), "result.json: std = nan, but the last rounds of rounds.jsonl give"),
-        (with_result(averaged=2), "result.json: averaged = 2, but rounds.jsonl has 3 evaluated rounds"),
-        (with_result(seed=1), "result.json: seed = 1, but experiment.toml has 0"),
+        (edit_result(avg=99.999), "result.json: avg = 99.999, but the last rounds of rounds.jsonl give"),
+        (edit_result(std=float("nan")), "result.json: std = nan, but the last rounds of rounds.jsonl give"),
+        (edit_result(averaged=2), "result.json: averaged = 2, but rounds.jsonl has 3 evaluated rounds"),
+        (edit_result(seed=1), "result.json: seed = 1, but experiment.toml has 0"),
         (edit_file("experiment.toml", lambda text: None), "experiment.toml cannot be read"),
         (edit_file("experiment.toml", lambda text: text + "bogus = 1"), "experiment.toml: "),
         (
@@ -302,77 +305,79 @@ def change_last_score(text):
         ),
     ],
 )
-def test_a_damaged_result_is_named_and_the_page_stays_as_it_was(kept, capsys, tmp_path, damage, said):
-    tool, folder = kept
+def test_a_damaged_result_is_named_and_the_page_stays_as_it_was(kept_run, capsys, tmp_path, damage, message):
+    tool, folder = kept_run
     page = (tmp_path / "results" / "README.md").read_text()
     damage(folder)
     capsys.readouterr()
     assert tool("table") == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert str(Path("results/tiny_data.load")) in err
     assert err.count("\n") == 1
     assert (tmp_path / "results" / "README.md").read_text() == page
 
 
-def test_what_was_left_of_a_copy_is_no_run(kept, tmp_path):
-    tool, folder = kept
+def test_what_was_left_of_a_copy_is_no_run(kept_run, tmp_path):
+    tool, folder = kept_run
     page = (tmp_path / "results" / "README.md").read_text()
     shutil.copytree(folder, folder.with_name(folder.name + ".tmp"))
     assert tool("table") == 0
     assert (tmp_path / "results" / "README.md").read_text() == page
 
 
-def test_a_copy_that_fails_leaves_nothing(tool, results, finished, monkeypatch, capsys, tmp_path):
-    shutil.copytree(finished, tmp_path / "runs" / "results" / finished.name)
+def test_a_copy_that_fails_leaves_nothing(tool, results, finished_run, monkeypatch, capsys, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "runs" / "results" / finished_run.name)
 
-    def full(source, target):
+    def raise_disk_full(source, target):
         raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(results.shutil, "copyfile", full)
+    monkeypatch.setattr(results.shutil, "copyfile", raise_disk_full)
     assert tool("collect") == 2
     assert "No space left on device" in capsys.readouterr().err
     assert list((tmp_path / "results").rglob("*")) == [tmp_path / "results" / "tiny_data.load"]
 
 
-def test_the_full_run_takes_the_place_of_a_shorter_one_and_not_the_other_way_round(tool, finished, capsys, tmp_path):
+def test_the_full_run_takes_the_place_of_a_shorter_one_and_not_the_other_way_round(
+    tool, finished_run, capsys, tmp_path
+):
     run(tool, "--rows", "fedavg", "--rounds", "2", "--runs", "short")
-    shutil.copytree(finished, tmp_path / "full" / finished.name)
-    target = tmp_path / "results" / "tiny_data.load" / finished.name
-    for words, said in (
-        (["--runs", "short"], f"{finished.name}: taken\n"),
-        (["--runs", "full"], f"{finished.name}: taken, with 3 rounds in place of 2\n"),
+    shutil.copytree(finished_run, tmp_path / "full" / finished_run.name)
+    target = tmp_path / "results" / "tiny_data.load" / finished_run.name
+    for words, message in (
+        (["--runs", "short"], f"{finished_run.name}: taken\n"),
+        (["--runs", "full"], f"{finished_run.name}: taken, with 3 rounds in place of 2\n"),
         (["--runs", "short"], f"left, since it has 2 rounds, and {target.relative_to(tmp_path)} has 3\n"),
-        (["--runs", "full"], f"{finished.name}: exists already\n"),
+        (["--runs", "full"], f"{finished_run.name}: exists already\n"),
     ):
         capsys.readouterr()
         assert tool("collect", *words) == 0
-        assert said in capsys.readouterr().out
+        assert message in capsys.readouterr().out
     assert list(target.parent.iterdir()) == [target]
-    assert (target / "rounds.jsonl").read_bytes() == (finished / "rounds.jsonl").read_bytes()
+    assert (target / "rounds.jsonl").read_bytes() == (finished_run / "rounds.jsonl").read_bytes()
 
 
-def test_a_replacement_that_fails_leaves_what_was_there(tool, results, finished, monkeypatch, tmp_path):
+def test_a_replacement_that_fails_leaves_what_was_there(tool, results, finished_run, monkeypatch, tmp_path):
     run(tool, "--rows", "fedavg", "--rounds", "2", "--runs", "short")
     tool("collect", "--runs", "short")
-    target = tmp_path / "results" / "tiny_data.load" / finished.name
+    target = tmp_path / "results" / "tiny_data.load" / finished_run.name
     real = Path.replace
 
-    def failing(path, goal):
-        if path.name == f"{finished.name}.tmp":
+    def replace_with_error(path, goal):
+        if path.name == f"{finished_run.name}.tmp":
             raise OSError(5, "Input/output error", str(path))
         return real(path, goal)
 
-    monkeypatch.setattr(Path, "replace", failing)
+    monkeypatch.setattr(Path, "replace", replace_with_error)
     with pytest.raises(OSError, match="Input/output"):
-        results.copy_run(finished, Experiment.read(finished / "experiment.toml"), target)
+        results.copy_run(finished_run, Experiment.read(finished_run / "experiment.toml"), target)
     assert list(target.parent.iterdir()) == [target]
     assert Experiment.read(target / "experiment.toml").rounds == 2
 
 
-def test_a_damaged_run_is_not_taken(tool, finished, capsys, tmp_path):
-    folder = tmp_path / "runs" / "results" / finished.name
-    shutil.copytree(finished, folder)
+def test_a_damaged_run_is_not_taken(tool, finished_run, capsys, tmp_path):
+    folder = tmp_path / "runs" / "results" / finished_run.name
+    shutil.copytree(finished_run, folder)
     (folder / "rounds.jsonl").unlink()
     assert tool("collect") == 0
     assert "left, since" in (out := capsys.readouterr().out)
@@ -384,10 +389,10 @@ def test_where_data_lay_is_not_kept(tool, tmp_path):
     run(tool, "--rows", "fedavg", "data_root=somewhere")
     tool("collect")
     assert '/somewhere"' in (find_run("fedavg", tmp_path / "runs") / "experiment.toml").read_text()
-    kept = find_run("fedavg", tmp_path / "results") / "experiment.toml"
-    assert "somewhere" not in kept.read_text()
+    description = find_run("fedavg", tmp_path / "results") / "experiment.toml"
+    assert "somewhere" not in description.read_text()
     assert (
-        Experiment.read(kept).identity
+        Experiment.read(description).identity
         == Experiment.read(find_run("fedavg", tmp_path / "runs") / "experiment.toml").identity
     )
 
@@ -411,19 +416,19 @@ def test_the_numbers_of_the_page_are_those_of_the_runs(tool, tmp_path):
         assert f" {value:.2f} |" in row
     assert f"| {sum(plain['seconds'].values()) / 3:.2f} |" in row
     assert row.endswith(f"| 3 | fp32 | {plain['hardware']} |")
-    apart = [even["domains"][d] - plain["domains"][d] for d in plain["domains"]]
-    apart += [even[key] - plain[key] for key in ("avg", "std", "worst")]
-    assert read_table(page, "| less FedAvg ")["uniform weights"] == [*(f"{x:+.2f}" for x in apart), "1"]
-    assert any(apart)
-    assert read_table(page, "| less uniform weights ")["FedAvg"] == [*(f"{0.0 - x:+.2f}" for x in apart), "1"]
+    differences = [even["domains"][d] - plain["domains"][d] for d in plain["domains"]]
+    differences += [even[key] - plain[key] for key in ("avg", "std", "worst")]
+    assert read_table(page, "| less FedAvg ")["uniform weights"] == [*(f"{x:+.2f}" for x in differences), "1"]
+    assert any(differences)
+    assert read_table(page, "| less uniform weights ")["FedAvg"] == [*(f"{0.0 - x:+.2f}" for x in differences), "1"]
     records = read_rounds(find_run("fedavg", tmp_path / "results"))
     moved = np.std([r.fairness["avg"] for r in records], ddof=1)
     noise = read_table(page, "### How much the last rounds move")["FedAvg"]
     assert noise[4] == f"{moved:.2f}"  # after the seed and three domains
     assert noise[-1] == "3"
-    left = page.partition("### Open")[2]
-    assert f"- AFL: `python tools/results.py run --data {DATA} --rows AFL`" in left
-    assert "FedHEAL" not in left
+    open_rows = page.partition("### Open")[2]
+    assert f"- AFL: `python tools/results.py run --data {DATA} --rows AFL`" in open_rows
+    assert "FedHEAL" not in open_rows
 
 
 @pytest.mark.slow
@@ -483,12 +488,12 @@ def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(
         "Not the protocol's 200 rounds, so that the paper's numbers do not stand beside: FedAvg, 20 rounds." in beside
     )
     assert "against FedAvg" not in beside  # what is claimed of rows is not held against a part of one
-    left = page.partition("### Open")[2]
-    assert "- FedAvg (so far with 20 rounds): `python tools/results.py run --data digits --rows FedAvg`" in left
+    open_rows = page.partition("### Open")[2]
+    assert "- FedAvg (so far with 20 rounds): `python tools/results.py run --data digits --rows FedAvg`" in open_rows
     assert (
-        "- FedHEAL (released), seeds 1, 2, 8, 9, 10, 11, 12: `python tools/results.py run --data digits --rows " in left
+        "- FedHEAL (released), seeds 1, 2, 8, 9, 10, 11, 12: `python tools/results.py run --data digits --rows " in open_rows
     )
-    assert "'FedHEAL (released)' --seeds 1,2,8,9,10,11,12`" in left
+    assert "'FedHEAL (released)' --seeds 1,2,8,9,10,11,12`" in open_rows
 
 
 def test_differences_to_uniform_weights_are_tested_as_one_family(page_tool, tmp_path):
@@ -540,18 +545,18 @@ def test_a_run_that_is_no_row_is_refused_by_name(page_tool, tmp_path):
 
 
 def test_where_a_result_might_have_ended_is_said(page_tool):
-    judged = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 0.0]
+    accuracies = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 0.0]
     run = SimpleNamespace(
         label="FedAvg",
         experiment=SimpleNamespace(seed=0),
-        accuracies=[{"a": value, "b": 90.0} for value in judged],
+        accuracies=[{"a": value, "b": 90.0} for value in accuracies],
         summary={"domains": {"a": 36.0, "b": 90.0}},
     )
-    said = "\n\n".join(page_tool._measure_noise([run], "digits"))
-    reach = read_table(said, "in it.")["FedAvg"]  # means of five in a row: 30, 40, 36
+    text = "\n\n".join(page_tool._measure_noise([run], "digits"))
+    reach = read_table(text, "in it.")["FedAvg"]  # means of five in a row: 30, 40, 36
     assert reach == ["0", "30.0 to 40.0", "90.0 to 90.0", "60.0 to 65.0", "35.4 to 42.4", "30.0 to 40.0", "7"]
-    assert "Lowest and highest mean of 5 rounds in a row" in said
-    longer = read_table(said, "might have ended.")["FedAvg"]  # the mean of all seven is 30
+    assert "Lowest and highest mean of 5 rounds in a row" in text
+    longer = read_table(text, "might have ended.")["FedAvg"]  # the mean of all seven is 30
     assert longer == ["0", "30.00", "90.00", "60.00", "42.43", "30.00", "7"]
     few = SimpleNamespace(**vars(run) | {"accuracies": run.accuracies[:5]})
     assert "Lowest" not in "\n\n".join(page_tool._measure_noise([few], "digits"))
