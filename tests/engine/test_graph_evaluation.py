@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from fedheal import Layout
-from fedheal.engine.graph_evaluation import is_near, stack_narrow_network
+from fedheal.data.domains import Split
+from fedheal.engine.graph_evaluation import GraphEvaluation, is_near, stack_narrow_network
 from fedheal.models.small_cnn import SmallCNN
 from fedheal.simulate.build import build_federation
 from tiny_data import load, quick
@@ -44,6 +46,34 @@ def test_a_narrow_network_has_the_logits_of_the_module():
 )
 def test_other_networks_are_evaluated_as_they_are(module, precision):
     assert stack_narrow_network(make_local_training(module, precision)) is None
+
+
+class UsesWeight(nn.Module):
+    """Applies the weight of a layer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, bias=False)
+
+    def forward(self, x):
+        return functional.conv2d(x, self.conv.weight).mean(dim=(2, 3))
+
+
+@pytest.mark.parametrize(("module", "expected"), [(SmallCNN(classes=10), True), (UsesWeight(), False)])
+def test_a_network_is_used_only_if_it_can_be_stacked(module, expected):
+    local_training = make_local_training(module)
+    evaluation, narrow = GraphEvaluation(local_training), stack_narrow_network(local_training)
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    model = local_training.layout.pack(module.state_dict())
+    assert evaluation._check_narrow(narrow, Split(images, torch.arange(6)), model) is expected
+
+
+def test_a_network_that_disagrees_with_the_module_is_not_used():
+    local_training = make_local_training(SmallCNN(classes=10))
+    other = SmallCNN(classes=10)
+    model = local_training.layout.pack(local_training.module.state_dict())
+    split = Split(torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8), torch.arange(6))
+    assert not GraphEvaluation(local_training)._check_narrow(lambda model: other.eval(), split, model)
 
 
 def test_logits_within_rounding_errors_are_near():

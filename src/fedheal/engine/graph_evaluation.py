@@ -73,19 +73,28 @@ class GraphEvaluation:
 
     def _find_at_first(self, joined: Split, model: Packed) -> Tensor:
         """Evaluate a model; find out which network to use, and whether a pass takes little memory."""
-        device, precision = joined.images.device, self.local_training.precision
+        device = joined.images.device
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        if self.narrow is not None:
-            images, _ = next(serial.eval_batches(joined))
-            with torch.no_grad(), autocast(precision, device):
-                apply = partial(self.narrow(model), normalise_images(images))
-                compile_in_parallel(apply, device)
-                if not is_near(apply(), self._load(model)(normalise_images(images))):
-                    self.narrow = None
+        if self.narrow is not None and not self._check_narrow(self.narrow, joined, model):
+            self.narrow = None
         hits = self._find_eagerly(joined, model)
         self.is_small = torch.cuda.max_memory_allocated(device) - before <= MOST_BYTES
         return hits
+
+    @torch.no_grad()
+    def _check_narrow(self, narrow: Load, joined: Split, model: Packed) -> bool:
+        """Return whether the narrow network can be applied, and agrees with the module on a batch."""
+        images, _ = next(serial.eval_batches(joined))
+        images = normalise_images(images)
+        with autocast(self.local_training.precision, images.device):
+            try:
+                apply = partial(narrow(model), images)
+                compile_in_parallel(apply, images.device)
+                found = apply()
+            except Exception:  # a module may use what stacked layers lack, such as `conv.weight`
+                return False
+            return is_near(found, self._load(model)(images))
 
     def _find(self, joined: Split, model: Packed) -> Tensor:
         """Evaluate a model, by a graph if possible."""
@@ -136,13 +145,13 @@ def stack_narrow_network(local_training: LocalTraining) -> Load | None:
     widest = max((max(conv.in_channels, conv.out_channels) for conv in convolutions), default=NARROW)
     if local_training.precision != "bf16" or widest >= NARROW:
         return None
-    rows = ClientRows(local_training.layout, 1, local_training.device, trains=False, low=torch.bfloat16)
-    rows.valid.fill_(1)  # all examples make one
     try:
         check_layers(local_training.module)
+        rows = ClientRows(local_training.layout, 1, local_training.device, trains=False, low=torch.bfloat16)
         network = stack_module(local_training.module, rows).eval()
     except DoesNotFitError:
         return None
+    rows.valid.fill_(1)  # all examples make one
 
     def load(model: Packed) -> nn.Module:
         rows.load([model])
